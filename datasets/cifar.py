@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from datasets.class_names import check_names
 from datasets.classification import ClassificationDataset
 from datasets.file_list import is_hidden, listed
 from datasets.layout import Layout
@@ -84,6 +85,7 @@ def _in_zip(archive: Path, split: str, classes: int, layout: Layout) -> Classifi
             names = sorted({each for each, _, _ in found})
             if len(names) != classes:
                 raise layout.error(f"{layout.name}: {len(names)} class folders in {archive}, expected {classes}")
+            check_names(enumerate(names), f"{archive}: ")
             pixels = np.empty((len(found), 3, 32, 32), np.uint8)
             for number, (_, _, name) in enumerate(found):
                 member = archive / name

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from datasets.class_names import check_names
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_list import composed, is_hidden, list_files
 from datasets.layout import PHOTOGRAPHS, Layout, read_json, read_list
@@ -65,7 +66,8 @@ def folder_classes(file: Path) -> ClassTable:
             number: rgb(entry["colour"]) for number, entry in enumerate(entries) if entry.get("colour") is not None
         }
         ids = [number for number in range(len(entries)) if number not in ignored]
-        names = tuple(str(entries[number]["name"]) for number in ids)
+        names = tuple(entries[number]["name"] for number in ids)
+        check_names(zip(ids, names, strict=True))
         if long := [name for name in names if len(name) > _LONGEST_NAME]:
             raise ValueError(f"a name has {len(long[0]):,} characters, expected at most {_LONGEST_NAME}")
         for what, values in (("names", names), ("colours", tuple(colours.values()))):

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+from datasets.class_names import ORDERS, by_number, check_names
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, composed, list_classes
 from datasets.layout import PHOTOGRAPHS, Layout, first_of
@@ -36,23 +37,28 @@ DIR/val/CLASS/*           the same classes
 )
 
 
-def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
+def imagenet(
+    root: str | os.PathLike | None, split: str, class_order: str | None = None, keys: str = ""
+) -> ClassificationDataset:
     """The class folders in `root`/`split`: split "train" (1,281,167 images) or "val" (50,000).
 
-    A label is the position of the folder's name among the sorted names. All existing splits must have the same
-    classes; a folder may be empty.
-    ValueError if the split is unknown, a folder or all images are missing, the splits have different classes, or images
-    lie outside the class folders.
+    A label is the position of the folder's name among the sorted names. `class_order`: "text" (default) or "numbers",
+    which sorts 2 before 10. All existing splits must have the same classes; a folder may be empty. `keys`: prefix of
+    the option's name in messages.
+    ValueError if the split or order is unknown, a folder or all images are missing, the splits have different classes,
+    a folder's name cannot be a class's, or images lie outside the class folders.
     """
-    return _in_folders(_LAYOUT, root, split)
+    return _in_folders(_LAYOUT, root, split, class_order, keys)
 
 
-def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
+def image_folder(
+    root: str | os.PathLike | None, split: str, class_order: str | None = None, keys: str = ""
+) -> ClassificationDataset:
     """Like `imagenet`, for other images: split "train", "val" or "test", with EXIF orientation applied.
 
     ValueError also if there is only one class.
     """
-    dataset = _in_folders(_OWN, root, split, PHOTOGRAPHS)
+    dataset = _in_folders(_OWN, root, split, class_order, keys, PHOTOGRAPHS)
     if len(dataset.classes) == 1:
         raise ValueError(
             f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
@@ -68,14 +74,24 @@ def own_splits(root: str | os.PathLike | None) -> list[str]:
 
 
 def _in_folders(
-    layout: Layout, root: str | os.PathLike | None, split: str, suffixes: tuple[str, ...] = _SUFFIXES
+    layout: Layout,
+    root: str | os.PathLike | None,
+    split: str,
+    class_order: str | None,
+    keys: str,
+    suffixes: tuple[str, ...] = _SUFFIXES,
 ) -> ClassificationDataset:
     """The class folders in `root`/`split`."""
+    if class_order not in (None, *ORDERS):
+        raise ValueError(f"{keys}class_order={class_order}: expected one of {', '.join(ORDERS)}")
     root = layout.check(root, split)
     folder = root / split
     if not folder.is_dir():
         raise layout.error(f"{layout.name}: the folder {folder} is missing", root)
     classes = class_folders(folder)
+    if class_order == "numbers":
+        places = {name: place for place, name in enumerate(by_number(map(composed, classes)))}
+        classes = tuple(sorted(classes, key=lambda name: places[composed(name)]))
     with os.scandir(folder) as entries:
         flat = [entry.name for entry in entries if entry.name.lower().endswith(suffixes) and entry.is_file()]
     if flat:
@@ -87,6 +103,7 @@ def _in_folders(
             fix=_SORT_FLAT if layout is _LAYOUT else None,
         )
     names = tuple(map(composed, classes))
+    check_names(enumerate(names), f"{layout.name}: {folder}: ")
     for other in layout.splits:
         others = [*map(composed, class_folders(root / other))] if (root / other).is_dir() else []
         differences = [

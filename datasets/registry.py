@@ -56,7 +56,7 @@ FOR_SEGMENTATION: dict[str, Row[SegmentationDataset]] = {
 FOR_CLASSIFICATION: dict[str, Row[ClassificationDataset]] = {
     "cifar10": Row(cifar10, {"train": 50_000, "test": 10_000}, classes=10, in_memory=True),
     "cifar100": Row(cifar100, {"train": 50_000, "test": 10_000}, classes=100, in_memory=True),
-    "image_folder": Row(image_folder, lambda root: dict.fromkeys(own_splits(root)), classes=None),
+    "image_folder": Row(image_folder, lambda root, **_: dict.fromkeys(own_splits(root)), classes=None),
     "imagenet": Row(imagenet, {"train": 1_281_167, "val": 50_000}, classes=1000),
     "shapes": Row(shapes, SHAPES, classes=8, drawn=True, in_memory=True),
 }

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from datasets.class_names import check_names
 from datasets.class_table import ClassTable, rgb
 from datasets.layout import Layout, read_json
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
@@ -48,6 +49,7 @@ def vistas_classes(config: Path) -> ClassTable:
         )
     ids = [position for position, (_, _, evaluated) in enumerate(labels) if evaluated]
     names = tuple(labels[position][0] for position in ids)
+    check_names(enumerate(names), f"{config}: ")
     if not 0 < len(set(names)) == len(names) or len(labels) > 250:
         raise ValueError(
             f"{config}: {len(names)} of {len(labels)} labels are evaluated, under {len(set(names))} different names; "

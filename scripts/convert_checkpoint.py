@@ -21,6 +21,7 @@ from pathlib import Path
 from omegaconf import MISSING, DictConfig
 
 from datasets import reading_errors
+from datasets.class_names import ORDERS, check_names, check_order
 from datasets.class_table import distinct_colours
 from datasets.layout import read_list
 from datasets.vistas import vistas_classes
@@ -31,7 +32,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import make_console
 from engine.process.output_files import writable_file
-from engine.schema.classification import ClassificationRun
+from engine.schema.classification import ClassFoldersData, ClassificationRun
 from engine.schema.keys import key
 from engine.schema.network import StandardNorm
 from engine.schema.segmentation import SegmentationRun
@@ -46,6 +47,7 @@ Colours = list[tuple[int, int, int]]
 @dataclass
 class ConversionData:
     root: str | None = None  # folder of ImageNet or Vistas, whose classes the network has
+    class_order: str | None = key(None, one_of=ORDERS)  # how ImageNet's class folders are sorted, see train_imagenet.py
 
 
 @dataclass
@@ -117,6 +119,8 @@ def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, sourc
     config, state, architecture = assemble.of_released(file, f"input={source}")
     segments, unnamed = isinstance(config, SegmentationRun), options.classes is None and options.data.root is None
     config.data.root = options.data.root
+    if isinstance(config.data, ClassFoldersData):
+        config.data.class_order = options.data.class_order
     if not unnamed:
         del state["unnamed_classes"]
         names, colours, ids = _classes(options, config, len(state["classes"]))
@@ -146,6 +150,7 @@ def _classes(
                 names, colours, ids = list(dataset.classes), list(dataset.palette), list(dataset.label_ids)
             else:
                 names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)
+                check_order(names, f"input={options.input}", config.data.order_key)
     elif options.classes is not None:
         given, file = f"classes={options.classes}", Path(options.classes)
         if file.suffix == ".json":
@@ -153,6 +158,7 @@ def _classes(
             names, colours, ids = list(table.names), list(table.palette), list(table.official_ids)
         else:
             names = read_list(file, "one class")
+            check_names(enumerate(names), f"{given}: ")
             if repeated := [name for name, times in Counter(names).items() if times > 1]:
                 raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")
     if len(names) != count:

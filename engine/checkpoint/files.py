@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from datasets.class_names import check_order
 from engine.process.console import logger
 from engine.process.output_files import NO_ROOM
 from engine.schema.training import OF_OTHERS
@@ -237,23 +238,32 @@ def first_difference(trained: Sequence[str], classes: Sequence[str]) -> str:
 
 
 def load_network(
-    make: Callable[[], nn.Module], state: dict, classes: Sequence[str], source: Path, averaged: bool = True
+    make: Callable[[], nn.Module],
+    state: dict,
+    classes: Sequence[str],
+    source: Path,
+    averaged: bool = True,
+    order_key: str | None = "class_order",
 ) -> nn.Module:
     """Build the network of the checkpoint's configuration with `make`, and load the checkpoint's weights.
 
-    `averaged` takes the averaged weights if the checkpoint has them.
+    `averaged` takes the averaged weights if the checkpoint has them. `order_key`: the key that chooses the order of
+    `classes`; None: it was chosen, or there is only one.
 
-    ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`),
-    or the weights do not fit or are not finite.
+    ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`,
+    and there must be no doubt about their order), or the weights do not fit or are not finite.
     """
     trained = tuple(state["classes"])
     if "unnamed_classes" in state and len(trained) == len(classes):
         if trained != tuple(classes):
+            check_order(classes, f"checkpoint {source}", order_key)
             logger.info(f"checkpoint {source} does not name its {len(trained)} classes: only their number was compared")
     elif trained != tuple(classes):
+        is_sorted_otherwise = order_key is not None and {*trained} == {*classes}
+        advice = f"give {order_key}=numbers or text" if is_sorted_otherwise else "evaluate it on its own dataset"
         raise ValueError(
             f"checkpoint {source} was trained on {len(trained)} classes and the dataset has {len(classes)}; "
-            f"{first_difference(trained, classes)}: evaluate it on its own dataset"
+            f"{first_difference(trained, classes)}: {advice}"
         )
     network, part = make(), "ema" if averaged and "ema" in state else "network"
     try:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from datasets.class_names import check_order
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.schema.network import Norm, ReleasedNorm, TorchvisionBody
@@ -62,7 +63,8 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     classifier is loaded if it has the same `classes` in the same order; otherwise it stays random. If the file does not
     name its classes, only their number is compared, and the report says so. Averaged weights are preferred.
 
-    ValueError: the file cannot be read, has another format, or does not fit; the network is unchanged.
+    ValueError: the file cannot be read, has another format, does not fit, or does not name classes whose order is in
+    doubt; the network is unchanged.
     """
     init, is_released = config.init, isinstance(config.norm, ReleasedNorm)
     assert init.weights is not None
@@ -90,6 +92,8 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     def skip(tensor_name: str, tensor: Tensor) -> str | None:
         if init.part == "body" and not is_of_body(tensor_name):
             return "init.part=body"
+        if weights.classes is None and is_of_classifier(tensor_name):
+            check_order(classes, name, config.data.order_key)
         pairs = zip(weights.classes or (), classes, strict=False) if is_of_classifier(tensor_name) else ()
         other = next(((there, here) for there, here in pairs if there != here), None)
         return None if other is None else f"for other classes, such as {other[0]} in place of {other[1]}"

@@ -1,9 +1,10 @@
 """Keys of train_imagenet.py."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from datasets.class_names import ORDERS, two_orders
 from datasets.registry import FOR_CLASSIFICATION
 from engine.schema.data import Data
 from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, changed
@@ -33,6 +34,22 @@ class ImageNetData(ClassificationData):
 
 
 @dataclass
+class ClassFoldersData(ImageNetData):
+    # How class folders are sorted: as text (0, 1, 10, 2; null does too) or by the numbers in their names (0, 1, 2, 10).
+    # Give it for files that name no classes if the orders differ.
+    class_order: str | None = key(None, one_of=ORDERS)
+
+    @property
+    def order_key(self) -> str | None:
+        return "data.class_order" if self.class_order is None else None
+
+    def order_taken(self, classes: Sequence[str]) -> str | None:
+        if (orders := two_orders(classes)) is None:
+            return None
+        return f"classes are sorted as {self.class_order or ORDERS[0]} (data.class_order), of {orders}"
+
+
+@dataclass
 class SmallImagesData(ClassificationData):
     """Images of 32x32 pixels, kept in memory."""
 
@@ -51,7 +68,7 @@ class SmallImagesData(ClassificationData):
 
 
 CLASSIFICATION_DATASETS: dict[str, type[ClassificationData]] = {
-    name: SmallImagesData if row.in_memory else ImageNetData for name, row in FOR_CLASSIFICATION.items()
+    name: SmallImagesData if row.in_memory else ClassFoldersData for name, row in FOR_CLASSIFICATION.items()
 }
 
 
@@ -84,11 +101,15 @@ class ClassificationRun(TrainingRun):
             yield f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"
 
     def apply_options(self, options: TrainedNetwork) -> None:
-        """Override the keys of crops and batches. ValueError: the crop does not fit the images."""
+        """Override the keys of crops, batches and the classes' order. ValueError: they do not fit the images."""
         usual, data, crop, resize = self.trainer.evaluate_batch_size, self.data, options.crop, options.resize
         if isinstance(options, Evaluation):
             fewer = max(1, usual // TEN) if options.view == TEN_CROP else usual
             self.trainer.evaluate_batch_size = options.batch_size or fewer
+            if (order := options.data.class_order) is not None:
+                if not isinstance(data, ClassFoldersData):
+                    raise ValueError(f"data.class_order={order}: {data.name} has no class folders; leave this out")
+                data.class_order = order
         if not isinstance(data, ImageNetData):
             given = [*changed(options.view, "center", "view={}"), *changed(crop, None, "crop={}")]
             given += changed(resize, None, "resize={}")

@@ -70,6 +70,15 @@ class Data:
         """Whether crops fit training images of these `sizes`: (width, height, number of images)."""
         return []
 
+    @property
+    def order_key(self) -> str | None:
+        """The key that chooses the order of the classes, if it matters and is not given."""
+        return None
+
+    def order_taken(self, classes: Sequence[str]) -> str | None:
+        """Which order the classes are in, for the log, if folders named by numbers have two."""
+        return None
+
     def waits(self, share: float, workers: int, cores: int) -> str:
         """A warning if steps wait for data. `workers` and `cores`: of each training process."""
         return (

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from datasets.class_names import ORDERS
 from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key
 from engine.schema.network import OurNorm, ReleasedNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
@@ -29,6 +30,8 @@ class TrainedData:
 class EvaluationData(TrainedData):
     root: str | None = None  # null: as in training
     split: str | None = None  # null: the validation split in training
+    # How class folders are sorted, see train_imagenet.py; null: as in training.
+    class_order: str | None = key(None, one_of=ORDERS, task=CLASSIFICATION)
 
 
 @dataclass
@@ -140,6 +143,7 @@ class Evaluation(TrainedNetwork):
             *changed(self.data.base_size, getattr(data, "base_size", None), "base{}"),
             *changed(self.data.antialias, getattr(data, "antialias", None), "antialiased" if smooth else "aliased"),
             *changed(pooling, getattr(config, "head", TrainedHead()).pooling_size, "pooling{0[0]}x{0[1]}"),
+            *changed(self.data.class_order, getattr(data, "class_order", None)),
             *changed(self.precision, config.trainer.precision),
             *changed(self.activation, config.norm.activation),
             *changed(self.upsampling, EXACT),

@@ -120,6 +120,8 @@ class Run(Generic[Config, Split]):
             shared = shared_images(self.train_set, self.val_set)
             for doubt in self.config.doubts(classes, images, self.world.size, self.schedule.total_steps, shared):
                 logger.warning(doubt)
+        if (order := self.config.data.order_taken(self.train_set.classes)) is not None:
+            logger.info(order)
         parameters = sum(parameter.numel() for parameter in learner.network.parameters())
         frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)
         logger.info(self._applied(learner))
