@@ -48,7 +48,7 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
 """,
         source=f"unpack {reader.filename} (docs/data.md)",
     )
-    given = Path(root or "").expanduser()
+    given = Path(os.path.expanduser(root or ""))
     is_zip = given.suffix.lower() == ".zip" and not given.is_dir()
     root = layout.check(given.parent if is_zip else root, split)
     if not is_zip and (root / reader.base_folder).is_dir():

@@ -77,7 +77,7 @@ def index_classes(
         TimeoutError: names the image whose label took longer than `reading_errors` around this call allows.
     """
     key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes)])
-    kept = (Path(folder).expanduser() if folder else cache_folder() / "class-index") / key
+    kept = (Path(os.path.expanduser(folder)) if folder else cache_folder() / "class-index") / key
     file = kept / "index.npz"
     found = read_arrays(file, _ARRAYS)
     if found is None:

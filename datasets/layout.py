@@ -33,7 +33,7 @@ class Layout:
         """Return the root folder as a Path. ValueError if it does not exist."""
         if root is None or str(root) == "":
             raise self.error(f"no folder is given; {self.name} needs the folder that holds its files")
-        root = Path(root).expanduser()
+        root = Path(os.path.expanduser(root))
         if not root.is_dir():
             raise self.error(
                 f"{root} is {'a link that leads nowhere' if root.is_symlink() else 'not an existing folder'}"

@@ -3,13 +3,14 @@
 import json
 import os
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-from datasets.cache import cache_folder
+from datasets.cache import alone_in, cache_folder
 from datasets.cityscapes import cityscapes
 from datasets.folder import CLASSES
 from datasets.segmentation import SegmentationDataset
@@ -43,7 +44,7 @@ def synthetic(
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
     settings = {"version": _VERSION, "train": images[0], "val": images[1], "seed": seed}
     drawn = cache_folder() / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
-    folder = Path(root).expanduser() if root else drawn
+    folder = Path(os.path.expanduser(root)) if root else drawn
     is_written = (folder / _MARKER).is_file()
     if not is_written and not draw:
         raise ValueError(f"the synthetic dataset has not been drawn at {folder} yet; a training draws it")
@@ -87,7 +88,13 @@ def _write_once(folder: Path, settings: dict, own_images: str) -> None:
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        in_cache = folder.is_relative_to(cache_folder())
+        with (
+            alone_in(folder.parent, ".") if in_cache else nullcontext(),
+            tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary,
+        ):
+            if (folder / _MARKER).is_file():  # another process has drawn it in the meantime
+                return
             streets = Path(temporary) / "streets"
             write_streets(streets, {split: settings[split] for split in _CITIES}, seed=settings["seed"])
             (streets / _MARKER).write_text(json.dumps(settings))

@@ -59,7 +59,7 @@ class OtherFormat(ValueError):
 
 def file_of(given: str) -> Path:
     """The file that a command means: a checkpoint, or the last one of a run directory."""
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     return next(filter(Path.is_file, (path / "checkpoints" / "last.pt", path / "last.pt")), path)
 
 
