@@ -2,12 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -25,6 +26,35 @@ class Files(NamedTuple):
     name: str
     image: Path
     label: Path | None = None
+
+
+class FileTable(Sequence[Files]):
+    """The files of a split in two objects, which workers share.
+
+    Every worker would soon have its own copy of a list of tuples, as counting references writes to Python objects.
+    """
+
+    def __init__(self, files: Iterable[Files]) -> None:
+        texts = [b"" if part is None else os.fsencode(part) for entry in files for part in entry]
+        self._texts = b"".join(texts)
+        self._ends = np.cumsum([0, *map(len, texts)])  # of name, image and label of each entry
+
+    def __len__(self) -> int:
+        return len(self._ends) // 3
+
+    @overload
+    def __getitem__(self, number: int) -> Files: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Files]: ...
+
+    def __getitem__(self, number: int | slice) -> Files | list[Files]:
+        chosen = range(len(self))[number]
+        if isinstance(chosen, range):
+            return [self[each] for each in chosen]
+        start, *ends = self._ends[3 * chosen : 3 * chosen + 4].tolist()
+        name, image, label = (os.fsdecode(self._texts[a:b]) for a, b in pairwise((start, *ends)))
+        return Files(name, Path(image), Path(label) if label else None)
 
 
 class Sample(NamedTuple):
@@ -77,6 +107,11 @@ class SegmentationDataset(Dataset):
     range16: Range16 = ALL_16
     label_fix: str | None = None
     palette_fix: str | None = None
+    has_labels: bool = field(init=False)  # False for test splits whose labels are withheld
+
+    def __post_init__(self) -> None:
+        self.has_labels = all(entry.label is not None for entry in self.files)
+        self.files = FileTable(self.files)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -90,11 +125,6 @@ class SegmentationDataset(Dataset):
     def label_ids(self) -> tuple[int, ...]:
         """The id of each class in labels and predictions."""
         return self.table.official_ids
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether every image has a label; False for test splits whose labels are withheld."""
-        return all(entry.label is not None for entry in self.files)
 
     def path(self, index: int) -> Path:
         """The file of image `index`."""
