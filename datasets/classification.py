@@ -1,6 +1,6 @@
 """A classification dataset: a list of images in files or in memory, a class for each, and checked reading."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ class ClassificationDataset(Dataset):
     mean_image: np.ndarray | None = None
     turned: bool = False
     range16: Range16 = ALL_16
+    digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
 
     def __post_init__(self) -> None:
         assert (self.pixels is None) == (self.names is None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets.class_table import IGNORED, ClassTable, distinct_colours
 from datasets.file_list import list_files
-from datasets.layout import Layout, read_list
+from datasets.layout import Layout, as_listed, read_list
 from datasets.segmentation import Files, SegmentationDataset
 
 LISTS = ("challenge", "full")  # of images
@@ -92,6 +92,7 @@ def coco_stuff(
     if names is not None:
         images = {name: images[name] for name in names}
     files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
+    files = files if names is None else as_listed(files, names)
     return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps))
 
 
@@ -126,4 +127,4 @@ def _listed(root: Path, split: str, images: dict[str, Path], keys: str) -> list[
             raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
         names.append(f"{int(line):012d}")
     _LAYOUT.check_list(file, names, images, root)
-    return sorted(set(names))
+    return names

@@ -47,7 +47,7 @@ class FileList:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def listed(root: Path, paths: Sequence[Path]) -> FileList:
+def listed(root: Path, paths: Sequence[Path | str]) -> FileList:
     """The list of `paths`, which begin with `root`. A file that cannot be read has size and time 0."""
     start = 0 if root == Path() else len(os.path.join(root, ""))  # os.path.relpath would take most of the time
     return _file_list(root, [(str(path)[start:], _size_and_time(path)) for path in paths])
@@ -131,9 +131,9 @@ def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> File
     return FileList(root, names, sizes=states[:, 0].copy(), times=states[:, 1].copy())
 
 
-def _size_and_time(file: Path | os.DirEntry) -> tuple[int, int]:
+def _size_and_time(file: Path | str | os.DirEntry) -> tuple[int, int]:
     try:
-        stat = file.stat()
+        stat = os.stat(file)
     except OSError:  # e.g. a dangling link; reading it will say so
         return 0, 0
     return stat.st_size, stat.st_mtime_ns

@@ -16,7 +16,7 @@ import numpy as np
 from datasets.class_names import check_names
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_list import composed, is_hidden, list_files
-from datasets.layout import PHOTOGRAPHS, Layout, read_json, read_list
+from datasets.layout import PHOTOGRAPHS, Layout, as_listed, read_json, read_list
 from datasets.reading import Stored, Window, decode_mask, label_palette
 from datasets.segmentation import Files, SegmentationDataset
 
@@ -137,7 +137,7 @@ def folder(
 ) -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
-    The list is `root`/`split`.txt. Images and labels are paired by their paths below the two folders; a split "test"
+    The list is `root`/`split`.txt; an image that is on it several times counts as often. Images and labels are paired by their paths below the two folders; a split "test"
     may have no labels. Labels hold ids, or the classes' colours, on the images as viewers show them: EXIF orientation
     counts. `label_folder`: the name of the labels' folder; it may be "images" too. `label_suffix`: a label's name is
     its image's name plus this, such as "_mask". `palettes`: "equal" refuses labels whose palettes give an id different
@@ -152,8 +152,8 @@ def folder(
         raise _LAYOUT.error(f"folder: the folder {above / 'images'} is missing", root, _elsewhere(root, keys))
     images = options.images(_LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True))
     labels, is_test, looked_in = options.labels(above), own.name == WITHHELD, above / label_folder
+    chosen = _on_list(root, own, images, keys) if above == root else list(images)
     if above == root:
-        chosen = _on_list(root, own, images, keys)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if is_test and not labels:
         files = [Files(name, path) for name, path in images.items()]
@@ -178,6 +178,7 @@ def folder(
     colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
     decode = partial(_decode, colours, np.array(levels, np.uint8))
     different = None if palettes == "any" else palette_fix(keys)
+    files = as_listed(files, chosen)
     return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=different)
 
 
@@ -313,8 +314,12 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> li
         )
     lines = (composed(line).removeprefix("./") for line in read_list(file, "the name of an image"))
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
-    names = sorted({stems.get(line, line) for line in lines})
-    _LAYOUT.check_list(file, names, images, root)
+    names = [stems.get(line, line) for line in lines]
+    fix = (
+        f"give one path below {root / 'images'} a line, such as {min(stems)}, without a label beside it; take out lines "
+        f"of images that are not there"
+    )
+    _LAYOUT.check_list(file, names, images, root, fix)
     return names
 
 

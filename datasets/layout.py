@@ -67,12 +67,14 @@ class Layout:
             raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root)
         return found
 
-    def check_list(self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path) -> None:
-        """ValueError unless all names on a list have an image in the split's folder."""
+    def check_list(
+        self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path, fix: str | None = None
+    ) -> None:
+        """ValueError unless all names on a list have an image in the split's folder. `fix`: see `error`."""
         if missing := [name for name in names if name not in images]:
             count = f"{len(missing)} of its {len(names)} images"
             raise self.error(
-                f"{self.name}: {file}: {count}, such as {missing[0]}, are missing from the split's folder", root
+                f"{self.name}: {file}: {count}, such as {missing[0]}, are missing from the split's folder", root, fix
             )
 
     def pair(
@@ -92,6 +94,12 @@ class Layout:
             problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
             raise self.error(problem, root, fix=fix)
         return [Files(name, image, labels[name]) for name, image in images.items()]
+
+
+def as_listed(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
+    """The files of the names on a list, sorted; a name that is there several times counts as often."""
+    by_name = {entry.name: entry for entry in files}
+    return [by_name[name] for name in sorted(names)]
 
 
 def read_json(file: Path) -> Any:

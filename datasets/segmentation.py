@@ -52,9 +52,16 @@ class FileTable(Sequence[Files]):
         chosen = range(len(self))[number]
         if isinstance(chosen, range):
             return [self[each] for each in chosen]
-        start, *ends = self._ends[3 * chosen : 3 * chosen + 4].tolist()
-        name, image, label = (os.fsdecode(self._texts[a:b]) for a, b in pairwise((start, *ends)))
+        name, image, label = self._decoded(3 * chosen, 3 * chosen + 3)
         return Files(name, Path(image), Path(label) if label else None)
+
+    def paths(self) -> list[str]:
+        """Image and label of each entry. (Making Paths of them would take most of the time.)"""
+        texts = self._decoded(0, 3 * len(self))
+        return [text for number, text in enumerate(texts) if text and number % 3]
+
+    def _decoded(self, first: int, end: int) -> Iterator[str]:
+        return (os.fsdecode(self._texts[a:b]) for a, b in pairwise(self._ends[first : end + 1].tolist()))
 
 
 class Sample(NamedTuple):
@@ -107,6 +114,7 @@ class SegmentationDataset(Dataset):
     range16: Range16 = ALL_16
     label_fix: str | None = None
     palette_fix: str | None = None
+    digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
     has_labels: bool = field(init=False)  # False for test splits whose labels are withheld
 
     def __post_init__(self) -> None:
@@ -169,15 +177,15 @@ class SegmentationDataset(Dataset):
         return self._decode_label(self._stored_label(index), self.table.known)
 
     @restorable()
-    def image_size(self, path: Path, decode: bool = False) -> tuple[int, int]:
-        """(width, height) of an image file. ValueError if it is missing, truncated or not an image.
+    def image_size(self, file: Stored, decode: bool = False) -> tuple[int, int]:
+        """(width, height) of an image file. ValueError if it is not an image.
 
         `decode`: decode all its pixels, not only its header.
         """
         if decode:
-            height, width, _ = decode_image(path, turned=self.turned).shape
+            height, width, _ = decode_image(file, turned=self.turned).shape
             return width, height
-        return read(path, photograph=self.turned).size(self.turned)
+        return file.size(self.turned)
 
     def _stored_label(self, index: int) -> Stored:
         path = self.files[index].label
@@ -238,8 +246,8 @@ class SegmentationDataset(Dataset):
         return self._listed().fingerprint([version, self.name, self.split, *known])
 
     def _listed(self) -> FileList:
-        every = (path for entry in self.files for path in (entry.image, entry.label))
-        paths = [path for path in every if path is not None]
+        assert isinstance(self.files, FileTable)
+        paths = self.files.paths()
         top = os.path.commonpath({os.path.dirname(path) for path in paths}) if paths else ""
         return listed(Path(top), paths)
 

@@ -3,6 +3,7 @@
 `verify` runs before a training and remembers success. `inspect` is run by hand: it decodes and counts all pixels.
 """
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +19,10 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
+from datasets.file_list import listed
 from datasets.levels import doubts16, used16
-from datasets.reading import Range16, label_palette, read
-from datasets.segmentation import SegmentationDataset
+from datasets.reading import Range16, decode_image, label_palette, read
+from datasets.segmentation import SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
 _CHECKS = 8  # increment when the checks change: all data is then checked again
@@ -42,8 +45,9 @@ class Inspection:
 
     `problems` are in the order of the files. Over all readable labels, `values` counts the
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
-    class); `conflict`: the first label with another palette, if palettes are compared. `used16`: of 16-bit
-    images, see `datasets.levels`. `sizes`: (width, height, images) for each size of images with labels of pixels.
+    class); `conflict`: the first label with another palette, if palettes are compared. `digests`: `digest` of each
+    image file. `used16`: of 16-bit images, see `datasets.levels`. `sizes`: (width, height, images) for each size of
+    images with labels of pixels.
     """
 
     dataset: Split
@@ -51,6 +55,7 @@ class Inspection:
     values: list[int]
     holding: list[int]
     conflict: str | None
+    digests: list[int]
     used16: Sequence[Range16] = ()
     sizes: Sequence[tuple[int, int, int]] = ()
 
@@ -88,7 +93,7 @@ def verify(
     Returns doubts, such as classes that no image shows, and those of `doubts_of_sizes`, which gets `Inspection.sizes`.
     `keys`: see `Inspection.doubts`. TimeoutError names the first image that takes longer than `reading_errors` around
     this call allows. The cache folder remembers success until a path, size or modification time changes. If it cannot
-    be written, the check runs every time.
+    be written, the check runs every time. Sets the split's `digests`.
     """
     if isinstance(dataset, ClassificationDataset):
         key = dataset.files.fingerprint([_CHECKS, dataset.name])
@@ -105,18 +110,45 @@ def verify(
             raise ValueError(f"{split}: {len(found.problems)} problem(s) in {len(dataset)} images:\n{listed}")
         with suppress(OSError):  # a read-only cache folder only costs the time of the next check
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.write_text(json.dumps([found.values, found.holding, found.conflict, found.used16, found.sizes]))
+            kept = [found.values, found.holding, found.conflict, found.digests, found.used16, found.sizes]
+            remembered.write_text(json.dumps(kept))
+    dataset.digests = np.array(found.digests, np.uint64)
     if any(found.values) and not any(found.by_class[:IGNORED]):
         why = ". ".join(found.doubts("image"))
         raise ValueError(f"{split}: no pixel has a class, so nothing can be learnt or scored: {why}")
     return [*found.doubts("training image", keys), *doubts_of_sizes(found.sizes)]
 
 
-def shared_images(one: Split, other: Split) -> int:
-    """The number of images that two splits share. Different splits of a classification dataset share none."""
+def digest(content: bytes | np.ndarray) -> int:
+    """64 bits of a hash. (Not CRC-32: it is the same for all PNGs whose chunks have the same lengths.)"""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
+def shared_images(one: Split, other: Split, read_files: bool = True) -> int:
+    """The number of images of `other` that are also in `one`: the same bytes, under whatever name.
+
+    What `verify` has read is not read again; of other splits, files of a size that both have are read. Without
+    `read_files` only paths are compared.
+    """
+    if read_files:
+        return int(np.isin(_digests(other, one), _digests(one, other)).sum())
     if isinstance(one, ClassificationDataset) or isinstance(other, ClassificationDataset):
-        return len(one) if one.split == other.split else 0
-    return len({entry.image for entry in one.files} & {entry.image for entry in other.files})
+        return len(other) if one.split == other.split else 0
+    paths = {entry.image for entry in one.files}
+    return sum(entry.image in paths for entry in other.files)
+
+
+def _digests(split: Split, other: Split) -> np.ndarray:
+    """`digest` of each image, uint64; of files that `verify` has not read, only of those of a size in `other`."""
+    if split.digests is not None:
+        return split.digests
+    if isinstance(split, ClassificationDataset) and split.pixels is not None:
+        return np.array([digest(image) for image in split.pixels], np.uint64)
+    sizes, others = (
+        listed(Path(), [each.path(number) for number in range(len(each))]).sizes for each in (split, other)
+    )
+    files = [split.path(number) for number in np.flatnonzero(np.isin(sizes, others)).tolist()]
+    return np.array([digest(read(file, photograph=True).data) for file in files], np.uint64)
 
 
 def inspect(dataset: Split, workers: int | None = None, progress: Progress = None, decode: bool = True) -> Inspection:
@@ -128,26 +160,30 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    look, problems, deep = partial(_looked, dataset, decode), list[Problem](), list[Range16]()
+    look, problems, digests, deep = partial(_looked, dataset, decode), list[Problem](), list[int](), list[Range16]()
     if isinstance(dataset, ClassificationDataset):
-        for its_problems, used, *_ in every(dataset, look, workers, progress) if dataset.pixels is None else ():
-            problems += its_problems
-            deep += filter(None, [used])
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
-        return Inspection(dataset, tuple(problems), [], images, None, deep)
+        if dataset.pixels is not None:
+            return Inspection(dataset, (), [], images, None, [*map(digest, dataset.pixels)])
+        for seen in every(dataset, look, workers, progress):
+            problems += seen.problems
+            digests.append(seen.digest)
+            deep += filter(None, [seen.used16])
+        return Inspection(dataset, tuple(problems), [], images, None, digests, deep)
     palettes, sizes = Palettes(dataset.table.label_palette), Counter[tuple[int, int] | None]()
     values, holding = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for its_problems, used, size, pixels, colours in every(dataset, look, workers, progress):
-        problems += its_problems
-        deep += filter(None, [used])
-        sizes[size] += 1
-        values += pixels
-        holding += dataset.table.by_class(pixels) > 0
-        if colours is not None:
-            palettes.add(*colours)
+    for seen in every(dataset, look, workers, progress):
+        digests.append(seen.digest)
+        problems += seen.problems
+        deep += filter(None, [seen.used16])
+        sizes[seen.size] += 1
+        values += seen.pixels
+        holding += dataset.table.by_class(seen.pixels) > 0
+        if seen.palette is not None:
+            palettes.add(*seen.palette)
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
-    found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, deep
+    found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, digests, deep
     return Inspection(*found, [(*size, images) for size, images in sizes.items() if size is not None])
 
 
@@ -173,14 +209,19 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
         raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-def _looked(
-    dataset: Split, decode: bool, index: int
-) -> tuple[list[Problem], Range16 | None, tuple[int, int] | None, np.ndarray, Any]:
-    """Problems of an image and its label; `used16` and the size of the image; the label's pixels of each raw value.
+class _Seen(NamedTuple):
+    """What `_looked` has found in an image and its label."""
 
-    These are int64 (256,). The last item is the palette: the label's file and {id: RGB} of the ids that it holds; None
-    if palettes do not matter.
-    """
+    problems: list[Problem]
+    digest: int  # of the image file
+    used16: Range16 | None
+    size: tuple[int, int] | None  # of the image
+    pixels: np.ndarray  # of each raw value of the label, int64 (256,)
+    palette: Any  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
+
+
+def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
+    """Read an image and its label; `inspect` puts together what was found."""
     problems, used, size = list[Problem](), None, None
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
@@ -192,15 +233,17 @@ def _looked(
             problems.append(Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}"))
         return None
 
+    file = attempted("unreadable image", restorable()(read), dataset.path(index), dataset.turned)
+    its_digest = 0 if file is None else digest(file.data)
     if isinstance(dataset, ClassificationDataset):
-        attempted("unreadable image", dataset.image, index)
-    else:
-        size = attempted("unreadable image", partial(dataset.image_size, decode=decode), dataset.path(index))
-    if not problems and (decode or index % max(1, len(dataset) // _DEEP) == 0):
-        stored = read(dataset.path(index), photograph=dataset.turned)
-        used = attempted("unreadable image", used16, stored, dataset.turned)
+        if file is not None:
+            attempted("unreadable image", restorable()(partial(decode_image, turned=dataset.turned)), file)
+    elif file is not None:
+        size = attempted("unreadable image", dataset.image_size, file, decode)
+    if file is not None and not problems and (decode or index % max(1, len(dataset) // _DEEP) == 0):
+        used = attempted("unreadable image", used16, file, dataset.turned)
     if isinstance(dataset, ClassificationDataset):
-        return problems, used, None, np.zeros(0), None
+        return _Seen(problems, its_digest, used, None, np.zeros(0), None)
     entry, palette = dataset.files[index], None
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
     if size is not None and label is not None:
@@ -212,4 +255,4 @@ def _looked(
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
-    return problems, used, size, pixels, palette
+    return _Seen(problems, its_digest, used, size, pixels, palette)

@@ -224,7 +224,7 @@ class TrainingRun:
     def doubts(self, classes: int, images: int, processes: int, steps: int, shared: int = 0) -> Iterator[str]:
         """Warnings where the settings look like a mistake.
 
-        `classes`, `images`, …: how many the training has. `shared`: validation images that are training images too.
+        `classes`, `images`, …: how many the training has. `shared`: validation images that are training images too, or copies of them.
         """
         data, norm = self.data, self.norm
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
@@ -232,8 +232,8 @@ class TrainingRun:
             yield f"body.{given} without initial weights keeps random ones: give init.weights=FILE or body.weights"
         if shared:
             yield (
-                f"data.val_split={data.val_split}: {shared:,} of its images are trained on, so their scores say "
-                f"nothing about other images"
+                f"data.val_split={data.val_split}: {shared:,} of its images are trained on (copies under other names "
+                f"count), so their scores say nothing about other images"
             )
         if images < data.crops_per_minibatch:
             yield (

@@ -117,7 +117,7 @@ class Run(Generic[Config, Split]):
         """Log the size and length of the run, and warnings about unusual settings."""
         classes, images = len(self.train_set.classes), len(self.train_set)
         if self.world.first:
-            shared = shared_images(self.train_set, self.val_set)
+            shared = shared_images(self.train_set, self.val_set, read_files=self.config.data.verify)
             for doubt in self.config.doubts(classes, images, self.world.size, self.schedule.total_steps, shared):
                 logger.warning(doubt)
         if (order := self.config.data.order_taken(self.train_set.classes)) is not None:
