@@ -137,8 +137,8 @@ def folder(
 ) -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
-    The list is `root`/`split`.txt; an image that is on it several times counts as often. Images and labels are paired by their paths below the two folders; a split "test"
-    may have no labels. Labels hold ids, or the classes' colours, on the images as viewers show them: EXIF orientation
+    The list is `root`/`split`.txt; an image that is on it several times counts as often. Images and labels are paired
+    by their paths below the two folders; a split "test" may have no labels. Labels hold ids, or the classes' colours, on the images as viewers show them: EXIF orientation
     counts. `label_folder`: the name of the labels' folder; it may be "images" too. `label_suffix`: a label's name is
     its image's name plus this, such as "_mask". `palettes`: "equal" refuses labels whose palettes give an id different
     colours, "any" does not compare them. `keys`: prefix of option names in messages.
@@ -316,8 +316,8 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> li
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
     names = [stems.get(line, line) for line in lines]
     fix = (
-        f"give one path below {root / 'images'} a line, such as {min(stems)}, without a label beside it; take out lines "
-        f"of images that are not there"
+        f"give one path below {root / 'images'} a line, such as {min(stems)}, without a label beside it; take out "
+        f"lines of images that are not there"
     )
     _LAYOUT.check_list(file, names, images, root, fix)
     return names

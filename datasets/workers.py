@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from errno import ENOSPC
+from errno import EACCES, EAGAIN, ENOENT, ENOSPC, ENOSYS, EPERM, EROFS
 from multiprocessing import parent_process, popen_fork, util
 from multiprocessing.connection import Listener
 from multiprocessing.context import ForkContext, ForkProcess
@@ -28,6 +28,10 @@ Progress = Callable[[int, int], None] | None  # called with (done, total) after 
 _SECONDS_TO_DIE = 5  # it takes longer only in an uninterruptible system call
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send when the parent ends
 _limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, and the message about it
+_NO_SHARED_MEMORY = "DataLoader workers have no shared memory: "
+_UNUSABLE = (EACCES, ENOENT, ENOSYS, EPERM, EROFS)  # errors of a /dev/shm that is missing or read-only
+_NO_PROCESS = "DataLoader workers have no process"
+_NO_THREAD = "can't start new thread"  # Python's words
 _KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
 
 
@@ -100,6 +104,8 @@ class Loader(DataLoader):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         items: Any = None
         try:
+            if self.num_workers:
+                self.multiprocessing_context.Lock()  # if it failed below, PyTorch would print errors of its own
             items = super().__iter__()
             yield from items
         except RuntimeError as error:
@@ -111,6 +117,10 @@ class Loader(DataLoader):
         except OSError as error:
             if error.errno == ENOSPC:
                 raise RuntimeError(f"DataLoader workers cannot start for lack of shared memory: {error}") from error
+            if items is None and error.errno == EAGAIN:
+                raise RuntimeError(_NO_PROCESS) from error
+            if items is None and error.errno in _UNUSABLE:
+                raise RuntimeError(f"{_NO_SHARED_MEMORY}{error.strerror}") from error
             raise
         finally:
             # An error's traceback keeps PyTorch's iterator. The garbage collector would end its queues first: workers
@@ -130,7 +140,7 @@ def reading_errors(
 
     Raises:
         TimeoutError: the workers delivered nothing for `timeout_seconds`.
-        ChildProcessError: a worker was killed.
+        ChildProcessError: a worker was killed, or cannot start.
         MemoryError: a worker could not allocate memory, or the shared memory is too small.
     """
     global _limit
@@ -144,8 +154,20 @@ def reading_errors(
         yield
     except RuntimeError as error:
         # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
-        known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker")
+        known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker", _NO_THREAD)
         message = next((text for text in _messages(error) if text.startswith(known)), "")
+        if message.startswith(_NO_SHARED_MEMORY):
+            raise ChildProcessError(
+                f"/dev/shm cannot be used ({message.removeprefix(_NO_SHARED_MEMORY)}): the processes that read images "
+                f"pass them on there. Make it writable, or give {workers_key}=0, which needs none.{advice}"
+            ) from error
+        if message.startswith((_NO_PROCESS, _NO_THREAD)):
+            most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+            limit = "none" if most == resource.RLIM_INFINITY else most
+            raise ChildProcessError(
+                f"a process that reads images cannot start: the user's processes and threads have reached their limit "
+                f"(ulimit -u, now {limit}, or that of the container). Raise it, or use fewer {workers_key}.{advice}"
+            ) from error
         if "shared memory" in message or "Bus error" in message:
             usage = shutil.disk_usage("/dev/shm")
             room = f"{usage.total >> 20} MiB, {usage.free >> 20} MiB free"
@@ -160,8 +182,8 @@ def reading_errors(
         if message.startswith("DataLoader worker"):
             died = message.splitlines()[0].strip()  # a configuration that is being read adds lines about its keys
             raise ChildProcessError(
-                f"a process that reads images died: {died} If the machine ran out of memory, use fewer "
-                f"{workers_key}.{advice}"
+                f"a process that reads images died: {died} If the machine ran out of memory, or of processes and "
+                f"threads (ulimit -u), use fewer {workers_key}.{advice}"
             ) from error
         raise
     finally:
