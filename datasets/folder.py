@@ -260,6 +260,19 @@ class LabelFiles(NamedTuple):
     without: list[Path]  # images without a label, unless no image of a split "test" has one
 
 
+def check_whole(root: str | os.PathLike | None) -> None:
+    """ValueError if a folder looks like one of several splits beside each other, such as DIR/train of DIR."""
+    top = _LAYOUT.top(root).resolve()
+    if folder_splits(top) or not (top / "images").is_dir():
+        return
+    beside = [split for split in folder_splits(top.parent) if "/" not in split]
+    if top.name in beside and len(beside) > 1 and {"train", "val", WITHHELD} & {*beside}:
+        raise ValueError(
+            f"{top} looks like one of the splits {', '.join(beside)} of {top.parent}: give {top.parent}, whose "
+            f"{CLASSES} counts for all; or first write lists of its images, if it is a dataset of its own"
+        )
+
+
 def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL) -> LabelFiles:
     """Find all labels in a folder. ValueError if there are none."""
     root = _LAYOUT.top(root)

@@ -165,8 +165,8 @@ def reading_errors(
             most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
             limit = "none" if most == resource.RLIM_INFINITY else most
             raise ChildProcessError(
-                f"a process that reads images cannot start: the user's processes and threads have reached their limit "
-                f"(ulimit -u, now {limit}, or that of the container). Raise it, or use fewer {workers_key}.{advice}"
+                f"no process or thread that reads images can start: the user has as many as allowed (ulimit -u, now "
+                f"{limit}, or the container's limit). Raise it, or use fewer {workers_key}.{advice}"
             ) from error
         if "shared memory" in message or "Bus error" in message:
             usage = shutil.disk_usage("/dev/shm")

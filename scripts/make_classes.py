@@ -26,7 +26,7 @@ from rich.console import Console
 
 from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
-from datasets.folder import CLASSES, TRAINED, LabelNames, alike, folder_labels, palette_fix
+from datasets.folder import CLASSES, TRAINED, LabelNames, alike, check_whole, folder_labels, palette_fix
 from datasets.layout import first_of
 from datasets.levels import doubts16, used16
 from datasets.reading import Range16, decode_mask, label_palette, read
@@ -81,6 +81,7 @@ def make_classes(values: DictConfig) -> Path:
     """
     config = configuration.typed(values, MakeClasses)
     with assemble.root_named(config.data):
+        check_whole(config.data.root)
         options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.")
         labels = folder_labels(config.data.root, options)
     root = f"data.root={config.data.root}"

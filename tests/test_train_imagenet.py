@@ -31,6 +31,7 @@ from eval import evaluate
 from keepless import ABN
 from models.bodies import resnext101
 from tests.datasets import classification_trees
+from tests.datasets.classification_trees import WNIDS
 from tests.faults.runs import last_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
@@ -204,6 +205,17 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     assert (written["data"]["crop_size"], written["data"]["resize"]) == (48, 54)  # 36 * 48 / 32
     swapped = json.loads((tmp_path / "run" / "results_relu.json").read_text())["config"]["norm"]
     assert (swapped["name"], swapped["activation"]) == ("std", "relu")
+    state = checkpoint.load(file)  # as a converted file, whose classes are numbers
+    checkpoint.save(file, {**state, "classes": ["0", "1", "2"], "unnamed_classes": True})
+    numbers = [(split, *pair) for split in ("train", "val") for pair in zip(WNIDS, ("2", "1", "10"), strict=True)]
+    for split, wnid, number in numbers:
+        (root / split / wnid).rename(root / split / number)
+    with pytest.raises(ValueError, match="two orders: 1, 10, 2 as text, 1, 2, 10 as numbers. Give data.c"):
+        evaluate(composed("eval", *options))
+    for order, classes in (("text", ["1", "10", "2"]), ("numbers", ["1", "2", "10"])):
+        evaluate(composed("eval", *options, f"data.class_order={order}"))
+        written = json.loads((tmp_path / "run" / f"results_{order}.json").read_text())
+        assert [*written["accuracy"]] == classes
     with pytest.raises(ValueError, match="crop=48 resize=40: expected a crop of at most resize pixels"):
         evaluate(composed("eval", *options, "crop=48", "resize=40"))
 

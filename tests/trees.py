@@ -171,6 +171,7 @@ def folder(root: Path) -> Path:
     return root
 
 
+WITHHELD = ("cityscapes", "coco_stuff", "folder", "vistas")  # these have no labels in their test split
 # By the name of the function that reads them.
 SEGMENTATION = {
     **{"camvid": camvid_folders, "cityscapes": cityscapes, "coco_stuff": coco_stuff},

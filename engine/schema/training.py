@@ -224,7 +224,8 @@ class TrainingRun:
     def doubts(self, classes: int, images: int, processes: int, steps: int, shared: int = 0) -> Iterator[str]:
         """Warnings where the settings look like a mistake.
 
-        `classes`, `images`, …: how many the training has. `shared`: validation images that are training images too, or copies of them.
+        `classes`, `images`, …: how many the training has. `shared`: validation images that are training images too, or
+        copies of them.
         """
         data, norm = self.data, self.norm
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:

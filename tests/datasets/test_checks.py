@@ -16,7 +16,18 @@ import pytest
 from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from datasets import SegmentationDataset, camvid, imagenet, inspect, reading_errors, verify
+from datasets import (
+    ClassificationDataset,
+    SegmentationDataset,
+    camvid,
+    folder,
+    image_folder,
+    imagenet,
+    inspect,
+    reading_errors,
+    shared_images,
+    verify,
+)
 from datasets.registry import FOR_SEGMENTATION
 from tests import trees
 from tests.datasets import classification_trees
@@ -146,7 +157,7 @@ def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
         seen.clear()
         assert inspection.problems == ()
         labels = [dataset.read_label(index) for index in range(len(dataset)) if dataset.files[index].label is not None]
-        assert bool(labels) == (split != "test" or kind == "camvid")
+        assert bool(labels) == dataset.has_labels and (labels or split == "test")
         for class_id in range(len(dataset.classes)):
             assert inspection.by_class[class_id] == sum(int((label == class_id).sum()) for label in labels)
             assert inspection.holding[class_id] == sum(bool((label == class_id).any()) for label in labels)
@@ -222,6 +233,33 @@ def test_names_five_offenders_in_order_and_counts_the_rest(camvid_folders, count
     named = [line.split("/")[-1].split(":")[0] for line in message.splitlines() if line.startswith("  /")]
     assert named == [f"0001TP_{index:06d}.png" for index in range(5)]
     assert f"{count} problem(s) in 6 images" in message and ("\n  … and 1 more\n" in message) == (count == 6)
+
+
+def test_copies_of_training_images_are_counted_by_their_bytes(tmp_path, monkeypatch):
+    """Each file is read once, by the check; without it only files of a size that both splits have."""
+    root = trees.folder(tmp_path / "boards")
+    (root / "val/images/a/board.0.jpg").rename(root / "val/images/a/copy.jpg")  # of a training image
+    (root / "val/labels/a/board.0.png").rename(root / "val/labels/a/copy.png")
+    trees.write(root / "val/images/b/board.1.PNG", trees.pair(99, [0])[0])
+    train, val = folder(root, "train"), folder(root, "val")
+    assert shared_images(train, val) == 1 and shared_images(train, train) == 6
+    assert shared_images(train, val, read_files=False) == 0 and shared_images(train, train, read_files=False) == 6
+    photographs = classification_trees.imagenet(tmp_path / "photographs")
+    shutil.copy(next(photographs.glob("train/*/*")), next(photographs.glob("val/*")) / "copy.JPEG")
+    sorted_train, sorted_val = (image_folder(photographs, split) for split in ("train", "val"))
+    assert shared_images(sorted_train, sorted_val) == 1 and shared_images(sorted_train, sorted_val, False) == 0
+    for _ in range(2):  # the second time it is remembered
+        for split in (train, val, sorted_train, sorted_val):
+            split.digests = None
+            verify(split, workers=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read again"))
+            assert shared_images(train, val) == 1 and shared_images(sorted_train, sorted_val) == 1
+    pixels, named = np.random.default_rng(0).integers(0, 256, (5, 3, 32, 32), np.uint8), np.array([*"abc"])
+    parts = (pixels[:3], pixels[2:])  # in memory
+    small = [ClassificationDataset("s", "train", ("a",), np.zeros(3), named, part, named) for part in parts]
+    assert shared_images(*small) == 1 and [verify(split, workers=0) for split in small] == [[], []]
+    assert shared_images(*small) == 1
 
 
 def checked_files(dataset, workers: int = 0) -> int:

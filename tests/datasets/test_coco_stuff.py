@@ -72,6 +72,13 @@ def test_lists_are_the_challenge_or_everything(coco_root):
         names("train", lists="all")
 
 
+def test_a_repeated_line_of_a_list_counts_again(coco_root):
+    (file,) = coco_root.rglob("train-ids.txt")
+    before = [entry.name for entry in coco_stuff(coco_root, "train").files]
+    file.write_text(f"{file.read_text()}\n{before[-1]}\n")
+    assert [entry.name for entry in coco_stuff(coco_root, "train").files] == [*before, before[-1]]
+
+
 def test_a_list_that_does_not_fit_is_an_error(coco_root):
     file = coco_root / "annotations" / "deprecated-challenge2017" / "train-ids.txt"
     for content, message in (

@@ -156,6 +156,12 @@ def test_splits_may_be_lists(root):
     (root / "both.txt").write_text("train/a/board.0\n")
     assert names(folder(root, "train")) == ["train/a/board.0", "train/b/board.1"]
     assert shared_images(folder(root, "train"), folder(root, "both")) == 1
+    (root / "both.txt").write_text("train/b/board.1\ntrain/a/board.0\n./train/b/board.1\ntrain/b/board.1.PNG\n")
+    both = folder(root, "both")  # lines count as often as they stand
+    assert (
+        names(both) == ["train/a/board.0", *3 * ["train/b/board.1"]] and shared_images(folder(root, "train"), both) == 4
+    )
+    assert index_classes(both, root / "index", workers=0).images_with(0).tolist() == [0, 1, 2, 3]
     (root / "both.txt").unlink()
     assert not folder(root, "test").has_labels and folder_splits(root) == ["train", "test"]
     with pytest.raises(
@@ -163,6 +169,11 @@ def test_splits_may_be_lists(root):
     ) as no:
         folder(root, "val")
     assert "Fix: give one of the splits that are there: train, test." in str(no.value)
+    for line in ("images/train/a/board.0.jpg labels/train/a/board.0.png", "images/train/a/board.0.jpg", "a.jpg,a.png"):
+        (root / "val.txt").write_text(f"{line}\n")
+        fix = f"1 of its 1 images, such as {line}, [^$]*Fix: give one path below {root}/images a line, such as "
+        with pytest.raises(ValueError, match=fix):
+            folder(root, "val")
     (root / "val.txt").write_text("train/a/board.0\ntrain/a/board.7\n")
     with pytest.raises(ValueError, match=f"{root}/val.txt: 1 of its 2 images, such as train/a/board.7, are missing"):
         folder(root, "val")
@@ -206,6 +217,8 @@ WRONG_CLASSES = {
     '{"classes": [{"name": "a", "color": [0, 0, 0]}]}': "the key 'color' is unknown",
     '{"classes": [{"name": "a", "colour": [0, 0]}]}': "not enough values",
     '{"classes": [{"colour": [0, 0, 0]}]}': "KeyError: 'name'",
+    '{"classes": [{"name": "a"}, {"name": "b\\ud800"}]}': r"class 1 is called 'b.ud800'; expected one line of text in",
+    '{"classes": [{"name": "a"}, {"name": "b"}, {"name": ""}], "ignored": [1]}': "class 2 is called ''; expected one",
     '{"classes": [{"name": "a"}, {"name": "a"}]}': "two names are a, expected different ones",
     json.dumps({"classes": [{"name": f"{number}"} for number in range(100_000)]}): "is 100000, expected at most 256",
     json.dumps({"classes": [{"name": "a" * 2**20}, {"name": "b"}]}): "a name has 1,048,576 characters, expected at",

@@ -1,3 +1,4 @@
+import os
 import shutil
 from io import BytesIO
 
@@ -33,6 +34,21 @@ def test_classes_are_the_sorted_folders(root):
     assert train.files.names.dtype.kind == "S" and train.labels.dtype == np.int64
     shutil.rmtree(root / "train")
     assert imagenet(root, "val").classes == WNIDS  # one split alone can be evaluated
+
+
+def test_folders_named_by_numbers_are_sorted_as_chosen(tmp_path):
+    for name in ("2", "10", "1"):
+        write(tmp_path / "train" / name / "1.png", encoded(photograph(int(name), (20, 30)), "PNG"))
+    for read in (imagenet, image_folder):
+        for order, expected in ((None, "1 10 2"), ("text", "1 10 2"), ("numbers", "1 2 10")):
+            train = read(tmp_path, "train", class_order=order)
+            assert train.classes == tuple(expected.split()) and train.labels.tolist() == [0, 1, 2]
+            assert names(train) == [f"{name}/1.png" for name in train.classes]
+    with pytest.raises(ValueError, match="^data.class_order=size: expected one of text, numbers"):
+        imagenet(tmp_path, "train", class_order="size", keys="data.")
+    (tmp_path / "train" / os.fsdecode(b"caf\xe9")).mkdir()
+    with pytest.raises(ValueError, match=f"^image_folder: {tmp_path}/train: class 3 is called 'caf.udce9'; .*: rename"):
+        image_folder(tmp_path, "train")
 
 
 def test_other_trees_with_other_suffixes_in_any_case(tmp_path):

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import active_children, get_context
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from datasets import Workers, reading_errors, worker_init
+from datasets import SegmentationDataset, Workers, reading_errors, worker_init
+from datasets.coco_stuff import coco_stuff_classes
+from datasets.segmentation import Files
 from datasets.workers import Loader, in_order
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -199,3 +202,50 @@ def test_a_stopped_worker_does_not_outlive_its_run():
     if not ended:
         os.kill(worker, signal.SIGKILL)
     assert ended
+
+
+CAUSES = {
+    errno.EROFS: r"^/dev/shm cannot be used \(Read-only file system\): .* data.workers=0, which needs none. Again$",
+    errno.EAGAIN: r"^no process or thread .* \(ulimit -u, now \w+, or the container's .* fewer data.workers. Again$",
+}
+
+
+@pytest.mark.parametrize("number", CAUSES)
+def test_what_keeps_workers_from_starting_is_named(number, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Workers, "Lock" if number == errno.EROFS else "Queue", fail)
+    with pytest.raises(ChildProcessError, match=CAUSES[number]), reading_errors(600, keys="data.", advice=" Again"):
+        list(Loader(Images(int), 1, batch_size=1))
+    with pytest.raises(ChildProcessError, match="^no process or thread"), reading_errors(600):
+        raise RuntimeError("can't start new thread")
+
+
+def private_mib() -> float:
+    """Memory of this process that it shares with no other."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) / 1024
+
+
+def reads_every_entry(dataset: SegmentationDataset, grown) -> None:
+    before = private_mib()
+    for number in np.random.default_rng(0).permutation(len(dataset)):
+        assert dataset.files[number].name
+    grown.send(private_mib() - before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much memory processes share")
+def test_workers_share_the_list_of_files():
+    """A list of tuples grows each worker by 17 MiB here, and by 104 MiB with COCO-Stuff's 118,287 images."""
+    folder, count = Path("/data/coco_stuff/train2017"), 20_000
+    files = [Files(f"{n:012}", folder / f"{n:012}.jpg", folder / f"{n:012}.png") for n in range(count)]
+    dataset = SegmentationDataset("coco_stuff", "train", files, coco_stuff_classes())
+    assert len(dataset) == count and dataset.has_labels and dataset.files[-1] == files[-1]
+    assert dataset.files[3:5] == files[3:5]
+    context = get_context("fork")
+    received, grown = context.Pipe(duplex=False)
+    worker = context.Process(target=reads_every_entry, args=(dataset, grown))
+    worker.start()
+    worker.join()
+    assert received.recv() < 6

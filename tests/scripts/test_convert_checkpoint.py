@@ -77,6 +77,15 @@ def test_class_names_of_imagenet(tmp_path):
             trees.write(tmp_path / "data" / split / name / f"{split}_{name}.JPEG", np.zeros((8, 8, 3), np.uint8))
     run(path, tmp_path / "net.pt", "scale=released", f"data.root={tmp_path / 'data'}")
     assert checkpoint.load(tmp_path / "net.pt")["classes"] == ["n01", "n02", "n03"]
+    for split, name, number in ((split, f"n0{n}", n) for split in ("train", "val") for n in (1, 2, 3)):
+        (tmp_path / "data" / split / name).rename(tmp_path / "data" / split / str(4 * number))  # 4, 8, 12
+    with pytest.raises(
+        ValueError, match="does not name its 3 classes, .* 12, 4, 8 as text, .* Give data.class_order=te"
+    ):
+        run(path, tmp_path / "net.pt", "scale=released", f"data.root={tmp_path / 'data'}")
+    run(path, tmp_path / "net.pt", "scale=released", f"data.root={tmp_path / 'data'}", "data.class_order=numbers")
+    state = checkpoint.load(tmp_path / "net.pt")
+    assert state["classes"] == ["4", "8", "12"] and state["config"]["data"]["class_order"] == "numbers"
     names = tmp_path / "names.txt"
     for text, message in (
         ("cat\ndog\n", f"classes={names} has 2 classes: expected 3"),

@@ -131,6 +131,18 @@ def test_16_bit_images_that_use_few_levels_are_named(tmp_path, capsys):
         assert ("give data.range16=[100,4000]" in capsys.readouterr().out) == is_named
 
 
+def test_one_of_several_splits_is_not_taken_for_the_dataset(tmp_path):
+    made(tmp_path, IDS)
+    root = tmp_path / "own"
+    split = composed("make_classes", f"data.root={root}/train", "workers=0")
+    with pytest.raises(
+        ValueError, match=f"train looks like one of the splits train, val of {root}: give {root}, whose"
+    ):
+        make_classes(split)
+    (root / "train" / "train.txt").write_text("a\n")  # a dataset of its own
+    assert make_classes(split) == root / "train" / "classes.json"
+
+
 def test_palettes_may_differ_if_the_ids_count(tmp_path):
     def write(path: Path, ids: np.ndarray) -> None:
         trees.write_palette(path, ids, [(9, 9, 9), (99, 9, 9), (9, 99, 9 + 90 * ("val" in path.parts))])

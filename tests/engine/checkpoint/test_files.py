@@ -270,6 +270,14 @@ def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkey
     assert torch.equal(load(unnamed, "road", "sky").weight, state["network"]["weight"])
     [line] = {*caplog.messages}  # one handler may be there twice
     assert line.endswith("net.pt does not name its 2 classes: only their number was compared")
+    with pytest.raises(
+        ValueError, match="2 classes, and .* two orders: 10, 9 as text, 9, 10 as .* class_order=text or"
+    ):
+        load(unnamed, "10", "9")
+    load(unnamed, "9", "10")
+    checkpoint.load_network(lambda: nn.Linear(2, 2), unnamed, ("10", "9"), tmp_path / "net.pt", order_key=None)
+    with pytest.raises(ValueError, match="class 0 is 9 in the checkpoint and 10 in .*: give class_order=numbers or t"):
+        load({**state, "classes": ["9", "10"]}, "10", "9")
 
 
 def test_a_lone_file_is_complete_or_absent_and_others_stay(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.initial_weights import initialise
 from engine.configuration import config as cfg
+from engine.schema.classification import ClassFoldersData
 from engine.schema.data import Data
 from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init
@@ -97,6 +98,29 @@ def test_a_classifier_of_other_classes_starts_anew_and_says_so(file, trained, cl
         assert same(getattr(tuned, part).state_dict(), getattr(expected, part).state_dict())
     assert report.skipped == {"cls.weight": reason, "cls.bias": reason} and report.new == ["cls.weight", "cls.bias"]
     assert f"skipped cls.weight, cls.bias: {reason}" in str(report) and "new cls.weight, cls.bias" in str(report)
+
+
+def test_a_file_without_names_gives_its_classifier_only_if_the_order_is_beyond_doubt(tmp_path):
+    config = classification_config("body=resnext_cifar_small")
+    torch.save(assemble.network_of(config, 3).state_dict(), tmp_path / "net.pt")
+    data, norm, tuned = ClassFoldersData(name="imagenet"), InPlaceNorm(activation="leaky_relu"), None
+
+    def initialised(*classes: str, **options) -> bool:
+        """Whether the classifier is loaded."""
+        nonlocal tuned
+        tuned = assemble.network_of(config, 3)
+        init = Init(str(tmp_path / "net.pt"), format="standard_bn", **options)
+        return "classifier.fc.weight" in initialise(Namespace(init=init, norm=norm, data=data), tuned, classes).matched
+
+    assert initialised("1", "2", "3") and initialised("1", "2", "10") and initialised("cat", "dog", "owl")
+    assert not initialised("1", "10", "2", part="body")
+    with pytest.raises(
+        ValueError, match="^init.weights=.*net.pt does not name its 3 .* 1, 10, 2 as text, 1, 2, 10 as "
+    ):
+        initialised("1", "10", "2")
+    assert not same(tuned.state_dict(), torch.load(tmp_path / "net.pt"))  # unchanged
+    data.class_order = "text"
+    assert initialised("1", "10", "2")
 
 
 def test_the_body_alone(file, trained):
