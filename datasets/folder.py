@@ -138,10 +138,11 @@ def folder(
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
     The list is `root`/`split`.txt; an image that is on it several times counts as often. Images and labels are paired
-    by their paths below the two folders; a split "test" may have no labels. Labels hold ids, or the classes' colours, on the images as viewers show them: EXIF orientation
-    counts. `label_folder`: the name of the labels' folder; it may be "images" too. `label_suffix`: a label's name is
-    its image's name plus this, such as "_mask". `palettes`: "equal" refuses labels whose palettes give an id different
-    colours, "any" does not compare them. `keys`: prefix of option names in messages.
+    by their paths below the two folders; a split "test" may have no labels. Labels hold ids, or the classes' colours,
+    on the images as viewers show them: EXIF orientation counts. `label_folder`: the name of the labels' folder; it may
+    be "images" too. `label_suffix`: a label's name is its image's name plus this, such as "_mask". `palettes`: "equal"
+    refuses labels whose palettes give an id different colours, "any" does not compare them. `keys`: prefix of option
+    names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
     root, options = _LAYOUT.top(root), LabelNames(label_folder, label_suffix, keys)

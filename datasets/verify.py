@@ -96,7 +96,7 @@ def verify(
     be written, the check runs every time. Sets the split's `digests`.
     """
     if isinstance(dataset, ClassificationDataset):
-        key = dataset.files.fingerprint([_CHECKS, dataset.name])
+        key = dataset.files.fingerprint([_CHECKS, dataset.name, dataset.split])  # one file may hold both splits
     else:
         key = dataset.fingerprint([_CHECKS, dataset.palette_fix])
     remembered = cache_folder() / "verified" / key
@@ -119,8 +119,11 @@ def verify(
     return [*found.doubts("training image", keys), *doubts_of_sizes(found.sizes)]
 
 
-def digest(content: bytes | np.ndarray) -> int:
-    """64 bits of a hash. (Not CRC-32: it is the same for all PNGs whose chunks have the same lengths.)"""
+def digest(content: Any) -> int:
+    """64 bits of a hash of bytes, or of a contiguous array.
+
+    (Not CRC-32: it is the same for all PNGs whose chunks have the same lengths.)
+    """
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
@@ -140,10 +143,10 @@ def shared_images(one: Split, other: Split, read_files: bool = True) -> int:
 
 def _digests(split: Split, other: Split) -> np.ndarray:
     """`digest` of each image, uint64; of files that `verify` has not read, only of those of a size in `other`."""
-    if split.digests is not None:
-        return split.digests
     if isinstance(split, ClassificationDataset) and split.pixels is not None:
         return np.array([digest(image) for image in split.pixels], np.uint64)
+    if split.digests is not None:
+        return split.digests
     sizes, others = (
         listed(Path(), [each.path(number) for number in range(len(each))]).sizes for each in (split, other)
     )
@@ -164,7 +167,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     if isinstance(dataset, ClassificationDataset):
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
         if dataset.pixels is not None:
-            return Inspection(dataset, (), [], images, None, [*map(digest, dataset.pixels)])
+            return Inspection(dataset, (), [], images, None, [])
         for seen in every(dataset, look, workers, progress):
             problems += seen.problems
             digests.append(seen.digest)

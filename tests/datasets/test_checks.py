@@ -28,6 +28,7 @@ from datasets import (
     shared_images,
     verify,
 )
+from datasets.file_list import listed
 from datasets.registry import FOR_SEGMENTATION
 from tests import trees
 from tests.datasets import classification_trees
@@ -257,7 +258,11 @@ def test_copies_of_training_images_are_counted_by_their_bytes(tmp_path, monkeypa
             assert shared_images(train, val) == 1 and shared_images(sorted_train, sorted_val) == 1
     pixels, named = np.random.default_rng(0).integers(0, 256, (5, 3, 32, 32), np.uint8), np.array([*"abc"])
     parts = (pixels[:3], pixels[2:])  # in memory
-    small = [ClassificationDataset("s", "train", ("a",), np.zeros(3), named, part, named) for part in parts]
+    one_file = listed(root, [root / "classes.json"])  # as for a zip file with both splits
+    small = [
+        ClassificationDataset("small", split, ("a",), np.zeros(3), one_file, part, named)
+        for split, part in zip(("train", "test"), parts, strict=True)
+    ]
     assert shared_images(*small) == 1 and [verify(split, workers=0) for split in small] == [[], []]
     assert shared_images(*small) == 1
 

@@ -215,7 +215,7 @@ def test_what_keeps_workers_from_starting_is_named(number, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Workers, "Lock" if number == errno.EROFS else "Queue", fail)
+    monkeypatch.setattr(Workers, "Lock", fail)
     with pytest.raises(ChildProcessError, match=CAUSES[number]), reading_errors(600, keys="data.", advice=" Again"):
         list(Loader(Images(int), 1, batch_size=1))
     with pytest.raises(ChildProcessError, match="^no process or thread"), reading_errors(600):
@@ -237,8 +237,8 @@ def reads_every_entry(dataset: SegmentationDataset, grown) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much memory processes share")
 def test_workers_share_the_list_of_files():
-    """A list of tuples grows each worker by 17 MiB here, and by 104 MiB with COCO-Stuff's 118,287 images."""
-    folder, count = Path("/data/coco_stuff/train2017"), 20_000
+    """A list of tuples grows each worker by 5 MiB here, and by 104 MiB with COCO-Stuff's 118,287 images."""
+    folder, count = Path("/data/coco_stuff/train2017"), 6_000
     files = [Files(f"{n:012}", folder / f"{n:012}.jpg", folder / f"{n:012}.png") for n in range(count)]
     dataset = SegmentationDataset("coco_stuff", "train", files, coco_stuff_classes())
     assert len(dataset) == count and dataset.has_labels and dataset.files[-1] == files[-1]
@@ -248,4 +248,4 @@ def test_workers_share_the_list_of_files():
     worker = context.Process(target=reads_every_entry, args=(dataset, grown))
     worker.start()
     worker.join()
-    assert received.recv() < 6
+    assert received.recv() < 2
