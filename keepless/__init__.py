@@ -9,7 +9,6 @@ from .version import __version__  # first, because it raises an error if PyTorch
 # isort: split
 from .conversion.convert import to_inplace, to_standard
 from .fit.fit import fit
-from .health import Extreme, layer_health
 from .losses import upsampled_cross_entropy
 from .norms.abn import ABN
 from .norms.checkpointed_abn import CheckpointedABN
@@ -24,8 +23,6 @@ from .recompute_activations import (
     share_plans,
     undo,
 )
-from .released.functional import inplace_abn, inplace_abn_sync
-from .released.stand_in import stand_in_for_inplace_abn
 from .reversible.checks import checking_repetitions
 from .reversible.couplings import (
     AdditiveCoupling,
@@ -43,7 +40,6 @@ __all__ = [
     "AffineAdapterSigmoid",
     "AffineCoupling",
     "CheckpointedABN",
-    "Extreme",
     "InPlaceABN",
     "InPlaceABNSync",
     "InvertibleModuleWrapper",
@@ -53,10 +49,7 @@ __all__ = [
     "create_coupling",
     "fit",
     "from_released",
-    "inplace_abn",
-    "inplace_abn_sync",
     "is_invertible_module",
-    "layer_health",
     "plan",
     "recompute_activations",
     "recomputing",
@@ -64,7 +57,6 @@ __all__ = [
     "report",
     "run_reversibly",
     "share_plans",
-    "stand_in_for_inplace_abn",
     "to_inplace",
     "to_standard",
     "undo",

@@ -111,7 +111,7 @@ def run(program: str, folder: Path, environment: dict[str, str]) -> str:
 def test_the_examples_of_its_page_run(installed, tmp_path):
     page = (REPOSITORY / "docs" / "keepless.md").read_text()
     examples = re.findall(r"(?ms)^```python\n(.*?)^```", page)
-    assert len(examples) == 6
+    assert len(examples) == 5
     run("\n".join(examples), tmp_path, installed)
 
 

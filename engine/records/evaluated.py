@@ -13,7 +13,6 @@ from rich.table import Table
 from datasets import ClassificationDataset, SegmentationDataset
 from engine.process.output_files import replace_file
 from engine.records.provenance import provenance
-from keepless import Extreme
 from keepless.torch_internals import tree_map
 
 Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
@@ -30,7 +29,6 @@ class Evaluated:
     curves: dict[str, float] = field(default_factory=dict)  # percentages for TensorBoard, by name
     table: Callable[[], Table] | None = None  # the scores, for the console
     pictures: dict[str, np.ndarray] = field(default_factory=dict)  # uint8 (H, W, 3) by name, for TensorBoard
-    layers: dict[str, Extreme] = field(default_factory=dict)  # result of `layer_health`, on rank 0 only
 
 
 def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:

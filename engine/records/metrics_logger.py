@@ -183,17 +183,13 @@ class MetricsLogger:
         logger.log(self._level, f"step {step:,} of {self.total_steps:,}  {status}, {left}")
 
     def evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
-        """Record an evaluation: scores, curves, pictures and layer health."""
+        """Record an evaluation: scores, curves and pictures."""
         self.scores[step] = evaluated.scores[self.score]
         if self.run_dir is None:
             return
-        layers = {name: {"layer": layer, "value": value} for name, (layer, value) in evaluated.layers.items()}
-        self._record({"kind": "val", "step": step, "epoch": round(epoch, 4), **evaluated.scores, "layers": layers})
+        self._record({"kind": "val", "step": step, "epoch": round(epoch, 4), **evaluated.scores})
         for name, value in evaluated.curves.items():
             self.tensorboard.add_scalar(name, value, step)
-        for name, (layer, value) in evaluated.layers.items():
-            self.tensorboard.add_scalar(f"val_layers/{name}", value, step)
-            logger.debug(f"step {step}  {name} {value:.3g} in {layer or 'the network'}")
         for name, pixels in evaluated.pictures.items():
             self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")
         self.tensorboard.flush()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
@@ -77,8 +76,3 @@ def iou_table(scores: dict) -> Table:
     table.add_row("mean (mIoU)", percent(scores["miou"]), style="bold")
     table.add_row("pixel accuracy", percent(scores["pixel_accuracy"]))
     return table
-
-
-def corner_crops(image: Tensor, height: int, width: int) -> Tensor:
-    """The top-left and bottom-right crops of an image (3, H, W), cut to fit it: (2, 3, h, w)."""
-    return torch.stack([image[:, :height, :width], image[:, -height:, -width:]])

@@ -71,7 +71,7 @@ class ABN(NormBase):
         if not (is_number(eps) and eps > 0):
             raise ValueError(f"eps={eps!r}: expected a number above 0, which is added to the variance")
         if momentum is not None:
-            check_momentum(momentum, ", or None")
+            check_momentum(momentum)
         check_group(group)
         check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
         check_backend(backend)
@@ -120,7 +120,7 @@ class ABN(NormBase):
             with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
                 self._check_input(x, own, alone=use_batch and group is None)
             if use_batch and self.momentum is not None:
-                check_momentum(self.momentum, ", or None")
+                check_momentum(self.momentum)
             if group is not None:
                 backend_for(self.backend, x)  # raises before other ranks wait
         except ValueError:

@@ -138,10 +138,10 @@ def _moments_of_one(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return mean, torch.zeros_like(mean)
 
 
-def check_momentum(momentum: Any, other: str = "") -> None:
-    """ValueError if a momentum is invalid. `other`: what else is allowed, for the message."""
+def check_momentum(momentum: Any) -> None:
+    """ValueError if a momentum is invalid."""
     if not (torch.compiler.is_compiling() or (is_number(momentum) and 0 <= momentum <= 1)):
-        raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch{other}")
+        raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch, or None")
 
 
 def norm_and_activation(

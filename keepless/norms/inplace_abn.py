@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..inputs import Network, check_module, is_number
 from ..torch_internals import InstanceNormBase
 from .abn import ABN
-from .backends.interface import floored
 from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
 from .conversion_report import ConversionReport, log_report
@@ -79,10 +78,6 @@ class InPlaceABN(ABN):
             overwrite_input=self.overwrite_input,
             backend=self.backend,
         )
-
-    def training_scale(self, weight: Tensor) -> Tensor:
-        """The scale gamma (C,) that a weight stands for with minibatch statistics."""
-        return floored(weight, self.gamma_floor)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", variant={self.variant}"

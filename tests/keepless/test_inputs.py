@@ -9,7 +9,7 @@ from keepless import AdditiveCoupling, InPlaceABNSync, InvertibleModuleWrapper, 
 
 RECEIVERS = [keepless.recompute_activations, keepless.undo, keepless.report, keepless.to_inplace, keepless.to_standard]
 RECEIVERS += [InPlaceABNSync.convert, InvertibleModuleWrapper, AdditiveCoupling]
-RECEIVERS += [lambda value: keepless.layer_health(value, None), lambda value: keepless.renew_statistics(value, [])]
+RECEIVERS += [lambda value: keepless.renew_statistics(value, [])]
 RECEIVERS += [lambda value: AdditiveCoupling(nn.ReLU(), value)]
 
 

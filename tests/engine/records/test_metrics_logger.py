@@ -77,11 +77,10 @@ def trained(run_dir, *overrides: str) -> dict:
     return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", *overrides), "python a b=c")
 
 
-def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
-    """One run has pictures and layer health after every step. Both have bfloat16, dropout and averaged weights."""
+def test_watching_does_not_change_the_weights(tmp_path):
+    """One run has pictures after every step. Both have bfloat16, dropout and averaged weights."""
     options = (*NARROW_A2, "norm=inplace_1", "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
     trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
-    monkeypatch.setattr("engine.training.validation.layer_health", lambda *_, **__: {})
     trained(tmp_path / "not", *options, "trainer.pictures=0")
     watched, not_watched = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("watched", "not"))
     assert all(same(watched[part], not_watched[part]) for part in ("network", "ema"))
@@ -210,15 +209,15 @@ def test_the_best_score_is_known_without_the_file(tmp_path):
     assert resumed.best == [2, 0.7]
 
 
-def test_curves_layers_and_pictures_have_the_names_of_the_evaluation(tmp_path):
+def test_curves_and_pictures_have_the_names_of_the_evaluation(tmp_path):
     """Bytes of a file name that are not UTF-8 are escaped."""
     with logger(tmp_path) as running:
-        shown = {"curves": {"val/a": 0.5, "b": 2.0}, "layers": {"smallest_gamma": ("body.bn", 0.25)}}
         picture = np.full((4, 12, 3), 7, np.uint8)
-        running.evaluation(3, 0.5, replace(evaluated(), **shown, pictures={"seen/caf\udce9": picture}))
+        running.evaluation(
+            3, 0.5, replace(evaluated(), curves={"val/a": 0.5, "b": 2.0}, pictures={"seen/caf\udce9": picture})
+        )
     events = events_of(tmp_path)
     found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    assert found == {"val/a": [(3, 0.5)], "b": [(3, 2.0)], "val_layers/smallest_gamma": [(3, 0.25)]}
+    assert found == {"val/a": [(3, 0.5)], "b": [(3, 2.0)]}
     assert events.Tags()["images"] == ["seen/caf\\udce9"]
-    layers = {"smallest_gamma": {"layer": "body.bn", "value": 0.25}}
-    assert records(tmp_path) == [{"kind": "val", "step": 3, "epoch": 0.5, **SCORES, "layers": layers}]
+    assert records(tmp_path) == [{"kind": "val", "step": 3, "epoch": 0.5, **SCORES}]

@@ -22,7 +22,7 @@ from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.evaluated import Evaluated
-from engine.segmentation.evaluation import corner_crops, evaluate_split, iou_table
+from engine.segmentation.evaluation import evaluate_split, iou_table
 from engine.segmentation.inference import WHOLE_IMAGE, Views
 from engine.segmentation.pictures import PictureCollector, overlay, write_predictions
 from tests import trees
@@ -148,13 +148,6 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, device):
     assert result.scores["miou"] == pytest.approx(expected.scores["miou"], abs=0.02)  # a few pixels may round otherwise
     rows = [torch.tensor(each.details["confusion_matrix"]).sum(dim=1) for each in (result, expected)]
     assert torch.equal(*rows)
-
-
-def test_the_crops_are_within_the_image():
-    image = torch.arange(3 * 6 * 9).view(3, 6, 9)
-    first, second = corner_crops(image, 4, 4)
-    assert torch.equal(first, image[:, :4, :4]) and torch.equal(second, image[:, 2:, 5:])
-    assert torch.equal(corner_crops(image, 7, 7)[1], image[:, :, 2:])
 
 
 def test_the_table_has_a_dash_for_classes_that_do_not_occur():

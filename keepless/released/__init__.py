@@ -1,1 +1,0 @@
-"""The interface and weights of the released package `inplace_abn`."""
