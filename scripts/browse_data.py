@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from omegaconf import MISSING, DictConfig
@@ -33,7 +34,7 @@ from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.pictures import labelled
-from scripts.reports.fonts import shown_names, with_literal_texts
+from scripts.reports import charts
 
 ROWS, COLUMNS, INCHES, DPI = 4, 2, 2.8, 130  # crops on a sheet, their size
 Dataset = SegmentationDataset | ClassificationDataset
@@ -91,6 +92,7 @@ def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> It
                 yield printable(name), np.concatenate([crop, labelled(crop, label, dataset)], axis=1), label
 
 
+@rc_context(charts.TEXTS)
 def sheet(page: Sequence[Shown], dataset: Dataset) -> Figure:
     """Draw crops with their titles, and a legend of the classes in their labels."""
     rows = -(-len(page) // COLUMNS)
@@ -103,14 +105,14 @@ def sheet(page: Sequence[Shown], dataset: Dataset) -> Figure:
         axes.set_title(title, loc="left", fontsize=8)
     if isinstance(dataset, SegmentationDataset):
         present = np.unique([label for _, _, label in page])
-        classes = zip(np.array(dataset.palette) / 255, shown_names(dataset.classes), strict=True)
+        classes = zip(np.array(dataset.palette) / 255, map(printable, dataset.classes), strict=True)
         handles = [
             Patch(facecolor=colour, edgecolor="gray", label=name)
             for number, (colour, name) in enumerate(classes)
             if number in present
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    return with_literal_texts(figure)
+    return figure
 
 
 main = configured("browse_data", BrowseData)(browse)

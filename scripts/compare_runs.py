@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib import color_sequences
+from matplotlib import color_sequences, rc_context
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
+from engine.process.console import printable
 from engine.process.output_files import write_file
 from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
-from scripts.reports.fonts import with_literal_texts
 from scripts.reports.markdown import conditions, mean_of, table
 from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
 
@@ -95,6 +95,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     return "\n".join(lines) + "\n"
 
 
+@rc_context(charts.TEXTS)
 def curves(groups: list[Group]) -> Figure:
     """A curve for each run, in the colour of its group."""
     score = groups[0].runs[0].scores.best
@@ -106,7 +107,7 @@ def curves(groups: list[Group]) -> Figure:
             for run in group.runs:
                 steps, values = run.curve(kind, value)
                 (line,) = axes.plot(steps, factor * np.array(values, float), style, color=colour, markersize=4)
-            line.set_label(group.title)
+            line.set_label(printable(group.title))
         axes.set(xlabel="step", ylabel=label)
         axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
     charts.legend(figure, columns=3)
@@ -149,7 +150,7 @@ def compare(values: DictConfig) -> Path:
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
     for folder, run in folders.items():
         run.write(folder)
-    charts.save(with_literal_texts(curves(groups)), Path(f"{out}.png"))
+    charts.save(curves(groups), Path(f"{out}.png"))
     page = Path(f"{out}.md")
     write_file(page, report(groups, left_out, config.title, os.path.basename(f"{out}.png")))
     print(page)

@@ -1,10 +1,9 @@
-"""Tables of docs/memory.md and docs/results/memory_plan.md, counted when `scripts.evidence.documents` writes them.
+"""Tables of docs/results/memory_plan.md, counted when `scripts.evidence.documents` writes them.
 
-They show what each strategy of the paper's Figure 2 keeps in whole networks of the release, what checkpointed blocks
-keep, and in which ranges activations can be inverted. Networks run on fake tensors: little time and memory.
+They show what each strategy of the paper's Figure 2 keeps in whole networks of the release, and what checkpointed
+blocks keep. Networks run on fake tensors: little time and memory.
 """
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from engine.assemble.network import STRATEGIES
 from keepless.made_tensors import MadeTensors
-from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
@@ -116,21 +114,3 @@ def _relative(value: int, stored: int) -> str:
     if value == stored:
         return f"{value:,}"
     return f"{value:,} ({stored / value:.2f}x less)" if value < stored else f"{value:,} ({value / stored:.2f}x more)"
-
-
-def ranges_table() -> str:
-    """The range of y that each activation's inverse can return."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    rows = (
-        [name, *map(_interval, (EXACT_RANGES[name], *(invertible_range(Activation(name, 1.0), t) for t in dtypes)))]
-        for name in INVERTIBLE_ACTIVATIONS
-    )
-    exact = "float64 gradients exact to 1e-10"
-    return table(["activation", exact, "y after the clamp: float32", "bfloat16", "float16"], rows, left=5)
-
-
-def _interval(bounds: tuple[float, float]) -> str:
-    low, high = bounds
-    if math.isinf(low):
-        return "everywhere"
-    return f"y >= {low:.4g}" if math.isinf(high) else f"{low:.4g} … {high:.4g}"

@@ -3,7 +3,8 @@
     python -m scripts.evidence.documents
 
 Each text is between `<!-- NAME start -->` and `<!-- NAME end -->`. Its numbers come from the records in docs/results,
-or are counted now, on fake tensors. Other numbers are written by hand, and tests/numbers.py compares them with records.
+or are counted now, on fake tensors. A block named `kept` stays as it is: the code that wrote it is gone. Other numbers
+are written by hand, and tests/numbers.py compares them with records.
 """
 
 import json
@@ -18,31 +19,17 @@ from omegaconf import DictConfig
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from scripts.compare_runs import compared, report
-from scripts.evidence import (
-    check,
-    counted,
-    equal_memory,
-    fit,
-    layers,
-    loader,
-    loss,
-    memory_plan,
-    networks,
-    ranks,
-    reversible,
-    tables,
-    training,
-)
+from scripts.evidence import counted, fit, layers, memory_plan, networks, reversible, tables, training
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS, Benchmark, calls_text
 
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # name, mark, text
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
-BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, memory_plan, networks, reversible, training)]
-OF_A_GPU = [module.BENCHMARK for module in (check, equal_memory, fit, ranks)]
+BENCHMARKS = [module.BENCHMARK for module in (fit, layers, memory_plan, networks, reversible, training)]
 RECORDS = {own.name: RESULTS / f"{own.name}.json" for own in BENCHMARKS}
-RECORDS |= {own.name: RESULTS / "gpu" / f"{own.name}.json" for own in OF_A_GPU}
+RECORDS["fit"] = RESULTS / "gpu" / "fit.json"
+KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
 COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results
 
@@ -78,9 +65,9 @@ def benchmark_text(benchmark: Benchmark, _: str) -> str:
 BLOCKS: dict[str, Callable[[str], str]] = {
     "bodies": lambda _: counted.bodies_table(),
     "recomputation": lambda _: counted.recomputation_table(),
-    "ranges": lambda _: counted.ranges_table(),
+    KEPT: str,
     **{name: partial(comparison, name) for name in COMPARISONS},
-    **{own.name: partial(benchmark_text, own) for own in (*BENCHMARKS, *OF_A_GPU)},
+    **{own.name: partial(benchmark_text, own) for own in BENCHMARKS},
     **{name: partial(lambda name, _: tables.of_results()[name], name) for name in (*papers.TABLES, tables.LEFT_OUT)},
 }
 

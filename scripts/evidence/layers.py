@@ -1,8 +1,7 @@
-"""Measure time and memory of BN + ACT (+ CONV) in every strategy (paper, section 4.3 and Figure 4), and beyond:
+"""Measure time and memory of BN + ACT + CONV in every strategy (paper, section 4.3 and Figure 4):
 
     python -m scripts.evidence.layers [device=cpu|cuda] out=FILE.json
-    python -m scripts.evidence.layers dtypes=[float32] only=[bn_act_conv] out=FILE.json
-    python -m scripts.evidence.layers groups=[host,host_eval] rounds=25 out=FILE.json
+    python -m scripts.evidence.layers dtypes=[float32] only=[bn_act_conv/CONV1] out=FILE.json
     python -m scripts.evidence.layers device=cuda batch=32 captured=true out=FILE.json
 
 FILE.png is a chart like Figure 4.
@@ -35,22 +34,22 @@ from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section, time_ratio
 from scripts.reports.measuring import LAYOUTS, Step, captured, compiled, timed
 
-BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
+GROUP = "bn_act_conv"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HOST_SIZE = (2, 64, 4, 4)  # 8 KiB: computing takes almost no time, so the time is the host's
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
+
+
+# Channels and pixels of the inputs of bn1 in an identity block of each module of ResNeXt-101 at 224 pixels.
+SHAPES = {"CONV1": (256, 56), "CONV2": (512, 28), "CONV3": (1024, 14), "CONV4": (2048, 7)}
 
 
 @dataclass
 class LayersArguments(frame.CapturedArguments):
     threads: int = key(2, above=0)  # of PyTorch on the CPU
-    groups: list[str] = key([*BLOCKS], one_of=(*BLOCKS, *HOST))  # of measurements: blocks, or the host's time
     dtypes: list[str] = key(["float32"], one_of=tuple(DTYPES))
     layouts: list[str] = key([*LAYOUTS], one_of=tuple(LAYOUTS))  # memory formats
     batch: int = key(4, above=0)  # images
-    pixels: list[int] = key([56, 28, 14, 7], least=1)  # height and width of CONV1, CONV2, …
-    channels: int = key(256, least=2)  # of CONV1; each has twice as many as the one before
     backend: str = key("auto", one_of=BACKENDS)  # of the checkpointing and in-place strategies
     sample_ms: float = key(20.0, above=0)  # least time of one sample, a mean over repeats
     compiler: str | None = "inductor"  # of torch.compile, for whole blocks; null leaves those strategies out
@@ -59,28 +58,25 @@ class LayersArguments(frame.CapturedArguments):
 class Cell(NamedTuple):
     """One input, on which all strategies are measured in turn."""
 
-    group: str  # of BLOCKS or HOST
-    shape: str  # CONV1 … CONV4, or TINY
+    shape: str  # of SHAPES
     size: tuple[int, int, int, int]  # (N, C, H, W)
     layout: str  # of LAYOUTS
     dtype: str  # of DTYPES
     device: str
 
     def __str__(self) -> str:
-        return f"{self.group}/{self.shape}/{self.layout}/{self.dtype}"
+        return f"{GROUP}/{self.shape}/{self.layout}/{self.dtype}"
 
     def tensor(self, size: tuple[int, ...]) -> Tensor:
         values = torch.randn(size, device=self.device, dtype=DTYPES[self.dtype])
         return values.contiguous(memory_format=LAYOUTS[self.layout])
 
     def block(self, norm_act: NormAct) -> nn.Module:
-        """Build the norm alone, or the norm and a 1x1 convolution to half the channels."""
+        """The norm and a 1x1 convolution to half the channels."""
         channels = self.size[1]
-        block = nn.Sequential(norm_act(channels))
-        if self.group == "bn_act_conv":
-            block.append(nn.Conv2d(channels, channels // 2, 1, bias=False, dtype=DTYPES[self.dtype]))
+        convolution = nn.Conv2d(channels, channels // 2, 1, bias=False, dtype=DTYPES[self.dtype])
+        block = nn.Sequential(norm_act(channels), convolution)
         recompute_activations(block, checkpointed_only=True)
-        block.train(self.group != "host_eval")
         return block.to(self.device, memory_format=LAYOUTS[self.layout])  # type: ignore[call-overload]  # torch lacks it
 
 
@@ -125,30 +121,23 @@ def released_norm(channels: int) -> nn.Module:
 
 def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
     """The strategies of a cell. The released package computes only in float32."""
-    own, is_host = arguments.backend, cell.group in HOST
-    chosen = [Strategy(STANDARD, batch_norm_leaky_relu if is_host else ABN, "eager")]
+    own = arguments.backend
+    chosen = [Strategy(STANDARD, ABN, "eager")]
     chosen += [Strategy(name, partial(STRATEGIES[norm], backend=own), own) for norm, name in OURS.items()]
-    if is_host:
-        return chosen
     if arguments.compiler and (cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA):
         chosen.append(Strategy(COMPILED, batch_norm_leaky_relu, arguments.compiler, 1.0))
-        if cell.group != "bn_act":  # alone, BN + ACT has no consumer that would keep z
-            chosen.append(Strategy(BUDGET, batch_norm_leaky_relu, arguments.compiler, 0.5))
+        chosen.append(Strategy(BUDGET, batch_norm_leaky_relu, arguments.compiler, 0.5))
     if cell.dtype == "float32" and find_spec("inplace_abn"):
         chosen.append(Strategy(PACKAGE, released_norm, "released", overwrites=True))
     return chosen
 
 
 def items(arguments: LayersArguments) -> dict[str, tuple[Cell]]:
-    """CONV1 … CONV4 are the inputs of bn1 in an identity block of each module of ResNeXt-101 at 224 pixels."""
-    sizes = [(arguments.batch, arguments.channels * 2**i, side, side) for i, side in enumerate(arguments.pixels)]
-    cells: list[Cell] = []
-    for group in arguments.groups:
-        if group in HOST:
-            cells.append(Cell(group, "TINY", HOST_SIZE, "contiguous", "float32", arguments.device))
-            continue
-        for dtype, layout, (i, size) in itertools.product(arguments.dtypes, arguments.layouts, enumerate(sizes)):
-            cells.append(Cell(group, f"CONV{i + 1}", size, layout, dtype, arguments.device))
+    found = itertools.product(arguments.dtypes, arguments.layouts, SHAPES.items())
+    cells = (
+        Cell(shape, (arguments.batch, channels, side, side), layout, dtype, arguments.device)
+        for dtype, layout, (shape, (channels, side)) in found
+    )
     return {str(cell): (cell,) for cell in cells}
 
 
@@ -177,7 +166,7 @@ def measure(arguments: LayersArguments, cell: Cell) -> Rows:
         times_ms = timed(steps, arguments.rounds, cell.device, arguments.sample_ms)
     steps.clear()
     gc.collect()
-    common: dict = {"group": cell.group, "shape": cell.shape, "size": list(cell.size), "layout": cell.layout}
+    common: dict = {"group": GROUP, "shape": cell.shape, "size": list(cell.size), "layout": cell.layout}
     common |= {"dtype": cell.dtype, "input_bytes": x.nbytes}
     rows: Rows = [{**common, "strategy": name, **facts[name], "times_ms": times_ms[name]} for name in facts]
     for row in rows:
@@ -205,26 +194,16 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dic
         return forward(x.clone() if owned or strategy.overwrites else x)
 
     def step(owned: bool = False) -> object:
-        if block.training:
-            return torch.autograd.grad(output(owned), [x, *block.parameters()], dz)
-        with torch.no_grad():
-            return output()
+        return torch.autograd.grad(output(owned), [x, *block.parameters()], dz)
 
     for _ in range(3):
         step()
-    if cell.group in HOST:
-        return {"backend": backend, "saved_bytes": None, "peak_bytes": None}, step
     # x counts if it is kept, because that keeps it alive.
     saved, peak = kept_bytes(block, output, []), peak_bytes(partial(step, owned=True), cell.device)
     return {"backend": backend, "saved_bytes": saved, "peak_bytes": peak}, step
 
 
-TITLES = {
-    "bn_act": "BN + ACT",
-    "bn_act_conv": "BN + ACT + CONV",
-    "host": "Host time of BN + ACT",
-    "host_eval": "Host time of BN + ACT, inference",
-}
+TITLES = {GROUP: "BN + ACT + CONV", "bn_act": "BN + ACT"}  # an earlier record also has norms alone
 PAPER = (INPLACE_2, INPLACE_1, CHECKPOINTING_C, CHECKPOINTING_B)
 OF_THE_PAPER = (
     f"In the paper, overheads rise in this order: {CHECKPOINTING_B} has almost twice the overhead of in-place I."
@@ -257,27 +236,24 @@ def by_kind(cells: Iterable[Strategies]) -> dict[str, list[Strategies]]:
 
 
 def about(arguments: dict) -> tuple[str, str]:
-    title = ", ".join(TITLES[group] for group in arguments["groups"])
-    return (
-        f"{title}, on {frame.DEVICES[arguments['device']]}" + ", and as CUDA graphs" * arguments.get("captured", False),
-        f"Batch {arguments['batch']}, {arguments['rounds']} rounds",
-    )
+    title = f"{TITLES[GROUP]}, on {frame.DEVICES[arguments['device']]}"
+    captured = ", and as CUDA graphs" * arguments.get("captured", False)
+    return title + captured, f"Batch {arguments['batch']}, {arguments['rounds']} rounds"
 
 
 def sections(call: dict, picture: str) -> Iterator[str]:
     cells = cells_in(call)
     yield overheads(cells)
-    if any(cell[STANDARD]["group"] in BLOCKS for cell in cells):
-        drawn = f"![time of a forward and backward pass of each strategy]({picture}.png)"
-        yield f"{drawn}\n*Numbers above bars: time relative to standard.*"
+    drawn = f"![time of a forward and backward pass of each strategy]({picture}.png)"
+    yield f"{drawn}\n*Numbers above bars: time relative to standard.*"
     for title, own in by_kind(cells).items():
         yield section(title, md.columns([row for cell in own for row in cell.values()], COLUMNS, left=3))
 
 
 def overheads(cells: list[Strategies]) -> str:
     """The overhead of the paper's strategies over standard layers, medians over BN + ACT + CONV in all sizes."""
-    complete = [cell for cell in of_group("bn_act_conv", cells) if {*PAPER} <= cell.keys()]
-    about = f"Overhead over standard, {TITLES['bn_act_conv']}, medians: {_medians(complete, 'times_ms')}. "
+    complete = [cell for cell in of_figure_4(cells) if {*PAPER} <= cell.keys()]
+    about = f"Overhead over standard, {TITLES[GROUP]}, medians: {_medians(complete, 'times_ms')}. "
     graphs = [cell for cell in complete if all("captured_ms" in cell[name] for name in (STANDARD, *PAPER))]
     about += f"As CUDA graphs: {_medians(graphs, 'captured_ms')}. " if graphs else ""
     return f"{about}{_by_shape(complete)} {OF_THE_PAPER}" if complete else ""
@@ -297,8 +273,8 @@ def _medians(cells: list[Strategies], times: str) -> str:
     return ", ".join(f"{name} {100 * statistics.median(own) - 100:+.1f} %" for name, own in ratios.items())
 
 
-def of_group(group: str, cells: list[Strategies]) -> list[Strategies]:
-    return [cell for cell in cells if cell[STANDARD]["group"] == group]
+def of_figure_4(cells: list[Strategies]) -> list[Strategies]:
+    return [cell for cell in cells if cell[STANDARD]["group"] == GROUP]
 
 
 def _size(row: dict) -> str:
@@ -319,15 +295,12 @@ COLUMNS: Columns = [
 
 
 def picture(call: dict) -> Figure | None:
-    """Figure 4: a panel for each layout and dtype, bars for each shape, labelled with the ratio to standard.
-
-    None without CONV1 … CONV4, e.g. if only host time was measured.
-    """
+    """Figure 4: a panel for each layout and dtype, bars for each shape, labelled with the ratio to standard."""
     cells, times = cells_in(call), "times_ms"
     if any("captured_ms" in cell[STANDARD] for cell in cells):  # the host's time does not count there, as in the paper
         times = "captured_ms"
         cells = [{name: row for name, row in cell.items() if times in row} for cell in cells if times in cell[STANDARD]]
-    kinds = by_kind(of_group("bn_act_conv", cells) or of_group("bn_act", cells))
+    kinds = by_kind(of_figure_4(cells))
     if not kinds:
         return None
     label = "forward + backward, ms" + ", as a CUDA graph" * (times == "captured_ms")

@@ -5,12 +5,11 @@
     python -m scripts.evidence.memory_plan table=revnet only=[claims] out=FILE.json
 
 table names a folder of configs/experiment (all: each). For Table 3, the columns fixed crop and fixed batch are filled
-too, beside the paper's, on which the deductions from a device's memory are calibrated; for Tables 3 and 4, the memory
-in which each minibatch fits on one device; for Table 2, what does not fit with standard norms (section 4.1); for
-RevNet, its claims. Steps of tables have the paper's loss, with full-resolution logits (loss.tiles=false).
+too, beside the paper's, on which the deductions from a device's memory are calibrated, and a minibatch on one device;
+for Table 2, what does not fit with standard norms (section 4.1); for RevNet, its claims. Steps of tables have the
+paper's loss, with full-resolution logits (loss.tiles=false).
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -30,14 +29,10 @@ from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 ALL, BUDGET, DEVICES = "all", "12GiB", 4  # the papers' devices, four for Table 3
 NORMS = {"standard norms": "norm=std", "in-place norms": "norm=inplace"}
-COMBINATIONS = {  # of a minibatch on one device: overrides, and trainer.recompute
-    **{title: ([norm], "none") for title, norm in NORMS.items()},
-    **{
-        f"{title}, trainer.recompute={recompute}": ([norm], recompute)
-        for recompute in ("sqrt", "budget")
-        for title, norm in NORMS.items()
-    },
-    "in-place norms, body=revnet104": (["norm=inplace", "body=revnet104"], "none"),
+ON_ONE_DEVICE = "table3/cityscapes_resnext101_std"  # the row whose whole minibatch README plans on one device
+COMBINATIONS = {  # overrides, and trainer.recompute
+    **{title: (norm, "none") for title, norm in NORMS.items()},
+    **{f"{title}, trainer.recompute=sqrt": (norm, "sqrt") for title, norm in NORMS.items()},
 }
 # Networks that do not fit with standard norms, by section 4.1 of the paper.
 LIMITS = {"ResNeXt-152": "table2/resnext152_inplace_256", "WideResNet-38": "table2/wrn38_inplace_256"}
@@ -60,12 +55,7 @@ def items(arguments: PlanArguments) -> dict[str, tuple]:
     chosen: list[tuple] = [("experiments", name) for name in own]
     if arguments.table in (ALL, "table3"):
         chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
-    whole: dict[tuple, str] = {}  # each minibatch of Tables 3 and 4, by its first experiment
-    for name in own:
-        if found := re.match(r"table[34]/(\w+?_(resnext\d+|wrn\d+))_", name):
-            data = papers.configured_as(name).data
-            whole.setdefault((found[1], data.crops_per_minibatch, data.crop_size), name)
-    chosen += [("one_device", name, network) for (network, *_), name in whole.items()]
+    chosen += [("one_device", name) for name in own if name == ON_ONE_DEVICE]
     chosen += [("limits", network) for network in LIMITS if arguments.table in (ALL, "table2")]
     chosen += [("claims", network) for network in CLAIMS if arguments.table in (ALL, "revnet")]
     return {"/".join(item): item for item in chosen}
@@ -112,16 +102,13 @@ def experiment_of(column: str, fit: str, norm: str) -> str:
     return f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{FITS[fit]}"
 
 
-def on_one_device(name: str, network: str) -> Iterator[dict]:
-    """An experiment's whole minibatch on one device, with each combination of norm, recomputation and precision.
-
-    A reversible body takes the place of the experiment's at the same stride.
-    """
-    own = papers.configured_as(name)
-    crops, size = own.data.crops_per_minibatch, own.data.crop_size
-    about = {"network": network, "crops": crops, "crop_size": size}
-    for combination, (words, recompute) in COMBINATIONS.items():
-        config = papers.configured_as(name, *words, f"body.output_stride={own.body.output_stride}")
+def on_one_device(name: str) -> Iterator[dict]:
+    """An experiment's whole minibatch on one device, with each combination of norm, recomputation and precision."""
+    data = papers.configured_as(name).data
+    crops, size = data.crops_per_minibatch, data.crop_size
+    about = {"network": "cityscapes_resnext101", "crops": crops, "crop_size": size}
+    for combination, (norm, recompute) in COMBINATIONS.items():
+        config = papers.configured_as(name, norm)
         for precision in ("float32", "bfloat16"):
             trainer = replace(config.trainer, recompute=recompute, precision=precision)
             needed = planner.needed(replace(config, trainer=trainer), crops, size)

@@ -1,6 +1,5 @@
 """Methods to train a network in less memory, and how close their gradients are to the plain network's."""
 
-import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,6 @@ METHODS = (PLAIN, RECOMPUTED, BLOCKS, ON_CPU, COMPILED, BUDGET)
 AS_GRAPH = ", captured"  # in the name of a step that runs as a CUDA graph
 NOT_CAPTURED = (ON_CPU, COMPILED, BUDGET)  # memory on the host; code of a compiler that has graphs of its own
 WITH_COMPILER = ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_16")
-FLOAT64 = "float64"
 WARM_UP_STEPS = 3  # before a peak is measured: the third corrects a plan, which no step does under the profiler
 Forward = Callable[[Tensor], object]  # inputs -> tensors, maybe in containers
 
@@ -120,21 +118,13 @@ def deviation(gradients: Tensor, reference: Tensor) -> float:
     return ((gradients - reference).abs().max() / reference.abs().max()).item()
 
 
-def in_float64(network: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
-    return network.double(), inputs.double() if inputs.is_floating_point() else inputs
-
-
 class Compared:
     """The steps of one network by several methods: the counts of each, and why some failed."""
 
-    def __init__(self, name: str, precision: str, plain: nn.Module, inputs: Tensor, exact: bool = False):
+    def __init__(self, name: str, precision: str, plain: nn.Module, inputs: Tensor):
         self.common = {"network": name, "precision": precision}
         self.precision, self.inputs = precision, inputs
         self.reference = gradients_of(WithLoss(plain), inputs, precision)
-        self.precise: Tensor | None = None
-        if exact:
-            double, precise_inputs = in_float64(copy.deepcopy(plain), inputs)
-            self.precise = gradients_of(WithLoss(double), precise_inputs, FLOAT64)
         self.steps: dict[str, Callable[[], object]] = {}
         self.rows: dict[str, dict] = {}
         self.failed: Rows = []
@@ -150,9 +140,7 @@ class Compared:
                 with autocast(device, self.precision):
                     row["kept_bytes"] = kept_bytes(network.network, partial(network.run, self.inputs), [self.inputs])
             if method not in (COMPILED, BUDGET):  # a second plain run shows the noise
-                gradients = gradients_of(network, self.inputs, self.precision)
-                row["deviation"] = deviation(gradients, self.reference)
-                row |= {} if self.precise is None else {"error": deviation(gradients.double(), self.precise)}
+                row["deviation"] = deviation(gradients_of(network, self.inputs, self.precision), self.reference)
             self.rows[method], self.steps[method] = row, step
         except Exception as error:  # e.g. out of memory, or the compiler's: the others can still be measured
             if method == PLAIN:  # nothing to compare with

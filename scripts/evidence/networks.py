@@ -2,9 +2,9 @@
 
     python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
-    python -m scripts.evidence.networks exact=true precisions=[float64,float32,bfloat16] image_size=64 out=FILE.json
+    python -m scripts.evidence.networks only=[resnet50] shares=[.3,.4,.5,.6,.8] precisions=[bfloat16] out=FILE.json
 
-exact=true also compares gradients with those in float64. FILE.png shows memory against time.
+FILE.png shows memory against time.
 """
 
 import copy
@@ -25,7 +25,6 @@ from scripts.evidence.methods import (
     BLOCKS,
     BUDGET,
     COMPILED,
-    FLOAT64,
     ON_CPU,
     PLAIN,
     RECOMPUTED,
@@ -38,7 +37,7 @@ from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section
 from scripts.reports.measuring import PRECISIONS, autocast, timed
 
-AS_BLOCKS, IN_TIME_OF_BLOCKS, AS_COMPILED = "peak of the checkpoints", "time of the checkpoints", "peak of the compiler"
+AS_BLOCKS, IN_TIME_OF_BLOCKS = "peak of the checkpoints", "time of the checkpoints"
 LEAST = "the least"
 TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the plain peak to try for plans within a time
 HOST = 0.04  # of a plain step's time: estimate of a plan's overhead in Python
@@ -49,10 +48,9 @@ class NetworksArguments(frame.CapturedArguments):
     rounds: int = key(5, above=0)  # each measures every network and method once
     images: int = key(8, least=2)  # per step (an eighth as many texts); some norms have one value per image
     image_size: int = key(224, above=0)  # pixels
-    precisions: list[str] = key(["float32"], one_of=(FLOAT64, *PRECISIONS))  # bfloat16 is autocast
+    precisions: list[str] = key(["float32"], one_of=PRECISIONS)  # bfloat16 is autocast
     shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the plain network's peak: budgets
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
-    exact: bool = False  # also compare gradients with the plain network's in float64, without tf32
 
 
 def items(arguments: NetworksArguments) -> dict[str, tuple]:
@@ -64,14 +62,11 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
     """A row for each method and budget of a network, or the reason why it fails. Raises if the plain network fails.
 
     {"network", "precision", "method", "peak_bytes", "times_ms", "kept_bytes": of known methods, "deviation": largest
-    of a gradient from the plain network's, relative to the largest, "error": the same from float64, "budget",
-    "planned_bytes": of budgets}
+    of a gradient from the plain network's, relative to the largest, "budget", "planned_bytes": of budgets}
     """
     plain, inputs = zoo.made(name, arguments.device, arguments.images, arguments.image_size)
-    if precision == FLOAT64:
-        plain, inputs = methods.in_float64(plain, inputs)
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=not arguments.exact):
-        compared = Compared(name, precision, plain, inputs, arguments.exact)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        compared = Compared(name, precision, plain, inputs)
         for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
             network = copy.deepcopy(plain)
             compared.add(method, WithLoss(network, methods.forward_of(network, method, arguments.compiler)))
@@ -84,11 +79,10 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
 
 
 def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.Module) -> None:
-    """Add the network with budgets: shares of its peak, the rivals' peaks, and the checkpoints' time."""
+    """Add the network with budgets: shares of its peak, and the checkpoints' peak and time."""
     inputs, rows = compared.inputs, compared.rows
     asked: dict[str, float | int] = {f"{share:.0%} of plain": share for share in arguments.shares}
-    rivals = {AS_BLOCKS: BLOCKS, AS_COMPILED: BUDGET}
-    asked |= {label: rows[rival]["peak_bytes"] for label, rival in rivals.items() if rival in rows}
+    asked |= {AS_BLOCKS: rows[BLOCKS]["peak_bytes"]} if BLOCKS in rows else {}
     with autocast(inputs.device.type, compared.precision):
         planned = plan(WithLoss(copy.deepcopy(plain)), inputs, [*asked.values(), *TRIED, 1.0])
     if BLOCKS in rows:
@@ -98,7 +92,7 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
         asked[IN_TIME_OF_BLOCKS] = min(fast, default=planned.plain)
     for label, wanted in {**asked, LEAST: planned.least}.items():
         budget = int(wanted * planned.plain) if isinstance(wanted, float) else wanted
-        if budget < planned.least and label not in rivals:
+        if budget < planned.least and label != AS_BLOCKS:
             continue  # no plan reaches this share
         trained = WithLoss(copy.deepcopy(plain))
         recompute_activations(trained, budget=max(budget, planned.least))
@@ -136,22 +130,11 @@ def sections(call: dict, picture: str) -> Iterator[str]:
     rows = [row for of_network in networks.values() for row in of_network.values()]
     yield f"{len(networks)} networks. Medians over networks, with the smallest and the largest:"
     yield _summary(networks)
-    yield "\n".join([*_of_errors(rows), *_of_plans(networks)])
+    yield "\n".join(_of_plans(networks))
     if alone(networks):
         drawn = f"![peak and time of a step under byte budgets, and of its rivals]({picture}.png)"
         yield f"{drawn}\n*{DRAWN}: lower left is better.*"
     yield section("Every network", md.columns(rows, COLUMNS, left=2))
-
-
-def _of_errors(rows: Rows) -> Iterator[str]:
-    """By precision: the gradients' distance from float64, relative to the plain network's."""
-    ratios: dict[str, list[float]] = {}
-    for row in rows:
-        if row["method"] != PLAIN and "error" in row and row["precision"] != FLOAT64:
-            error = max(row["beside"][PLAIN]["error"], 1e-18)
-            ratios.setdefault(row["precision"], []).append(row["error"] / error)
-    for precision, own in ratios.items():
-        yield f"- {precision}: errors to float64 are at most {max(own):.2f} times the plain network's."
 
 
 def _ratio(rows: dict[str, dict], method: str, kind: str, to: str = PLAIN) -> float:
@@ -181,7 +164,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _of_plans(networks: Networks) -> Iterator[str]:
-    """How exact plans are, and where they win or lose against checkpoints and the compiler."""
+    """How exact plans are, and where they win or lose against checkpoints."""
     plans = [row for rows in networks.values() for row in rows.values() if "planned_bytes" in row]
     if not plans:
         return
@@ -189,22 +172,22 @@ def _of_plans(networks: Networks) -> Iterator[str]:
     most = max(row["deviation"] for row in plans)
     exact = f"measured peaks are at most {over:.1%} above budgets, the largest deviation of a gradient is {most:g}"
     yield f"- {len(plans)} plans: {exact}."
-    for asked, rival in ((AS_BLOCKS, BLOCKS), (AS_COMPILED, BUDGET)):
-        own = {name: rows for name, rows in networks.items() if asked in rows}
+    own = {name: rows for name, rows in networks.items() if AS_BLOCKS in rows}
+    if own:
         to_rival = {
-            name: (_ratio(rows, asked, "peak_bytes", rival), _time(rows, asked, rival)) for name, rows in own.items()
+            name: (_ratio(rows, AS_BLOCKS, "peak_bytes", BLOCKS), _time(rows, AS_BLOCKS, BLOCKS))
+            for name, rows in own.items()
         }
         behind = {name: ratios for name, ratios in to_rival.items() if ratios[0] > 1.01 or round(ratios[1], 2) > 1}
-        if own:
-            ours, theirs = (statistics.median(_time(rows, each) for rows in own.values()) for each in (asked, rival))
-            medians = f"{ours:.2f} of the plain time, with *{rival}* {theirs:.2f} (medians of {len(own)} networks)"
-            others = ", ".join(f"{name} (peak {x:.2f}, time {y:.2f})" for name, (x, y) in behind.items()) or "none"
-            strictly = sum(peak <= 1 and time <= 1 for peak, time in to_rival.values())
-            yield (
-                f"- With the {asked}, a step takes {medians}. Neither peak (within 1 %) nor time (within 0.5 %) is "
-                f"above the rival's in {len(own) - len(behind)} of {len(own)}, without these tolerances in {strictly}. "
-                f"The others, relative to the rival: {others}."
-            )
+        ours, theirs = (statistics.median(_time(rows, each) for rows in own.values()) for each in (AS_BLOCKS, BLOCKS))
+        medians = f"{ours:.2f} of the plain time, with *{BLOCKS}* {theirs:.2f} (medians of {len(own)} networks)"
+        others = ", ".join(f"{name} (peak {x:.2f}, time {y:.2f})" for name, (x, y) in behind.items()) or "none"
+        strictly = sum(peak <= 1 and time <= 1 for peak, time in to_rival.values())
+        yield (
+            f"- With the {AS_BLOCKS}, a step takes {medians}. Neither peak (within 1 %) nor time (within 0.5 %) is "
+            f"above the rival's in {len(own) - len(behind)} of {len(own)}, without these tolerances in {strictly}. "
+            f"The others, relative to the rival: {others}."
+        )
     graphs = {
         name: [_time(rows, each + AS_GRAPH, PLAIN + AS_GRAPH) for each in (AS_BLOCKS, BLOCKS)]
         for name, rows in networks.items()
@@ -234,7 +217,7 @@ COLUMNS: Columns = [
     ("/ plain", lambda row: md.relative(row, PLAIN, "peak_bytes")),
     ("step, ms", lambda row: f"{md.median_ms(row):.0f}"),
     ("/ plain", lambda row: md.relative_time(row, PLAIN)),
-    *((name, lambda row, name=name: f"{row[name]:.0e}" if name in row else "") for name in ("deviation", "error")),
+    ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
 ]
 
 

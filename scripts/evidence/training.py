@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from scripts.reports import frame, papers
 from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons
-from scripts.reports.measuring import Elsewhere, interleaved
+from scripts.reports.measuring import interleaved, process
 
 # What a training is measured with: overrides of train_seg.py, or one of these two.
 DEFAULT, GIVEN_BACK = "default", "freed memory given back"  # see engine.process.allocations.keep_freed_memory
@@ -156,6 +156,17 @@ class Training:
         return kept_bytes(self.learner.network, lambda: self.loss(self.learner.forward(images), labels))
 
 
+@cache
+def own_training(common: tuple[str, ...], switch: str, threads: int) -> Training:
+    """The training of this process."""
+    return Training(common, switch, threads)
+
+
+def call(training: tuple, method: str, *given: object) -> Any:
+    """Call a method of the training of this process."""
+    return getattr(own_training(*training), method)(*given)
+
+
 @dataclass
 class TrainingArguments(frame.TimedArguments):
     recipe: str | None = "camvid/resnext_small"  # experiment whose network is trained; null: the default network
@@ -199,11 +210,14 @@ def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...])
     common = arguments.words()
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        running = {name: stack.enter_context(Elsewhere(Training, common, name, arguments.threads)) for name in switches}
+        running = {name: stack.enter_context(process(torch.set_num_threads, arguments.threads)) for name in switches}
 
         def ask(name: str, method: str, *given: object) -> Any:
+            if name in failed:
+                return 0.0
             try:
-                return running[name].call(method, *given) if name not in failed else 0.0
+                training = common, name, arguments.threads
+                return running[name].submit(call, training, method, *given).result()
             except Exception as error:  # e.g. of a compiler: the others can still be measured
                 if name == DEFAULT:
                     raise

@@ -1,5 +1,6 @@
 """The chart style of all pages, and groups of bars."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.ticker import LogFormatter
 
 from engine.process.output_files import write_figure
@@ -15,7 +17,14 @@ from engine.process.output_files import write_figure
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
 SKY, BLUE, PURPLE, GREEN = "#56B4E9", "#0072B2", "#CC79A7", "#009E73"
+# Names in pictures are shown as they are: with their dollars, and in scripts that matplotlib's own font lacks.
+OTHER_SCRIPTS = re.compile("CJK|Noto Sans|Droid Sans Fallback|WenQuanYi|Unifont")
+TEXTS: Any = {
+    "text.parse_math": False,
+    "font.family": ["DejaVu Sans", *sorted({f.name for f in fontManager.ttflist if OTHER_SCRIPTS.search(f.name)})],
+}
 STYLE: Any = {
+    **TEXTS,
     **{"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3},
     **{"axes.spines.top": False, "axes.spines.right": False},
 }

@@ -2,12 +2,10 @@
 
 import difflib
 import json
-import os
 import shlex
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +25,11 @@ from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts
 from scripts.reports.markdown import Rows, conditions, listed, section, without_reasons
-from scripts.reports.measuring import Elsewhere
+from scripts.reports.measuring import process
 
 RESULTS = CONFIGS.parent / "docs" / "results"
 PACKAGES = ("timm", "segmentation_models_pytorch", "inplace-abn")  # measured if they are installed
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
-PLACES = {"camvid": "DIR"}  # arguments that are folders of this machine
-NOT_STARTED, STOPPED, FAILED = "not started", "stopped", "failed: "  # why an item is left
-REHEARSED = "Rehearsed on a CPU, on tiny tensors: no number here is a result."
 
 
 @dataclass
@@ -44,7 +39,6 @@ class Arguments:
     out: str = MISSING  # FILE.json; pictures are written beside it
     measure: bool = True  # false: only print and draw what FILE.json holds
     only: list[str] = field(default_factory=list)  # items, or names up to one of their slashes; empty: all
-    minutes: float | None = key(None, above=0)  # after which the item being measured is stopped; null: never
 
 
 @dataclass
@@ -101,7 +95,7 @@ arguments is added. Prints its tables, and draws FILE.png if the benchmark has a
 
 
 def carry_out(benchmark: Benchmark, arguments: Any) -> str:
-    """Measure what is missing, draw, print and return the tables.
+    """Measure what the record lacks, draw it, print and return its tables.
 
     ValueError: an argument is impossible, or there is no record.
     """
@@ -110,11 +104,6 @@ def carry_out(benchmark: Benchmark, arguments: Any) -> str:
         raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
     if arguments.measure:
         measure(benchmark, arguments)
-    return show(benchmark, out)
-
-
-def show(benchmark: Benchmark, out: Path) -> str:
-    """Draw, print and return the tables of a record. ValueError: there is none."""
     if not out.is_file():
         raise ValueError(f"measure=false shows a record, and {out} does not exist")
     record = json.loads(out.read_text())
@@ -124,43 +113,20 @@ def show(benchmark: Benchmark, out: Path) -> str:
     return text
 
 
-def add_calls(benchmark: Benchmark, file: Path, out: Path) -> None:
-    """Add the calls of the record `file` to the record `out`, and draw its pictures.
-
-    If `out` has the same call, measured on the same hardware, the new items replace the old ones.
-    """
-    record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
-    for call in (call for call in json.loads(file.read_text())["calls"] if call["items"]):
-        before = next((other for other in record["calls"] if _identity(other) == _identity(call)), None)
-        if before is None:
-            record["calls"].append(call)
-            continue
-        items, left = before["items"] | call["items"], before["left"] | call["left"]
-        if before["items"] == items:  # added before
-            continue
-        if before["items"].keys() - call["items"].keys():  # some stay
-            commit = _joined(before["environment"]["commit"], call["environment"]["commit"])
-            call["environment"] = before["environment"] | call["environment"] | {"commit": commit}
-            call["seconds"] = round(before["seconds"] + call["seconds"], 1)
-        before |= call | {"items": items, "left": {name: why for name, why in left.items() if name not in items}}
-    replace_file(out, json_lines(record))
-    draw(benchmark, record, out)
-
-
-def _joined(*commits: str | None) -> str | None:
-    """Different commits in the order in which they measured. None: it is not known."""
-    known = [each for commit in commits for each in (commit or "").split(", ")]
-    return ", ".join(dict.fromkeys(filter(None, known))) or None
-
-
 def draw(benchmark: Benchmark, record: dict, out: Path) -> None:
     """Write the pictures of a record beside it."""
-    for number, call in enumerate(record["calls"]):
+    for number, call in written_here(record):
         figure = benchmark.picture(call) if call["items"] else None
         if figure is not None:
-            if call["rehearsal"]:
-                figure.text(0.5, 0.5, "REHEARSAL", fontsize=60, color="red", alpha=0.4, ha="center", rotation=20)
             charts.save(figure, out.with_name(f"{picture_of(out.stem, number)}.png"))
+
+
+def written_here(record: dict) -> list[tuple[int, dict]]:
+    """The calls whose tables this code writes, and their numbers.
+
+    The other calls have a `code`, the commit that can measure them again; their tables stand on the page as text.
+    """
+    return [(number, call) for number, call in enumerate(record["calls"]) if "code" not in call]
 
 
 def picture_of(name: str, number: int) -> str:
@@ -171,13 +137,12 @@ def picture_of(name: str, number: int) -> str:
 def calls_text(benchmark: Benchmark, record: dict, name: str) -> str:
     """What the page `name` says of a record: a part for each call, with its command and conditions."""
     parts = []
-    for number, call in enumerate(record["calls"]):
+    for number, call in written_here(record):
         title, words = benchmark.about(call["arguments"])
         took = f"{conditions(call['environment'])}. {words}; the run took {call['seconds'] / 60:.1f} minutes."
         left = [f"- {item}: {why}" for item, why in call["left"].items()]
         left += [f"- {named(row)}: {row['reason']}" for row in rows_of(call) if "reason" in row]
         parts.append(section(title, f"```\n{call['command']}\n```", took, level=2))
-        parts += [f"**{REHEARSED}**"] * call["rehearsal"]
         parts += benchmark.sections(call, picture_of(name, number)) if call["items"] else ()
         parts += [section("Not measured", "\n".join(left))] * bool(left)
     return "\n\n".join(filter(None, parts))
@@ -193,12 +158,10 @@ def named(row: dict) -> str:
     return ", ".join(str(value) for name, value in row.items() if name != "reason" and not isinstance(value, list))
 
 
-def measure(
-    benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "", again: bool = True
-) -> dict:
-    """Measure what is missing of a record, which is written before the first item and after each; return its call.
+def measure(benchmark: Benchmark, arguments: Any) -> None:
+    """Measure the items that a record lacks. It is written after each, so the same command continues a stopped call.
 
-    `called`: the command, if not the benchmark's own. `again`: also what has failed, or was stopped twice.
+    An item that fails is left out with the reason, and the same command tries it again.
     """
     started_s, out = time.monotonic(), Path(arguments.out)
     items, environment = benchmark.items(arguments), provenance(PACKAGES)
@@ -206,78 +169,47 @@ def measure(
     if hasattr(arguments, "threads"):
         environment["threads"] = arguments.threads
     record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
-    known = {name: value for name, value in vars(arguments).items() if name not in vars(Arguments()) | PLACES}
-    call: dict[str, Any] = {"command": "", "arguments": known, "environment": environment, "seconds": 0}
-    call |= {"rehearsal": rehearsal, "left": {}, "items": {}}
-    call = next((other for other in record["calls"] if _identity(other) == _identity(call)), call)
-    if call not in record["calls"]:
+    known = {name: value for name, value in vars(arguments).items() if name not in vars(Arguments())}
+    new: dict[str, Any] = {"arguments": known, "environment": environment}
+    call = next((other for _, other in written_here(record) if other.items() >= new.items()), None)
+    if call is None:
+        call = {"command": "", **new, "seconds": 0, "left": {}, "items": {}}
         record["calls"].append(call)
-    done, before_s = call["items"], call["seconds"]
-    left = call["left"] = call["left"] | {name: NOT_STARTED for name in chosen if name not in {*done, *call["left"]}}
-
-    def write_down() -> None:
-        known = [name for name in items if name in done or name in left]
-        call["command"] = called or command_again(benchmark, arguments, known if len(known) < len(items) else [])
-        call["items"] = {name: done[name] for name in items if name in done}
-        call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
-        replace_file(out, json_lines(record))
-
-    write_down()
+    before_s = call["seconds"]
     with ExitStack() as stack:
-        process: Elsewhere | None = None
-        took_s = 0.0
-        for name in [name for name in chosen if name in left and (again or not left[name].startswith(FAILED))]:
-            seconds = None if arguments.minutes is None else 60 * arguments.minutes - (time.monotonic() - started_s)
-            if seconds is not None and (seconds <= 0 or seconds < took_s):  # it would hardly end in time
-                break
-            item_s = time.monotonic()
-            left[name] = STOPPED if left[name] == NOT_STARTED else f"{FAILED}{STOPPED} again"
-            write_down()  # in case that this process is killed
-            process = process or stack.enter_context(Elsewhere(Worker, benchmark.measure, arguments))
+        running: ProcessPoolExecutor | None = None
+        for name in [name for name in chosen if name not in call["items"]]:
+            running = running or stack.enter_context(process(_prepare, arguments))
             try:
-                done[name] = process.call("rows", items[name], seconds)
-                del left[name]
-            except BrokenProcessPool:  # it has taken too long
-                pass
+                call["items"][name] = running.submit(_rows, benchmark.measure, arguments, items[name]).result()
+                call["left"].pop(name, None)
             except Exception as error:  # the other items can still be measured
-                left[name] = reason(error)
-            took_s = time.monotonic() - item_s
-            if benchmark.apart or name in left:
+                call["left"][name] = reason(error)
+            if benchmark.apart or name in call["left"]:
                 stack.close()  # frees its memory
-                process = None
-            call["environment"]["commit"] = _joined(call["environment"]["commit"], environment["commit"])
-            print(f"{time.monotonic() - started_s:6.1f} s  {name}: {left.get(name, 'done')}", flush=True)
-            write_down()
-    return call
+                running = None
+            print(f"{time.monotonic() - started_s:6.1f} s  {name}: {call['left'].get(name, 'done')}", flush=True)
+            call["items"] = {name: call["items"][name] for name in items if name in call["items"]}
+            own = [name for name in items if name in call["items"] | call["left"]]
+            call["command"] = command_again(benchmark, arguments, own if len(own) < len(items) else [])
+            call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
+            replace_file(out, json_lines(record))
 
 
-def _identity(call: dict) -> tuple:
-    """Calls are the same if they measure the same with equal hardware and versions."""
-    environment = call["environment"]
-    return call["arguments"], call["rehearsal"], environment["hardware"], environment["versions"]
+def _prepare(arguments: Any) -> None:
+    """The state of a process that measures."""
+    torch.set_num_threads(getattr(arguments, "threads", 1))
+    if getattr(arguments, "device", "cpu") == "cpu":
+        keep_freed_memory()
 
 
-class Worker:
-    """The object in the process that measures (see `Elsewhere`)."""
-
-    def __init__(self, measure: Callable[..., Rows], arguments: Any):
-        self.measure, self.arguments = measure, arguments
-        torch.set_num_threads(getattr(arguments, "threads", 1))
-        if getattr(arguments, "device", "cpu") == "cpu":
-            keep_freed_memory()
-
-    def rows(self, item: tuple, seconds: float | None) -> Rows:
-        """The rows of an item. The process ends if they take longer."""
-        alarm = threading.Timer(seconds or threading.TIMEOUT_MAX, os._exit, [1])
-        alarm.daemon = True
-        alarm.start()
-        try:
-            return self.measure(self.arguments, *item)
-        finally:
-            alarm.cancel()
-            torch.compiler.reset()  # frees compiled code
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+def _rows(measure: Callable[..., Rows], arguments: Any, item: tuple) -> Rows:
+    try:
+        return measure(arguments, *item)
+    finally:
+        torch.compiler.reset()  # frees compiled code
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def chosen_of(items: Iterable[str], only: Iterable[str]) -> list[str]:
@@ -293,9 +225,9 @@ def chosen_of(items: Iterable[str], only: Iterable[str]) -> list[str]:
 def command_again(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
     """The command that measures the same again."""
     words, default = [f"python -m scripts.evidence.{benchmark.name}"], benchmark.schema()
-    for argument, value in {**vars(arguments), "only": only, "measure": True, "minutes": None, "out": MISSING}.items():
+    for argument, value in {**vars(arguments), "only": only, "measure": True, "out": MISSING}.items():
         if value != getattr(default, argument):
-            text = PLACES.get(argument) or json.dumps(value, separators=(",", ":"))
+            text = json.dumps(value, separators=(",", ":"))
             texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
             is_plain = not {*"=, "} & set("".join(texts))
             words.append(f"{argument}={text}".replace('"', "") if is_plain else shlex.quote(f"{argument}={text}"))
@@ -305,7 +237,7 @@ def command_again(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
 def reason(error: Exception) -> str:
     """Why a measurement failed, for the record."""
     first, *_ = str(error).strip().splitlines() or [""]
-    return f"{FAILED}{type(error).__name__}: {first}"
+    return f"failed: {type(error).__name__}: {first}"
 
 
 def json_lines(record: Any) -> str:

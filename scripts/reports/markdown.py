@@ -117,8 +117,3 @@ def relative(row: dict, other: str, value: str) -> str:
 def time_ratio(rows: Mapping[str, dict], ours: str, others: str, times: str = "times_ms") -> Ratio:
     """`ratio_of` the times of two rows of a group."""
     return ratio_of(rows[ours][times], rows[others][times])
-
-
-def longer(ratios: Mapping[str, float]) -> str:
-    """Where we take longer: the names with a ratio above 1. `ratios`: {name: our time / the other's}."""
-    return ", ".join(f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if round(ratio, 2) > 1) or "none"

@@ -104,43 +104,15 @@ def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor
     return torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
 
 
-class Elsewhere:
-    """`make(*arguments)` in a new process; `call` calls its methods there. A context manager: the process ends with it.
-
-    It also ends if this process is killed, even in the middle of a call.
-    `make` is pickled by name, so it must be defined at the top of a module. If it fails, every call raises its error.
-    """
-
-    def __init__(self, make: Callable[..., object], *arguments: object):
-        context = multiprocessing.get_context("spawn")
-        self.process = ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
-        self.made = self.process.submit(_make, make, arguments)
-
-    def __enter__(self) -> "Elsewhere":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.process.shutdown()
-
-    def call(self, method: str, *arguments: object) -> Any:
-        """Call a method and return its result. Raises its error, or BrokenProcessPool if the process has died."""
-        self.made.result()
-        return self.process.submit(_call, method, arguments).result()
+def process(prepare: Callable[..., object], *arguments: object) -> ProcessPoolExecutor:
+    """A process for measurements, which first calls `prepare(*arguments)`. It ends with this one, however that ends."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(prepare, arguments))
 
 
-def _end_with_parent() -> None:
+def _begin(prepare: Callable[..., object], arguments: tuple) -> None:
     die_with_parent(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():  # it has ended while this process started
         os._exit(1)
-
-
-_made: list[object] = []  # the one object of this process
-
-
-def _make(make: Callable[..., object], arguments: tuple) -> None:
-    _made.append(make(*arguments))
-
-
-def _call(method: str, arguments: tuple) -> Any:
-    return getattr(_made[0], method)(*arguments)
+    prepare(*arguments)

@@ -69,3 +69,5 @@ def test_writes_pages_of_eight_and_the_legend_names_what_occurs(tmp_path):
     page = [("a", np.zeros((1, 8, 3), np.uint8), np.array([[3, 3, 10, 255]], np.uint8))]
     (legend,) = sheet(page, camvid(root, "train")).legends
     assert [text.get_text() for text in legend.get_texts()] == ["road", "bicyclist"]
+    (axes, *_) = sheet([("$a $b caf\\udce9", *page[0][1:])], camvid(root, "train")).axes
+    assert not axes.title.get_parse_math() and "$a" in axes.get_title("left")

@@ -1,20 +1,37 @@
 """Benchmarks measure in this process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from scripts.evidence import training
 from scripts.reports import frame
-from tests.scripts.evidence.records import here
 
 
 @pytest.fixture
 def in_process(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(frame, "Elsewhere", here)
-    monkeypatch.setattr(training, "Elsewhere", here)
+    monkeypatch.setattr(frame, "process", here)
+    monkeypatch.setattr(training, "process", here)
     monkeypatch.setattr(frame, "keep_freed_memory", lambda: True)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)  # which benchmarks set: convolutions of more threads take more memory
+
+
+def here(prepare: Callable[..., object], *arguments: object) -> AbstractContextManager:
+    """`scripts.reports.measuring.process` without a process."""
+    prepare(*arguments)
+
+    def submit(function: Callable[..., object], *given: object) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(function(*given))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    return nullcontext(SimpleNamespace(submit=submit))

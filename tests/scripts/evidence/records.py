@@ -4,9 +4,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 from engine.configuration.command_line import composed
 from scripts.reports import frame
@@ -43,10 +41,3 @@ def measured(name: str, folder: Path, *overrides: str) -> tuple[dict, str]:
     assert str(folder) not in text + out.read_text()
     (call,) = json.loads(out.read_text())["calls"]
     return call, text
-
-
-def here(make: Callable[..., object], *arguments: object) -> AbstractContextManager:
-    """`Elsewhere` without a process: tests/scripts/evidence/test_frame.py starts the processes."""
-    made = make(*arguments)
-    call = SimpleNamespace(call=lambda method, *given: getattr(made, method)(*given))
-    return nullcontext(call)

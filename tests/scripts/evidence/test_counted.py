@@ -5,15 +5,13 @@ import re
 from importlib.util import find_spec
 
 import pytest
-import torch
 from torch import nn
 
 from engine.assemble.network import STRATEGIES
 from engine.schema.memory import Memory
 from models.pooling import MaxPool2d
-from scripts.evidence import counted, loss, memory_plan, reversible
-from scripts.evidence.loss import BOOTSTRAPPED, COMPILED, CROSS_ENTROPY, PLAIN, TILES
-from scripts.reports import papers
+from scripts.evidence import counted, memory_plan, reversible
+from scripts.reports import frame, papers
 from scripts.reports.frame import RESULTS, rows_of
 from tests.scripts.evidence.records import measured
 
@@ -74,21 +72,11 @@ def test_the_planner_is_calibrated_on_table_3():
         assert pixels < 1.43 * row["paper_crops"] * row["paper_crop_size"] ** 2, (column, fit, norm)
 
 
-def test_a_tiny_run_compares_every_way_of_the_loss(in_process, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # which takes a minute
-    call, text = measured("loss", tmp_path, "classes=[5]", "strides=[8]", "crop_size=32", "rounds=2")
-    rows = rows_of(call)
-    ways = (TILES, PLAIN, COMPILED)
-    assert [(r["loss"], r["way"]) for r in rows] == [(n, way) for n in (CROSS_ENTROPY, BOOTSTRAPPED) for way in ways]
-    assert all(len(row["times_ms"]) == 2 and row["peak_bytes"] > 0 and row["error"] < 1e-5 for row in rows)
-    assert "record.png" in text and {*loss.COLOURS} == {*ways}
-
-
 @pytest.mark.slow
 def test_revnets_table_1_counts_what_theory_says_and_the_page_shows_it(in_process, monkeypatch, tmp_path):
     """A whole run on tiny networks."""
     monkeypatch.setattr(reversible, "DEPTHS", (2, 8))
-    call, text = measured("reversible", tmp_path, "rounds=1", "images=2", "only=[depths]")
+    call, text = measured("reversible", tmp_path, "only=[depths]")
     assert call["left"] == {} and "| 8 | recursive |" in text
     rows = {(row["units"], row["method"]): row for row in rows_of(call, "depths")}
     state = 4 * 32 * 16 * 16 * 4  # bytes of a unit's output
@@ -112,5 +100,5 @@ def test_revnets_table_1_counts_what_theory_says_and_the_page_shows_it(in_proces
 def test_kept_bytes_of_reversible_networks_equal_the_record(networks):
     """MemCNN's published table, counted again from the code as it is."""
     for title in networks:
-        (row,) = reversible.measure(reversible.ReversibleArguments(), "activations", title)
+        (row,) = reversible.measure(frame.Arguments(), "activations", title)
         assert row in recorded("reversible", "activations")

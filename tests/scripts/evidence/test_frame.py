@@ -1,14 +1,12 @@
 """The frame of all benchmarks. No test asserts a time."""
 
 import gc
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import weakref
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,11 +18,10 @@ from torch import nn
 
 from engine.configuration.command_line import composed
 from keepless.saved import saved_for_backward
-from scripts import gpu_evidence
-from scripts.evidence import layers, loss, methods, networks, reversible, training
+from scripts.evidence import layers, methods, networks, reversible, training
 from scripts.reports import frame, measuring
-from scripts.reports.markdown import longer, ratio_of
-from scripts.reports.measuring import Elsewhere, captured, interleaved
+from scripts.reports.markdown import ratio_of
+from scripts.reports.measuring import captured, interleaved
 from tests.cuda import NEEDS_CUDA
 from tests.runs import REPOSITORY
 
@@ -42,7 +39,6 @@ def test_ratios_are_taken_within_a_round():
     ratio = ratio_of([4.0, 20.0, 100.0], [1.0, 10.0, 5.0])
     assert ratio == (4.0, 3.0, 12.0) and f"{ratio:.1f}" == "4.0 (3.0 – 12.0)"
     assert ratio_of([3.0], [2.0]) == (1.5, 1.5, 1.5)
-    assert longer({"a": 1.004, "b": 1.2, "c": 0.9}) == "b (1.20)" and longer({}) == "none"
 
 
 def test_a_captured_step_keeps_what_its_graph_reads(monkeypatch):
@@ -79,23 +75,10 @@ def test_captured_steps_compute_what_steps_do_after_others_were_captured(device)
 
 
 @pytest.mark.slow
-def test_objects_elsewhere_answer_fail_and_end(tmp_path):
-    with Elsewhere(importlib.import_module, "os") as there:
-        there.call("chdir", tmp_path)
-        with pytest.raises(FileNotFoundError):
-            there.call("stat", "nowhere")
-        assert there.call("getcwd") == str(tmp_path) != os.getcwd()
-        with pytest.raises(BrokenProcessPool):
-            there.call("_exit", 3)
-    with Elsewhere(int, "seven") as there, pytest.raises(ValueError, match="seven"):
-        there.call("bit_length")
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has ended")
 def test_a_process_that_starts_after_its_parent_has_ended_ends_too():
-    """It would keep its memory, on a card too, and the output open. An item is stopped in the same way."""
-    start = "import os; from scripts.reports.measuring import Elsewhere; Elsewhere(int, 7); os._exit(3)"
+    """It would keep its memory, on a card too, and the output open. `timeout` stops a benchmark in the same way."""
+    start = "import os; from scripts.reports.measuring import process; process(int).submit(int); os._exit(3)"
     process = subprocess.Popen(
         [sys.executable, "-c", start], cwd=REPOSITORY, stdout=subprocess.PIPE, start_new_session=True
     )
@@ -110,7 +93,7 @@ def test_a_process_that_starts_after_its_parent_has_ended_ends_too():
 @pytest.mark.parametrize(
     "benchmark, options, only",
     [
-        (layers, "dtypes=[bfloat16] channels=8 pixels=[4]", []),
+        (layers, "dtypes=[bfloat16] batch=8", []),
         (training, "recipe=null parts=[compile]", ["start1"]),
         (networks, "images=4", ["resnet18", "timm/densenet121"]),
     ],
@@ -126,21 +109,13 @@ def test_the_command_line_says_what_is_not_the_default(benchmark, options, only)
 IMPOSSIBLE = [  # (command, options, message)
     (layers, "device=cuda", "PyTorch sees no CUDA device"),
     (layers, "dtypes=[float16]", "each one of float32, bfloat16"),
-    (layers, "groups=[]", "each one of bn_act, bn_act_conv, host"),
     (layers, "backend=cuda", "expected one of auto"),
     (layers, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (layers, "out=page.md", "ends in .json"),
     (layers, "measure=false", "does not exist"),
-    (networks, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, arms"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[all]", "only=all: there is no such item"),
-    (gpu_evidence, "part=every", "part=every: expected one of all, check, steps, fit, abn"),
-    (gpu_evidence, "measure=false only=[resnet50]", "only=.resnet50. needs part=NAME, the part whose items these are"),
-    (gpu_evidence, "part=host", "PyTorch sees no CUDA device"),
-    (gpu_evidence, "part=host measure=false", "does not exist"),
-    (gpu_evidence, "measure=false", "measure=false shows records, and file.json has none"),
-    (gpu_evidence, "rehearse=true keep=true", "keep=true needs measure=false"),
 ]
 
 
@@ -157,30 +132,26 @@ ITEMS = {"a/1": ("a",), "a/2": ("fails",), "b": ("dies",)}
 
 @pytest.fixture
 def faked(in_process, monkeypatch) -> list[str]:
-    """The benchmark of the loss has three items, the last of which ends the command; returns those measured."""
+    """A benchmark of three items, the last of which ends the command; returns the items that were measured."""
     measured = []
 
-    def measure(arguments: loss.LossArguments, what: str) -> list[dict]:
+    def measure(arguments: frame.TimedArguments, what: str) -> list[dict]:
         measured.append(what)
         if what == "fails" and measured.count(what) == 1:
             raise RuntimeError("out of memory\nat length")
-        if what == "always fails":
-            raise RuntimeError("out of memory")
-        if what == "stopped":
-            raise BrokenProcessPool
         if what == "dies" and measured.count(what) == 1:
             raise KeyboardInterrupt
         return [{"what": what}]
 
-    own = {"items": lambda arguments: ITEMS, "measure": measure, "picture": lambda call: None}
-    fake = loss.BENCHMARK._replace(**own, sections=lambda call, picture: [str(frame.rows_of(call))])
-    monkeypatch.setattr(loss, "BENCHMARK", fake)
+    own = {"items": lambda arguments: ITEMS, "measure": measure, "schema": frame.TimedArguments}
+    fake = reversible.BENCHMARK._replace(**own, sections=lambda call, picture: [str(frame.rows_of(call))])
+    monkeypatch.setattr(reversible, "BENCHMARK", fake)
     return measured
 
 
 def carried_out(folder: Path, **options: object) -> tuple[list[dict], str]:
     """The calls in the record, and the tables."""
-    text = frame.carry_out(loss.BENCHMARK, loss.LossArguments(out=str(folder / "record.json"), **options))
+    text = frame.carry_out(reversible.BENCHMARK, frame.TimedArguments(out=str(folder / "record.json"), **options))
     return json.loads((folder / "record.json").read_text())["calls"], text
 
 
@@ -189,8 +160,8 @@ def test_a_stopped_call_goes_on_with_what_is_missing_and_another_one_is_added(fa
         carried_out(tmp_path)
     (call,), text = carried_out(tmp_path, measure=False)
     assert call["items"] == {"a/1": [{"what": "a"}]}
-    assert call["left"] == {"a/2": "failed: RuntimeError: out of memory", "b": "stopped"}
-    assert "- a/2: failed: RuntimeError: out of memory\n- b: stopped" in text
+    assert call["left"] == {"a/2": "failed: RuntimeError: out of memory"}
+    assert "- a/2: failed: RuntimeError: out of memory" in text
     carried_out(tmp_path, only=["b"])
     assert faked == ["a", "fails", "dies", "dies"]
     (call,), _ = carried_out(tmp_path)
@@ -198,49 +169,27 @@ def test_a_stopped_call_goes_on_with_what_is_missing_and_another_one_is_added(fa
     before = (tmp_path / "record.json").read_text()
     calls, text = carried_out(tmp_path, rounds=3, only=["a"])
     assert [list(call["items"]) for call in calls] == [[*ITEMS], ["a/1", "a/2"]]
-    assert text.count("python -m scripts.evidence.loss ") == 2 and "loss only=[a/1,a/2] rounds=3 out=" in text
+    assert text.count("python -m scripts.evidence.reversible ") == 2 and "only=[a/1,a/2] rounds=3 out=" in text
     assert json.loads(before)["calls"][0] == calls[0]
     with pytest.raises(ValueError, match="only=a/: there is no such item; the nearest names are"):
         carried_out(tmp_path, only=["a/"])
 
 
-def test_calls_on_other_hardware_or_versions_are_others_and_another_commit_counts_once_it_measures(
-    faked, monkeypatch, tmp_path
-):
-    carried_out(tmp_path, only=["a"])
+def test_calls_on_other_hardware_versions_or_commits_are_others(faked, monkeypatch, tmp_path):
     now = frame.provenance()
-    monkeypatch.setattr(frame, "provenance", lambda *_: now | {"commit": "another"})
-    (call,), _ = carried_out(tmp_path, only=["a/1"])
-    assert call["environment"]["commit"] == now["commit"]
-    (call,), _ = carried_out(tmp_path, only=["a"])
-    assert call["environment"]["commit"] == f"{now['commit']}, another"
-    for changed in ({"hardware": "another"}, {"versions": {"torch": "3.0"}}):
+    for changed in ({}, {"hardware": "another"}, {"versions": {"torch": "3.0"}}, {"commit": "another"}):
         monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: now | changed)
         carried_out(tmp_path, only=["a/1"])
-    assert len(json.loads((tmp_path / "record.json").read_text())["calls"]) == 3
+    assert len(json.loads((tmp_path / "record.json").read_text())["calls"]) == 4
 
 
-def test_what_has_failed_or_was_stopped_twice_is_tried_again_only_if_asked(faked, monkeypatch, tmp_path):
-    arguments = loss.LossArguments(out=str(tmp_path / "record.json"))
-    monkeypatch.setitem(ITEMS, "a/2", ("always fails",))
-    monkeypatch.setitem(ITEMS, "b", ("stopped",))
-    for why in ("stopped", "failed: stopped again", "failed: stopped again"):
-        call = frame.measure(loss.BENCHMARK, arguments, again=False)
-        assert call["left"] == {"a/2": "failed: RuntimeError: out of memory", "b": why}
-    assert faked == ["a", "always fails", "stopped", "stopped"]
-    frame.measure(loss.BENCHMARK, arguments)
-    assert faked[4:] == ["always fails", "stopped"]
-
-
-def test_without_time_nothing_is_started(faked, tmp_path):
-    (call,), _ = carried_out(tmp_path, minutes=1e-9)
-    assert faked == [] and {*call["left"]} == {*ITEMS}
-
-
-@pytest.mark.slow
-def test_an_item_that_takes_too_long_is_stopped(tmp_path):
-    (call,), _ = carried_out(tmp_path, minutes=0.001, only=["19 classes, stride 8, cross-entropy"])
-    assert [*call["left"].values()] == ["stopped"]
+def test_a_call_whose_code_is_gone_stands_on_its_page_as_text(faked, tmp_path):
+    carried_out(tmp_path, only=["a/1"])
+    record = json.loads((tmp_path / "record.json").read_text())
+    record["calls"][0]["code"] = "8cc01ed6"
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    calls, text = carried_out(tmp_path, only=["a/1"])
+    assert len(calls) == 2 and faked == ["a", "a"] and text.count("## ") == 1
 
 
 def test_counted_tensors_are_freed_with_their_graph():

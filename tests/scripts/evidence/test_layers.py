@@ -5,7 +5,7 @@ from scripts.evidence.layers import COMPILED, INPLACE_2, STANDARD
 
 
 def test_the_picture_compares_captured_steps_if_there_are_some():
-    row = {"group": "bn_act", "shape": "CONV1", "size": [2, 8, 4, 4], "layout": "contiguous", "dtype": "float32"}
+    row = {"group": "bn_act_conv", "shape": "CONV1", "size": [2, 8, 4, 4], "layout": "contiguous", "dtype": "float32"}
     row |= {"backend": "eager", "saved_bytes": 2**20, "peak_bytes": 2**20, "times_ms": [2.0]}
     rows = [
         row | {"strategy": STANDARD, "captured_ms": [1.0]},
