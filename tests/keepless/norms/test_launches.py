@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepless import InPlaceABN
 from keepless.norms import abn, bn_act, synchronisation
 from keepless.torch_internals import FakeTensorMode
-from tests import cubins
 
 triton = pytest.importorskip("triton")
 from keepless.norms.backends import triton_kernels  # noqa: E402
@@ -82,7 +81,9 @@ class Driver:
 
 def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp_path):
     """Later ones take the binary that it found: one for each alignment of the tensors, with and without statistics."""
-    cubins.compiler(monkeypatch, tmp_path)
+    if triton.knobs.runtime.interpret or not triton.knobs.nvidia.ptxas.path:
+        pytest.skip("needs Triton's compiler")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     driver, bound = Driver(), []
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     run = triton.JITFunction.run

@@ -1,11 +1,9 @@
 """The Triton kernels against eager float64: interpreted on the CPU, compiled with `-m gpu` on a device.
 
 Interpreted kernels come from a second copy of the module, decorated while Triton's `interpret` is on, even if Triton
-was imported before. The regular module stays unchanged; tests without a device compile it to cubins.
+was imported before. The regular module stays unchanged.
 """
 
-import re
-from collections import namedtuple
 from itertools import cycle
 
 import pytest
@@ -17,7 +15,6 @@ from keepless.norms import backends
 from keepless.norms.backends.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
 from keepless.norms.synchronisation import REFUSED
-from tests import cubins
 from tests.backend_cases import (
     EAGER,
     PARAMS,
@@ -29,13 +26,11 @@ from tests.backend_cases import (
     double,
     keep,
 )
-from tests.cubins import PROCESSORS, SHARED_MEMORY
 from tests.cuda import NEEDS_CUDA
 from tests.interpreter import interpret_language, interpreted
 
 triton = pytest.importorskip("triton")
 from keepless.norms.backends import tilings, triton_kernels  # noqa: E402
-from keepless.norms.backends.triton_kernels import Launch  # noqa: E402
 
 FORMATS = CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [(name, "x") for name in ACTIVATIONS]
@@ -313,127 +308,6 @@ def test_not_a_number_is_not_hidden(backend, device, activation):
     dx, dgamma, dbeta = backend.backward(keep(example, "x")._replace(values=x), dz)
     assert dx[:, 1].isnan().all() and dgamma[1].isnan() and dbeta[1].isnan() and dx[:, 2].isfinite().all()
     assert dx[:, 0].isnan().all()
-
-
-# Compiled without a device
-
-Compiled = namedtuple("Compiled", "name tiling architecture binary")
-IN_PARTS = ["_partial_moments_kernel", "_normalise_kernel", "_partial_sums_kernel", "_input_gradient_kernel"]
-WHOLE = ["_forward_kernel", "_backward_kernel"]
-
-
-@pytest.fixture
-def compile_for(monkeypatch, tmp_path):
-    """Compile the kernels that forward and backward launch for a tensor, and list them."""
-    compiler, launches = cubins.compiler(monkeypatch, tmp_path), []
-    monkeypatch.setattr(Launch, "__call__", lambda launch, *arguments: launches.append((launch, *arguments)))
-
-    def compile_all(shape, dtype, memory_format, activation, kept, architecture) -> list[Compiled]:
-        monkeypatch.setattr(triton_kernels, "_processors", lambda device: PROCESSORS[architecture])
-        forget(triton_kernels)
-        launches.clear()
-        x = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=memory_format)
-        vectors = [torch.empty(shape[1], device="meta") for _ in range(5)]
-        phi = Activation(activation, PARAMS.get(activation, 0.01))
-        backend = triton_kernels.TritonBackend()
-        backend.forward(x, Affine(*vectors[:2], phi, 1e-5), 1e-5, Running(*vectors[2:4], 0.1))
-        offset, factor, *others = vectors
-        factor, floor = (None, 1e-5) if kept == "z" else (factor, 0.0)
-        inputs = BackwardInputs(x, kept == "z", offset, factor, *others, phi, floor=floor)
-        backend.backward(inputs, torch.empty_like(x))
-        key = triton_kernels._key(x)
-        compiled = []
-        for i, (launch, tensors, *floats) in enumerate(launches):
-            arguments = (*tensors, *sum(floats, ()), *launch.sizes)
-            binary = compiler.compile(launch.kernel, architecture, arguments, launch.constants, **launch.options)
-            tiling = triton_kernels._tiling(key, reads=1 if i < len(launches) / 2 else 2)
-            compiled.append(Compiled(launch.kernel.__name__, tiling, architecture, binary))
-        names = WHOLE if compiled[0].tiling.parts == 1 else IN_PARTS
-        assert [kernel.name for kernel in compiled] == names
-        return compiled
-
-    yield compile_all
-    forget(triton_kernels)
-
-
-def assert_wide(compiled: list[Compiled], vector: str) -> None:
-    """128-bit accesses, or the widest that L allows."""
-    for kernel in compiled:
-        loads = re.findall(r"ld\.global\S*\.(v\d)\.b\d+", kernel.binary.ptx)
-        assert loads and set(loads) >= {vector}, f"{kernel.name}: {set(loads)}"
-        if kernel.name not in ("_partial_moments_kernel", "_partial_sums_kernel"):
-            assert re.search(rf"st\.global\S*\.{vector}\.b32", kernel.binary.ptx), kernel.name
-
-
-def assert_resident(compiled: list[Compiled], spilled: int = 0) -> None:
-    """A multiprocessor holds the programs that the tiling counts on, and a thread spills at most `spilled` bytes.
-
-    Registers are allocated to warps by 256, which is 8 per thread. (At 64 registers ptxas may spill a word or two more,
-    of those that only the beginning and the end of a program need.)
-    """
-    for kernel in compiled:
-        name = f"{kernel.name}, sm_{kernel.architecture}, {kernel.tiling}"
-        resident, threads, binary = kernel.tiling.resident, 32 * kernel.tiling.num_warps, kernel.binary
-        registers = -(-binary.registers // 8) * 8
-        assert binary.spilled <= max(spilled, 8 if registers == 64 else 0), f"{binary.spilled} bytes spilled: {name}"
-        assert resident * threads * registers <= 65536, f"{registers} registers: {name}"
-        assert resident * (binary.shared + 1024) <= SHARED_MEMORY[kernel.architecture], f"{binary.shared} bytes: {name}"
-
-
-def slow(*values: object):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-# Both architectures compile the same code: each case needs one of them here, and the slow tests take both.
-@pytest.mark.parametrize(
-    "architecture, shape, memory_format, vector",
-    [
-        (80, (16, 256, 56, 56), CONTIGUOUS, "v4"),
-        (90, (16, 256, 56, 56), CHANNELS_LAST, "v4"),
-        slow(80, (64, 512, 56, 56), CHANNELS_LAST, "v4"),
-        slow(90, (4, 4096, 109, 109), CHANNELS_LAST, "v4"),  # few parts of many channels
-        slow(90, (256, 1024, 14, 14), CONTIGUOUS, "v2"),  # rows of 392 bytes
-        (80, (4, 256, 109, 109), CONTIGUOUS, None),  # odd maps: each element is an access of its own
-        slow(90, (1024, 1024, 7, 7), CONTIGUOUS, None),  # with short rows
-        # Whole channels
-        slow(80, (128, 1024, 14, 14), CONTIGUOUS, "v2"),
-        (90, (32, 2048, 7, 7), CONTIGUOUS, None),
-        slow(90, (32, 1024, 14, 14), CHANNELS_LAST, "v4"),
-    ],
-)
-def test_compiles_to_wide_loads_without_spills(compile_for, architecture, shape, memory_format, vector):
-    compiled = compile_for(shape, torch.bfloat16, memory_format, "leaky_relu", "z", architecture)
-    if vector:
-        assert_wide(compiled, vector)
-    assert_resident(compiled)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), slow((1, 1, 40, 40)), slow((64, 1, 1, 1)), (1, 40, 1, 1)])
-def test_compiles_where_sizes_are_one(compile_for, shape):
-    """Triton turns sizes of 1 into constants; the interpreter does not."""
-    compile_for(shape, torch.float32, CONTIGUOUS, "elu", "x", 90)
-
-
-def test_statistics_over_ranks_compile(monkeypatch, tmp_path):
-    compiler, launches = cubins.compiler(monkeypatch, tmp_path), []
-    monkeypatch.setattr(Launch, "__call__", lambda launch, *arguments: launches.append((launch, *arguments)))
-    gathered, running = torch.empty(8, 513, dtype=torch.float64, device="meta"), torch.empty(256, device="meta")
-    triton_kernels.TritonBackend().joint_statistics(gathered, torch.float32, 1e-5, Running(running, running, 0.1))
-    ((launch, tensors, floats),) = launches
-    arguments = (*tensors, *floats, *launch.sizes)
-    assert compiler.compile(launch.kernel, 90, arguments, launch.constants, **launch.options).spilled == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation, kept", KEPT)
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_everything_compiles(compile_for, activation, kept, dtype, memory_format, architecture):
-    for shape in ((16, 256, 56, 56), (64, 64, 28, 28), (32, 64, 16, 8)):
-        compiled = compile_for(shape, dtype, memory_format, activation, kept, architecture)
-        assert_wide(compiled, "v4")
-        assert_resident(compiled, spilled=72)  # by Triton 3.8 in tanh and ELU, which neither network uses
 
 
 # On a device
