@@ -1,8 +1,7 @@
-"""Norms that already include an activation which the network's own code calls afterwards.
+"""Norms that include an activation which the network's own code calls afterwards, perhaps for sums too, as in ResNets.
 
-Such a norm returns an `Activated`, and a `MergedActivation` in place of the activation unwraps it. So a ReLU module
-that a block calls in several places passes on activated tensors and activates all others. Any other code that gets an
-`Activated`, e.g. in a branch that did not run on the example, raises an error instead of computing wrong values.
+Such a norm returns an `Activated`, which only that activation can read. If a forward pass takes another path than the
+trace, e.g. because of an argument, other code that gets an `Activated` raises an error.
 """
 
 from collections.abc import Callable
@@ -16,13 +15,13 @@ from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
 from ..torch_internals import register_pytree_node
 
-# Attributes of the norm's output that a network may read; the activation does not change them.
-METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "dim", "size", "numel")
+_ELSEWHERE = "the output of a norm that includes its activation did not go where it went in the trace: convert only \
+the parts of the network that always run alike"
 
 
 @dataclass(eq=False)
 class Activated:
-    """The output of a norm that includes an activation, readable only by the module of that activation."""
+    """The output of a norm that includes an activation."""
 
     tensor: Tensor  # any shape and floating dtype
     activation: Activation  # included in the norm
@@ -30,24 +29,10 @@ class Activated:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise RuntimeError(f"{_ELSEWHERE} to {getattr(function, '__name__', function)}: {_FIX}")
+        raise RuntimeError(_ELSEWHERE)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in METADATA:
-            return getattr(self.tensor, name)
-        raise AttributeError(f"{_ELSEWHERE} to code that reads its .{name}: {_FIX}")
-
-
-def _refuses(operation: str) -> Callable[..., NoReturn]:
-    def refuse(self: Activated, *others: object) -> NoReturn:
-        raise RuntimeError(f"{_ELSEWHERE} to code that applies {operation} to it: {_FIX}")
-
-    return refuse
-
-
-_OPERATIONS = "eq getitem iter len neg pow add radd sub rsub mul rmul truediv rtruediv matmul lt le gt ge"
-for _name in _OPERATIONS.split():
-    setattr(Activated, f"__{_name}__", _refuses(f"__{_name}__"))
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{_ELSEWHERE} (it reads .{name})")
 
 
 # FSDP2 looks for tensors in a module's output: in dataclasses, or else in pytree nodes.
@@ -58,25 +43,17 @@ register_pytree_node(
 )
 
 
-class MergedActivation(nn.Module):
-    """Replaces an activation that some norms include: passes on their outputs, and activates all other tensors."""
+class Merged(nn.Module):
+    """An activation that some norms include: passes on their outputs, and activates all other tensors."""
 
-    def __init__(self, activation: nn.Module):
-        super().__init__()
-        self.activation = activation
-        self.included: tuple[Activation, ...] = ()  # computed by the norms instead, e.g. a leaky ReLU for a ReLU
-        self.train(activation.training)
+    included: tuple[Activation, ...] = ()  # computed by the norms instead, e.g. a leaky ReLU for a ReLU
 
     def forward(self, x: Tensor | Activated) -> Tensor:
-        """x: any shape and floating dtype.
-
-        RuntimeError if the norm includes another activation; or if x was computed without gradients but they are
-        enabled here. `torch.utils.checkpoint` with use_reentrant=True between the two would lose them.
-        """
+        """x: any shape and floating dtype. RuntimeError if x includes another activation, or has lost its gradient."""
         if not isinstance(x, Activated):
-            return self.activation(x)
+            return super().forward(x)
         if x.activation not in self.included:
-            raise RuntimeError(f"{_ELSEWHERE} to {type(self.activation).__name__}: {_FIX}")
+            raise RuntimeError(_ELSEWHERE)
         if torch.is_grad_enabled() and not x.with_grad:
             raise RuntimeError(
                 "a norm ran without gradients, its activation with gradients: run both or neither under "
@@ -84,12 +61,23 @@ class MergedActivation(nn.Module):
             )
         return x.tensor
 
-    def extra_repr(self) -> str:
-        return "after norms with " + ", ".join(f"{name}({param})" for name, param in self.included)
+
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh)
+MERGED = {kind: type(f"Merged{kind.__name__}", (Merged, kind), {"__module__": __name__}) for kind in ACTIVATIONS}
+globals().update({kind.__name__: kind for kind in MERGED.values()})  # where pickle looks for them
+
+
+def merge(norm: ABN, activation: nn.Module) -> None:
+    """Let a norm hand its output over to the activation that it includes. Modules stay the same objects."""
+    if not hands_over(norm):
+        norm.register_forward_hook(hand_over)
+    included = Activation(norm.activation, norm.activation_param)
+    activation.included = tuple(dict.fromkeys([*getattr(activation, "included", ()), included]))
+    activation.__class__ = MERGED.get(type(activation), type(activation))
 
 
 def hand_over(layer: ABN, args: Any, output: Tensor) -> Activated:
-    """Forward hook of a norm that includes the activation of a `MergedActivation`."""
+    """Forward hook of a norm that includes an activation after it."""
     return Activated(output, Activation(layer.activation, layer.activation_param), torch.is_grad_enabled())
 
 
@@ -104,7 +92,3 @@ def is_customised(module: nn.Module) -> bool:
     if hands_over(module) and len(module._forward_hooks) == 1:
         del hooks["_forward_hooks"]
     return "forward" in vars(module) or bool(hooks)
-
-
-_ELSEWHERE = "the output of a norm that includes its activation did not go where it went on the example, but"
-_FIX = "convert the network with an example that takes this path"

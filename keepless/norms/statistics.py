@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -83,10 +84,20 @@ def has_running_statistics(module: object) -> bool:
 def statistics_kept(*modules: nn.Module) -> Iterator[None]:
     """Context in which forward passes of some modules do not change the running statistics of their norms."""
     parts = dict.fromkeys(part for module in modules for part in module.modules())
-    norms = [part for part in parts if part.training and has_running_statistics(part)]
-    buffers = {buffer: buffer.clone() for norm in norms for buffer in norm._buffers.values() if buffer is not None}
-    copied = [{name: None if one is None else buffers[one] for name, one in norm._buffers.items()} for norm in norms]
-    with with_attributes({norm: {**vars(norm), "_buffers": own} for norm, own in zip(norms, copied, strict=True)}):
+    with state_kept(part for part in parts if part.training and has_running_statistics(part)):
+        yield
+
+
+@contextmanager
+def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which modules have copies of their buffers, and of attributes such as lists."""
+    attributes, copies = {}, {}
+    for module in modules:
+        own = {name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in vars(module).items()}
+        for name, buffer in module._buffers.items():
+            own["_buffers"][name] = None if buffer is None else copies.setdefault(buffer, buffer.detach().clone())
+        attributes[module] = own
+    with with_attributes(attributes):
         yield
 
 

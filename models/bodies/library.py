@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from keepless import ABN, InPlaceABN
-from keepless.conversion.activated import MergedActivation
 from keepless.conversion.convert import to_inplace
-from keepless.conversion.replacements import like, own_activation
+from keepless.conversion.layers import like, own_activation
 from keepless.norms.conversion_report import ConversionReport
 from keepless.torch_internals import with_dispatch_modes_off
 from models.blocks import NormAct
@@ -106,7 +105,7 @@ class LibraryBody(Body):
         if self.recompute == "none":
             return self.classified(_run([getattr(self, name) for name in self.order], images))
         parts = self.parts()
-        blocks = [index for index, part in enumerate(parts) if not _is_layer(part)] or [0]
+        blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
         # Layers belong to the block after them: an activation may overwrite its input, which is not to be kept.
         units = [partial(_chain, *parts[one + 1 : other + 1]) for one, other in pairwise([blocks[0] - 1, *blocks])]
         (x,) = run_blocks(units, _run(parts[: blocks[0]], images), self.recompute)
@@ -223,14 +222,9 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     """The children of a module that runs them in order; a module of single layers stays whole."""
     children = list(module.children())
     in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    if not in_order or all(map(_is_layer, children)):
+    if not in_order or not any(child._modules for child in children):
         return [module]
     return [part for child in children for part in _parts(child)]
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Whether a module is not a block. An in-place norm passes its output to the `MergedActivation` after it."""
-    return not module._modules or isinstance(module, MergedActivation)
 
 
 def _dilate(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
@@ -296,7 +290,7 @@ def _exchange_norms(body: LibraryBody, norm_act: NormAct, own_momentum: bool) ->
 
     reports: list[ConversionReport] = []
     if isinstance(made, InPlaceABN):
-        to_inplace(body, example=torch.zeros(2, 3, SIDE, SIDE), report=reports.append)
+        to_inplace(body, report=reports.append)
     for parent in list(body.modules()):
         for name, norm in parent.named_children():
             act = own_activation(norm)

@@ -1,0 +1,113 @@
+"""A symbolic trace of a network, which shows what reads the output of each norm."""
+
+import inspect
+import operator
+import warnings
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+
+from ..norms.abn import ABN
+from ..norms.statistics import state_kept
+from ..torch_internals import BatchNormBase
+from .activated import ACTIVATIONS, is_customised
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor setitem".split()  # functions of `operator`
+
+
+class NormCall(NamedTuple):
+    """What happens to the output of a norm."""
+
+    activation: nn.Module | None  # alone reads the output, of one of PyTorch's norms
+    before_conv: bool  # whether a convolution reads it
+    names: str  # of all that reads it
+    writer: str  # overwrites it, or the result of the activation; or ""
+
+
+class _Value(fx.Proxy):
+    """Records operators in place, too; a plain proxy records `x += y` like `x + y`."""
+
+
+for _name in IN_PLACE:
+    _function = getattr(operator, _name)
+    setattr(_Value, f"__{_name}__", lambda x, *y, f=_function: x.tracer.create_proxy("call_function", f, (x, *y), {}))
+
+
+class _Tracer(fx.Tracer):
+    """Looks into modules with children, but not into norms; with `shallow` only at the root's own calls."""
+
+    def __init__(self, shallow: bool):
+        super().__init__()
+        self.shallow = shallow
+
+    def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:
+        return self.shallow or not module._modules or isinstance(module, (BatchNormBase, ABN))
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
+
+
+def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, list[NormCall]], str]:
+    """The calls of a network's norms in both modes, with its arguments' defaults; and why it cannot be traced, or "".
+
+    If it cannot be traced, the calls are those by each nn.Sequential. Buffers and attributes do not change.
+    """
+    calls: dict[nn.Module, list[NormCall]] = defaultdict(list)
+    graphs, error = [], ""
+    with state_kept(network.modules()), torch.random.fork_rng([]), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            parameters = inspect.signature(network.forward).parameters.values()
+            defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+            for training in (True, False):
+                graphs.append((network, _Tracer(shallow=False).trace(network.train(training), defaults)))
+        except Exception as raised:  # a network may raise anything
+            error = f"{type(raised).__name__}: {str(raised).strip().partition(chr(10))[0]}"
+            graphs = [(one, _Tracer(shallow=True).trace(one)) for one in network.modules() if runs_in_order(one)]
+    for root, graph in graphs:
+        modules = dict(root.named_modules())
+        for node in graph.nodes:
+            if isinstance(norm := _module(node, modules), (BatchNormBase, ABN)):
+                calls[norm].append(_call(norm, node, modules))
+    return calls, error
+
+
+def runs_in_order(module: nn.Module) -> bool:
+    """Whether a module is an nn.Sequential that calls its children one after the other."""
+    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+
+
+def _call(norm: nn.Module, node: fx.Node, modules: dict[str, nn.Module]) -> NormCall:
+    readers = [_module(reader, modules) for reader in node.users]
+    (first, module) = (*node.users, None)[0], (*readers, None)[0]
+    is_alone = len(readers) == 1 and first.args == (node,) and not first.kwargs
+    if is_alone and type(module) is nn.Identity and not is_customised(module):
+        return _call(norm, first, modules)
+    activation = module if is_alone and isinstance(module, ACTIVATIONS) and isinstance(norm, BatchNormBase) else None
+    names = ", ".join(_name(reader, modules) for reader in node.users) or "nothing"
+    before_conv = any(isinstance(reader, CONVOLUTIONS) for reader in readers)
+    return NormCall(activation, before_conv, names, _writer(first if activation else node, modules))
+
+
+def _writer(value: fx.Node, modules: dict[str, nn.Module]) -> str:
+    """The first function that overwrites a value; or ""."""
+    for user in value.users:
+        name = _name(user, modules)
+        inplace = user.kwargs.get("inplace") or getattr(_module(user, modules), "inplace", False)
+        if user.args[:1] == (value,) and (inplace or name.endswith("_") or name in IN_PLACE):
+            return name
+    return ""
+
+
+def _module(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:
+    return modules[str(node.target)] if node.op == "call_module" else None
+
+
+def _name(node: fx.Node, modules: dict[str, nn.Module]) -> str:
+    if node.op == "output":
+        return "the caller"
+    module = _module(node, modules)
+    return getattr(node.target, "__name__", str(node.target)) if module is None else type(module).__name__
