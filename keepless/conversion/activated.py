@@ -31,9 +31,6 @@ class Activated:
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise RuntimeError(_ELSEWHERE)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{_ELSEWHERE} (it reads .{name})")
-
 
 # FSDP2 looks for tensors in a module's output: in dataclasses, or else in pytree nodes.
 register_pytree_node(
@@ -62,8 +59,16 @@ class Merged(nn.Module):
         return x.tensor
 
 
-ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh)
-MERGED = {kind: type(f"Merged{kind.__name__}", (Merged, kind), {"__module__": __name__}) for kind in ACTIVATIONS}
+ACTIVATIONS = {  # by their names in our layers, with the name of their parameter
+    "relu": (nn.ReLU, ""),
+    "leaky_relu": (nn.LeakyReLU, "negative_slope"),
+    "elu": (nn.ELU, "alpha"),
+    "sigmoid": (nn.Sigmoid, ""),
+    "tanh": (nn.Tanh, ""),
+}
+MERGED = {
+    kind: type(f"Merged{kind.__name__}", (Merged, kind), {"__module__": __name__}) for kind, _ in ACTIVATIONS.values()
+}
 globals().update({kind.__name__: kind for kind in MERGED.values()})  # where pickle looks for them
 
 
@@ -86,9 +91,16 @@ def hands_over(layer: nn.Module) -> bool:
     return hand_over in layer._forward_hooks.values()
 
 
+def activation_of(module: nn.Module) -> Activation | None:
+    """The activation that a module computes for tensors; None if our layers have none like it, or it has hooks."""
+    for name, (kind, param) in ACTIVATIONS.items():
+        if type(module) in (kind, MERGED[kind]) and not is_customised(module):
+            return Activation(name, getattr(module, param, 0.01))
+    return None
+
+
 def is_customised(module: nn.Module) -> bool:
     """Whether a module has hooks other than `hand_over`, or its own forward as an instance attribute."""
-    hooks = {key: value for key, value in vars(module).items() if key.endswith("_hooks") and value}
-    if hands_over(module) and len(module._forward_hooks) == 1:
-        del hooks["_forward_hooks"]
-    return "forward" in vars(module) or bool(hooks)
+    hooks = [value for key, value in vars(module).items() if key.endswith("_hooks") and value]
+    own = [value for value in hooks if list(value.values()) != [hand_over]]
+    return "forward" in vars(module) or bool(own)

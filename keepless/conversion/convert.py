@@ -47,8 +47,9 @@ def to_inplace(module: Network, *, relu_slope: float | None = None, report: Repo
     calls, untraced = traced_calls(module)
 
     def new(places: Places, layer: nn.Module) -> nn.Module | None:
-        is_norm = isinstance(layer, (ABN, BatchNormBase)) and not isinstance(layer, InPlaceABN)
-        return in_place(layer, calls[layer], relu_slope) if is_norm else None
+        if isinstance(layer, (ABN, BatchNormBase)) and not isinstance(layer, InPlaceABN):
+            return in_place(layer, calls[layer], relu_slope)
+        return None
 
     return _replaced(module, new, report, f"; the network cannot be traced ({untraced})" if untraced else "")
 

@@ -10,33 +10,29 @@ from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.statistics import BATCH_NORMS
-from ..torch_internals import BatchNormBase
-from .activated import Merged, hand_over, hands_over, is_customised, merge
-from .trace import NormCall, runs_in_order
+from .activated import ACTIVATIONS, Merged, activation_of, hand_over, hands_over, is_customised, merge
+from .trace import KINDS, NormCall, runs_in_order
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-KINDS: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {  # norms, and convolutions of as many dimensions
-    nn.BatchNorm1d: (nn.Conv1d, nn.ConvTranspose1d),
-    nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
-    nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
-}
 Layer = TypeVar("Layer", bound=nn.Module)
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]  # the parents of each module, and its names there
 
 
-def in_place(layer: ABN | BatchNormBase, calls: list[NormCall], relu_slope: float | None) -> InPlaceABN:
+def in_place(layer: Any, calls: list[NormCall], relu_slope: float | None) -> InPlaceABN:
     """The in-place layer for a norm and the activation that it has, or that follows it in all traced `calls`."""
     _check_plain(layer)
     own, following = own_activation(layer), []
     if isinstance(layer, ABN):
         included = Activation(layer.activation, layer.activation_param)
     elif own is not None and type(own) is not nn.Identity:
-        included = _activation_of(own)
+        included = activation_of(own)
     else:
         following = _following(calls)
-        included, *others = dict.fromkeys(map(_activation_of, following)) or [Activation("identity", 0.01)]
-        if others:
-            raise ValueError(f"different activations follow its calls: {included}, {others[0]}")
+        included = activation_of(following[0]) if following else Activation("identity", 0.01)
+    if included is None:
+        raise ValueError(
+            f"it includes {type(own).__name__}, which an in-place layer does not compute, or which has hooks"
+        )
     if writer := next((call.writer for call in calls if call.writer), ""):
         raise ValueError(f"{writer} overwrites the output, which an in-place layer keeps: write x = x + y there")
     if included.name == "relu":
@@ -44,8 +40,8 @@ def in_place(layer: ABN | BatchNormBase, calls: list[NormCall], relu_slope: floa
             raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, which changes the outputs")
         included = Activation("leaky_relu", relu_slope)
     options: dict[str, Any] = dict(zip(("activation", "activation_param"), included, strict=True))
-    if not isinstance(layer, ABN):
-        options |= {"sync": isinstance(layer, nn.SyncBatchNorm), "group": getattr(layer, "process_group", None)}
+    if isinstance(layer, nn.SyncBatchNorm):
+        options |= {"sync": True, "group": layer.process_group}
     new = like(layer, InPlaceABN, **options)
     for activation in following:
         merge(new, activation)
@@ -54,12 +50,14 @@ def in_place(layer: ABN | BatchNormBase, calls: list[NormCall], relu_slope: floa
 
 def _following(calls: list[NormCall]) -> list[nn.Module]:
     """The activations that alone read the outputs of a norm; none if convolutions do."""
+    if not calls:
+        raise ValueError("no traced code calls it")
     for call in calls:
         if call.activation is None and not call.before_conv:
             raise ValueError(f"its output goes to {call.names}: expected an activation module alone, or a convolution")
     activations = [call.activation for call in calls if call.activation is not None]
-    if not calls or 0 < len(activations) < len(calls):
-        raise ValueError("an activation follows only some of its calls" if calls else "no traced code calls it")
+    if 0 < len(activations) < len(calls) or len(set(map(activation_of, activations))) > 1:
+        raise ValueError(f"its calls are followed by {', '.join(call.names for call in calls)}")
     return activations
 
 
@@ -79,29 +77,28 @@ def own_to_standard(places: Places, layer: ABN, sync: bool) -> nn.Module | None:
     if kind is None or layer.backend not in ("auto", "eager") or (hands_over(layer) and following is None):
         return None if type(layer) is ABN and layer.sync == sync else like(layer, ABN, sync=sync)
     norm = like(layer, kind, **({"process_group": layer.group} if sync else {}))
-    name, param = layer.activation, layer.activation_param
-    if name == "identity":
+    if layer.activation == "identity":
         return norm
-    with_param = {"leaky_relu": nn.LeakyReLU, "elu": nn.ELU}
-    without = {"relu": nn.ReLU(inplace=True), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}
-    activation = with_param[name](param, inplace=True) if name in with_param else without[name]
-    activation.train(layer.training)
+    of_activation, param = ACTIVATIONS[layer.activation]
+    options = {param: layer.activation_param} if param else {}
+    options |= {"inplace": True} if "inplace" in inspect.signature(of_activation).parameters else {}
+    activation = of_activation(**options).train(layer.training)
     if following is None:
         return nn.Sequential(norm, activation).train(layer.training)
-    ((parent, place),) = places[following]
-    parent.add_module(place, activation)
+    parent, name = following
+    parent.add_module(name, activation)
     return norm
 
 
-def _merged_behind(places: Places, layer: ABN) -> nn.Module | None:
-    """The activation that a norm includes and an nn.Sequential calls next, if it is only for this norm."""
+def _merged_behind(places: Places, layer: ABN) -> tuple[nn.Module, str] | None:
+    """The place of the activation that a norm hands over to, if an nn.Sequential calls it after the norm."""
     if not hands_over(layer) or len(places[layer]) != 1 or not runs_in_order(places[layer][0][0]):
         return None
-    children = list(places[layer][0][0]._modules.values())
-    following = children[children.index(layer) + 1 :][:1]
-    own = (Activation(layer.activation, layer.activation_param),)
-    is_one = following and isinstance(following[0], Merged) and following[0].included == own
-    return following[0] if is_one and len(places[following[0]]) == 1 and not is_customised(following[0]) else None
+    ((parent, name),) = places[layer]
+    names = list(parent._modules)
+    (following,) = names[names.index(name) + 1 :][:1] or [name]
+    activation = parent._modules[following]
+    return (parent, following) if isinstance(activation, Merged) and not is_customised(activation) else None
 
 
 def kind_of(places: Places, layer: nn.Module) -> type[nn.Module] | None:
@@ -127,22 +124,6 @@ def _check_plain(layer: nn.Module) -> None:
     dtypes = {values.dtype for name in TENSORS[:4] if (values := getattr(layer, name)) is not None}
     if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
         raise ValueError("our layers need parameters of float32 or float64: use .float() and autocast")
-
-
-def _activation_of(module: nn.Module) -> Activation:
-    """The activation and activation_param of a module."""
-    if is_customised(module):
-        raise ValueError(f"the {type(module).__name__} that follows has hooks; remove them first")
-    for kind, name, param in (
-        (nn.ReLU, "relu", ""),
-        (nn.LeakyReLU, "leaky_relu", "negative_slope"),
-        (nn.ELU, "elu", "alpha"),
-        (nn.Sigmoid, "sigmoid", ""),
-        (nn.Tanh, "tanh", ""),
-    ):
-        if type(module) is kind or (isinstance(module, Merged) and isinstance(module, kind)):
-            return Activation(name, getattr(module, param, 0.01))
-    raise ValueError(f"an in-place layer does not compute {type(module).__name__}")
 
 
 def like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:

@@ -12,9 +12,14 @@ from torch import fx, nn
 from ..norms.abn import ABN
 from ..norms.statistics import state_kept
 from ..torch_internals import BatchNormBase
-from .activated import ACTIVATIONS, is_customised
+from .activated import activation_of, is_customised
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+KINDS: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {  # norms, and convolutions of as many dimensions
+    nn.BatchNorm1d: (nn.Conv1d, nn.ConvTranspose1d),
+    nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
+    nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
+}
+CONVOLUTIONS = tuple(conv for kinds in KINDS.values() for conv in kinds)
 IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor setitem".split()  # functions of `operator`
 
 
@@ -37,14 +42,14 @@ for _name in IN_PLACE:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into modules with children, but not into norms; with `shallow` only at the root's own calls."""
+    """Looks into modules with children, but not into layers; with `shallow` only at the root's own calls."""
 
     def __init__(self, shallow: bool):
         super().__init__()
         self.shallow = shallow
 
     def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:
-        return self.shallow or not module._modules or isinstance(module, (BatchNormBase, ABN))
+        return self.shallow or not module._modules or isinstance(module, (BatchNormBase, ABN, *CONVOLUTIONS))
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
@@ -57,15 +62,19 @@ def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, list[NormCall]], s
     """
     calls: dict[nn.Module, list[NormCall]] = defaultdict(list)
     graphs, error = [], ""
+    if isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return traced_calls(network.module)
     with state_kept(network.modules()), torch.random.fork_rng([]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            if "forward" in vars(network):  # a tracer looks at the class
+                raise ValueError("its forward pass was replaced")
             parameters = inspect.signature(network.forward).parameters.values()
             defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
             for training in (True, False):
                 graphs.append((network, _Tracer(shallow=False).trace(network.train(training), defaults)))
         except Exception as raised:  # a network may raise anything
-            error = f"{type(raised).__name__}: {str(raised).strip().partition(chr(10))[0]}"
+            error = f"{type(raised).__name__}: {str(raised).partition('. ')[0]}"
             graphs = [(one, _Tracer(shallow=True).trace(one)) for one in network.modules() if runs_in_order(one)]
     for root, graph in graphs:
         modules = dict(root.named_modules())
@@ -81,15 +90,14 @@ def runs_in_order(module: nn.Module) -> bool:
 
 
 def _call(norm: nn.Module, node: fx.Node, modules: dict[str, nn.Module]) -> NormCall:
-    readers = [_module(reader, modules) for reader in node.users]
-    (first, module) = (*node.users, None)[0], (*readers, None)[0]
-    is_alone = len(readers) == 1 and first.args == (node,) and not first.kwargs
-    if is_alone and type(module) is nn.Identity and not is_customised(module):
-        return _call(norm, first, modules)
-    activation = module if is_alone and isinstance(module, ACTIVATIONS) and isinstance(norm, BatchNormBase) else None
-    names = ", ".join(_name(reader, modules) for reader in node.users) or "nothing"
+    users, readers = list(node.users), [_module(reader, modules) for reader in node.users]
+    is_alone = len(users) == 1 and users[0].args == (node,) and not users[0].kwargs and readers[0] is not None
+    if is_alone and type(readers[0]) is nn.Identity and not is_customised(readers[0]):
+        return _call(norm, users[0], modules)
+    merges = is_alone and isinstance(norm, BatchNormBase) and activation_of(readers[0]) is not None
+    names = ", ".join(_name(reader, modules) for reader in users) or "nothing"
     before_conv = any(isinstance(reader, CONVOLUTIONS) for reader in readers)
-    return NormCall(activation, before_conv, names, _writer(first if activation else node, modules))
+    return NormCall(readers[0] if merges else None, before_conv, names, _writer(users[0] if merges else node, modules))
 
 
 def _writer(value: fx.Node, modules: dict[str, nn.Module]) -> str:

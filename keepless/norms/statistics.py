@@ -93,7 +93,9 @@ def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Context in which modules have copies of their buffers, and of attributes such as lists."""
     attributes, copies = {}, {}
     for module in modules:
-        own = {name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in vars(module).items()}
+        own = {
+            name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in vars(module).items()
+        }
         for name, buffer in module._buffers.items():
             own["_buffers"][name] = None if buffer is None else copies.setdefault(buffer, buffer.detach().clone())
         attributes[module] = own

@@ -29,6 +29,12 @@ _DENSENET = (
     (r"\.norm(1?)\.", r".bn\1."),
     (r"^classifier\.", "classifier.fc."),
 )
+# The layers of the package EfficientNet-PyTorch, and timm's: the stem, blocks without and with an expansion.
+_STEM = {"_conv_stem": "conv_stem", "_bn0": "bn1"}
+_SQUEEZE = {"_se_reduce": "se.conv_reduce", "_se_expand": "se.conv_expand"}
+_SEPARABLE = _SQUEEZE | {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+_INVERTED = _SQUEEZE | {"_expand_conv": "conv_pw", "_bn0": "bn1", "_depthwise_conv": "conv_dw", "_bn1": "bn2"}
+_INVERTED |= {"_project_conv": "conv_pwl", "_bn2": "bn3"}
 
 
 def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -52,9 +58,11 @@ def from_library(
     """Give a network's tensors the names of its features, `names`; all others become `classifier`.
 
     So do the parts `left_out`. The last layer becomes `classifier.fc` if no other layer lies between the features and
-    it. Another program's names for the same network are matched by order: its tensors are used if each has the same
-    kind (the last part of its name) and shape, and a remark says so. Returns the tensors and remarks.
+    it. The names of EfficientNet-PyTorch become timm's. Returns the tensors and remarks.
     """
+    remarks: tuple[str, ...] = ()
+    if "_conv_stem.weight" in state:
+        state, remarks = _from_efficientnet_pytorch(state, names), ("names of EfficientNet-PyTorch",)
     parts = {name.partition(".")[0] for name in names}
     renamed = {}
     for name, tensor in state.items():
@@ -71,21 +79,21 @@ def from_library(
         renamed[name] = tensor
     if any(name.startswith("classifier.") and not name.startswith("classifier.fc.") for name in renamed):
         renamed = {name.replace("classifier.fc.", "classifier.last.", 1): tensor for name, tensor in renamed.items()}
-    if renamed.keys().isdisjoint(names) and (pairs := _in_order(state, names)):
-        others = {f"classifier.{name}": tensor for name, tensor in state.items() if name not in pairs.values()}
-        first, there = next(iter(pairs.items()))
-        remark = f"other names for {len(pairs)} tensors of the same order and shapes, such as {there} for {first}"
-        return {ours: state[theirs] for ours, theirs in pairs.items()} | others, (remark,)
-    return renamed, ()
+    return renamed, remarks
 
 
-def _in_order(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, str]:
-    """The network's name -> the file's, if the file begins with tensors of the same kinds and shapes; else nothing."""
-    counted = any(name.endswith("num_batches_tracked") for name in state)  # older programs saved none
-    ours = [name for name in names if counted or not name.endswith("num_batches_tracked")]
-    theirs = list(state)[: len(ours)]
-    kinds = [
-        [(name.rpartition(".")[2], tuple(tensors[name].shape)) for name in each]
-        for each, tensors in ((ours, names), (theirs, state))
-    ]
-    return dict(zip(ours, theirs, strict=True)) if kinds[0] == kinds[1] else {}
+def _from_efficientnet_pytorch(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give the tensors of EfficientNet-PyTorch, which numbers the blocks of all stages, timm's names."""
+    blocks = list(dict.fromkeys(".".join(name.split(".")[:3]) for name in names if name.startswith("blocks.")))
+    renamed = {}
+    for name, tensor in state.items():
+        path, _, kind = name.rpartition(".")
+        block, _, layer = path.rpartition(".")
+        number = int(re.sub(r"\D", "", block) or 0)
+        if not block and layer in _STEM:
+            name = f"{_STEM[layer]}.{kind}"
+        elif block == f"_blocks.{number}" and number < len(blocks):
+            layers = _INVERTED if f"{block}._expand_conv.weight" in state else _SEPARABLE
+            name = f"{blocks[number]}.{layers.get(layer, layer)}.{kind}"
+        renamed[name] = tensor
+    return renamed

@@ -11,28 +11,30 @@ def net() -> nn.Module:
     return nn.ModuleDict({"blocks": features, "fc": nn.Linear(4, 9)})
 
 
-def test_a_file_with_other_names_is_read_in_order_if_kinds_and_shapes_agree():
-    """EfficientNet-PyTorch's names, say, for timm's network."""
-    network = net()
-    names = {name: tensor for name, tensor in network.state_dict().items() if name.startswith("blocks.")}
-    own = {"blocks.0": "_conv", "blocks.1": "_bn", "blocks.2": "_head", "blocks.3": "_bn2", "fc": "_fc"}
-    theirs = {}
-    for name, tensor in net().state_dict().items():
-        module, _, kind = name.rpartition(".")
-        theirs[f"{own[module]}.{kind}"] = tensor + 1
+def test_names_of_efficientnet_pytorch_become_timm_s_and_other_names_are_not_guessed():
+    """EfficientNet-PyTorch numbers blocks through all stages; blocks behind the body's last part are left over."""
+    pairs = {
+        "_conv_stem.weight": "conv_stem.weight",
+        "_bn0.bias": "bn1.bias",
+        "_blocks.0._depthwise_conv.weight": "blocks.0.0.conv_dw.weight",
+        "_blocks.0._bn2.running_var": "blocks.0.0.bn2.running_var",
+        "_blocks.1._expand_conv.weight": "blocks.1.0.conv_pw.weight",
+        "_blocks.1._bn1.weight": "blocks.1.0.bn2.weight",
+        "_blocks.1._se_reduce.bias": "blocks.1.0.se.conv_reduce.bias",
+        "_blocks.2._project_conv.weight": "blocks.1.1.conv_pwl.weight",
+        "_blocks.2._expand_conv.weight": "blocks.1.1.conv_pw.weight",
+        "_blocks.3._bn1.weight": "classifier._blocks.3._bn1.weight",
+        "_bn1.bias": "classifier._bn1.bias",
+        "_fc.weight": "classifier._fc.weight",
+    }
+    theirs = {name: torch.full((2,), float(number)) for number, name in enumerate(pairs)}
+    names = {name: torch.zeros(2) for name in pairs.values() if not name.startswith("classifier.")}
     tensors, (remark,) = from_library(theirs, names)
-    assert remark == "other names for 14 tensors of the same order and shapes, such as _conv.weight for blocks.0.weight"
-    assert tensors.keys() == names.keys() | {"classifier._fc.weight", "classifier._fc.bias"}
-    assert torch.equal(tensors["blocks.3.running_var"], theirs["_bn2.running_var"])
-
-    uncounted = {name: tensor for name, tensor in theirs.items() if not name.endswith("tracked")}
-    assert set(from_library(uncounted, names)[0]) >= {name for name in names if not name.endswith("tracked")}
-
-    first, *others = theirs.items()
-    reordered = {"_conv.weight": theirs["_conv.weight"], "_bn.bias": theirs["_bn.bias"], **dict(others)}
-    for other in (dict(others), reordered, {**theirs, "_head.weight": torch.zeros(4, 4, 3, 3)}):
-        tensors, remarks = from_library(other, names)
-        assert not remarks and tensors.keys().isdisjoint(names)
+    assert remark == "names of EfficientNet-PyTorch"
+    assert tensors == {ours: theirs[name] for name, ours in pairs.items()}
+    same_shapes = {f"other_{name}": tensor for name, tensor in names.items()}
+    tensors, remarks = from_library(same_shapes, names)
+    assert not remarks and tensors.keys().isdisjoint(names)
 
 
 def test_a_classifier_that_reads_more_than_the_features_is_not_taken():
