@@ -52,7 +52,9 @@ def body(
 ) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0. `own_momentum`: see `LibraryBody`."""
     options = options_of(config, "name", "output_stride", "weights", "frozen", "frozen_norms")
-    options |= {"own_momentum": own_momentum} if isinstance(config, schema.TorchvisionBody) else {}
+    if isinstance(config, schema.TorchvisionBody):
+        instead = "norm=std trainer.recompute=activations keeps less"
+        options |= {"own_momentum": own_momentum, "instead": instead}
     return _BODIES[type(config)](norm, classes, config.output_stride, **options)
 
 

@@ -14,8 +14,8 @@ from ..norms.abn import ABN
 from ..norms.conversion_report import ConversionReport, log_report
 from ..norms.inplace_abn import InPlaceABN
 from ..torch_internals import BatchNormBase
-from .layers import Places, in_place, kind_of, like, own_to_standard
-from .trace import traced_calls
+from .readers import traced_calls
+from .replacements import Places, in_place, kind_of, like, own_to_standard
 
 Report = Callable[[ConversionReport], object]
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from keepless import ABN, InPlaceABN
 from keepless.conversion.convert import to_inplace
-from keepless.conversion.layers import like, own_activation
+from keepless.conversion.replacements import like, own_activation
 from keepless.norms.conversion_report import ConversionReport
 from keepless.torch_internals import with_dispatch_modes_off
 from models.blocks import NormAct
@@ -45,6 +45,7 @@ class LibraryBody(Body):
         last: name of the last part that is used, such as layer3 or blocks.4; None: all. Dense prediction may not need
             the last stages, whose features describe whole images, and which cost most when dilated.
         norm_act: makes `ABN` or `InPlaceABN` with an activation of LIBRARY_ACTIVATIONS.
+        instead: what to do if no norm can be in place, for the message.
         own_momentum: norms keep the library's momentum (often 0.01 or less), not that of `norm_act`.
         output_stride: strided convolutions beyond it become dilated ones. Every second, fourth, … cell then has the
             strided network's features, unless the network averages over all cells (squeeze and excitation).
@@ -53,7 +54,8 @@ class LibraryBody(Body):
         remarks: how the network differs from the library's.
         left_out: names of the parts after `last`.
 
-    ValueError: the modules do not run in this order, or layers other than convolutions stride; no part is `last`.
+    ValueError: the modules do not run in this order, or layers other than convolutions stride; no part is `last`; no
+        norm can be in place.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LibraryBody(Body):
         network: str,
         last: str | None = None,
         own_momentum: bool = False,
+        instead: str = "use ABN",
     ):
         super().__init__()
         here = torch.empty(0)
@@ -88,7 +91,7 @@ class LibraryBody(Body):
                 self.rounds_up = False
             ends = (f"ends with {last}; without {', '.join(self.left_out)}",) if last is not None else ()
             self.remarks = ends + _exchange_activations(self, norm_act)
-            self.remarks += _exchange_norms(self.train(), norm_act, own_momentum)
+            self.remarks += _exchange_norms(self.train(), norm_act, own_momentum, network, instead)
             self.add_classifier(channels, classes)
             if self.classifier is not None:
                 initialise(self.classifier)
@@ -278,7 +281,7 @@ class _WithActivation(ABN):
         return self.act(super().forward(x))
 
 
-def _exchange_norms(body: LibraryBody, norm_act: NormAct, own_momentum: bool) -> tuple[str, ...]:
+def _exchange_norms(body: LibraryBody, norm_act: NormAct, own_momentum: bool, of: str, instead: str) -> tuple[str, ...]:
     """Replace batch normalisations by norms with the options of `norm_act`'s, see `LibraryBody`. Returns remarks."""
     made = norm_act(1)
     if type(made) not in (ABN, InPlaceABN):
@@ -291,6 +294,8 @@ def _exchange_norms(body: LibraryBody, norm_act: NormAct, own_momentum: bool) ->
     reports: list[ConversionReport] = []
     if isinstance(made, InPlaceABN):
         to_inplace(body, report=reports.append)
+        if not reports[0].replaced:
+            raise ValueError(f"{of} has no norm that can be in place: {instead}")
     for parent in list(body.modules()):
         for name, norm in parent.named_children():
             act = own_activation(norm)

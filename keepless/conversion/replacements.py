@@ -11,7 +11,7 @@ from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.statistics import BATCH_NORMS
 from .activated import ACTIVATIONS, Merged, activation_of, hand_over, hands_over, is_customised, merge
-from .trace import KINDS, NormCall, runs_in_order
+from .readers import KINDS, NormCall, runs_in_order
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 Layer = TypeVar("Layer", bound=nn.Module)
