@@ -72,7 +72,7 @@ MERGED = {
 globals().update({kind.__name__: kind for kind in MERGED.values()})  # where pickle looks for them
 
 
-def merge(norm: ABN, activation: nn.Module) -> None:
+def merge(norm: ABN, activation: Any) -> None:
     """Let a norm hand its output over to the activation that it includes. Modules stay the same objects."""
     if not hands_over(norm):
         norm.register_forward_hook(hand_over)

@@ -36,9 +36,11 @@ class _Value(fx.Proxy):
     """Records operators in place, too; a plain proxy records `x += y` like `x + y`."""
 
 
-for _name in IN_PLACE:
-    _function = getattr(operator, _name)
-    setattr(_Value, f"__{_name}__", lambda x, *y, f=_function: x.tracer.create_proxy("call_function", f, (x, *y), {}))
+for _operator in IN_PLACE:
+    _function = getattr(operator, _operator)
+    setattr(
+        _Value, f"__{_operator}__", lambda x, *y, f=_function: x.tracer.create_proxy("call_function", f, (x, *y), {})
+    )
 
 
 class _Tracer(fx.Tracer):
@@ -91,13 +93,14 @@ def runs_in_order(module: nn.Module) -> bool:
 
 def _call(norm: nn.Module, node: fx.Node, modules: dict[str, nn.Module]) -> NormCall:
     users, readers = list(node.users), [_module(reader, modules) for reader in node.users]
-    is_alone = len(users) == 1 and users[0].args == (node,) and not users[0].kwargs and readers[0] is not None
-    if is_alone and type(readers[0]) is nn.Identity and not is_customised(readers[0]):
+    first = readers[0] if readers else None
+    is_alone = len(users) == 1 and users[0].args == (node,) and not users[0].kwargs
+    if is_alone and type(first) is nn.Identity and not is_customised(first):
         return _call(norm, users[0], modules)
-    merges = is_alone and isinstance(norm, BatchNormBase) and activation_of(readers[0]) is not None
+    merges = is_alone and isinstance(norm, BatchNormBase) and first is not None and activation_of(first) is not None
     names = ", ".join(_name(reader, modules) for reader in users) or "nothing"
     before_conv = any(isinstance(reader, CONVOLUTIONS) for reader in readers)
-    return NormCall(readers[0] if merges else None, before_conv, names, _writer(users[0] if merges else node, modules))
+    return NormCall(first if merges else None, before_conv, names, _writer(users[0] if merges else node, modules))
 
 
 def _writer(value: fx.Node, modules: dict[str, nn.Module]) -> str:

@@ -21,7 +21,9 @@ Places = dict[nn.Module, list[tuple[nn.Module, str]]]  # the parents of each mod
 def in_place(layer: Any, calls: list[NormCall], relu_slope: float | None) -> InPlaceABN:
     """The in-place layer for a norm and the activation that it has, or that follows it in all traced `calls`."""
     _check_plain(layer)
-    own, following = own_activation(layer), []
+    own = own_activation(layer)
+    following: list[nn.Module] = []
+    included: Activation | None
     if isinstance(layer, ABN):
         included = Activation(layer.activation, layer.activation_param)
     elif own is not None and type(own) is not nn.Identity:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..inputs import check_module
 from .synchronisation import synchronised_group
@@ -91,13 +91,16 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
 @contextmanager
 def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Context in which modules have copies of their buffers, and of attributes such as lists."""
-    attributes, copies = {}, {}
+    attributes: dict[nn.Module, dict[str, Any]] = {}
+    copies: dict[Tensor, Tensor] = {}
     for module in modules:
         own = {
             name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in vars(module).items()
         }
-        for name, buffer in module._buffers.items():
-            own["_buffers"][name] = None if buffer is None else copies.setdefault(buffer, buffer.detach().clone())
+        buffers = module._buffers.items()
+        own["_buffers"] = {
+            name: None if one is None else copies.setdefault(one, one.detach().clone()) for name, one in buffers
+        }
         attributes[module] = own
     with with_attributes(attributes):
         yield

@@ -107,7 +107,7 @@ def test_state_dicts_of_standard_norms_and_layers_without_statistics_or_scale_do
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.LeakyReLU())
-        converted = to_inplace(plain, example=torch.randn(2, 3, 4, 4))
+        converted = to_inplace(plain)
         twin = copy.deepcopy(converted)
     assert load(twin, converted.state_dict(), assign=True) == []
     for options in ({"track_running_stats": False}, {"learn_scale": False}, {"affine": False}):
