@@ -88,7 +88,8 @@ def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, list[NormCall]], s
 
 def runs_in_order(module: nn.Module) -> bool:
     """Whether a module is an nn.Sequential that calls its children one after the other."""
-    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+    is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return is_plain and "forward" not in vars(module)
 
 
 def _call(norm: nn.Module, node: fx.Node, modules: dict[str, nn.Module]) -> NormCall:

@@ -127,7 +127,8 @@ def test_norms_that_fsdp2_shards_by_themselves():
 
 
 def test_a_network_that_cannot_be_traced_is_converted_in_its_sequentials():
-    network = Network(lambda b, y: half(y), norm=nn.Sequential(bn(), act(), nn.Conv2d(C, C, 1), bn()))
+    parts = bn(), act(), nn.Conv2d(C, C, 1), bn()
+    network = Network(lambda b, y: half(y), norm=nn.Sequential(*parts))
     trained(network)
     reference = copy.deepcopy(network)
     _, report = converted(to_inplace, network)
