@@ -172,7 +172,7 @@ def test_the_experiment_decides_whose_keys_are_taken():
     assert plan_memory.entry_of(["experiment=table3/cityscapes_wrn38_std"]) == "train_seg"
     assert plan_memory.entry_of(["body=resnext_tiny"]) == "train_seg"
     assert plan_memory.entry_of(["body=resnext_tiny", "data=image_folder"]) == "train_imagenet"
-    with pytest.raises(ValueError, match="experiment=table2/wrn: there is no such .* the nearest are .*table2/wrn38"):
+    with pytest.raises(ValueError, match="experiment=table2/wrn: there is no such .* the nearest is table2/wrn38"):
         plan_memory.entry_of(["experiment=table2/wrn"])
 
 
