@@ -252,8 +252,10 @@ def _tell(known: KnownValues, found: dict[int, Any], saved: Any) -> None:
         holder = slot if slot.group is None else slot.group
         values = [kept.get(id(one)) for one in holder.arguments]
         if any(values):
-            # The recorder copies a value that a recipe reads, if the program overwrites it.
+            # The recorder copies a value that a recipe reads, if the program overwrites it, and does not keep its signs
+            # alone: a slot reads it for as long as the slot exists.
             pairs = zip(holder.arguments, values, strict=True)
             holder.arguments = [value or one for one, value in pairs]
             for value in filter(None, values):
                 value.recipes.append(ref(holder))
+                value.count(1)
