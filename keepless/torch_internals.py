@@ -48,6 +48,7 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+    from torch.nn.utils import parametrize as _parametrize
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
@@ -103,7 +104,7 @@ try:
         _modules._global_backward_pre_hooks,
         _modules._global_backward_hooks,
     ]
-    Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata  # noqa: B018  # they exist
+    Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata, _parametrize._cache  # noqa: B018
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"keepless {__version__} does not support torch {torch.__version__} ({error}): update keepless, or install a "
@@ -132,14 +133,19 @@ def warn(message: str) -> None:
 
 
 @contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Context without hooks of all modules, such as `register_module_forward_hook` adds."""
-    before = [dict(hooks) for hooks in _global_hooks]
+def without_global_state() -> Iterator[None]:
+    """Context without hooks of all modules, and without the weights of `torch.nn.utils.parametrize.cached`.
+
+    PyTorch finds a cached weight by the id of its module; a copy of the module asks by the id of the original.
+    """
+    before, weights = [dict(hooks) for hooks in _global_hooks], _parametrize._cache
     for hooks in _global_hooks:
         hooks.clear()
+    _parametrize._cache = {}
     try:
         yield
     finally:
+        _parametrize._cache = weights
         for hooks, of_user in zip(_global_hooks, before, strict=True):
             hooks.update(of_user)
 

@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage, nn
 from ...inputs import tensors_in
 from ...norms.backends.eager import normalised
 from ...norms.bn_act import is_node, recompute_output
-from ...saved import ByStorage, Gone, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, view
+from ...saved import ByStorage, Gone, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, laid_out, view
 from ...torch_internals import (
     Hooks,
     address,
@@ -218,11 +218,23 @@ class KnownValues:
             call.copied[id(tensor)] = argument
         return found
 
-    def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Value:
-        """The value of an argument; if nothing else keeps it, it is kept in its copy instead."""
-        if value is None or self.is_fixed(value, argument):
-            value = self.remember(argument, self.keep(copy))
-        elif value.unread:
+    def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Again | Value:
+        """The value of a copy. If nothing else keeps the argument, it is kept in the copy instead.
+
+        Kernels round otherwise for other strides, so argument and copy are each restored with their own.
+        """
+        is_fixed, is_alike = value is not None and self.is_fixed(value, argument), copy.stride() == argument.stride()
+        if value is None or is_fixed or (value.unread and not is_alike and self.call and self.call.overwrites):
+            kept = self.keep(copy)
+            if is_alike:
+                self.remember(argument, kept)
+            elif value is None:
+                again = Again(laid_out, (kept, argument.stride()))
+                self.remember(argument, Value(Recipe(again, argument)))
+            return kept
+        if not is_alike:
+            return Again(laid_out, (value, copy.stride()))
+        if value.unread:
             value.source, value.storage = self.kept(copy, None), self.place(copy)
             self.memory_of(copy.untyped_storage(), is_saved=False).values.append(weakref.ref(value))
         return value

@@ -202,6 +202,14 @@ class Opening:
         return run
 
 
+class CopyOf(NamedTuple):
+    """An argument of which a call saves a copy."""
+
+    path: Path
+    value: weakref.ref[Value] | None
+    is_base: bool  # the call saves a view of the copy
+
+
 class Source:
     """An argument of a recipe."""
 
@@ -221,8 +229,8 @@ class Taught:
         self.only: tuple[Any, ...] | None = None
         self.calls, self.total = -1, 0
         # What autograd holds for each saved tensor; the storage's address; whether it is the result; the argument of
-        # which it is a copy.
-        self.packs: list[tuple[Any, int, bool, Path | None]] = []
+        # which it, or the base of which it is a view, is a copy.
+        self.packs: list[tuple[Any, int, bool, CopyOf | None]] = []
         self.recipes: list[tuple[Any, list[Source], bool, Any]] = []
         self.consts: list[tuple[Path, Any]] = []
         self.names: tuple[str, ...] = ()
@@ -269,8 +277,11 @@ class Lesson:
         for tensor, saved in call.packed:
             what = weakref.ref(saved) if isinstance(saved, Saved) else "shape" if type(saved) is ShapeOnly else None
             storage = address(tensor.untyped_storage()) if is_ordinary(tensor) else 0
-            argument = call.copied.get(id(tensor), call.copied.get(id(tensor._base)))
-            copy_of = None if argument is None or tensor is result else paths[id(argument)]
+            is_base = id(tensor) not in call.copied
+            argument = call.copied.get(id(tensor._base if is_base else tensor))
+            copy_of = None
+            if argument is not None and tensor is not result:
+                copy_of = CopyOf(paths[id(argument)], _reference(find(argument)), is_base)
             taught.packs.append((what, storage, tensor is result, copy_of))
         if isinstance(result, Tensor) and is_ordinary(result):
             taught.form = Form.of(result)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...inputs import tensors_in
-from ...saved import Kept, view
+from ...saved import Kept, laid_out, view
 from ...torch_internals import address, saved_as
 from ..held.signs import Signs
 from ..held.values import Recipe, Value, saved_value
 from ..recorder.known_values import checkpointed_output
-from ..recorder.lesson import Form, Lesson, Path, Source, Taught, is_constant
+from ..recorder.lesson import CopyOf, Form, Lesson, Source, Taught, is_constant
 from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun, random_state
 from ..recorder.report import KeptTensor
@@ -180,11 +180,12 @@ class _Compiler:
             position = len(act.blank)
             act.blank.append(source.what if source.kind == "const" else None)
             copies: list[int] = []  # that the call saves before it overwrites the argument, as SiLU does
-            if taught.written and source.what == 0 and isinstance(getattr(argument, "source", None), Kept):
+            copy = _kept_copy(argument) or argument
+            if taught.written and source.what == 0 and isinstance(getattr(copy, "source", None), Kept):
                 packs = [saved for saved, *_ in taught.packs]
-                copies = [n for n, one in enumerate(packs) if callable(one) and saved_value(one()) is argument]
+                copies = [n for n, one in enumerate(packs) if callable(one) and saved_value(one()) is copy]
             if source.kind == "arg" and copies:
-                act.packed.append((copies[0], position))
+                act.packed.append((copies[0], position, None if copy is argument else self._form_of(argument)))
             elif source.kind == "arg":
                 act.takes.append((source.what, self._take(argument, source, taught), position))
             elif source.kind == "given":
@@ -196,7 +197,7 @@ class _Compiler:
                 if name is not None and not is_dropped:
                     act.saved.append((name, position))
                 elif number is not None:
-                    act.packed.append((number, position))
+                    act.packed.append((number, position, None))
                 else:
                     raise _Unlearnable("an argument of a recipe whose origin is unknown")
             elif source.kind != "const":
@@ -247,7 +248,7 @@ class _Compiler:
         return self._handle(argument, is_written)
 
     def _handle(
-        self, value: Value, is_written: bool = False, copy_of: Path | None = None, inside: Collection[int] = ()
+        self, value: Value, is_written: bool = False, copy_of: CopyOf | None = None, inside: Collection[int] = ()
     ) -> Take:
         """How the handle of a value is found.
 
@@ -265,7 +266,7 @@ class _Compiler:
         form = self._form_of(value)
         if source.function is view:
             base, *how = source.arguments
-            if isinstance(base.source, Kept):
+            if isinstance(base.source, Kept) and copy_of is None:
                 if not base.storage:
                     raise _Unlearnable("a view of a kept tensor that is overwritten")
                 return Take(number, handles.keep)
@@ -282,6 +283,8 @@ class _Compiler:
         if source.function is checkpointed_output:
             self.seen.add(number)
             return Take(number, partial(handles.norm, form=form))
+        if _kept_copy(value) is not None:
+            return Take(number, handles.keep_guarded)
         raise _Unlearnable(f"a value that {source.function} computes")
 
     def _pack(self, taught: Taught, act: Act, pack: Any, own: Value | None, made: set[int]) -> Take | None:
@@ -305,10 +308,8 @@ class _Compiler:
                 act.form, act.number, act.is_kept = taught.form._replace(readers=1), number, True
                 self.seen.add(number)
             return Take(-1, handles.served)
-        if copy_of is not None and number not in made:
-            of = source.inputs[0] if isinstance(source, Recipe) and source.function is view else None
-            if of is None or isinstance(of.source, Kept) or self._number(of) in self.seen:
-                return self._copied(value, number, copy_of)
+        if copy_of is not None and not copy_of.is_base and number not in made:
+            return self._copied(value, number, copy_of)
         if isinstance(source, Kept):
             if address(source.packed.untyped_storage()) != storage:
                 raise _Unlearnable("a tensor that is kept in a copy")
@@ -326,11 +327,15 @@ class _Compiler:
         take = self._handle(value, copy_of=copy_of, inside=made - {act.number})
         return None if take.make is handles.keep else take  # a view of a kept tensor
 
-    def _copied(self, value: Value, number: int, path: Path) -> Take:
-        """A copy of an argument, perhaps cast or in another shape."""
-        source = value.source
-        if not isinstance(source, Recipe) or source.function not in (Tensor.to, Tensor.reshape):
-            return Take(-1, partial(handles.kept_in_copy, path=path, number=number))
+    def _copied(self, value: Value, number: int, copy_of: CopyOf) -> Take:
+        """A copy of an argument, perhaps cast, in another shape or with other strides."""
+        source, path, of = value.source, copy_of.path, None if copy_of.value is None else copy_of.value()
+        is_made = isinstance(source, Recipe) and source.function in (Tensor.to, Tensor.reshape, laid_out)
+        if not isinstance(source, Recipe) or not is_made or value is of:
+            if of is None or _kept_copy(of) is not value:
+                return Take(-1, partial(handles.kept_in_copy, path=path, number=number))
+            make = partial(handles.kept_in_copy, path=path, number=self._number(of), form=self._form_of(of))
+            return Take(number, make)
         if number in self.seen:
             return Take(number)
         argument, more = source.arguments
@@ -356,6 +361,13 @@ class _Compiler:
         position = next(i for i, one in enumerate(source.outputs) if one() is value)
         shape, dtype, stride = source.function.forms[position]
         return Form(shape, dtype, stride, source.device, source.autocast, value.readers)
+
+
+def _kept_copy(value: Any) -> Value | None:
+    """The copy in which a value is kept, if the copy has other strides: see `KnownValues.kept_in_copy`."""
+    source = getattr(value, "source", None)
+    is_laid_out = isinstance(source, Recipe) and source.function is laid_out
+    return source.inputs[0] if is_laid_out and isinstance(source.inputs[0].source, Kept) else None
 
 
 def _base(value: Value) -> Value:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from ...norms.bn_act import is_node
-from ...saved import PLAIN, ShapeOnly, copied, form_of, is_ordinary, view
+from ...saved import PLAIN, ShapeOnly, copied, form_of, is_ordinary, laid_out, view
 from ...torch_internals import address, argument_copied_by
 from ..held.signs import Positive, Signs
 from ..recorder.known_values import checkpointed_output, saved_in
@@ -140,9 +140,10 @@ class Handles:
         """Note how to compute what the call has dropped. `arguments`, `functions`: of all recipes."""
         for saved_by, position in act.saved:
             arguments[position] = saved_by(result.grad_fn)
-        for number, position in act.packed:
+        for number, position, form in act.packed:
             assert packing is not None
-            arguments[position] = packing.packed[number]
+            one = packing.packed[number]
+            arguments[position] = one if form is None else Slot(form, laid_out, (one, form.stride))
         for make, function in zip(act.makes, functions, strict=True):
             given = arguments[make.begin : make.end]
             if not make.is_group:
@@ -308,12 +309,25 @@ def copy_of(
     return None if handle is None else Slot(form, function, (handle, more))
 
 
-def kept_in_copy(handles: Handles, tensor: Tensor, path: Path, number: int) -> Any:
-    """An argument that is kept in a copy, made inside the call. `number`: of the argument."""
+def kept_in_copy(handles: Handles, tensor: Tensor, path: Path, number: int, form: Form | None = None) -> Any:
+    """An argument that is kept in a copy, made inside the call.
+
+    `number`: of the argument. `form`: of the argument, if the copy has other strides.
+    """
     argument = _copied_argument(handles, tensor, path)
-    if argument is None or (number in handles.found and tensor.dtype is not argument.dtype):
+    if argument is None or tensor.dtype is not argument.dtype:
         return None
-    return handles.take(Take(number, lambda *_: Keep(tensor.detach())), argument)
+    kept = Keep(tensor.detach())
+    if form is None:
+        return handles.take(Take(number, lambda *_: kept), argument)
+    if not form.is_laid_out_as(argument):
+        return None
+    if number in handles.found:  # a recipe has kept the argument
+        handle = handles.take(Take(number), argument)
+        return None if handle is None else Slot(Form.of(tensor), laid_out, (handle, tensor.stride()))
+    handles.found[number] = ref(argument), argument._version, (slot := Slot(form, laid_out, (kept, form.stride)))
+    handles.note_saved(argument, slot)
+    return kept
 
 
 def _copied_argument(handles: Handles, tensor: Tensor, path: Path) -> Tensor | None:

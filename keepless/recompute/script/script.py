@@ -159,7 +159,8 @@ class Act:
         self.takes: list[tuple[Path, Take, int]] = []  # arguments of the call whose handles are taken
         self.given: list[tuple[Path, int, Any]] = []  # read from the present call; and the learned ones
         self.saved: list[tuple[Any, int]] = []  # how the result's node is asked for a tensor that it has saved
-        self.packed: list[tuple[int, int]] = []  # what autograd gets for a tensor that the call saves: its number
+        # What autograd gets for a tensor that the call saves: its number; the form in which the recipe reads it
+        self.packed: list[tuple[int, int, Form | None]] = []
         self.consts: Sequence[tuple[Path, Any]] = ()  # arguments that must not change
         self.names: tuple[str, ...] = ()  # of keyword arguments
         self.forms: Sequence[tuple[Path, bool, Any]] = ()  # of tensors among the arguments, if the way depends on them

@@ -30,10 +30,11 @@ from ...torch_internals import (
     address,
     communicated_alone,
     gathered_dtype,
+    is_any_autocast_enabled,
     quick_fake,
     tree_leaves,
     with_dispatch_modes_off,
-    without_global_hooks,
+    without_global_state,
     written_arguments,
 )
 from .closures import add_functions, fill
@@ -115,7 +116,7 @@ def on_copy(
     copied: list[Any] = []
     watch = _Watch([*network.parameters(), *network.buffers()], is_fake)
     try:
-        with _one_at_a_time, _ctrl_c_waits(), _as_before(), _quiet(), with_dispatch_modes_off(), mode:
+        with _one_at_a_time, _ctrl_c_waits(), _as_before(is_fake), _quiet(), with_dispatch_modes_off(), mode:
             for module, empty in sharded:
                 own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
                 vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
@@ -274,9 +275,8 @@ class _Watch(TorchDispatchMode):
         """Remove fake tensors from caches outside the network that its code may have filled."""
         if not self._left():
             return
-        torch.clear_autocast_cache()
         gc.collect()
-        left = self._left()
+        left = self._left()  # autocast may hold fake weights until it ends, where nothing finds them
         ids, holders = set(map(id, left)), list(left)
         if frozen := gc.get_freeze_count():
             gc.unfreeze()  # frozen objects are not searched
@@ -339,14 +339,21 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
-    """Context that restores all random states."""
+def _as_before(is_fake: bool) -> Iterator[None]:
+    """Context that restores all random states, and leaves the program's weights in autocast's cache.
+
+    Gradients would be rounded otherwise if the cache were cleared and a weight cast again. It caches no real weights of
+    the copy, which it would hold until the program leaves autocast.
+    """
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(caches and (is_fake or not is_any_autocast_enabled()))
     of_python, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
             yield
     finally:
+        torch.set_autocast_cache_enabled(caches)
         random.setstate(of_python)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
@@ -354,12 +361,12 @@ def _as_before() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context without hooks of all modules, in which errors are not logged, nor printed by anomaly mode."""
+    """Context without hooks of all modules and cached weights. Errors are not logged, nor printed by anomaly mode."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with torch.autograd.set_detect_anomaly(False), without_global_hooks():
+        with torch.autograd.set_detect_anomaly(False), without_global_state():
             yield
     finally:
         log.setLevel(before)

@@ -120,5 +120,4 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         clear_frames(error.__traceback__)  # they hold tensors of the copy
         raise
     finally:
-        torch.clear_autocast_cache()
         gc.collect()  # modules of the copy may refer to each other in a circle

@@ -140,10 +140,11 @@ class Trace(KnownValues):
         is_kept = bool(value.readers) or self.values[number].kind == Kind.KEPT
         return is_kept and super().is_fixed(value, argument)
 
-    def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Value:
-        kept = super().kept_in_copy(value, argument, copy)
-        self.values[kept.number] = self.values[kept.number]._replace(memory=self.place(copy))
-        return kept
+    def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Again | Value:
+        found = super().kept_in_copy(value, argument, copy)
+        if isinstance(found, Value):
+            self.values[found.number] = self.values[found.number]._replace(memory=self.place(copy))
+        return found
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
         """If a value can be recomputed without this memory, those in it are recomputed from now on."""
