@@ -120,7 +120,6 @@ ASKS_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
 _INNER = frozenset(["keepless", "torch", "contextlib"])  # packages whose lines are skipped in warnings
 
 _MODULE_CALL = nn.Module.__call__.__code__
-
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 
 
@@ -134,10 +133,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def without_global_state() -> Iterator[None]:
-    """Context without hooks of all modules, and without the weights of `torch.nn.utils.parametrize.cached`.
-
-    PyTorch finds a cached weight by the id of its module; a copy of the module asks by the id of the original.
-    """
+    """Context without hooks of all modules and cached weights (`parametrize.cached`): a copy has the original's key."""
     before, weights = [dict(hooks) for hooks in _global_hooks], _parametrize._cache
     for hooks in _global_hooks:
         hooks.clear()

@@ -127,7 +127,7 @@ class Trace(KnownValues):
         """A value of the step. `inputs`: what its recipe reads. `again`: how to repeat its call."""
         memory = self.place(tensor)
         sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
-        alias = next(sharing, -1)
+        alias = -1 if again is not None and again.fresh else next(sharing, -1)
         flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(inputs))
         size = 0 if alias >= 0 else max(tensor.nbytes, spec_of(tensor).size)
         return StepValue(kind, memory, size, inputs, alias, call, is_fresh=flags[0], overwrites=flags[1], leader=leader)
