@@ -202,6 +202,8 @@ class KnownValues:
         """A copy of an argument, made inside the running call: cast by autocast, reshaped by matrix products, or made
         by `silu_` before it overwrites it.
         """
+        if node_number(node) < call.first_node:  # a copy of the program's, perhaps of an earlier version
+            return None
         is_reshaped = type(node).__name__ == "UnsafeViewBackward0"
         argument = argument_copied_by(node, call.arguments)
         if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:

@@ -333,5 +333,6 @@ def kept_in_copy(handles: Handles, tensor: Tensor, path: Path, number: int, form
 def _copied_argument(handles: Handles, tensor: Tensor, path: Path) -> Tensor | None:
     """The argument that has been copied."""
     argument: Tensor = at(path, handles.packing.args, handles.packing.kwargs)
-    is_copy = tensor.grad_fn is not None and argument_copied_by(tensor.grad_fn, (argument,)) is argument
+    is_given = any([tensor is one for one in handles.packing.args])  # a copy of the program's
+    is_copy = not is_given and argument_copied_by(tensor.grad_fn, (argument,)) is argument
     return argument if is_copy and tensor.numel() == argument.numel() else None

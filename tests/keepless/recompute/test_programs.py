@@ -413,6 +413,22 @@ def _change_a_copied_view(x: Tensor) -> Tensor:
     return y.sin()
 
 
+def _copy_before_a_write(x: Tensor) -> Tensor:
+    """The product saves both. A copy of an earlier version is none that the product has made."""
+    y = _opaque(x, 1)
+    copied = y.clone()
+    with torch.no_grad():
+        y.mul_(2)
+    return y * copied
+
+
+def _laid_out_otherwise(x: Tensor) -> Tensor:
+    """A norm saves a contiguous copy of a tensor that is laid out otherwise, which its recipe and others read."""
+    y = _opaque(x, 1).contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(4, 1, 1, 1, dtype=y.dtype, requires_grad=True)
+    return F.silu(F.instance_norm(y)) * F.conv2d(y, weight, groups=4)
+
+
 def _upsampled(x: Tensor) -> Tensor:
     y = x.sin()
     return F.interpolate(y, scale_factor=2.0).sin().sum() + F.interpolate(y, scale_factor=3.0).sin().sum()
@@ -557,6 +573,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded by a list that changes later": _change_list,
     **OPTIONS,
     "upsampled": _upsampled,
+    "a copy before a write": _copy_before_a_write,
+    "a copy that is laid out otherwise": _laid_out_otherwise,
     "nothing pooled": lambda x: sum(pool(_opaque(x[:0], 1).relu()).sin() for pool in (POOLS[0], POOLS[2])),
     "cast by autocast": _cast_by_autocast,
     "cast": lambda x: F.silu(x).to(torch.float32).sin().double(),
@@ -604,6 +622,7 @@ TENSORS_KEPT = dict.fromkeys([*OPTIONS, *OF_OTHERS, *re.split(r",\s+", ONE.strip
 }
 TENSORS_KEPT |= dict.fromkeys(["forty products", "normalised", "batched", "pooled", "norms after chains"], 3)
 TENSORS_KEPT |= dict.fromkeys(["relu over a view", "relu over results that are views", "einsum of a list"], 2)
+TENSORS_KEPT |= {"a copy before a write": 2, "a copy that is laid out otherwise": 2}
 TENSORS_KEPT["part of a concatenation changed in inference mode"] = 2
 
 

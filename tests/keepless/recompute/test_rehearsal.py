@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize
 
 from keepless import InPlaceABN, recompute_activations, report
 from keepless.conversion.activated import merge
@@ -523,3 +524,22 @@ def test_given_parameters_are_rehearsed_and_anomalies_are_not_told():
             assert all(map(torch.equal, *found))
             assert plans(within) == [1]  # from the first step on
     assert not told
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_a_rehearsal_leaves_cached_weights_as_they_are(is_real):
+    """PyTorch finds them by ids of modules and tensors."""
+    x, layer, normed = torch.randn(3, 4), nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
+    with parametrize.cached():
+        rehearsed_step(normed, (x,), {}, is_real=is_real)
+        weight = normed.weight
+        rehearsed_step(normed, (x,), {}, is_real=is_real)
+        assert normed.weight is weight
+    weight.sum().backward()
+    assert normed.parametrizations.weight.original0.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        before = layer(x)
+        rehearsed_step(layer, (x,), {}, is_real=is_real)
+        after = layer(x)
+    assert before.grad_fn.next_functions[0] == after.grad_fn.next_functions[0]  # the cast of the bias
+    assert torch.is_autocast_cache_enabled()
