@@ -66,7 +66,10 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     dimensions = zip(tensor.stride(), stride, tensor.shape, strict=True)
     if all([ours == wanted or size == 1 for ours, wanted, size in dimensions]):
         return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    other = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    once = tuple([slice(0, 1) if step == 0 else slice(None) for step in stride])  # of what is expanded
+    other[once].copy_(tensor[once])
+    return other
 
 
 def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:

@@ -339,12 +339,12 @@ class _Compiler:
         if number in self.seen:
             return Take(number)
         argument, more = source.arguments
-        of = self._handle(argument)
+        taken = self._handle(argument)
         self.seen.add(number)
         form = self._form_of(value)
         if source.function is Tensor.reshape:
             form = form._replace(shape=more)
-        make = partial(handles.copy_of, path=path, of=of, function=source.function, more=more, form=form)
+        make = partial(handles.copy_of, path=path, of=taken, function=source.function, more=more, form=form)
         return Take(number, make, is_elsewhere=True)
 
     def _form_of(self, value: Value, form: Form | None = None) -> Form:
@@ -366,8 +366,9 @@ class _Compiler:
 def _kept_copy(value: Any) -> Value | None:
     """The copy in which a value is kept, if the copy has other strides: see `KnownValues.kept_in_copy`."""
     source = getattr(value, "source", None)
-    is_laid_out = isinstance(source, Recipe) and source.function is laid_out
-    return source.inputs[0] if is_laid_out and isinstance(source.inputs[0].source, Kept) else None
+    if not isinstance(source, Recipe) or source.function is not laid_out:
+        return None
+    return source.inputs[0] if isinstance(source.inputs[0].source, Kept) else None
 
 
 def _base(value: Value) -> Value:

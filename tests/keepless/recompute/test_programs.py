@@ -177,17 +177,18 @@ class Leaving(Following):
         return super().__torch_function__(function, types, args, kwargs)
 
 
-def agrees_wherever_it_leaves(make: Make, plan: Plan | None, most: int, may_refuse: bool = False) -> None:
-    """Compare the plain pass with passes that leave their script, each before another call, at most so many."""
+def agrees_wherever_it_leaves(make: Make, plan: Plan | None, most: int, may_refuse: bool = False) -> int:
+    """Compare the plain pass with passes that leave their script, each before another call; return how many calls."""
     plain, learning = run(make, nullcontext()), Learning(plan)
     agrees(plain, run(make, learning), may_refuse)
     if learning.script is None:
-        return
+        return 0
     numbers = range(len(learning.script.entries))
     for number in Random(len(numbers)).sample(numbers, min(most, len(numbers))):
         leaving = Leaving(learning.script, [], partial(_policy_of, plan))
         leaving.leaves = number
         agrees(plain, run(make, leaving), may_refuse)
+    return len(numbers)
 
 
 REFUSED = re.compile("modified by an inplace operation|norms have no second derivative")
@@ -987,14 +988,13 @@ def test_a_script_never_runs_where_the_program_differs(seeds):
 
 
 def _signs_beside_readers(x: Tensor) -> Tensor:
-    """Norms, views and in-place operations read what ReLU and LeakyReLU save, and so do recipes for their results."""
-    h, views = _opaque(x, 1), _opaque(x, 2).transpose(1, 2)
-    y = F.silu(F.group_norm(h, 2)).tanh() + F.leaky_relu(h)
-    y = y + F.silu(F.instance_norm(views)).transpose(1, 2) + views.relu().sin().transpose(1, 2)
-    z = _opaque(y, 3)
-    gates = z.sigmoid().mul_(2).add_(z)
-    y = F.batch_norm(z.mul(0.5).relu_(), None, None, training=True) * F.gelu(gates) + F.leaky_relu(z, 0.1)
-    return torch.cat([z, y], 1).relu()[:, 2:6].sin() + F.leaky_relu_(h[:, :4] * 2)
+    """A norm, a view, a norm of a view and an in-place operation are recomputed from what a LeakyReLU saves, too."""
+    a, b, c, d = (_opaque(x, dimension) for dimension in range(4))
+    y = F.silu(F.group_norm(a, 2)).tanh() + F.leaky_relu(a)
+    y = y + F.gelu(b.transpose(1, 2)).sin().transpose(1, 2) + F.leaky_relu(b, 0.1)
+    y = y + F.silu(F.instance_norm(c.transpose(1, 2))).transpose(1, 2) * F.leaky_relu(c)
+    y = y + (d * 2).add_(1).sin() + F.leaky_relu(d)
+    return torch.cat([F.relu(y), y], 1)[:, 2:6].relu_().sin()
 
 
 def test_a_pass_may_leave_its_script_before_any_call():
@@ -1005,10 +1005,10 @@ def test_a_pass_may_leave_its_script_before_any_call():
     calls = calls_of(make)
     for draws in (None, Random(0), Random(1)):
         flags = None if draws is None else bytes(draws.choice(FLAGS) for _ in calls)
-        agrees_wherever_it_leaves(make, None if flags is None else Plan(calls, flags), 100)
+        assert agrees_wherever_it_leaves(make, None if flags is None else Plan(calls, flags), 100) > 25
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 1000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 1000), marks=pytest.mark.slow)])
 def test_random_programs_that_leave_their_scripts(seeds):
     for seed in seeds:
         draws = Random(seed)
