@@ -33,7 +33,7 @@ from engine.configuration.command_line import configured
 from engine.prediction.opening import open_checkpoint
 from engine.prediction.predictors import Segmenter
 from engine.process.console import log_to, logger, make_console, progress_bar, tracked
-from engine.process.output_files import check_outside, writable_file, write_array, write_file, write_png
+from engine.process.output_files import check_outside, short_name, writable_file, write_array, write_file, write_png
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
 from scripts.reports.predictions import Page
@@ -143,7 +143,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     out. ValueError: there is no image.
     """
     if source.is_file():
-        return {source.stem: source}
+        return {short_name(source.stem): source}
     if not source.is_dir():
         raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
@@ -166,12 +166,16 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
 
 
 def result_names(images: Sequence[Path]) -> list[str]:
-    """The paths without suffixes; with suffixes where two would be equal, also on disks that ignore case."""
-    names = [path.with_suffix("").as_posix() for path in images]
+    """The paths without suffixes; with suffixes where two would be equal, also on disks that ignore case.
+
+    Names that would be too long for a file are cut, see `short_name`.
+    """
+    names = [short_name(path.with_suffix("").as_posix()) for path in images]
     while True:  # a suffix may make a name equal to another one
         counts = Counter(name.casefold() for name in names)
         full = [
-            path.as_posix() if counts[name.casefold()] > 1 else name for name, path in zip(names, images, strict=True)
+            short_name(path.as_posix()) if counts[name.casefold()] > 1 else name
+            for name, path in zip(names, images, strict=True)
         ]
         if full == names:
             return names

@@ -1,6 +1,7 @@
 """Write all files except checkpoints (engine/checkpoint/files.py); errors name the file."""
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterable
 from io import BytesIO
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 
 
 def writable_folder(key: str, folder: Path) -> Path:
@@ -48,6 +50,19 @@ def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
                 f"{key}={folder} lies in {place}, the images of a dataset, which would then have images without a "
                 f"label: give a folder outside of it"
             )
+
+
+def short_name(name: str, suffix: str = ".png") -> str:
+    """A file's name without its suffix, perhaps below folders, cut so that a disk takes it with `suffix`.
+
+    A name that is cut ends in a number made of the whole name: it stays unique, whichever other files there are.
+    """
+    folder, slash, own = name.rpartition("/")
+    room = _LONGEST_NAME - len(suffix)
+    if len(os.fsencode(own)) <= room:
+        return name
+    number = "~" + hashlib.sha256(os.fsencode(own)).hexdigest()[:16]
+    return folder + slash + os.fsencode(own)[: room - len(number)].decode(errors="ignore") + number
 
 
 def write_file(path: Path, content: str | bytes) -> None:

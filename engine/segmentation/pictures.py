@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from datasets import IGNORED, SegmentationDataset
-from engine.process.output_files import write_png
+from engine.process.output_files import short_name, write_png
 from engine.process.transfers import HostCopy
 
 OVERLAY_OPACITY = 0.6
@@ -41,7 +41,7 @@ def write_predictions(
 
     `folder`: for the dataset's official encoding; None writes none. `overlays`: for image | ground truth | prediction.
     """
-    for number, name in enumerate(minibatch["name"]):
+    for number, name in enumerate(map(short_name, minibatch["name"])):
         if folder is not None:
             encoded = dataset.table.official(predictions[number].cpu().numpy())
             write_png(folder / f"{name}.png", encoded, dataset.prediction_palette)

@@ -205,6 +205,29 @@ def test_no_two_images_have_the_same_name(files, names):
     assert result_names(sorted(map(Path, files))) == names
 
 
+def test_every_image_is_predicted_however_long_its_name_is(trained, tmp_path):
+    """A file's name has at most 255 bytes, not characters. Its cut name does not depend on other images."""
+    xs, roads, folder = 251 * "x", 62 * "🛣" + "abc", tmp_path / "in"
+    images = [f"{xs}.jpg", f"{xs}.png", f"{roads}.jpg", f"{roads}.png", f"a/{xs}.jpg", f"a/{xs.upper()}.png", "z.jpg"]
+    names = [Path(name) for name in result_names([*map(Path, images)])]
+    assert len({str(name).casefold() for name in names}) == len(images)
+    assert [len(f"{name.name}.png".encode()) for name in names] == [255, 255, 253, 253, 255, 255, 5]
+    assert [name.parent for name in names] == [Path(image).parent for image in images]
+    assert result_names([*map(Path, images[:2])]) == [*map(str, names[:2])]
+
+    for image in images[2:4]:
+        trees.picture(folder / image, (20, 30))
+    (folder / (alone := 255 * "y")).touch()  # without a suffix, but it can be given by name
+    run(trained, folder, tmp_path / "out", "probabilities=true")
+    written = [file.partition("/")[0] for file in relative_files(tmp_path / "out")]
+    assert written == [
+        "classes.json",
+        *(kind for kind in ("colour", "ids", "overlays", "probabilities") for _ in range(2)),
+    ]
+    (name,) = find_images(folder / alone, tmp_path / "out")
+    assert name.startswith(230 * "y") and len(name) == 251
+
+
 def test_a_second_run_into_the_input_folder_predicts_the_same_images(trained, tmp_path):
     """Results stay in the output."""
     trees.picture(tmp_path / "a.png")
