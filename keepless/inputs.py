@@ -41,6 +41,14 @@ def check_module(value: object, receiver: str) -> None:
         )
 
 
+def check_one_example(after: object, receiver: str) -> None:
+    """Raise ValueError if the argument after the example is a tensor, or holds one: it is another input."""
+    if tensors_in(after):
+        raise ValueError(
+            f"{receiver} got a tensor after the example: give several inputs as a tuple, {receiver}(network, (x, y), …)"
+        )
+
+
 def check_has_forward(network: nn.Module, receiver: str) -> None:
     """Raise ValueError for a module without a forward pass of its own, such as an nn.ModuleList.
 

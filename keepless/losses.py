@@ -68,7 +68,11 @@ def upsampled_cross_entropy(
         return handle_torch_function(upsampled_cross_entropy, tensors, logits, labels, **options)
     _check(logits, labels, weight, fraction, reduction, stride)
     apply = torch.compiler.disable(_Loss.apply) if torch.compiler.is_compiling() else _Loss.apply
-    return apply(logits, labels, *options.values())
+    try:
+        return apply(logits, labels, *options.values())
+    except (IndexError, RuntimeError) as error:
+        _check_labels(labels, logits.shape[1], ignore_index, error)
+        raise
 
 
 def _check(
@@ -101,6 +105,19 @@ def _check(
             f"weight of shape {tuple(weight.shape)}{' with a gradient' if weight.requires_grad else ''}: expected "
             f"({logits.shape[1]},), a constant for each class; the loss has no gradient for it"
         )
+
+
+def _check_labels(labels: Tensor, classes: int, ignore_index: int, error: Exception) -> None:
+    """Raise IndexError, from an operator's `error`, if a label is no class. On CUDA no tensor can be read then."""
+    if labels.device.type != "cpu" or isinstance(labels, FakeTensor):
+        return
+    found = labels.long()  # comparisons lack some dtypes
+    wrong = found[(found != ignore_index) & ((found < 0) | (found >= classes))]
+    if wrong.numel():
+        raise IndexError(
+            f"labels hold {wrong[0]:d}: expected classes from 0 to {classes - 1}, or ignore_index={ignore_index}; if "
+            f"{wrong[0]:d} marks pixels without a class, give ignore_index={wrong[0]:d}"
+        ) from error
 
 
 class _Loss(torch.autograd.Function):
@@ -187,11 +204,7 @@ class _Tiles:
                 rows = slice(begin, begin + self.rows)
                 tile, source = self._upsampled(cells, rows)  # (rows, K, W)
                 labels = self.labels[number, rows, None].long()
-                try:
-                    own = tile.gather(1, labels)
-                except RuntimeError as error:
-                    known = f"0 to {tile.shape[1] - 1}, or the value of ignore_index"
-                    raise IndexError(f"a label is not a class: expected {known}; {error}") from error
+                own = tile.gather(1, labels)
                 highest = tile.amax(1, keepdim=True)
                 tile = tile.softmax(1)
                 losses[number, rows] = (highest - tile.amax(1, keepdim=True).log_() - own).squeeze(1)

@@ -1,11 +1,21 @@
-"""Parse sizes such as 6GiB."""
+"""Parse sizes such as 6GiB, and shares such as 50%."""
 
 import re
 
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FACTORS = {unit.lower(): factor for unit, factor in UNITS.items()}  # the case of a unit does not change its meaning
 
 
 def bytes_of(text: str) -> int | None:
-    """The number of bytes in a text such as 6GiB or 1.5 MiB; None for any other text."""
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text.strip(), re.ASCII)
-    return round(float(match[1]) * UNITS[match[2]]) if match else None
+    """The number of bytes in a text such as 6GiB, 1.5 MiB or 900 KB; None for any other text.
+
+    12G has no meaning: it may be 12GB or 12GiB.
+    """
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) *({'|'.join(_FACTORS)})", text.strip().lower(), re.ASCII)
+    return round(float(match[1]) * _FACTORS[match[2]]) if match else None
+
+
+def share_of(text: str) -> float | None:
+    """The share in a text such as 50% or 0.5; None for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *%|(\d?\.\d+)", text.strip(), re.ASCII)
+    return match and (float(match[1]) / 100 if match[1] else float(match[2]))

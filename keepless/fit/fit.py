@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..inputs import check_has_forward, check_module
+from ..inputs import check_has_forward, check_module, check_one_example
 from ..recompute.kinds.plans import arguments_of
 from ..recompute.step.copied import on_copy
 from ..recompute.step.costs import times_of
@@ -84,6 +84,7 @@ def fit(
     """
     check_module(network, "fit")
     check_has_forward(network, "fit")
+    check_one_example(device, "fit")
     if time is not None and (grow is None or time < 1):
         raise ValueError(f"time={time} with grow={grow!r}: expected at least 1.0, with grow='batch' or 'size'")
     available, longest = bytes_for_tensors(device), math.inf if grow is None else time or _TIME

@@ -192,10 +192,11 @@ def test_wrong_arguments_are_refused():
         upsampled_cross_entropy(logits[0], labels)
     with pytest.raises(ValueError, match="expected floats and integers"):
         upsampled_cross_entropy(logits, labels.float())
-    with pytest.raises(
-        IndexError, match="a label is not a class: expected 0 to 4, or the value of ignore_index; index 9"
-    ):
-        upsampled_cross_entropy(logits, labels.where(labels != 1, 9))
+    for weight in (None, torch.ones(5, dtype=logits.dtype)):
+        for wrong in (9, -100, -1):
+            expected = f"labels hold {wrong}: expected classes from 0 to 4, or ignore_index=255; .*ignore_index={wrong}"
+            with pytest.raises(IndexError, match=expected):
+                upsampled_cross_entropy(logits, labels.long().where(labels != 1, wrong), weight=weight)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import reprlib
 import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -13,10 +14,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...inputs import check_module, tensors_in
+from ...inputs import check_module, check_one_example, tensors_in
 from ...saved import autocast_of, is_ordinary, size_text
 from ...torch_internals import is_capturing, profiler_runs, tree_map, warn
-from ...units import UNITS, bytes_of
+from ...units import UNITS, bytes_of, share_of
 from ..recorder.plan import ByPlan, Plan
 from ..step.rehearsal import rehearsed_step
 from ..step.search import Choice, frontier
@@ -100,7 +101,7 @@ class Plans:
         if (error := self._error) is not None:
             raise ValueError(
                 f"a step on a copy of the network with the example raises {type(error).__name__}: {error}; give an "
-                f"example that the network can be trained on"
+                f"example that the network can be trained on, several inputs as a tuple"
             ) from error
 
     def share(self) -> None:
@@ -259,7 +260,9 @@ def checked(budget: object) -> float | int:
 
     Floats such as `0.8 * free_bytes` are rounded down, and NumPy's numbers are taken too.
     """
-    given = bytes_of(budget) if isinstance(budget, str) else budget
+    given: object = budget
+    if isinstance(budget, str):
+        given = bytes_of(budget) or share_of(budget)
     if isinstance(given, Real) and not isinstance(given, bool):
         number = float(given)
         if _FEWEST <= number < math.inf:
@@ -267,8 +270,8 @@ def checked(budget: object) -> float | int:
         if 0 < number <= 1 and not isinstance(given, Integral):
             return number
     raise ValueError(
-        f"budget={budget!r}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or {6 * 2**30}, "
-        f"or a share of the plain network's peak up to 1.0, such as 0.3"
+        f"budget={reprlib.repr(budget)}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
+        f"{6 * 2**30}, or a share of the plain network's peak up to 1.0, such as 0.3 or '30%'"
     )
 
 
@@ -303,7 +306,7 @@ class Frontier(NamedTuple):
         return "\n".join([f"plain: {size_text(self.plain)}; lowest: {size_text(self.least)}", *lines])
 
 
-def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = None) -> Frontier:
+def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | None = None) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
     The step runs on a copy of the network, on fake tensors if it reads no values. The mean square of the outputs is its
@@ -313,14 +316,17 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
         example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
-        budgets: as `recompute_activations` takes them. Budgets that no plan meets have no row. By default from 0.9 down
-            to 0.1, or the lowest peak if no default budget can be met.
+        budgets: one or several, as `recompute_activations` takes them. Budgets that no plan meets have no row. By
+            default from 0.9 down to 0.1, or the lowest peak if no default budget can be met.
 
     Raises:
         ValueError: a budget is not valid; no plan meets any of them (the message gives the lowest peak); the step could
             not be counted, e.g. because outputs need no gradient.
     """
     check_module(network, "plan")
+    check_one_example(budgets, "plan")
+    if isinstance(budgets, (str, Real)):
+        budgets = [budgets]
     asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
     args, kwargs = tree_map(_apart, arguments_of(example))
     step = rehearsed_step(network, args, kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from keepless import plan, recompute_activations, report
+from keepless import fit, plan, recompute_activations, report
 from keepless.recompute.kinds.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
@@ -139,11 +139,14 @@ WRONG = {
     True: "budget=True",
     "infGiB": "budget='infGiB'",
     (6,): r"budget=\(6,\)",
+    "120%": r"budget='120%': .*, such as 0.3 or '30%'",
+    "12G": "budget='12G': .*KiB, MiB",
 }
 
 
-def test_budgets_may_be_floats_and_numbers_of_numpy():
-    for given, meant in {0.9 * 2**20: 943718, np.int64(4000): 4000, np.float32(0.5): 0.5}.items():
+def test_budgets_may_be_floats_texts_and_numbers_of_numpy():
+    numbers = {0.9 * 2**20: 943718, np.int64(4000): 4000, np.float32(0.5): 0.5}
+    for given, meant in {**numbers, "50%": 0.5, "0.5": 0.5, "900 KB": 900_000}.items():
         assert repr(checked(given)) == repr(meant)
 
 
@@ -158,6 +161,11 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
         plan(network, x, budgets=["1kB"])
     with pytest.raises(ValueError, match="budget=2.0"):
         plan(network, x, budgets=[2.0])
+    with pytest.raises(ValueError, match="budgets=.'1%'.: expected one of"):  # one budget needs no list
+        plan(network, x, "1%")
+    for run in (plan, fit):
+        with pytest.raises(ValueError, match=rf"^{run.__name__} got a tensor .* {run.__name__}\(network, \(x, y\), …"):
+            run(network, x, x)
     with pytest.raises(ValueError, match="no output of the network needs a gradient"):
         plan(network.requires_grad_(False), x)
     prepared = recompute_activations(network.requires_grad_(), budget="1kB")
