@@ -19,14 +19,17 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 logger = logging.getLogger("engine")
 SLOW_SECONDS, LOG_SECONDS = 1.0, 30.0
+_SPEED_SECONDS = 300.0  # a bar's time left is estimated from its last minutes; a step may take one
 
 
 class _Forgiving(FileIO):
@@ -100,47 +103,62 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
         logger.addHandler(in_file)
 
 
-def progress_bar(console: Console, *extra: TextColumn) -> Progress:
-    """Bars with count, the `extra` columns and the time left; nothing in a file or pipe."""
+class _CutText(TextColumn):
+    """Text that ends in … where the terminal is too narrow for the whole bar. Count and time are never cut for it."""
+
+    def __init__(self, text_format: str):
+        super().__init__(text_format, markup=False, table_column=Column())
+
+    def render(self, task: Task) -> Text:
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
+def progress_bar(console: Console) -> Progress:
+    """Bars with count, time left and the tasks' field `status`; nothing in a file or pipe."""
     return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        *extra,
-        TimeRemainingColumn(),
+        SpinnerColumn(table_column=Column(no_wrap=True)),
+        _CutText("{task.description}"),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),  # the width that the texts leave
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        _CutText("{task.fields[status]}"),
         console=console,
         disable=not console.is_terminal,
         transient=True,
+        expand=True,
+        speed_estimate_period=_SPEED_SECONDS,
     )
 
 
 def tracked(progress: Progress, items: Any, description: str, kind: str = "images") -> Iterator[Any]:
     """Yield the items, whose number is known, and count them in a temporary bar, or in the log if the bar is off.
 
-    Then a line says how many items (of this `kind`) are done and the time left: after the first, if it took longer
-    than `SLOW_SECONDS`, and every `LOG_SECONDS`.
+    Then a line says how many items (of this `kind`) are done: after the first, if it took longer than `SLOW_SECONDS`,
+    and every `LOG_SECONDS`, with the time left. The first may take longer than others, so it says nothing about them.
     """
     task = progress.add_task(description, total=len(items), status="")
-    started_s = time.perf_counter()
-    due_s = started_s + SLOW_SECONDS
+    first_s = time.perf_counter()
+    due_s = first_s + SLOW_SECONDS
     try:
         for done, item in enumerate(items, start=1):
             yield item
             progress.update(task, advance=1)
             now_s = time.perf_counter()
+            first_s = now_s if done == 1 else first_s
             if progress.disable and now_s > due_s and done < len(items):
-                left = time_left((len(items) - done) * (now_s - started_s) / done)
-                logger.info(f"{description}: {done:,} of {len(items):,} {kind}, {left}")
+                left = time_left(len(items) - done, now_s - first_s, done - 1)
+                logger.info(f"{description}: {done:,} of {len(items):,} {kind}{left}")
             if done == 1 or now_s > due_s:
                 due_s = now_s + LOG_SECONDS
     finally:
         progress.remove_task(task)
 
 
-def time_left(seconds: float) -> str:
-    """For the log: 1:23:45 left"""
-    return f"{timedelta(seconds=round(seconds))} left"
+def time_left(items: int, seconds: float, done: int) -> str:
+    """For the log: ", 1:23:45 left" for so many `items`, if `done` took `seconds`; nothing if none are done."""
+    return f", {timedelta(seconds=round(items * seconds / done))} left" if done else ""
 
 
 @contextmanager

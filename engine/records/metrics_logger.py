@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from engine.process.console import SLOW_SECONDS, logger, printable, progress_bar, time_left
@@ -65,10 +64,10 @@ class MetricsLogger:
             if start_step == 0:  # a resumed run still has it
                 self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
         self.console = console
-        self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
+        self.progress = progress_bar(console)
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
         self.done, self.total_steps = start_step, total_steps
-        self.pauses_s = 0.0  # of this process
+        self.pauses_s = self.first_s = 0.0  # of this process; first_s: its first step
         self.recent: Counter[str] = Counter()  # sums since the last record
         self.all: Counter[str] = Counter()  # sums of this process
         self.recent_memory_mib = self.peak_memory_mib = 0.0  # largest noted since the last record, and of all records
@@ -108,9 +107,10 @@ class MetricsLogger:
         self.step_started = now
         self.done += 1
         self.progress.update(self.task, advance=1)
-        if self.all["steps"] == 1 and step["seconds"] > SLOW_SECONDS and self.run_dir is not None:
-            # It may also have compiled code, or searched for fast kernels.
-            took = f"loss {loss:.3f} {step['seconds']:.1f} s, at most {self._time_left()}"
+        if self.all["steps"] == 1:
+            self.first_s = step["seconds"]
+        if self.all["steps"] <= 2 and step["seconds"] > SLOW_SECONDS and self.run_dir is not None:
+            took = f"loss {loss:.3f} {step['seconds']:.1f} s{self._time_left()}"
             logger.log(self._level, f"step {self.done:,} of {self.total_steps:,}  {took}")
 
     def pause_ended(self) -> None:
@@ -120,10 +120,16 @@ class MetricsLogger:
         self.step_started = now
 
     def _time_left(self) -> str:
-        """The time for the remaining steps, at the speed since the last record and with as many pauses as so far."""
+        """The time for the remaining steps, at the speed since the last record and with as many pauses as so far.
+
+        The first step does not count: it may also have compiled code, or searched for fast kernels.
+        """
         counts = self.recent if self.recent["steps"] else self.all
-        each_s = counts["seconds"] / counts["steps"] + self.pauses_s / self.all["steps"] if counts["steps"] else 0.0
-        return time_left((self.total_steps - self.done) * each_s) if each_s else "time left unknown"
+        steps, seconds = counts["steps"], counts["seconds"]
+        if steps == self.all["steps"]:
+            steps, seconds = max(0, steps - 1), seconds - self.first_s
+        pauses_s = self.pauses_s * steps / max(1, self.all["steps"])
+        return time_left(self.total_steps - self.done, seconds + pauses_s, steps)
 
     @property
     def _level(self) -> int:
@@ -177,10 +183,9 @@ class MetricsLogger:
         for name, value in {**values, "data_wait_s": max(data_waits_s)}.items():
             self.tensorboard.add_scalar(f"train/{name}", value, step)
         self.tensorboard.flush()
-        # Short enough for a progress bar on a terminal of 80 columns.
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
-        logger.log(self._level, f"step {step:,} of {self.total_steps:,}  {status}, {left}")
+        logger.log(self._level, f"step {step:,} of {self.total_steps:,}  {status}{left}")
 
     def evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
         """Record an evaluation: scores, curves and pictures."""
@@ -193,7 +198,7 @@ class MetricsLogger:
         for name, pixels in evaluated.pictures.items():
             self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")
         self.tensorboard.flush()
-        logger.info(f"step {step:,} of {self.total_steps:,}  val {evaluated.summary}, {self._time_left()}")
+        logger.info(f"step {step:,} of {self.total_steps:,}  val {evaluated.summary}{self._time_left()}")
 
     def summary(self, last_file: Path, best_file: Path, score_text: Callable[[float], str], evaluate: str) -> str:
         """The run's cost, its files, and the next commands, one per line.
