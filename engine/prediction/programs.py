@@ -36,7 +36,8 @@ class FromLevels(nn.Module):
         for module in self.network.modules():
             if not isinstance(module, NormBase):
                 for weight in module.parameters(recurse=False):
-                    weight.data = weight.data.to(dtype).contiguous()
+                    # A 1x1 weight in channels_last counts as contiguous, but the program would assert cells > 1.
+                    weight.data = weight.data.to(dtype).clone(memory_format=torch.contiguous_format)
                 for name, values in module.named_buffers(recurse=False):
                     setattr(module, name, values.to(dtype) if values.is_floating_point() else values)
         self.register_buffer("mean", predictor.mean.cpu())

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from engine.prediction.predictors import Predictor
-from engine.prediction.programs import exported, largest_difference
+from engine.prediction.programs import FromLevels, exported, largest_difference
 from engine.process.forward import Forward
-from keepless import InPlaceABN
+from keepless import ABN, InPlaceABN
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
 from tests.bodies import SMALL_BODIES, trained
@@ -41,6 +41,28 @@ def test_every_body_computes_the_same_at_other_sizes(name, task):
     made = made.float()
     assert largest_difference(exported(made, argmax=True).module(), made) < 1e-3
     assert largest_difference(exported(made).module(), made) < 1e-4
+
+
+def test_weights_trained_in_channels_last_are_contiguous():
+    """Also 1x1 weights, which count as contiguous in both layouts."""
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1)).to(memory_format=torch.channels_last)
+    for weight in FromLevels(predictor(network), torch.float32, argmax=False).parameters():
+        assert weight.stride() == torch.empty(weight.shape).stride()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [8, 32])
+def test_a_program_takes_every_size_that_the_network_takes(stride):
+    """A 1x1 convolution trained in channels_last made the program assert that no side of a feature map is 1."""
+    body = nn.Sequential(nn.Conv2d(3, 8, 3, stride, padding=1), ABN(8), nn.Conv2d(8, 8, 1), ABN(8))
+    body.output_stride = stride
+    head = DeepLabV3(8, hidden_channels=4, out_channels=6, dilations=(2,), norm_act=ABN)
+    network = SegmentationNetwork(body, head, len(CLASSES)).to(memory_format=torch.channels_last)
+    made = predictor(network, torch.float32)
+    program = exported(made).module()
+    for size in ((1, 1), (stride, 90), (90, stride), (stride + 1, 1)):
+        images = 255 * torch.rand(1, 3, *size) + 1
+        torch.testing.assert_close(program(images), made(images))
 
 
 @pytest.mark.slow
