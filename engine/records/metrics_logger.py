@@ -125,7 +125,7 @@ class MetricsLogger:
         The first step does not count: it may also have compiled code, or searched for fast kernels.
         """
         counts = self.recent if self.recent["steps"] else self.all
-        steps, seconds = counts["steps"], counts["seconds"]
+        steps, seconds = counts["steps"], float(counts["seconds"])
         if steps == self.all["steps"]:
             steps, seconds = max(0, steps - 1), seconds - self.first_s
         pauses_s = self.pauses_s * steps / max(1, self.all["steps"])

@@ -325,7 +325,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     """
     check_module(network, "plan")
     check_one_example(budgets, "plan")
-    if isinstance(budgets, (str, Real)):
+    if isinstance(budgets, (str, int, float, Real)):
         budgets = [budgets]
     asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
     args, kwargs = tree_map(_apart, arguments_of(example))
