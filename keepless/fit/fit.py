@@ -67,7 +67,8 @@ def fit(
     pass; within a budget they are the plan's. Backward starts from the loss if the network returns one; otherwise the
     gradients of the outputs count.
     Operators run as on the network's device (on the CPU for meta tensors). Their temporary memory is covered only by
-    the allowance for convolutions. Times are estimated for this machine's CUDA device, or for recent GPUs.
+    the allowance for convolutions; for recurrent layers it counts, as do their workspaces. Times are estimated for this
+    machine's CUDA device, or for recent GPUs.
 
     Args:
         network: any that runs on fake tensors; it is counted in training mode.
@@ -79,7 +80,8 @@ def fit(
         time: with `grow`: longest step within a budget, as a multiple of the plain step; by default 1.15.
 
     Raises:
-        ValueError: an argument is not valid; the network asks for values of tensors; nothing fits.
+        ValueError: an argument is not valid; the network asks for values of tensors; a recurrent layer does not run on
+            its device here; nothing fits.
         Exception: whatever the network raises.
     """
     check_module(network, "fit")

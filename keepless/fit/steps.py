@@ -16,6 +16,7 @@ from ..inputs import tensors_in
 from ..made_tensors import MadeTensors, bytes_of_tensors
 from ..recompute.recorder.recording import Recording
 from ..recompute.step.costs import seconds_for, work_of
+from ..recompute.step.recurrent import temporaries_of, with_workspace
 from ..recompute.step.rehearsal import Loss, counted_step, differentiable
 from ..recompute.step.search import frontier
 from ..torch_internals import OpOverload
@@ -43,9 +44,13 @@ class _Timed(MadeTensors):
     ) -> object:
         result = super().__torch_dispatch__(function, types, args, kwargs)
         moved, operations = work_of(function, args, kwargs or {}, result)
+        self.peak = max(self.peak, self.bytes + temporaries_of(function, args, kwargs or {}))
         if moved:
             self.seconds += seconds_for(moved, operations, tensors_in(result)[0])
         return result
+
+    def call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        return with_workspace(function, args, kwargs, function(*args, **kwargs))
 
 
 def counted(forward: Callable[[], object]) -> Count:

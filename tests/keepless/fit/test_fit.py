@@ -21,6 +21,7 @@ from keepless.fit.sizes import growth
 from keepless.fit.steps import Way, repeated_blocks, size_of
 from keepless.made_tensors import MadeTensors, bytes_of_tensors
 from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.recurrent import with_workspace
 from keepless.recompute.step.rehearsal import Loss
 from keepless.torch_internals import FakeTensorMode
 from keepless.units import bytes_of
@@ -101,6 +102,32 @@ def test_bytes_equal_real_steps():
         step_of(network, x)
     assert found["recomputed"].peak == made.peak + found["plain"].held
     assert found["plain"].time == 1 < found["recomputed"].time < found["checkpointed"].time
+
+
+class Recurrent(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0].square().mean()
+
+
+def test_a_workspace_counts_as_on_real_tensors():
+    """oneDNN's LSTM keeps one, which grows with its steps and sequences: few are run."""
+    network, x = Recurrent(nn.LSTM(4, 8, bidirectional=True)), torch.randn(70, 66, 4)
+    found = fit(network, x, "12GiB").ways[0]
+    assert found.peak - found.held == pytest.approx(keepless.plan(network, x, budgets=[1.0]).plain, rel=0.03)
+
+
+def test_a_workspace_whose_size_nothing_tells_is_refused():
+    with (
+        FakeTensorMode(),
+        pytest.raises(ValueError, match="aten._cudnn_rnn.default keeps a workspace .* count the step"),
+    ):
+        with_workspace(torch.ops.aten._cudnn_rnn.default, (torch.empty(3, 2, 4, device="cuda"),), {}, ())
 
 
 @pytest.mark.slow

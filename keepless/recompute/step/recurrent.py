@@ -1,0 +1,80 @@
+"""What recurrent layers take besides their results, which fake tensors do not show."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...torch_internals import OpOverload
+from .costs import Operator, TensorSpec, cost_of, measure, operator_of, results_of
+
+# Recurrent layers that keep a workspace (of bytes) for their backward pass. It is empty if tensors are fake.
+WITH_WORKSPACE = frozenset(["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])
+_SAMPLE = 32  # steps or sequences; from so many and twice as many the bytes of a workspace are extrapolated
+
+
+def with_workspace(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+    """An operator's result on fake tensors, but a workspace has the size that it has on real ones.
+
+    Raises ValueError if the layer does not run on real tensors here.
+    """
+    if function.overloadpacket.__name__ not in WITH_WORKSPACE:
+        return result
+    size = _extrapolated(operator_of(function, args, kwargs), _workspace)
+    if size is None:
+        raise ValueError(
+            f"{function} keeps a workspace whose size only real tensors tell, and it does not run on this machine's "
+            f"{args[0].device}: count the step on the CPU, or on a machine that trains it"
+        )
+    return tuple(one.new_empty(size) if one.dtype is torch.uint8 else one for one in result)
+
+
+def temporaries_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Temporary bytes of a recurrent layer, forward or backward, on tensors that may be fake; 0 for other operators."""
+    if function.overloadpacket.__name__.removesuffix("_backward") not in WITH_WORKSPACE:
+        return 0
+    return _extrapolated(operator_of(function, args, kwargs), _temporaries) or 0
+
+
+def _extrapolated(operator: Operator | None, bytes_of: Callable[[Operator], int | None]) -> int | None:
+    """Bytes of a recurrent layer, from few steps and sequences on the CPU: there they grow linearly with both."""
+    if operator is None or (operator.arguments[0].device.type == "cuda" and not torch.cuda.is_available()):
+        return None
+    steps, sequences = operator.arguments[0].shape[:2]
+    if operator.device.type != "cpu" or max(steps, sequences) <= 2 * _SAMPLE:
+        return bytes_of(operator)
+    first = steps > 2 * _SAMPLE
+    size = steps if first else sequences
+    small, large = (
+        _extrapolated(_resized(operator, *((few, sequences) if first else (steps, few))), bytes_of)
+        for few in (_SAMPLE, 2 * _SAMPLE)
+    )
+    return None if small is None or large is None else small + (large - small) * (size - _SAMPLE) // _SAMPLE
+
+
+def _resized(operator: Operator, steps: int, sequences: int) -> Operator:
+    """oneDNN's layer, forward or backward, on so many steps and sequences."""
+    shape: tuple[int, ...]
+    arguments = list(operator.arguments)
+    for i, one in enumerate(arguments):
+        if isinstance(one, TensorSpec) and i not in range(1, 5):  # the weights
+            if one.dtype is torch.uint8:
+                forward, (reverse, *others, train, bidirectional, batches, first) = arguments[:7], arguments[13:-1]
+                given = (*forward, reverse, batches, *others, bidirectional, first, train)
+                shape = (_workspace(Operator(torch.ops.aten.mkldnn_rnn_layer.default, given, ())) or 0,)
+            else:
+                shape = (steps, sequences, one.shape[-1])[-len(one.shape) :]
+            stride = torch.empty(shape, device="meta").stride()
+            arguments[i] = one._replace(shape=shape, stride=stride)
+    return operator._replace(arguments=tuple(arguments))
+
+
+def _workspace(operator: Operator) -> int | None:
+    results = results_of(operator)
+    return None if results is None else sum(one.size for one in results if one.dtype is torch.uint8)
+
+
+def _temporaries(operator: Operator) -> int | None:
+    measure([operator])
+    cost = cost_of(operator)
+    return None if cost is None else cost.temporaries
