@@ -1,4 +1,4 @@
-"""Copy functions with what they refer to, e.g. decorated forward passes: `copy.deepcopy` would share them."""
+"""Copy functions with what they refer to, e.g. decorated forward passes: `copy.deepcopy` would share them; hooks."""
 
 import copy
 import random
@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...conversion.activated import hand_over
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _COLLECTIONS = (list, dict, set, tuple, deque, partial, random.Random)
 _FOLLOWED = (*_COLLECTIONS, FunctionType, MethodType)
 _LOCKS = type(threading.Lock()), type(threading.RLock())
@@ -108,3 +111,15 @@ def _copied(one: Any, memo: dict[int, Any]) -> Any:
     memo.update(tried)
     memo.setdefault(id(memo), []).extend(kept_alive)
     return other
+
+
+def has_hooks_of_users(module: nn.Module) -> bool:
+    """Whether a module has hooks that its copies lack."""
+    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+    return any(hook is not hand_over and package_of(hook) not in ("torch", "keepless") for hook in hooks)
+
+
+def package_of(hook: object) -> str:
+    """The package of the object that a hook is, or is a method of; "builtins" for functions, which may do anything."""
+    module = type(getattr(hook, "__self__", hook)).__module__
+    return "fsdp" if ".fsdp." in module else module.partition(".")[0]

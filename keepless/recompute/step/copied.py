@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +28,6 @@ from ...torch_internals import (
     TorchDispatchMode,
     address,
     communicated_alone,
-    gathered_dtype,
     is_any_autocast_enabled,
     quick_fake,
     tree_leaves,
@@ -37,19 +35,23 @@ from ...torch_internals import (
     without_global_state,
     written_arguments,
 )
-from .closures import add_functions, fill
+from .closures import HOOKS, add_functions, fill, package_of
+from .sharded import without_fsdp2
 
 T = TypeVar("T")
 
 # If threads enter and leave dispatch modes at the same time, PyTorch's flag for them may stay set.
 _one_at_a_time = threading.RLock()
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LruCache: type[Any] = type(cache(len))
 _FRESH = torch.ops.aten.lift_fresh.default
 
 
 class LeftBehind(RuntimeError):
     """A step reads a fake tensor that code outside the network has kept."""
+
+
+class Overwritten(RuntimeError):
+    """A forward pass writes over a parameter, whose memory the copy shares."""
 
 
 class _Alone(nn.Module):
@@ -78,7 +80,13 @@ class _Rehearsal(FakeTensorMode):
 
 
 def on_copy(
-    run: Callable[[Network, Any, Any], T], network: Network, args: Any, kwargs: Any, *, is_fake: bool = True
+    run: Callable[[Network, Any, Any], T],
+    network: Network,
+    args: Any,
+    kwargs: Any,
+    *,
+    is_fake: bool = True,
+    shares: bool = False,
 ) -> T:
     """Call `run` with copies of a network and its arguments, and return its result.
 
@@ -87,26 +95,25 @@ def on_copy(
     Elsewhere they may stay, and raise `LeftBehind` when they are used.
 
     The copy does not communicate with other processes: what they would send is taken to equal its own tensors.
+    `shares`: with real tensors, let the copy's parameters use the memory of the network's.
 
     Raises:
+        Overwritten: `shares`, and an operator would write over a parameter. Nothing was written.
         RuntimeError: the copy uses the network itself, e.g. because a function that it calls refers to it; it trains or
             overwrites tensors outside; a part is scripted, and so shares its parameters with its copies; FSDP1 has
             sharded it, or FSDP2 has, and tensors are real.
         Exception: whatever `run` raises.
     """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
-        raise RuntimeError("scripted modules cannot be rehearsed")
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in network.modules()):
-        raise RuntimeError("FSDP1 frees the memory of tensors that a copy would read; use fully_shard (FSDP2) instead")
+    _check_can_be_copied(network)
     given = tensors_in((args, kwargs))
     fakes = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
     mode: Any = nullcontext()
     if is_fake:
         mode = fakes[0].fake_mode if fakes else _Rehearsal(allow_non_fake_inputs=True)
-    like = partial(_faked, mode) if is_fake else _alike
+    watch = _Watch([*network.parameters(), *network.buffers()], is_fake)
+    like = partial(_faked, mode) if is_fake else partial(_alike, shared=watch.shared if shares else None)
     memo: dict[int, Any] = {id(one): like(one.detach()).requires_grad_(one.requires_grad) for one in given}
-    sharded = _without_fsdp2(network, mode, memo)
+    sharded = without_fsdp2(network, mode, memo)
     if sharded and not is_fake:
         raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors: it may not read values")
     parallel = [one for one in network.modules() if isinstance(one, DistributedDataParallel)]
@@ -114,15 +121,9 @@ def on_copy(
     _add_tensors_and_hooks(network, like, memo)
     functions = add_functions(network, args, kwargs, like, memo)
     copied: list[Any] = []
-    watch = _Watch([*network.parameters(), *network.buffers()], is_fake)
     try:
         with _one_at_a_time, _ctrl_c_waits(), _as_before(is_fake), _quiet(), with_dispatch_modes_off(), mode:
-            for module, empty in sharded:
-                own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
-                vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
-            for module in parallel:
-                own = {name: vars(module)[name] for name in vars(nn.Module())}
-                vars(memo[id(module)]).update(copy.deepcopy(own, memo))
+            _fill_modules(sharded, parallel, memo)
             copied += copy.deepcopy((network, args, kwargs), memo)
             fill(functions, memo)
             watch.note([one for one in memo.values() if isinstance(one, Tensor)])
@@ -135,6 +136,27 @@ def on_copy(
         if isinstance(mode, _Rehearsal):
             mode.has_ended = True
             watch.forget()
+
+
+def _check_can_be_copied(network: nn.Module) -> None:
+    """RuntimeError if a network is scripted in part, or FSDP1 has sharded it."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise RuntimeError("scripted modules cannot be rehearsed")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in network.modules()):
+        raise RuntimeError("FSDP1 frees the memory of tensors that a copy would read; use fully_shard (FSDP2) instead")
+
+
+def _fill_modules(
+    sharded: list[tuple[nn.Module, nn.Module]], parallel: list[DistributedDataParallel], memo: dict[int, Any]
+) -> None:
+    """Copy the contents of sharded and parallel modules into the empty objects that stand for them."""
+    for module, empty in sharded:
+        own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
+        vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
+    for module in parallel:
+        own = {name: vars(module)[name] for name in vars(nn.Module())}
+        vars(memo[id(module)]).update(copy.deepcopy(own, memo))
 
 
 def _add_tensors_and_hooks(network: nn.Module, like: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
@@ -152,8 +174,8 @@ def _add_tensors_and_hooks(network: nn.Module, like: Callable[[Tensor], Tensor],
         memo |= {id(one): like(one) for one in tensors_in(leaves) if id(one) not in memo}
         memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
         packages = ("torch",) if module is network else ("torch", "keepless")  # not our hooks for this pass
-        for hooks in (getattr(module, name) for name in _HOOKS):
-            kept = ((key, one) for key, one in hooks.items() if one is hand_over or _package(one) in packages)
+        for hooks in (getattr(module, name) for name in HOOKS):
+            kept = ((key, one) for key, one in hooks.items() if one is hand_over or package_of(one) in packages)
             memo[id(hooks)] = type(hooks)(kept)
 
 
@@ -168,44 +190,22 @@ def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-def _alike(tensor: Tensor) -> Tensor:
-    """A tensor like this one, in memory of its own."""
-    other = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+def _alike(tensor: Tensor, shared: set[int] | None = None) -> Tensor:
+    """A tensor like this one, in memory of its own.
 
-
-def is_sharded(network: nn.Module) -> bool:
-    """Whether FSDP shards parameters of a network, and so frees gathered parameters after each use."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not dist.is_initialized():
-        return False
-    return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
-
-
-def _without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
-    """The modules that FSDP2 has sharded, each with an object of its own class, to be filled.
-
-    Adds these to the memo, and whole parameters in the dtype in which FSDP2 gathers them.
+    A parameter's memory is shared instead, if there is a set for the address of the copy's storage. This is another
+    storage for the same memory, so that a `_Watch` can tell the copy from the parameter.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = [one for one in network.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
-    found: list[tuple[nn.Module, nn.Module]]
-    found = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
-    memo |= {id(module): own for module, own in found}
-    for module in sharded:  # inner ones last
-        dtype = gathered_dtype(module)
-        for one in module.parameters():
-            if type(one.data) is not Tensor:  # root's parameters may have been gathered
-                with mode:
-                    whole = torch.empty(one.shape, dtype=dtype or one.dtype, device=one.device)
-                memo[id(one)] = nn.Parameter(whole, one.requires_grad)
-    return found
-
-
-def _package(hook: object) -> str:
-    """The package of the object that a hook is, or is a method of; "builtins" for functions, which may do anything."""
-    module = type(getattr(hook, "__self__", hook)).__module__
-    return "fsdp" if ".fsdp." in module else module.partition(".")[0]
+    other = tensor.detach()
+    if shared is None or not isinstance(tensor, nn.Parameter) or not is_ordinary(tensor):
+        other = other.clone()
+    else:
+        whole = other.as_strided((other.untyped_storage().nbytes() // other.itemsize,), (1,), 0)
+        whole = torch.from_dlpack(whole)
+        other = whole.as_strided(other.shape, other.stride(), other.storage_offset()).detach()
+        shared.add(address(whole.untyped_storage()))
+    other.requires_grad_(tensor.requires_grad)
+    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
 
 class _Watch(TorchDispatchMode):
@@ -221,6 +221,7 @@ class _Watch(TorchDispatchMode):
         self.addresses = set(map(address, self.own))
         self.made: list[weakref.ref[Tensor]] = []  # fake tensors
         self.inside: set[int] = set()  # addresses of real tensors' memory
+        self.shared: set[int] = set()  # of these, the ones of parameters that share the network's memory
         self.is_fake = is_fake
         self.generators: dict[torch.Generator, Tensor] = {}  # outside, and their states before
 
@@ -251,6 +252,11 @@ class _Watch(TorchDispatchMode):
         outside = [one for one in tensors_in((args, kwargs)) if self._is_outside(one)]
         if outside:
             self._check(function, outside, args, kwargs)
+        if self.shared and any(
+            is_ordinary(one) and address(one.untyped_storage()) in self.shared
+            for one in _written(function, args, kwargs)
+        ):
+            raise Overwritten(f"{function} writes over a parameter")
         result = function(*args, **kwargs)
         self.note(tensors_in(result), outside)
         return result
@@ -262,8 +268,7 @@ class _Watch(TorchDispatchMode):
             raise RuntimeError(f"{function} reads a tensor of the network itself: is a `forward` bound to it?")
         if torch.is_grad_enabled() and any(one.requires_grad for one in outside):
             raise RuntimeError(f"{function} reads a trained tensor outside the network")
-        written = [args[n] if n < len(args) else kwargs.get(name) for n, name in written_arguments(function)]
-        if any(one is other for one in tensors_in(written) for other in outside):
+        if any(one is other for one in _written(function, args, kwargs) for other in outside):
             raise RuntimeError(f"{function} writes over a tensor outside the network")
 
     def restore(self) -> None:
@@ -293,6 +298,11 @@ class _Watch(TorchDispatchMode):
 
     def _left(self) -> list[Tensor]:
         return [tensor for reference in self.made if (tensor := reference()) is not None]
+
+
+def _written(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes over."""
+    return tensors_in([args[n] if n < len(args) else kwargs.get(name) for n, name in written_arguments(function)])
 
 
 def _forget_in(cache: Any, ids: set[int]) -> None:

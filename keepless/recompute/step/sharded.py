@@ -1,0 +1,38 @@
+"""Networks whose parameters FSDP shards, and copies of them without it."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...torch_internals import gathered_dtype
+
+
+def is_sharded(network: nn.Module) -> bool:
+    """Whether FSDP shards parameters of a network, and so frees gathered parameters after each use."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not dist.is_initialized():
+        return False
+    return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
+
+
+def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
+    """The modules that FSDP2 has sharded, each with an object of its own class, to be filled.
+
+    Adds these to the memo, and whole parameters in the dtype in which FSDP2 gathers them.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = [one for one in network.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
+    found: list[tuple[nn.Module, nn.Module]]
+    found = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
+    memo |= {id(module): own for module, own in found}
+    for module in sharded:  # inner ones last
+        dtype = gathered_dtype(module)
+        for one in module.parameters():
+            if type(one.data) is not Tensor:  # root's parameters may have been gathered
+                with mode:
+                    whole = torch.empty(one.shape, dtype=dtype or one.dtype, device=one.device)
+                memo[id(one)] = nn.Parameter(whole, one.requires_grad)
+    return found
