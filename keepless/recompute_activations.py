@@ -24,7 +24,7 @@ from .recompute.recorder.report import KeptTensor, Report, summary
 from .recompute.script.compiler import script_of
 from .recompute.script.following import Following
 from .recompute.script.script import Script
-from .recompute.step.copied import is_sharded
+from .recompute.step.sharded import is_sharded
 from .reversible.couplings import Coupling
 from .saved import PLAIN
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level, warn
@@ -65,7 +65,7 @@ def recompute_activations(
             convolutions, matrix products, attention and the like are recomputed too, where that costs the least time.
             The first pass with a shape is planned on a copy of the network with fake tensors, in about a second per 100
             calls (with real ones if it reads values). If no plan is within the budget, the one with the lowest peak is
-            used, and a warning gives that peak.
+            used, and a warning gives that peak and its place.
         example: an input, as `plan` takes it. Inputs of this shape are planned now instead of in their first pass.
 
     Raises:

@@ -314,8 +314,9 @@ current_hooks: Callable[[], Hooks | None] = partial(_innermost_hooks, False)
 
 
 def is_compiled(module: object) -> bool:
-    """Whether a module was returned by `torch.compile`."""
-    return isinstance(module, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ()))
+    """Whether a module was returned by `torch.compile`, or compiled in place by its `compile`."""
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return isinstance(module, kind) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def call_at_compilation(function: Callable[[object], None]) -> None:

@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...inputs import check_module, check_one_example, tensors_in
 from ...saved import autocast_of, is_ordinary, size_text
-from ...torch_internals import is_capturing, profiler_runs, tree_map, warn
+from ...torch_internals import is_capturing, is_compiled, profiler_runs, tree_map, warn
 from ...units import UNITS, bytes_of, share_of
 from ..recorder.plan import ByPlan, Plan
+from ..step.closures import has_hooks_of_users
 from ..step.rehearsal import rehearsed_step
 from ..step.search import Choice, frontier
 from ..step.simulation import Simulation, plain_peak, simulate
@@ -58,8 +60,7 @@ class Plans:
     def __init__(self, budget: float | int):
         self.budget = budget
         self._families: dict[Hashable, list[Size]] = {}  # by what inputs of different sizes have in common
-        self._waits = False  # a warning has said that planning waits for a profiler or a capture to end
-        self._was_missed = False  # a warning has said that the budget cannot be met
+        self._said: set[str] = set()  # subjects of warnings
         self._error: Exception | None = None  # of the last rehearsal
         self._cannot_rehearse = False
         self._differs_on_fakes: bool | None = None  # in its calls, as Hugging Face's attention does. None: not known
@@ -69,10 +70,10 @@ class Plans:
         family, given = _described(module, args, kwargs)
         size = self._followed(self._families.get(family, []), given)
         if (captures := is_capturing()) or profiler_runs():  # measuring waits for the device, or ends the profiler
-            if size is None and not self._waits:
-                self._waits = True
+            if size is None:
                 cure = "a CUDA graph is captured without a plan: run three steps before the capture"
-                warn(cure if captures else "a PyTorch profiler is running: the budget is planned once it has ended")
+                later = "a PyTorch profiler is running: the budget is planned once it has ended"
+                self._say("waits", cure if captures else later)
             return ByPlan([] if size is None else size.plans)
         if size is None:
             size = self._added(family, given)
@@ -83,17 +84,27 @@ class Plans:
 
     def pass_has_ended(self, policy: ByPlan | None, has_raised: bool) -> None:
         """Note whether a pass has left its plans. If its rehearsal alone has raised an error, warn and make no more."""
-        if policy is not None and policy.size is not None and not policy.plans:
-            size, given = policy.size, policy.given
-            if given != size.given:  # too large despite fewer bytes, or other calls
-                size.serves = min(size.serves, sum(given[1]) - 1)
-            else:
-                size.strays = True
+        if policy is not None and (size := policy.size) is not None:
+            rehearsed, size.rehearsed = size.rehearsed, None
+            if not policy.plans and policy.given != size.given:  # too large despite fewer bytes, or other calls
+                size.serves = min(size.serves, sum(policy.given[1]) - 1)
+            elif not policy.plans:
+                size.strays, size.missed, size.left = True, rehearsed, policy.left
+                if size.rehearsals == _MOST:
+                    self._say(
+                        "paths", f"steps on paths without a plan, after {_MOST} rehearsals, may exceed the budget"
+                    )
         error = self._error
         if error is not None and not has_raised:
             self._error = None
             self._cannot_rehearse = True
             warn(f"no plan can be made, so a step may exceed the budget: {type(error).__name__}: {error}")
+
+    def _say(self, subject: str, message: str) -> None:
+        """Warn once about each subject."""
+        if subject not in self._said:
+            self._said.add(subject)
+            warn(message)
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a size before its first pass. ValueError if it cannot be rehearsed."""
@@ -141,28 +152,36 @@ class Plans:
         if not any(one.requires_grad for one in [*module.parameters(), *tensors_in((args, kwargs))]):
             return
         try:
-            step = rehearsed_step(module, args, kwargs, is_real=bool(self._differs_on_fakes))
-            if self._differs_on_fakes is None and size.strays and any(plan.calls == step.calls for plan in size.plans):
-                on_fakes, step = step, rehearsed_step(module, args, kwargs, is_real=True)
-                self._differs_on_fakes = step.calls != on_fakes.calls
+            missed = None if self._differs_on_fakes is not None else size.missed
+            step = rehearsed_step(module, args, kwargs, missed is not None or bool(self._differs_on_fakes), self.budget)
+            if missed is not None:
+                self._differs_on_fakes = step.calls != missed.calls
         except Exception as error:  # a network may raise anything
             self._error = error
             return
-        if all(plan.calls != step.calls for plan in size.plans):
+        known = next((plan for plan in size.plans if plan.calls == step.calls), None)
+        if known is None:
             size.strays = False
-            size.plans.append(self._planned(step))
+            size.plans.append(known := self._planned(step))
             size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough comes first
-        elif size.rehearsals == _MOST:
-            warn(
-                f"{_MOST} rehearsals had other calls than some of their steps, which may exceed the budget: does a "
-                f"hook change outputs (rehearsals leave users' hooks out), or does code outside choose the path?"
-            )
+        elif known is size.missed:
+            size.rehearsals = _MOST
+            self._say("paths", _unlike(module, size.left))
+        size.rehearsed = known
 
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
     def _planned(self, rehearsed: Step) -> Plan:
         """The plan of a rehearsed step, with one warning if it may exceed the budget."""
+        if not rehearsed.is_whole:
+            place = Simulation(rehearsed).peak_of([True] * len(rehearsed.values))
+            self._say(
+                "missed",
+                f"budget={self.budget} changes nothing, because no result of this network can be recomputed; most is "
+                f"kept at {place}: train it without a budget, on a smaller batch or shorter inputs",
+            )
+            return Plan(rehearsed.calls, bytes(len(rehearsed.calls)))
         asked = self._limit(rehearsed)
         step, choice = _chosen(rehearsed, asked)
         least = choice.peak
@@ -170,23 +189,31 @@ class Plans:
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more",
             *(len(step.calls), size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
         )
-        held = least if step is rehearsed else simulate(rehearsed, choice.kept).peak
-        if least <= asked + _BLOCK < held and not self._was_missed:
-            self._was_missed = True
-            warn(
-                f"this step is within {size_text(asked)} only if the program drops the network's outputs before the "
-                f"backward pass: while it has a name for them, the peak is {size_text(held)}"
+        if (taken := rehearsed.rehearsal) > asked + _BLOCK:
+            self._say(
+                "rehearsal",
+                f"the first step with a shape takes about {size_text(taken)}, more than {size_text(asked)}: it is "
+                f"planned on real tensors, because the network reads values, as x.item() and x[mask] do; remove such "
+                f"code from forward, or plan before other memory is taken: recompute_activations(…, example=…)",
             )
-        if least > asked + _BLOCK and not self._was_missed:
-            self._was_missed = True
+        held = least if step is rehearsed else simulate(rehearsed, choice.kept).peak
+        if least <= asked + _BLOCK < held:
+            self._say(
+                "missed",
+                f"this step is within {size_text(asked)} only if the program drops the network's outputs before the "
+                f"backward pass: while it has a name for them, the peak is {size_text(held)}",
+            )
+        if least > asked + _BLOCK:
             texts = size_text(asked), size_text(least)
             if texts[0] == texts[1]:
                 texts = f"{asked:,} bytes", f"{least:,} bytes"
-            warn(f"no plan keeps this step within {texts[0]}: the lowest peak is {texts[1]}, which is used")
+            place = Simulation(rehearsed).peak_of(choice.kept)
+            peak = f"the lowest peak is {texts[1]}, which is used; it is at {place}"
+            self._say("missed", f"no plan keeps this step within {texts[0]}: {peak}")
         if step.unseen:
             warn(
-                f"the network runs a part of its forward pass under {step.unseen}, which the budget cannot plan: "
-                f"switch that off, or a step may exceed the budget"
+                f"a part of the network's forward pass is not planned, because it runs under {step.unseen}: remove "
+                f"that, or give a smaller budget, because a step may exceed this one"
             )
         plan, plain = choice.plan(step), plain_peak(step)
         return replace(plan, peak=plain) if plain <= asked else plan  # nothing is recorded: see `ByPlan`
@@ -209,6 +236,18 @@ def _best(step: Step, limit: int) -> Choice:
     """The fastest choice within a limit, or the one with the lowest peak."""
     choices = frontier(step, limit)
     return next((choice for choice in choices if choice.peak <= limit), choices[-1])
+
+
+def _unlike(network: nn.Module, left: "ref[nn.Module] | None") -> str:
+    """The warning about a network whose steps differ from their rehearsals since one of its modules, `left`."""
+    names = {id(one): f"{name or 'the network'} ({type(one).__name__})" for name, one in network.named_modules()}
+    place = names.get(id(left and left()), "code outside its modules")
+    text = f"steps make other calls than their rehearsals, first in {place}, and may exceed the budget, because"
+    if compiled := [names[id(one)] for one in network.modules() if is_compiled(one)]:
+        return f"{text} calls under torch.compile cannot be seen: leave {compiled[0]} uncompiled"
+    if hooked := [names[id(one)] for one in network.modules() if has_hooks_of_users(one)]:
+        return f"{text} rehearsals leave out hooks: do in forward what those of {', '.join(hooked[:3])} do to outputs"
+    return f"{text} state outside the network chooses the path of a step: keep it in the network"
 
 
 _Given = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
@@ -238,6 +277,9 @@ class Size:
         self.plans: list[Plan] = []
         self.rehearsals = 0
         self.strays = False  # the network takes paths that have no plan
+        self.rehearsed: Plan | None = None  # the plan of the running pass, if this was just rehearsed
+        self.missed: Plan | None = None  # the last such plan that the pass has left all the same
+        self.left: ref[nn.Module] | None = None  # the module in which a pass has left its plans
 
     @property
     def is_unsettled(self) -> bool:

@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
+from torch import nn
+
+from ...torch_internals import calling_module
 from ..held.values import Value
 
 _MORE = 1.01  # results may be this many times larger than planned, because dimensions are rounded
@@ -60,6 +64,7 @@ class ByPlan:
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
+        self.left: ref[nn.Module] | None = None  # the module in which the pass has left its plans
 
     def anew(self) -> "ByPlan":
         """The policy of another pass with these inputs."""
@@ -70,6 +75,7 @@ class ByPlan:
         count = len(functions)
         same = [one for one in self.plans if [known for known, _ in one.calls[:count]] == [*functions]]
         self.plans = [one for one in same if not count or one.flag(count - 1, functions[-1], total) is not None]
+        self.left = None if self.plans else calling_module()
         self.call, self.total = count - 1, total
 
     def next_flag(self, function: Callable[..., Any], bytes: int) -> int | None:
@@ -82,6 +88,7 @@ class ByPlan:
         if len(self.plans) > 1 or flag is None:
             self.plans = [one for one in self.plans if one.flag(self.call, function, self.total) is not None]
             flag = self.plans[0].flags[self.call] if self.plans else None
+            self.left = None if self.plans else calling_module()
         return flag
 
     def why_kept(self, value: Value) -> str:

@@ -1,11 +1,13 @@
 """Count a training step: every allocation and release, and the time and temporary memory of every operator."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...made_tensors import Change, MadeTensors
@@ -14,6 +16,8 @@ from ...torch_internals import (
     FakeTensor,
     OpOverload,
     backward_runs,
+    calling_module,
+    next_node_number,
     node_number,
     running_node,
     tree_map,
@@ -34,12 +38,12 @@ from .costs import (
     spec_of,
     work_of,
 )
+from .recurrent import WITH_WORKSPACE, temporaries_of, with_workspace
 from .step import Event, Step
 from .trace import Trace
 
 _SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
 _DEVICE = torch.ops.prim.device.default
-_WITH_WORKSPACE = frozenset(["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])  # fake results lack it
 # Fake tensors decompose these in Python: running them takes less time.
 _SLOW = frozenset(f"native_{kind}_norm{end}" for kind in ("batch", "layer", "group") for end in ("", "_backward"))
 
@@ -51,12 +55,14 @@ class _Ran(NamedTuple):
     moved: int  # bytes
     operations: int
     like: TensorSpec  # its first result
+    temporaries: int = 0  # bytes, where it is not measured
 
 
 class _Packed(Kept):
     """What autograd holds in a counted step: the form of a fake tensor, or a copy of a real one in the CPU's memory.
 
-    So the step's own tensors exist as long as the program holds them.
+    So the step's own tensors exist as long as the program holds them. Tensors that were there before, such as
+    parameters, are held themselves.
     """
 
     __slots__ = ("counting", "device", "like", "number", "saved")
@@ -64,10 +70,12 @@ class _Packed(Kept):
     def __init__(self, tensor: Tensor, counting: "Counting"):
         self.counting, self.device = counting, tensor.device
         self.saved, self.number = counting.holds(self, tensor)
-        if not is_ordinary(tensor):
+        if isinstance(tensor, FakeTensor) and is_ordinary(tensor):
+            self.like = spec_of(tensor)
+        elif not is_ordinary(tensor) or counting.made.memory(tensor) is None:
             self.like = tensor.detach()
         else:
-            self.like = spec_of(tensor) if isinstance(tensor, FakeTensor) else copied(tensor).cpu()
+            self.like = copied(tensor).cpu()
 
     def get(self) -> Tensor:
         self.counting.reads(self.number)
@@ -88,29 +96,51 @@ class Counting(Trace):
         self.made = _Memories(self)
         super().__init__(inputs, self.made.memory)
         self.measures = measures
+        self.called: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
+        self.places: list[tuple[int, Any, Any]] = []  # operators: number of events at their end, function and module
         self.rebased: set[int] = set()  # numbers of nodes, of views over which a call has written
 
     def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass."""
         with self.made, _Recorded(self):
-            return network(*args, **kwargs)
+            outputs = network(*args, **kwargs)
+        self.called.append((next_node_number(), "the loss", None))
+        return outputs
 
     def pack(self, tensor: Tensor) -> _Packed:
         with without_function_modes(), self.made.off():
             return _Packed(tensor, self)
 
-    def step(self) -> Step:
+    def step(self, network: nn.Module) -> Step:
         """The step, once it has ended."""
         if self.measures:
             measure(one.operator for one in self.ran if one.operator is not None)
         events = [one.event if isinstance(one, Gone) else one for one in self.events]
         for i, (event, what) in enumerate(events):
             if event == Event.BUSY:
-                operator = self.ran[what].operator if what >= 0 else None
-                cost = None if operator is None else cost_of(operator)
-                events[i] = event, 0 if cost is None else cost.temporaries
+                ran = self.ran[what] if what >= 0 else None
+                cost = None if ran is None or ran.operator is None else cost_of(ran.operator)
+                events[i] = event, cost.temporaries if cost is not None else ran.temporaries if ran is not None else 0
         host = host_seconds() if self.measures else 0.0
-        return self.step_of(events, list(map(_seconds, self.ran)), [one.operations for one in self.ran], host)
+        step = self.step_of(events, list(map(_seconds, self.ran)), [one.operations for one in self.ran], host)
+        return step._replace(places=self._named(network))
+
+    def note_place(self, function: OpOverload) -> None:
+        """An operator has run: in the last call, or in the backward pass of the call that has made the node."""
+        number = len(self.called)
+        if backward_runs():
+            number = bisect_right(self.called, node_number(running_node()), key=itemgetter(0))
+        _, call, module = self.called[number - 1] if number else (0, function, None)
+        self.places.append((len(self.events), call, module))
+
+    def _named(self, network: nn.Module) -> list[tuple[int, str]]:
+        """See `Step.places`."""
+        modules = network.named_modules()
+        names = {id(module): f" in {name or 'the network'} ({type(module).__name__})" for name, module in modules}
+        return [
+            (end, getattr(call, "__name__", str(call)) + names.get(id(module and module()), ""))
+            for end, call, module in self.places
+        ]
 
 
 def _seconds(ran: _Ran) -> float:
@@ -166,6 +196,7 @@ class _Memories(MadeTensors):
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if not function.is_view:
             self._note_operator(function, args, kwargs or {}, result)
+            self.counting.note_place(function)
         return result
 
     def call(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -182,8 +213,10 @@ class _Memories(MadeTensors):
             node = running_node() if self.counting.rebased and backward_runs() else None
             is_new = node is not None and node_number(node) in self.counting.rebased
             return result.new_empty_strided(result.shape, result.stride()) if is_new else result
-        is_usual = all(one.is_contiguous() for one in given) and name not in _WITH_WORKSPACE
-        if not self.counting.measures or is_usual or torch.Tag.pointwise in function.tags or given[0] is result:
+        if not self.counting.measures:
+            return with_workspace(function, args, kwargs, result)
+        is_usual = all(one.is_contiguous() for one in given) and name not in WITH_WORKSPACE
+        if is_usual or torch.Tag.pointwise in function.tags or given[0] is result:
             return result
         found = self._as_real(function, args, kwargs)
         return result if found is None else found
@@ -204,9 +237,10 @@ class _Memories(MadeTensors):
             return
         moved, operations = work_of(function, args, kwargs, result)
         operator = operator_of(function, args, kwargs) if self.counting.measures and moved >= _SMALL else None
-        if operator is not None:
+        temporaries = 0 if self.counting.measures else temporaries_of(function, args, kwargs)
+        if operator is not None or temporaries:
             self.counting.events.append((Event.BUSY, len(self.counting.ran)))
-        self.counting.ran.append(_Ran(operator, moved, operations, spec_of(made[0])))
+        self.counting.ran.append(_Ran(operator, moved, operations, spec_of(made[0]), temporaries))
 
 
 class _Recorded(Recording):
@@ -224,6 +258,7 @@ class _Recorded(Recording):
 
     def run(self, call: Call) -> Any:
         counting = self.counting
+        counting.called.append((call.first_node, call.function, calling_module()))
         call.began, before = (len(counting.events), len(counting.ran)), len(counting.values)
         result = super().run(call)
         target = call.args[0] if call.overwrites and call.args and torch.is_grad_enabled() else None

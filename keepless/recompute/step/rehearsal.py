@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ...inputs import tensors_in
+from ...saved import is_ordinary
 from ...torch_internals import FakeTensor, pop_hooks
 from ..recorder.recording import hooks_around
-from .copied import is_sharded, on_copy
+from .copied import Overwritten, on_copy
 from .counting import Counting
+from .sharded import is_sharded
+from .simulation import plain_peak
 from .step import Step
 
 _log = logging.getLogger(__name__)
@@ -52,11 +55,14 @@ def counted_step(
     kwargs: dict[str, Any],
     measures: bool = False,
     copy_parameters: bool = False,
+    limit: float | int | None = None,
 ) -> Step:
     """A step of a network, real or on fake tensors. `measures`: see `Counting`; always on for real tensors.
 
+    `limit`: a budget. If nothing can be recomputed and the step exceeds it, the step ends after the forward pass.
+
     The mean squares of the outputs are its losses; if operators are not measured, as by planners that count the loss
-    themselves, a `Loss`. Gradients and buffers are those of the step afterwards.
+    themselves, a `Loss`. Afterwards buffers are those of the step, and gradients have no meaning.
     """
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -64,15 +70,29 @@ def counted_step(
     counting = Counting(inputs, measures or not is_fake)
     counting.copy_parameters = copy_parameters
     for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
     outputs = counting.forward_pass(network, args, kwargs)
     with counting.made:
         counting.forward_ends(tensors_in(outputs))
         starts = differentiable(outputs)
+        if limit is not None and not counting.has_choices():
+            step = counting.step(network)
+            if (limit < 1) if isinstance(limit, float) else (plain_peak(step) > limit):
+                return step
         losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
         torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
         del outputs, starts, losses
-    return counting.step()
+    return counting.step(network)
+
+
+def _share_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give real parameters gradients to add to, in the same memory: nothing reads their values."""
+    shared: dict[Any, Tensor] = {}
+    for one in sorted(filter(is_ordinary, parameters), key=Tensor.numel, reverse=True):
+        if (kind := (one.dtype, one.device)) not in shared:
+            shared[kind] = torch.empty(one.numel(), dtype=one.dtype, device=one.device)
+        one.grad = shared[kind][: one.numel()].view(one.shape)
 
 
 def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -89,23 +109,30 @@ def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [output for output in outputs if output.dim() == 0 or output.grad_fn not in seen]
 
 
-def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_real: bool = False) -> Step:
+def rehearsed_step(
+    network: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_real: bool = False,
+    limit: float | int | None = None,
+) -> Step:
     """The calls and memory of a network's step with these arguments.
 
     It runs on a copy of the network, under the modes of the caller, such as autocast: on fake tensors, or if that
     raises an error, as in a network that reads values, on real ones, while the values that autograd saves are in the
-    CPU's memory. Users' hooks are left out, because they may count or log; hooks of PyTorch (e.g. spectral norms) and
-    of `to_inplace` are copied. `is_real`: fake tensors are not tried.
+    CPU's memory. The copy's parameters then share the network's memory, unless the forward pass writes over them.
+    Users' hooks are left out, because they may count or log; hooks of PyTorch (e.g. spectral norms) and of `to_inplace`
+    are copied. `is_real`: fake tensors are not tried. `limit`: see `counted_step`.
 
     Raises what `on_copy` raises.
     """
     tensors = [*tensors_in((args, kwargs)), *network.parameters()]
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
-    hooks = len(hooks_around())
+    hooks, run = len(hooks_around()), partial(counted_step, limit=limit)
     try:
         if not is_real or without_values:
-            run = partial(counted_step, measures=not without_values, copy_parameters=is_sharded(network))
-            return on_copy(run, network, args, kwargs)
+            on_fakes = partial(run, measures=not without_values, copy_parameters=is_sharded(network))
+            return on_copy(on_fakes, network, args, kwargs)
     except Exception as error:  # a network may raise anything
         if without_values:
             raise
@@ -114,8 +141,25 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         gc.collect()  # contexts end with the error's frames; some never end, and leave hooks behind
         for _ in range(len(hooks_around()) - hooks):
             pop_hooks()
+    copies = sum(parameter.nbytes for parameter in network.parameters() if not is_ordinary(parameter))
     try:
-        return on_copy(counted_step, network, args, kwargs, is_fake=False)
+        step = _on_real_tensors(run, network, args, kwargs, shares=True)
+    except Overwritten:
+        copies = sum(parameter.nbytes for parameter in network.parameters())
+        step = _on_real_tensors(run, network, args, kwargs, shares=False)
+    on_cpu = all(one.is_cpu for one in tensors)
+    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu))
+
+
+def _on_real_tensors(
+    run: Callable[..., Step], network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
+) -> Step:
+    def run_on(copy: nn.Module, *given: Any) -> Step:
+        _share_gradients(one for one in copy.parameters() if one.requires_grad)
+        return run(copy, *given)
+
+    try:
+        return on_copy(run_on, network, args, kwargs, is_fake=False, shares=shares)
     except Exception as error:
         clear_frames(error.__traceback__)  # they hold tensors of the copy
         raise

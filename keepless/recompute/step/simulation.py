@@ -93,6 +93,7 @@ class Simulation:
         # Each event, its number, the value that is saved; and for what follows before the next one in memories without
         # values: the most bytes, and the bytes afterwards, beyond those before.
         self.events = [(_BUSY, 0, -1, 0, 0)]
+        self.at = [0]  # the step's event of each, where it has the most bytes
         self.forward = 0  # the event at which the forward pass has ended
         self._note_events()
 
@@ -102,13 +103,17 @@ class Simulation:
             if now == self.step.forward:
                 self.forward, before, alone.most = len(self.events), alone.level, alone.level
                 self.events += [(_BUSY, 0, -1, 0, 0)] * 2
+                self.at += [now] * 2
             value = self.step.saved[what].value if event in (_SAVE, _READ, _RELEASE) else -1
             if value >= 0 or event == _PASS or (event in (_HOLD, _LET) and what in shared):
                 before = alone.most = alone.level
                 self.events.append((event, what, value, 0, 0))
+                self.at.append(now)
             else:
+                most = alone.most
                 if event in (_HOLD, _LET, _BUSY):
                     (alone.uses if event == _BUSY else alone.hold if event == _HOLD else alone.let)(what)
+                self.at[-1] = now if alone.most > most else self.at[-1]
                 self.events[-1] = *self.events[-1][:3], alone.most - before, alone.level - before
 
     def run(self, kept: Sequence[bool]) -> Outcome:
@@ -117,6 +122,11 @@ class Simulation:
         `kept`: for each value, after `led`; True for `Kind.KEPT`, False for `Kind.FOLLOWS` and `Kind.OVERWRITTEN`.
         """
         return _Run(self, kept).outcome()
+
+    def peak_of(self, kept: Sequence[bool]) -> str:
+        """The call and the module at the peak of a choice."""
+        levels = self.run(self.led(kept)).levels
+        return self.step.place(self.at[levels.index(max(levels))])
 
     def led(self, kept: Sequence[bool]) -> list[bool]:
         """Extend the choice for each leader to all values that its recipe computes; cut chains as the recorder does."""

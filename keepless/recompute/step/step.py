@@ -71,6 +71,17 @@ class Step(NamedTuple):
     unseen: str = ""  # what hides calls from the trace, such as a checkpoint
     seconds: float = 0.0  # of the plain step
     operations: int = 0  # of the plain step: multiplications and additions
+    rehearsal: int = 0  # bytes that its rehearsal has taken, about; 0 on fake tensors
+    places: Sequence[tuple[int, str]] = ()  # operators: number of events at their end, and the call and module
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the backward pass was counted, too."""
+        return len(self.events) > self.forward
+
+    def place(self, event: int) -> str:
+        """The call and the module during an event."""
+        return next((place for end, place in self.places if end > event), "the end of the backward pass")
 
     def without_outputs(self) -> "Step":
         """The same step if the program drops the outputs before the backward pass, so that only its loss holds them.

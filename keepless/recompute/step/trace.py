@@ -219,6 +219,8 @@ class Trace(KnownValues):
     def holds(self, packed: Any, tensor: Tensor) -> tuple[Saved | Kept | ShapeOnly, int]:
         """Autograd holds `packed` for a tensor. Returns what a recorder gives it, and the number of the save, or -1."""
         saved, call = self.packed(tensor), self.call
+        if self.forward < 0 and backward_runs():  # saved by a backward pass, for another one through it
+            self.unseen = "torch.autograd.grad with create_graph=True (second derivatives)"
         if isinstance(saved, _NotHeld):
             if is_ordinary(tensor) and not (tensor.requires_grad and call is not None):
                 memory = self.place(tensor)
@@ -251,6 +253,10 @@ class Trace(KnownValues):
         self.events.append((Event.PASS, 0))
 
     # The step
+
+    def has_choices(self) -> bool:
+        """Whether a plan can keep a value or recompute it, or could if no calls were hidden."""
+        return bool(self.unseen) or any(value.kind == Kind.FREE for value in self.values)
 
     def forward_ends(self, outputs: Iterable[Tensor]) -> None:
         """The forward pass has ended with these outputs."""

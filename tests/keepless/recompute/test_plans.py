@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import fit, plan, recompute_activations, report
+from keepless.recompute.kinds import plans as plans_module
 from keepless.recompute.kinds.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
@@ -176,6 +177,37 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
         warnings.simplefilter("error")
         for number in range(6):
             step(prepared.train(number % 3 != 1), x)
+
+
+def test_a_budget_that_changes_nothing_is_said_after_the_forward_pass(monkeypatch):
+    """Also one in bytes, but not if the step is within it."""
+    network, x = nn.Sequential(nn.GRU(8, 8)), torch.randn(3, 2, 8)
+    monkeypatch.setattr(plans_module, "frontier", lambda *_: pytest.fail("there is nothing to search"))
+    for budget in (0.9, "1kB"):
+        with pytest.warns(
+            UserWarning, match=r"changes nothing, .* kept at gru in 0 \(GRU\): train it without a budget"
+        ):
+            recompute_activations(network, budget=budget)(x)
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recompute_activations(network, budget="1GiB")(x)
+
+
+def test_the_warning_about_the_lowest_peak_names_its_call_and_module():
+    network = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 1)))
+    with pytest.warns(UserWarning, match=r"no plan keeps .* it is at (linear|relu) in 1\.\d \((Linear|ReLU)\)"):
+        recompute_activations(network, budget=0.01)(torch.randn(64, 8))
+
+
+def test_second_derivatives_in_forward_are_said_not_to_be_planned():
+    def derived(x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        return slope + x
+
+    network = After(nn.Linear(16, 16), derived)
+    with pytest.warns(UserWarning, match=r"not planned, .* create_graph=True \(second derivatives\): remove that"):
+        recompute_activations(network, budget=0.95)(torch.randn(64, 16))
 
 
 def test_complex_outputs_are_planned():

@@ -30,7 +30,7 @@ from keepless.recompute.step.copied import LeftBehind
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import backward_starts, rehearsed_step
 from keepless.torch_internals import current_hooks
-from tests.keepless.recompute.ahead import Ahead, Layers, assert_like, gradients, plans, plans_of
+from tests.keepless.recompute.ahead import Ahead, Layers, assert_like, gradients, plans, plans_of, step
 
 
 def drawn(network: Layers, x: Tensor) -> Tensor:
@@ -200,6 +200,7 @@ def test_a_rehearsal_leaves_nothing_for_the_garbage_collector(monkeypatch):
 
 
 WEIGHTS: list[ref] = []
+ADDRESSES: list[int] = []
 
 
 def test_a_rehearsal_that_fails_inside_hooks_of_the_program_leaves_none():
@@ -236,17 +237,71 @@ def test_a_rehearsal_on_real_tensors_leaves_no_copy_behind():
     assert [one for one in alive if type(one) is nn.Parameter and not is_fake(one)] == [network.layers[0].weight]
 
 
-def test_hooks_that_change_calls_are_said_after_sixteen_rehearsals(rehearsals):
-    """A rehearsal leaves them out. Once it is tried on real tensors, too."""
-    within = Layers(2)
-    within.layers[1].register_forward_hook(lambda layer, args, output: F.gelu(output))
-    recompute_activations(within, budget=0.99)
-    for _ in range(15):
-        gradients(within, torch.randn(4, 32))
-    with pytest.warns(UserWarning, match="16 rehearsals had other calls .* does a hook change outputs"):
+def hooked(network: Layers) -> Layers:
+    network.layers[1].register_forward_hook(lambda layer, args, output: F.gelu(output))
+    return network
+
+
+def unseen(graph: nn.Module, inputs: list[Tensor]) -> Callable:
+    """A compiler whose code no mode sees."""
+
+    def run(*arguments):
+        with torch._C.DisableTorchFunction():
+            return graph(*arguments)
+
+    return run
+
+
+def compiled(network: Layers) -> Layers:
+    network.layers[1].compile(backend=unseen)
+    return network
+
+
+def wrapped(network: Layers) -> Layers:
+    network.layers[1] = torch.compile(network.layers[1], backend=unseen)
+    return network
+
+
+UNLIKE = {
+    hooked: r"first in the network \(Layers\), .* leave out hooks: do in forward what those of layers.1 \(Linear\)",
+    compiled: r"under torch.compile cannot be seen: leave layers.1 \(Linear\) uncompiled",
+    wrapped: r"leave layers.1 \(OptimizedModule\) uncompiled",
+}
+
+
+@pytest.mark.parametrize(
+    "change", [hooked, *(pytest.param(one, marks=pytest.mark.slow) for one in (compiled, wrapped))]
+)
+def test_steps_unlike_their_rehearsals_are_said_once_this_is_certain(change, rehearsals):
+    """The first rehearsal is on fake tensors, the second on real ones; a third would not help."""
+    within = recompute_activations(change(Layers(2)), budget=0.99)
+    gradients(within, torch.randn(4, 32))
+    with pytest.warns(UserWarning, match=UNLIKE[change]):
         gradients(within, torch.randn(4, 32))
     gradients(within, torch.randn(4, 32))
-    assert len(rehearsals) == 17
+    assert len(rehearsals) == 2
+
+
+class Experts(nn.Module):
+    """In each step another of three experts, each with layers of its own number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Layers(size) for size in (2, 3, 4))
+        self.chosen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[self.chosen](x)
+
+
+def test_paths_that_come_again_get_their_plans(rehearsals):
+    """Although a step is rehearsed whose path has a plan, because the step before has left it."""
+    within = recompute_activations(Experts(), budget=0.99)
+    for within.chosen in (0, 1, 0, 1, 1, 2, 0, 2, 2):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "steps make other calls")
+            gradients(within, torch.randn(64, 32))
+    assert plans(within) == [3] and len(rehearsals) == 5
 
 
 def test_every_step_of_every_size_is_within_the_budget():
@@ -377,6 +432,29 @@ def test_a_network_that_reads_values_is_rehearsed_on_real_tensors():
     assert plans(within) == [1] and within.calls == within.count == 3
     plain.count.fill_(3)
     assert_like(plain, within, x)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_rehearsal_on_real_tensors_shares_parameters_that_are_not_written(writes):
+    """The first step says that it takes more than the budget."""
+
+    def read(network: Layers, x: Tensor) -> Tensor:
+        if not is_fake(x):
+            ADDRESSES.append(network.layers[0].weight.data_ptr())
+        if writes:
+            with torch.no_grad():
+                network.layers[0].weight.view(-1).mul_(1 - 1 / 64)
+        return x * float(x.sum() > 0)
+
+    torch.manual_seed(0)
+    plain = Layers(4, read)
+    ADDRESSES.clear()
+    within = recompute_activations(copy.deepcopy(plain), budget=0.6)
+    own, x = within.layers[0].weight.data_ptr(), torch.rand(500, 32)
+    with pytest.warns(UserWarning, match="the first step with a shape takes about .* because the network reads values"):
+        found = step(within, x)
+    assert ADDRESSES.count(own) == 2 and len(ADDRESSES) == 2 + writes  # a rehearsal that would write is made again
+    assert all(map(torch.equal, found, step(plain, x))) and plans(within) == [1]
 
 
 def test_a_network_that_does_something_else_on_fake_tensors_is_rehearsed_on_real_ones():
