@@ -1,6 +1,7 @@
 """The structure of PNG and JPEG files. Functions take the bytes of a file and decode no pixels."""
 
 import re
+import struct
 import zlib
 from collections.abc import Iterator
 
@@ -8,6 +9,13 @@ PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
 JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
 GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
 _PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
+_HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing
+_CHANNELS = {GRAY: 1, COLOUR: 3, PALETTE: 1, 4: 2, 6: 4}
+# First column, first row, and the steps to the next ones, of the parts in which a PNG stores its pixels; interlaced: 7.
+_GRIDS = (
+    [(0, 0, 1, 1)],
+    [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)],
+)
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a JPEG marker, except restarts between coded pixels
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
 _SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top
@@ -37,30 +45,38 @@ def png_size(data: bytes) -> tuple[int, int]:
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
-def png_pixels_only(data: bytes) -> bytes:
-    """The PNG without text, colour profile and other chunks that do not change its pixels' values.
+def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
+    """The PNG down to `rows` rows (default: all), without text and other chunks that do not change pixels' values.
 
-    It also lacks the last byte of the compressed pixels, which belongs to their checksum. Pillow stops where the
-    checksum ends and leaves missing rows black; if it does not end, Pillow asks for more pixels, and fails.
+    ValueError if its compressed pixels are damaged or end early: Pillow would leave missing rows black.
     """
-    before, pixels, behind = [memoryview(data)[:8]], list[memoryview](), list[memoryview]()
-    for chunk in png_chunks(data):
-        if chunk[4:8] == _PIXELS:
-            pixels.append(chunk[8:-4])
-        elif chr(chunk[4]).isupper():
-            (behind if pixels else before).append(chunk)
-    content = memoryview(b"".join(pixels))[:-1]
-    return b"".join([*before, len(content).to_bytes(4, "big"), _PIXELS, content, bytes(4), *behind])
+    width, height, depth, colour_type, _, _, interlaced = _HEADER.unpack(data[16:29])
+    height, bits = rows or height, depth * _CHANNELS[colour_type]
+    grids = [(len(range(y, height, dy)), len(range(x, width, dx))) for x, y, dx, dy in _GRIDS[interlaced]]
+    size = sum(down * (1 + (across * bits + 7) // 8) for down, across in grids if across)  # a row begins with a filter
+    chunks = [chunk for chunk in png_chunks(data) if chr(chunk[4]).isupper()]
+    try:
+        compressed = b"".join(chunk[8:-4] for chunk in chunks if chunk[4:8] == _PIXELS)
+        pixels = zlib.decompressobj().decompress(compressed, size)
+    except zlib.error as error:
+        raise ValueError(f"its pixels are damaged: {error}") from error
+    if len(pixels) < size:
+        raise ValueError("its pixels end early")
+    others = [chunk for chunk in chunks[1:-1] if chunk[4:8] != _PIXELS]
+    header = b"IHDR" + data[16:20] + height.to_bytes(4, "big") + data[24:29]
+    stored = zlib.compress(pixels, 0)  # Pillow does not inflate them again
+    return b"".join(
+        [data[:12], header, zlib.crc32(header).to_bytes(4, "big"), *others]
+        + [len(stored).to_bytes(4, "big"), _PIXELS, stored, bytes(4), chunks[-1]]
+    )
 
 
 def png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:
-    """`png_pixels_only` with a header that claims `rows` rows; None if its pixels are of another kind."""
-    header = data[12:29]  # "IHDR", width, height, depth, colour type, compression, filter, interlacing
-    depth, colour_type, *_, interlaced = header[12:]
+    """`png_pixels_only`, or None if its pixels are of another kind."""
+    depth, colour_type, *_, interlaced = data[24:29]
     if colour_type not in colour_types or interlaced or (depth != 8 and colour_type != PALETTE):
         return None
-    header = header[:8] + rows.to_bytes(4, "big") + header[12:]
-    return data[:12] + header + zlib.crc32(header).to_bytes(4, "big") + png_pixels_only(data)[33:]
+    return png_pixels_only(data, rows)
 
 
 def jpeg_has_end(data: bytes) -> bool:

@@ -316,6 +316,7 @@ def _orientation(data: bytes) -> int:
 
 def _exact(path: Path, data: bytes) -> np.ndarray:
     """The values in a PNG."""
+    Stored(path, data).size()  # refuses too many pixels, before they are inflated
     with _decoding(path, "a label; expected a PNG"):
         return np.asarray(Image.open(BytesIO(formats.png_pixels_only(data)), formats=["PNG"]))
 
@@ -344,12 +345,13 @@ def _decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarra
     rows, columns = window
     if data.startswith(formats.PNG):
         nearly_all = rows.stop > _NEARLY_ALL * formats.png_size(data)[1] and data[25] != formats.PALETTE
-        down_to = None if nearly_all else formats.png_down_to(data, rows.stop, colour_types)
-    else:
-        down_to = formats.jpeg_down_to(data, rows.stop)
-    if down_to is None:
-        return None
     with suppress(OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # damaged: see the whole
+        if data.startswith(formats.PNG):
+            down_to = None if nearly_all else formats.png_down_to(data, rows.stop, colour_types)
+        else:
+            down_to = formats.jpeg_down_to(data, rows.stop)
+        if down_to is None:
+            return None
         image = Image.open(BytesIO(down_to), formats=["PNG", "JPEG"])
         return np.asarray(image.crop((columns.start, rows.start, columns.stop, rows.stop)))
     return None

@@ -170,7 +170,7 @@ PASSES = {  # first row and column, and steps, by interlacing
 @pytest.mark.parametrize("interlaced", PASSES)
 @pytest.mark.parametrize("colour_type", KINDS)
 def test_pixels_of_a_png_that_end_early_are_found_although_checksums_are_right(colour_type, interlaced, tmp_path):
-    """Pillow leaves missing rows black, and black is a class. Bytes behind the pixels do no harm."""
+    """Pillow leaves missing rows black, and black is a class. Bytes behind the pixels do no harm, and do not hide it."""
     path, height, width = tmp_path / "x.png", 9, 5
     everything = slice(0, height), slice(0, width)
     for depth in KINDS[colour_type]:
@@ -184,8 +184,9 @@ def test_pixels_of_a_png_that_end_early_are_found_although_checksums_are_right(c
         before = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"PLTE", bytes(768)) * (colour_type == 3)
         is_mask = (depth, colour_type) in {(1, 0), (8, 0), (16, 0), *((bits, 3) for bits in KINDS[3]), (8, 4), (8, 6)}
         reads = [decode_image, decode_mask] if is_mask else [decode_image]
-        for size in (rows[0], sum(rows[:-1]), sum(rows) - 1, sum(rows), sum(rows) + 100):
-            pixels = zlib.compress(bytes(size))
+        sizes = (rows[0], sum(rows[:-1]), sum(rows) - 1, sum(rows), sum(rows) + 100)
+        for size, behind in itertools.product(sizes, (b"", b"behind")):
+            pixels = zlib.compress(bytes(size)) + behind
             for (cut, window), read in itertools.product(((-3, []), (None, []), (None, [everything])), reads):
                 parts = (
                     chunk(b"IDAT", pixels[:cut]) + chunk(b"IDAT", b"") + chunk(b"IDAT", pixels[cut:] if cut else b"")
