@@ -1,7 +1,7 @@
 """Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cache
 from io import BytesIO
@@ -31,16 +31,12 @@ _PNG_OR_JPEG = "an image; expected a PNG or JPEG"
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
-Range16 = tuple[int, int]  # the values of 16-bit images that become black and white
-ALL_16: Range16 = 0, 65_535
+Range16 = Sequence[int]  # the two values of 16-bit images that become black and white
+ALL_16 = 0, 65_535
 
 
 class Unreadable(ValueError):
     """A file is missing, damaged, or not of the expected kind."""
-
-
-class _OtherKind(ValueError):
-    """A file is intact, but not of a kind that is read as it was written."""
 
 
 class Stored(NamedTuple):
@@ -107,27 +103,22 @@ def decode_image(
     do. Otherwise the orientation is ignored, because published labels match the pixels as stored. Rows far below
     `window` are not decoded.
     """
-    pixels = _decode(_stored(file, photograph=turned), window, turned, deep=range16 != ALL_16)
-    return pixels if pixels.dtype == np.uint8 else levels_of(range16)[pixels]
+    pixels = _decode(_stored(file, photograph=turned), window, turned, deep=tuple(range16) != ALL_16)
+    return pixels if pixels.dtype == np.uint8 else levels_of(*range16)[pixels]
 
 
 def values16(file: Stored, turned: bool) -> np.ndarray | None:
     """The values of an image with 16 bits per channel, uint16 (H, W, 3) RGB as in `decode_image`; None for others."""
-    is_deep = file.data.startswith(formats.PNG) and file.data[24] == 16
-    if turned and not file.has_end_mark:
-        with suppress(Exception):  # see `_decoding`; whoever reads the image gets the error
-            image = Image.open(BytesIO(file.data), formats=PHOTOGRAPHS)
-            is_deep = image.mode.startswith("I") or getattr(image, "tag_v2", {}).get(_BITS, (8,))[0] == 16
-    pixels = _decode(file, turned=turned, deep=True) if is_deep else None
+    may_be = turned if not file.has_end_mark else file.data.startswith(formats.PNG) and file.data[24] == 16
+    pixels = _decode(file, turned=turned, deep=True) if may_be else None
     return None if pixels is None or pixels.dtype == np.uint8 else pixels
 
 
 @cache
-def levels_of(range16: Range16) -> np.ndarray:
+def levels_of(low: int, high: int) -> np.ndarray:
     """The level of each 16-bit value, uint8 (65536,). Of the whole range it is, as in all decoders, the upper byte."""
-    low, high = range16
     scaled = (np.arange(65_536).clip(low, high) - low) * 256
-    return (scaled >> 16 if range16 == ALL_16 else scaled // (high - low)).clip(0, 255).astype(np.uint8)
+    return (scaled >> 16 if (low, high) == ALL_16 else scaled // (high - low)).clip(0, 255).astype(np.uint8)
 
 
 def _decode(file: Stored, window: Window = EVERYTHING, turned: bool = False, deep: bool = False) -> np.ndarray:
@@ -208,7 +199,7 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
         turned, inverted = tags.get(ExifTags.Base.Orientation, 1) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
         if not exact or turned or inverted or _is_misread(image, tags) or getattr(image, "n_frames", 1) > 1:
-            raise _OtherKind("another kind of TIFF")
+            raise UnidentifiedImageError("another kind of TIFF")
         return np.asarray(image)
 
 
@@ -232,14 +223,14 @@ def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
         with _opened(data) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
             if data.startswith(b"MM\0+") or _is_misread(stored, tags):
-                raise _OtherKind("another kind of TIFF")
+                raise UnidentifiedImageError("another kind of TIFF")
             image, bits = ImageOps.exif_transpose(stored), tags.get(_BITS, (16 if "I" in stored.mode else 8,))[0]
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             values = np.asarray(image).astype(np.uint16) << (16 - bits)
             values = 65_535 - values if tags.get(_INTERPRETATION) == 0 else values
             return np.repeat((values if deep and bits == 16 else (values >> 8).astype(np.uint8))[..., None], 3, axis=2)
         if image.mode in ("I", "F"):
-            raise _OtherKind("the black and white of 32 bits are unknown")
+            raise UnidentifiedImageError("the black and white of 32 bits are unknown")
         pixels = np.array(image.convert("RGB"))
         if deep and bits == 16 and image.mode in ("RGB", "RGBA"):
             with _opened(data, lower=True) as stored:
@@ -280,11 +271,10 @@ def _decoding(path: Path, expected: str, converts: bool = False) -> Iterator[Non
         ) from None
     except MemoryError:
         raise
-    except (_OtherKind, UnidentifiedImageError) as error:
-        fix = ": convert it, such as three of its bands to RGB, or restore it if it is damaged."
-        kind, fix = (ValueError, fix) if converts else (Unreadable, ", undamaged.")
-        raise kind(f"{path}: cannot be decoded as {expected}{fix}") from error
     except Exception as error:  # readers of rare formats raise whatever Python does for damaged bytes
+        if converts and isinstance(error, UnidentifiedImageError):
+            advice = "convert it, such as three of its bands to RGB, or restore it if it is damaged"
+            raise ValueError(f"{path}: cannot be decoded as {expected}: {advice}.") from error
         raise Unreadable(f"{path}: cannot be decoded as {expected}, undamaged.") from error
 
 

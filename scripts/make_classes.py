@@ -117,7 +117,7 @@ def make_classes(values: DictConfig) -> Path:
         console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
     ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
     check_number(root, kind, pixels, ids, ignored)
-    dark = doubts16(held.used16, config.data.black_and_white(), "images", keys="data.")
+    dark = doubts16(held.used16, config.data.range16, "images", keys="data.")
     for note in [*notes, *doubts(pixels, ids, ignored), *dark]:
         console.print(note, soft_wrap=True)
     replace_file(file, written(ids, ignored))

@@ -42,7 +42,7 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
     """One split. ValueError, naming its config key `key`, if the dataset has no such split or files are missing."""
     with root_named(config, f"{key}={split}: "):
         made = FOR_CLASSIFICATION[config.name].make(config.root, split, **own_options(config))
-    return replace(made, range16=config.black_and_white())
+    return replace(made, range16=config.range16)
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:

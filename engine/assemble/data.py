@@ -56,7 +56,7 @@ def dataset(
             )
         with root_named(config, f"{key}={name}: "):
             parts.append(row.make(config.root, name, **options))
-    return replace(joined(parts), range16=config.black_and_white())
+    return replace(joined(parts), range16=config.range16)
 
 
 def own_options(config: Data) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction) -> Opened:
         network = predictor(config, options, state, forward)
     except KeyError as error:
         raise ValueError(f"checkpoint {path} has no {error}, which its task needs. {files.RESTORE}") from error
-    network.range16 = config.data.black_and_white()
+    network.range16 = config.data.range16
     return Opened(network, config, state)
 
 

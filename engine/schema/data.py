@@ -61,11 +61,6 @@ class Data:
         red, green, blue = (255 * value for value in self.normalisation().mean)
         return red, green, blue
 
-    def black_and_white(self) -> tuple[int, int]:
-        """data.range16, for `datasets.reading`."""
-        low, high = self.range16
-        return low, high
-
     def doubts_of_sizes(self, sizes: Sequence[tuple[int, int, int]]) -> list[str]:
         """Whether crops fit training images of these `sizes`: (width, height, number of images)."""
         return []

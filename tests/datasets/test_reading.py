@@ -170,7 +170,7 @@ PASSES = {  # first row and column, and steps, by interlacing
 @pytest.mark.parametrize("interlaced", PASSES)
 @pytest.mark.parametrize("colour_type", KINDS)
 def test_pixels_of_a_png_that_end_early_are_found_although_checksums_are_right(colour_type, interlaced, tmp_path):
-    """Pillow leaves missing rows black, and black is a class. Bytes behind the pixels do no harm, and do not hide it."""
+    """Pillow leaves missing rows black, and black is a class. Bytes behind the pixels do no harm and hide nothing."""
     path, height, width = tmp_path / "x.png", 9, 5
     everything = slice(0, height), slice(0, width)
     for depth in KINDS[colour_type]:
