@@ -1,5 +1,6 @@
 """A classification dataset: a list of images in files or in memory, a class for each, and checked reading."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class ClassificationDataset(Dataset):
     turned: bool = False
     range16: Range16 = ALL_16
     digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
+    sizes: Sequence[tuple[int, int, int]] = field(default=(), init=False)  # none: they do not matter
 
     def __post_init__(self) -> None:
         assert (self.pixels is None) == (self.names is None)

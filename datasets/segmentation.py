@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -29,39 +28,20 @@ class Files(NamedTuple):
 
 
 class FileTable(Sequence[Files]):
-    """The files of a split in two objects, which workers share.
-
-    Every worker would soon have its own copy of a list of tuples, as counting references writes to Python objects.
-    """
+    """The files of a split in one array, which workers share, as in `FileList`."""
 
     def __init__(self, files: Iterable[Files]) -> None:
-        texts = [b"" if part is None else os.fsencode(part) for entry in files for part in entry]
-        self._texts = b"".join(texts)
-        self._ends = np.cumsum([0, *map(len, texts)])  # of name, image and label of each entry
+        rows = [[os.fsencode(part or "") for part in entry] for entry in files]
+        self.rows = np.array(rows, np.bytes_).reshape(-1, 3)  # name, image and label of each entry
 
     def __len__(self) -> int:
-        return len(self._ends) // 3
+        return len(self.rows)
 
-    @overload
-    def __getitem__(self, number: int) -> Files: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> list[Files]: ...
-
-    def __getitem__(self, number: int | slice) -> Files | list[Files]:
-        chosen = range(len(self))[number]
-        if isinstance(chosen, range):
-            return [self[each] for each in chosen]
-        name, image, label = self._decoded(3 * chosen, 3 * chosen + 3)
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[each] for each in range(len(self))[number]]
+        name, image, label = map(os.fsdecode, self.rows[number].tolist())
         return Files(name, Path(image), Path(label) if label else None)
-
-    def paths(self) -> list[str]:
-        """Image and label of each entry. (Making Paths of them would take most of the time.)"""
-        texts = self._decoded(0, 3 * len(self))
-        return [text for number, text in enumerate(texts) if text and number % 3]
-
-    def _decoded(self, first: int, end: int) -> Iterator[str]:
-        return (os.fsdecode(self._texts[a:b]) for a, b in pairwise(self._ends[first : end + 1].tolist()))
 
 
 class Sample(NamedTuple):
@@ -115,11 +95,12 @@ class SegmentationDataset(Dataset):
     label_fix: str | None = None
     palette_fix: str | None = None
     digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
+    sizes: Sequence[tuple[int, int, int]] = field(default=(), init=False)  # width, height, number of images; as well
     has_labels: bool = field(init=False)  # False for test splits whose labels are withheld
 
     def __post_init__(self) -> None:
-        self.has_labels = all(entry.label is not None for entry in self.files)
         self.files = FileTable(self.files)
+        self.has_labels = bool(self.files.rows[:, 2].all())
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -175,17 +156,6 @@ class SegmentationDataset(Dataset):
     def raw_label(self, index: int) -> np.ndarray:
         """Like `read_label`, but the values in the file."""
         return self._decode_label(self._stored_label(index), self.table.known)
-
-    @restorable()
-    def image_size(self, file: Stored, decode: bool = False) -> tuple[int, int]:
-        """(width, height) of an image file. ValueError if it is not an image.
-
-        `decode`: decode all its pixels, not only its header.
-        """
-        if decode:
-            height, width, _ = decode_image(file, turned=self.turned).shape
-            return width, height
-        return file.size(self.turned)
 
     def _stored_label(self, index: int) -> Stored:
         path = self.files[index].label
@@ -247,7 +217,7 @@ class SegmentationDataset(Dataset):
 
     def _listed(self) -> FileList:
         assert isinstance(self.files, FileTable)
-        paths = self.files.paths()
+        paths = [os.fsdecode(path) for path in self.files.rows[:, 1:].ravel().tolist() if path]
         top = os.path.commonpath({os.path.dirname(path) for path in paths}) if paths else ""
         return listed(Path(top), paths)
 

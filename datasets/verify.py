@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +18,8 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.file_list import listed
 from datasets.levels import doubts16, used16
-from datasets.reading import Range16, decode_image, label_palette, read
+from datasets.reading import Range16, Stored, decode_image, label_palette, read
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
@@ -78,25 +76,16 @@ class Inspection:
         return self.dataset.table.doubts(np.array(self.values), images) + conflict + of_levels
 
 
-Doubts = Callable[[Sequence[tuple[int, int, int]]], list[str]]
-
-
-def verify(
-    dataset: Split,
-    workers: int | None = None,
-    progress: Progress = None,
-    keys: str = "",
-    doubts_of_sizes: Doubts = lambda sizes: [],
-) -> list[str]:
+def verify(dataset: Split, workers: int | None = None, progress: Progress = None, keys: str = "") -> list[str]:
     """`inspect` a split quickly, once. ValueError: there are problems (the first are listed), or no pixel has a class.
 
-    Returns doubts, such as classes that no image shows, and those of `doubts_of_sizes`, which gets `Inspection.sizes`.
-    `keys`: see `Inspection.doubts`. TimeoutError names the first image that takes longer than `reading_errors` around
-    this call allows. The cache folder remembers success until a path, size or modification time changes. If it cannot
-    be written, the check runs every time. Sets the split's `digests`.
+    Returns doubts, such as classes that no image shows (`keys`: see `Inspection.doubts`), and sets the split's
+    `digests` and `sizes`. TimeoutError names the first image that takes longer than `reading_errors` around this call
+    allows. The cache folder remembers success until a path, size or modification time changes. If it cannot be written,
+    the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
-        key = dataset.files.fingerprint([_CHECKS, dataset.name, dataset.split])  # one file may hold both splits
+        key = dataset.files.fingerprint([_CHECKS, dataset.name, dataset.split, *dataset.classes])
     else:
         key = dataset.fingerprint([_CHECKS, dataset.palette_fix])
     remembered = cache_folder() / "verified" / key
@@ -112,11 +101,11 @@ def verify(
             remembered.parent.mkdir(parents=True, exist_ok=True)
             kept = [found.values, found.holding, found.conflict, found.digests, found.used16, found.sizes]
             remembered.write_text(json.dumps(kept))
-    dataset.digests = np.array(found.digests, np.uint64)
+    dataset.digests, dataset.sizes = np.array(found.digests, np.uint64), found.sizes
     if any(found.values) and not any(found.by_class[:IGNORED]):
         why = ". ".join(found.doubts("image"))
         raise ValueError(f"{split}: no pixel has a class, so nothing can be learnt or scored: {why}")
-    return [*found.doubts("training image", keys), *doubts_of_sizes(found.sizes)]
+    return found.doubts("training image", keys)
 
 
 def digest(content: Any) -> int:
@@ -147,11 +136,10 @@ def _digests(split: Split, other: Split) -> np.ndarray:
         return np.array([digest(image) for image in split.pixels], np.uint64)
     if split.digests is not None:
         return split.digests
-    sizes, others = (
-        listed(Path(), [each.path(number) for number in range(len(each))]).sizes for each in (split, other)
-    )
-    files = [split.path(number) for number in np.flatnonzero(np.isin(sizes, others)).tolist()]
-    return np.array([digest(read(file, photograph=True).data) for file in files], np.uint64)
+    files, others = ([each.path(number) for number in range(len(each))] for each in (split, other))
+    sizes = {os.path.getsize(file) for file in others}
+    same = [file for file in files if os.path.getsize(file) in sizes]
+    return np.array([digest(file.read_bytes()) for file in same], np.uint64)
 
 
 def inspect(dataset: Split, workers: int | None = None, progress: Progress = None, decode: bool = True) -> Inspection:
@@ -163,31 +151,28 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    look, problems, digests, deep = partial(_looked, dataset, decode), list[Problem](), list[int](), list[Range16]()
-    if isinstance(dataset, ClassificationDataset):
-        images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
-        if dataset.pixels is not None:
-            return Inspection(dataset, (), [], images, None, [])
-        for seen in every(dataset, look, workers, progress):
-            problems += seen.problems
-            digests.append(seen.digest)
-            deep += filter(None, [seen.used16])
-        return Inspection(dataset, tuple(problems), [], images, None, digests, deep)
-    palettes, sizes = Palettes(dataset.table.label_palette), Counter[tuple[int, int] | None]()
-    values, holding = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for seen in every(dataset, look, workers, progress):
-        digests.append(seen.digest)
+    problems, digests, deep = list[Problem](), list[int](), list[Range16]()
+    values, holding, sizes = np.zeros(256, np.int64), np.zeros(256, np.int64), Counter[tuple[int, int]]()
+    table = dataset.table if isinstance(dataset, SegmentationDataset) else None
+    palettes = Palettes(None if table is None else table.label_palette)
+    has_files = isinstance(dataset, SegmentationDataset) or dataset.pixels is None
+    for seen in every(dataset, partial(_looked, dataset, decode), workers, progress) if has_files else ():
         problems += seen.problems
+        digests.append(seen.digest)
         deep += filter(None, [seen.used16])
-        sizes[seen.size] += 1
-        values += seen.pixels
-        holding += dataset.table.by_class(seen.pixels) > 0
+        if table is not None:
+            values += seen.pixels
+            holding += table.by_class(seen.pixels) > 0
+            sizes.update(filter(None, [seen.size]))
         if seen.palette is not None:
             palettes.add(*seen.palette)
+    if isinstance(dataset, ClassificationDataset):
+        images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
+        return Inspection(dataset, tuple(problems), [], images, None, digests, deep)
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
     found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, digests, deep
-    return Inspection(*found, [(*size, images) for size, images in sizes.items() if size is not None])
+    return Inspection(*found, [(*size, images) for size, images in sizes.items()])
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -238,15 +223,13 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
 
     file = attempted("unreadable image", restorable()(read), dataset.path(index), dataset.turned)
     its_digest = 0 if file is None else digest(file.data)
-    if isinstance(dataset, ClassificationDataset):
-        if file is not None:
-            attempted("unreadable image", restorable()(partial(decode_image, turned=dataset.turned)), file)
-    elif file is not None:
-        size = attempted("unreadable image", dataset.image_size, file, decode)
-    if file is not None and not problems and (decode or index % max(1, len(dataset) // _DEEP) == 0):
+    if file is not None:
+        whole = decode or isinstance(dataset, ClassificationDataset)
+        size = attempted("unreadable image", restorable()(_size), file, dataset.turned, whole)
+    if size is not None and (decode or index % max(1, len(dataset) // _DEEP) == 0):
         used = attempted("unreadable image", used16, file, dataset.turned)
     if isinstance(dataset, ClassificationDataset):
-        return _Seen(problems, its_digest, used, None, np.zeros(0), None)
+        return _Seen(problems, its_digest, used, size, np.zeros(0), None)
     entry, palette = dataset.files[index], None
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
     if size is not None and label is not None:
@@ -259,3 +242,11 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
     return _Seen(problems, its_digest, used, size, pixels, palette)
+
+
+def _size(file: Stored, turned: bool, decode: bool) -> tuple[int, int]:
+    """(width, height) of an image. `decode`: decode all its pixels, not only its header."""
+    if decode:
+        height, width, _ = decode_image(file, turned=turned).shape
+        return width, height
+    return file.size(turned)

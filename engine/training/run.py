@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import nn
 
 from datasets import reading_errors, shared_images, verify
-from datasets.verify import Doubts
 from engine.assemble.data import workers_of
 from engine.assemble.network import arithmetic, varying_sizes
 from engine.assemble.optimization import schedule_of
@@ -254,7 +253,8 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                 write_file(directory.config, head + configuration.yaml(config))
             with world.first_goes_ahead() as first:
                 if data.verify and first:
-                    for doubt in verify_with_progress(run.train_set, run.console, data.doubts_of_sizes):
+                    doubts = verify_with_progress(run.train_set, run.console)
+                    for doubt in [*doubts, *data.doubts_of_sizes(run.train_set.sizes)]:
                         logger.warning(doubt)
                     verify_with_progress(run.val_set, run.console)
             arithmetic(trainer, fixed_sizes=True)
@@ -286,7 +286,7 @@ def _agree(
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
 
 
-def verify_with_progress(dataset: Dataset, console: Console, doubts_of_sizes: Doubts = lambda sizes: []) -> list[str]:
+def verify_with_progress(dataset: Dataset, console: Console) -> list[str]:
     """Run `verify` with a progress bar."""
     with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
-        return verify(dataset, progress=progress, keys="data.", doubts_of_sizes=doubts_of_sizes)
+        return verify(dataset, progress=progress, keys="data.")

@@ -44,6 +44,9 @@ def test_folders_named_by_numbers_are_sorted_as_chosen(tmp_path):
             train = read(tmp_path, "train", class_order=order)
             assert train.classes == tuple(expected.split()) and train.labels.tolist() == [0, 1, 2]
             assert names(train) == [f"{name}/1.png" for name in train.classes]
+    (tmp_path / "train/10/1.png").unlink()
+    for order in ("text", "numbers"):  # what was remembered of one order does not count for the other
+        assert verify(imagenet(tmp_path, "train", order), workers=0)[0].startswith("no training image shows 10: ")
     with pytest.raises(ValueError, match="^data.class_order=size: expected one of text, numbers"):
         imagenet(tmp_path, "train", class_order="size", keys="data.")
     (tmp_path / "train" / os.fsdecode(b"caf\xe9")).mkdir()
