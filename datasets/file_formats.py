@@ -62,13 +62,11 @@ def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
         raise ValueError(f"its pixels are damaged: {error}") from error
     if len(pixels) < size:
         raise ValueError("its pixels end early")
-    others = [chunk for chunk in chunks[1:-1] if chunk[4:8] != _PIXELS]
     header = b"IHDR" + data[16:20] + height.to_bytes(4, "big") + data[24:29]
+    start = data[:12] + header + zlib.crc32(header).to_bytes(4, "big")
+    others = b"".join(chunk for chunk in chunks[1:-1] if chunk[4:8] != _PIXELS)
     stored = zlib.compress(pixels, 0)  # Pillow does not inflate them again
-    return b"".join(
-        [data[:12], header, zlib.crc32(header).to_bytes(4, "big"), *others]
-        + [len(stored).to_bytes(4, "big"), _PIXELS, stored, bytes(4), chunks[-1]]
-    )
+    return b"".join([start, others, len(stored).to_bytes(4, "big"), _PIXELS, stored, bytes(4), chunks[-1]])
 
 
 def png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:

@@ -264,14 +264,18 @@ class LabelFiles(NamedTuple):
 def check_whole(root: str | os.PathLike | None) -> None:
     """ValueError if a folder looks like one of several splits beside each other, such as DIR/train of DIR."""
     top = _LAYOUT.top(root).resolve()
-    if folder_splits(top) or not (top / "images").is_dir():
-        return
-    beside = [split for split in folder_splits(top.parent) if "/" not in split]
-    if top.name in beside and len(beside) > 1 and {"train", "val", WITHHELD} & {*beside}:
+    if not folder_splits(top) and (beside := _beside(top)):
         raise ValueError(
             f"{top} looks like one of the splits {', '.join(beside)} of {top.parent}: give {top.parent}, whose "
             f"{CLASSES} counts for all; or first write lists of its images, if it is a dataset of its own"
         )
+
+
+def _beside(top: Path) -> list[str]:
+    """The names of a split's folder and of those beside it; empty if `top` looks like another folder."""
+    splits = [split for split in folder_splits(top.parent) if "/" not in split]
+    looks_so = top.name in splits and len(splits) > 1 and {"train", "val", WITHHELD} & {*splits}
+    return splits if looks_so else []
 
 
 def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL) -> LabelFiles:
@@ -313,10 +317,10 @@ def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
 
 def _elsewhere(root: Path, keys: str) -> str | None:
     """Advice about a split that is missing, if `root` holds others, or is a split itself."""
-    if (root / "images").is_dir() and any((root.parent / split / "images").is_dir() for split in ("train", "val")):
-        return f"give {keys}root={root.parent}, the folder above, whose folders are the splits"
-    splits = folder_splits(root)
-    return f"give one of the splits that are there: {', '.join(splits)}" if splits else None
+    if splits := folder_splits(root):
+        return f"give one of the splits that are there: {', '.join(splits)}"
+    above = root.resolve()
+    return f"give {keys}root={above.parent}, the folder above, whose folders are the splits" if _beside(above) else None
 
 
 def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> list[str]:

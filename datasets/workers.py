@@ -28,10 +28,10 @@ Progress = Callable[[int, int], None] | None  # called with (done, total) after 
 _SECONDS_TO_DIE = 5  # it takes longer only in an uninterruptible system call
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send when the parent ends
 _limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, and the message about it
-_NO_SHARED_MEMORY = "DataLoader workers have no shared memory: "
-_UNUSABLE = (EACCES, ENOENT, ENOSYS, EPERM, EROFS)  # errors of a /dev/shm that is missing or read-only
-_NO_PROCESS = "DataLoader workers have no process"
-_NO_THREAD = "can't start new thread"  # Python's words
+_NO_START = "DataLoader workers cannot start: "
+# Errors of a full limit of processes, and of a /dev/shm that is missing or read-only.
+_WHY_NO_START = (EAGAIN, EACCES, ENOENT, ENOSYS, EPERM, EROFS)
+_NO_THREAD = "can't start new thread"  # Python's words for a full limit
 _KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
 
 
@@ -117,10 +117,8 @@ class Loader(DataLoader):
         except OSError as error:
             if error.errno == ENOSPC:
                 raise RuntimeError(f"DataLoader workers cannot start for lack of shared memory: {error}") from error
-            if items is None and error.errno == EAGAIN:
-                raise RuntimeError(_NO_PROCESS) from error
-            if items is None and error.errno in _UNUSABLE:
-                raise RuntimeError(f"{_NO_SHARED_MEMORY}{error.strerror}") from error
+            if items is None and error.errno in _WHY_NO_START:
+                raise RuntimeError(f"{_NO_START}{error.strerror}") from error
             raise
         finally:
             # An error's traceback keeps PyTorch's iterator. The garbage collector would end its queues first: workers
@@ -156,17 +154,11 @@ def reading_errors(
         # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
         known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker", _NO_THREAD)
         message = next((text for text in _messages(error) if text.startswith(known)), "")
-        if message.startswith(_NO_SHARED_MEMORY):
+        if message.startswith((_NO_START, _NO_THREAD)):
             raise ChildProcessError(
-                f"/dev/shm cannot be used ({message.removeprefix(_NO_SHARED_MEMORY)}): the processes that read images "
-                f"pass them on there. Make it writable, or give {workers_key}=0, which needs none.{advice}"
-            ) from error
-        if message.startswith((_NO_PROCESS, _NO_THREAD)):
-            most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-            limit = "none" if most == resource.RLIM_INFINITY else most
-            raise ChildProcessError(
-                f"no process or thread that reads images can start: the user has as many as allowed (ulimit -u, now "
-                f"{limit}, or the container's limit). Raise it, or use fewer {workers_key}.{advice}"
+                f"no process that reads images can start ({message.removeprefix(_NO_START)}): it needs a writable "
+                f"/dev/shm, and fewer processes and threads of the user than allowed (ulimit -u, or the container's "
+                f"limit). Change what is missing, or give fewer {workers_key}; {workers_key}=0 needs neither.{advice}"
             ) from error
         if "shared memory" in message or "Bus error" in message:
             usage = shutil.disk_usage("/dev/shm")

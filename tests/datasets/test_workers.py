@@ -204,21 +204,18 @@ def test_a_stopped_worker_does_not_outlive_its_run():
     assert ended
 
 
-CAUSES = {
-    errno.EROFS: r"^/dev/shm cannot be used \(Read-only file system\): .* data.workers=0, which needs none. Again$",
-    errno.EAGAIN: r"^no process or thread .* \(ulimit -u, now \w+, or the container's .* fewer data.workers. Again$",
-}
-
-
-@pytest.mark.parametrize("number", CAUSES)
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EAGAIN])
 def test_what_keeps_workers_from_starting_is_named(number, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
+    cause = (
+        rf"^no process .* \({os.strerror(number)}\): .* /dev/shm, .*ulimit -u.* data.workers=0 needs neither. Again$"
+    )
     monkeypatch.setattr(Workers, "Lock", fail)
-    with pytest.raises(ChildProcessError, match=CAUSES[number]), reading_errors(600, keys="data.", advice=" Again"):
+    with pytest.raises(ChildProcessError, match=cause), reading_errors(600, keys="data.", advice=" Again"):
         list(Loader(Images(int), 1, batch_size=1))
-    with pytest.raises(ChildProcessError, match="^no process or thread"), reading_errors(600):
+    with pytest.raises(ChildProcessError, match="^no process .* \\(can't start new thread"), reading_errors(600):
         raise RuntimeError("can't start new thread")
 
 
@@ -237,15 +234,15 @@ def reads_every_entry(dataset: SegmentationDataset, grown) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much memory processes share")
 def test_workers_share_the_list_of_files():
-    """A list of tuples grows each worker by 5 MiB here, and by 104 MiB with COCO-Stuff's 118,287 images."""
-    folder, count = Path("/data/coco_stuff/train2017"), 6_000
+    """A list of tuples grows each worker by 17 MiB here, and by 104 MiB with COCO-Stuff's 118,287 images."""
+    folder, count = Path("/data/coco_stuff/train2017"), 20_000
     files = [Files(f"{n:012}", folder / f"{n:012}.jpg", folder / f"{n:012}.png") for n in range(count)]
     dataset = SegmentationDataset("coco_stuff", "train", files, coco_stuff_classes())
     assert len(dataset) == count and dataset.has_labels and dataset.files[-1] == files[-1]
-    assert dataset.files[3:5] == files[3:5]
+    assert dataset.files[3] == files[3]
     context = get_context("fork")
     received, grown = context.Pipe(duplex=False)
     worker = context.Process(target=reads_every_entry, args=(dataset, grown))
     worker.start()
     worker.join()
-    assert received.recv() < 3
+    assert received.recv() < 8  # Python's own objects grow it by 2 to 7
