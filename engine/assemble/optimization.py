@@ -33,9 +33,14 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     else:
         assert isinstance(config, schema.SGD), config
         made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-        for parameter in network.parameters() if config.momentum else ():  # zeros, which PyTorch would leave
-            if parameter.requires_grad:  # uninitialised if a fused optimiser skips its first step
-                made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    moments = ("exp_avg", "exp_avg_sq") if isinstance(made, AdamW) else ("momentum_buffer",) * bool(config.momentum)
+    # Zeros, which PyTorch would leave uninitialised if a fused optimiser skips its first step. Checkpoints have them for
+    # every parameter, also for one without a gradient so far.
+    for parameter in network.parameters() if moments else ():
+        if parameter.requires_grad:
+            if isinstance(made, AdamW):
+                made.state[parameter]["step"] = torch.zeros((), device=parameter.device if config.fused else None)
+            made.state[parameter] |= {name: torch.zeros_like(parameter) for name in moments}
     return made
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from engine.process.forward import Forward
 from engine.training.capture import CapturedMicroBatches
-from engine.training.saved_moments import check_scaler, fitting_moments, state_of
+from engine.training.saved_moments import check_scaler, load_moments
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import move_towards, norms_of
 from models.checkpoints.loading import not_finite
@@ -157,7 +157,7 @@ class Learner:
         state: dict[str, Any] = {
             "step": step,
             "network": self.network.state_dict(),
-            "optimizer": state_of(self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
         }
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -179,17 +179,12 @@ class Learner:
         with _schedule_alone():
             for _ in range(state["step"] - self.scheduler.last_epoch):  # two microseconds each
                 self.scheduler.step()
-        groups = self.optimizer.state_dict()["param_groups"]
         try:
             self.network.load_state_dict(state["network"])
-            saved = state["optimizer"]["param_groups"]  # whose states are loaded by position
-            if [group["param_names"] for group in saved] != [group["param_names"] for group in groups]:
-                raise RuntimeError("its optimiser has parameters of other names, or in another order")
             if self.scaler.is_enabled():
                 check_scaler(state["scaler"], self.scaler)
                 self.scaler.load_state_dict(state["scaler"])
-            moments = fitting_moments(state["optimizer"]["state"], self.optimizer, state["step"])
-            self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+            load_moments(state["optimizer"], self.optimizer, state["step"])
             if self.average is not None:
                 self.average.module.load_state_dict(state["ema"])
                 self.average.updates = state["ema_updates"]

@@ -6,19 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from engine.training.saved_moments import check_scaler, fitting_moments, state_of
+from engine.assemble import optimization as assemble
+from engine.training.saved_moments import check_scaler, load_moments
+from tests.runs import run_config
 
 SIZE = (2, 3, 1, 4)
 
 
 def optimizer_of(kind: str) -> torch.optim.Optimizer:
-    """Of a weight in channels-last and a bias, after two steps."""
-    parameters = {"conv.weight": torch.randn(SIZE).to(memory_format=torch.channels_last), "conv.bias": torch.randn(2)}
-    named = [(name, nn.Parameter(tensor)) for name, tensor in parameters.items()]
-    sgd = kind == "sgd"
-    optimizer = torch.optim.SGD(named, momentum=0.9) if sgd else torch.optim.AdamW(named)
+    """Of a weight in channels-last and a bias, after two steps; and of a weight that had no gradient."""
+    network = nn.Module()
+    network.weight = nn.Parameter(torch.randn(SIZE).to(memory_format=torch.channels_last))
+    network.bias, network.unused = nn.Parameter(torch.randn(2)), nn.Parameter(torch.ones(3))
+    optimizer = assemble.optimizer(run_config(f"optim={kind}").optim, network, ())
     for _ in range(2):
-        for _, parameter in named:
+        for parameter in (network.weight, network.bias):
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
     return optimizer
@@ -26,29 +28,19 @@ def optimizer_of(kind: str) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_moments_are_copied_into_their_parameters_layout(kind):
-    optimizer = optimizer_of(kind)
-    saved = copy.deepcopy(optimizer.state_dict()["state"])
+    saved, optimizer = copy.deepcopy(optimizer_of(kind).state_dict()), optimizer_of(kind)
     name = "momentum_buffer" if kind == "sgd" else "exp_avg_sq"
-    values = saved[0][name]
-    saved[0][name] = values.contiguous()
-    saved[1][name] = torch.ones(1).expand(2)
-    fitting = fitting_moments(saved, optimizer, steps=2)
-    assert fitting.keys() == saved.keys() and fitting[0].keys() == saved[0].keys()
-    assert torch.equal(fitting[0][name], values) and fitting[0][name].stride() == values.stride()
-    assert fitting[1][name].stride() == (1,) and torch.equal(fitting[1][name], torch.ones(2))
-    without = torch.optim.SGD([("conv.bias", nn.Parameter(torch.ones(2)))])
-    assert not fitting_moments({}, without, steps=2)
-
-
-def test_a_parameter_that_never_had_a_gradient_has_an_entry_of_its_own():
-    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([("used", used), ("unused", unused)], momentum=0.9)
-    used.grad = torch.ones(2)
-    optimizer.step()
-    saved = state_of(optimizer)["state"]
-    assert saved[1] == {"updated": False} and fitting_moments(saved, optimizer, steps=1)[1] == {}
-    with pytest.raises(ValueError, match="momentum_buffer of unused is missing"):
-        fitting_moments({0: saved[0]}, optimizer, steps=1)
+    values = saved["state"][0][name]
+    saved["state"][0][name] = values.contiguous()
+    saved["state"][1][name] = torch.ones(1).expand(2)
+    assert not saved["state"][2][name].any()
+    load_moments(saved, optimizer, steps=2)
+    loaded = optimizer.state_dict()["state"]
+    assert torch.equal(loaded[0][name], values) and loaded[0][name].stride() == values.stride()
+    assert loaded[1][name].stride() == (1,) and torch.equal(loaded[1][name], torch.ones(2))
+    without = assemble.optimizer(run_config("optim.momentum=0").optim, nn.Linear(1, 1), ())
+    load_moments(without.state_dict(), without, steps=2)
+    assert not without.state
 
 
 REFUSED = {
@@ -58,6 +50,7 @@ REFUSED = {
     "is torch.int64 (2, 3, 1, 4); expected": torch.zeros(SIZE, dtype=torch.int64),
     "is torch.float64 (2, 3, 1, 4); expected": torch.zeros(SIZE, dtype=torch.float64),
     "is 0.5; expected": 0.5,
+    "[[[inf, inf,": torch.full(SIZE, torch.inf),
     "is missing": None,
 }
 
@@ -66,29 +59,29 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_a_moment_of_another_kind_is_refused_by_name(kind, name, message):
     optimizer = optimizer_of(kind)
-    saved = copy.deepcopy(optimizer.state_dict()["state"])
-    saved[0][name] = REFUSED[message]
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0][name] = REFUSED[message]
     if REFUSED[message] is None:
-        del saved[0][name]
-    with pytest.raises(ValueError, match=rf"^its optimiser's {name} of conv.weight ") as error:
-        fitting_moments(saved, optimizer, steps=2)
+        del saved["state"][0][name]
+    with pytest.raises(ValueError, match=rf"^its optimiser's {name} of weight ") as error:
+        load_moments(saved, optimizer, steps=2)
     assert message in str(error.value)
 
 
 def test_an_entry_too_few_or_too_many_and_a_wrong_count_of_steps_are_refused():
     optimizer = optimizer_of("adamw")
     good = optimizer.state_dict()["state"]
-    for saved, message in (
-        ({0: good[0]}, "its optimiser's exp_avg of conv.bias is missing"),
-        ({**good, 7: good[0]}, "its optimiser has an entry 7; expected one for each of 2 parameters"),
-        ({**good, "a": good[0]}, "its optimiser has an entry 'a'"),
-        ({**good, 1: {**good[1], "momentum_buffer": 0}}, "momentum_buffer of conv.bias is unknown; expected exp_avg,"),
-        ({**good, 1: {**good[1], "step": torch.tensor(3.0)}}, "step of conv.bias is 3; expected at most 2"),
-        ({**good, 1: {**good[1], "step": torch.tensor(torch.nan)}}, "step of conv.bias is nan; expected at most 2"),
-        ({**good, 1: {**good[1], "step": torch.ones(1)}}, r"step of conv.bias is torch.float32 \(1,\); expected"),
+    for changed, message in (
+        ({1: {}}, "its optimiser's exp_avg of bias is missing"),
+        ({7: good[0]}, "its optimiser has an entry 7; expected one for each of 3 parameters"),
+        ({"a": good[0]}, "its optimiser has an entry 'a'"),
+        ({1: {**good[1], "momentum_buffer": 0}}, "momentum_buffer of bias is unknown; expected exp_avg,"),
+        ({1: {**good[1], "step": torch.tensor(3.0)}}, "step of bias is 3.0; expected finite numbers, at most 2,"),
+        ({1: {**good[1], "step": torch.tensor(torch.nan)}}, "step of bias is nan; expected finite numbers, at most 2"),
+        ({1: {**good[1], "step": torch.ones(1)}}, r"step of bias is torch.float32 \(1,\); expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            fitting_moments(saved, optimizer, steps=2)
+            load_moments({**optimizer.state_dict(), "state": {**good, **changed}}, optimizer, steps=2)
 
 
 @pytest.mark.parametrize(
