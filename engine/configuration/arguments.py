@@ -13,7 +13,6 @@ NO_KEY, DASHES, NO_VALUE, SPACE = (
     "expected key=value",
     "expected key=value without spaces",
 )
-BEFORE_KEYS = ("opts", "cfg_options")  # options that other programs have before a list of keys
 OF_DETECTRON2 = re.compile(r"[A-Z_]+(\.[A-Z0-9_]+)+")  # a key
 KEY, NUMBER = re.compile(r"[A-Za-z_]\w*(\.\w+)*"), re.compile(r"[-+]?\d*\.?\d+(e-?\d+)?")
 
@@ -42,11 +41,12 @@ def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]
             known = name in keys or any(each.startswith(f"{name}.") for each in keys)
             fault, value = DASHES if has_dashes else "" if known else NO_KEY, unquoted(value)
             yield Argument(f"{given}={value}", name, value, fault)
-        elif name in BEFORE_KEYS:
-            yield Argument(word, name, "", DASHES)
         elif has_dashes or _is_key(word, left, keys):
-            values = _values(left)
-            value = f"[{','.join(values)}]" if len(values) > 1 else "".join(values)
+            count = int(bool(left) and _is_value(left[0]))
+            while 0 < count < len(left) and all(map(NUMBER.fullmatch, left[: count + 1])):  # 3 224 224
+                count += 1
+            values, left = left[:count], left[count:]
+            value = f"[{','.join(values)}]" if count > 1 else "".join(values)
             yield Argument(" ".join([word, *values]), name, value, DASHES if has_dashes else SPACE)
         else:
             yield Argument(word, ALONE, word, NO_VALUE)
@@ -63,15 +63,6 @@ def _is_value(word: str) -> bool:
     if word.startswith("-") or OF_DETECTRON2.fullmatch(word):
         return NUMBER.fullmatch(word) is not None
     return "/" in word.partition("=")[0] or "=" not in word
-
-
-def _values(left: list[str]) -> list[str]:
-    """Take the value that follows a key, or the numbers, from the words that are left."""
-    count = int(bool(left) and _is_value(left[0]))
-    while 0 < count < len(left) and all(map(NUMBER.fullmatch, left[: count + 1])):
-        count += 1
-    values, left[:count] = left[:count], []
-    return values
 
 
 def unquoted(value: str) -> str:

@@ -14,7 +14,7 @@ from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, ar
 from engine.configuration.choices import CONFIGS, choices, groups_in, no_such
 from engine.configuration.texts import fits
 from engine.schema.commands import RUNS
-from engine.schema.keys import Keys, declared_in, expected, groups_of
+from engine.schema.keys import Declared, Keys, declared_in, expected, groups_of
 
 OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
 QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
@@ -86,24 +86,20 @@ def _answer(argument: Argument, schema: type[Keys], groups: list[str]) -> Answer
     keys = {*declared, *groups}
     nearest = [] if name in keys else _nearest(name, value, schema)
     is_ours = any(key.rpartition(".")[2] == name.rpartition(".")[2].lower() for key in nearest)
-    if meant := words_of_others.meant(name, value, keys, patterns=not is_ours):
-        give: list[str] = []
-        problem = ""
-        for own in re.split(r" (?=[\w.]+=)", meant[0]) if meant[0] else ():  # values may have spaces
-            key, _, its_value = own.partition("=")
-            mended = _instead(key, its_value, schema, groups)  # a value of other programs need not be one of ours
-            give += mended[0] if mended else [own]
-            problem = f"{own}: {mended[1]}" if mended and not mended[0] else problem
-        return Answer(argument, give, problem or (f"give {' '.join(give)}" if give else meant[1]))
-    if fault == NO_VALUE:
-        return None
+    meant = words_of_others.meant(name, value, keys, patterns=not is_ours)
+    if fault == NO_VALUE and meant is None:
+        meant = words_of_others.meant(value, "", keys)
+    if meant:
+        own = re.split(r" (?=[\w.]+=)", meant[0]) if meant[0] else []  # values may have spaces
+        mended = [_instead(*pair.split("=", 1), schema, groups) or ([pair], "") for pair in own]
+        give = [pair for pairs, _ in mended for pair in pairs]
+        problems = [f"{pair}: {say}" for pair, (pairs, say) in zip(own, mended, strict=True) if not pairs]
+        return Answer(argument, give, problems[-1] if problems else f"give {' '.join(give)}" if give else meant[1])
     if name in keys:
-        if name in groups or any(words_of_others.slips(value)):  # else Hydra's error says what is expected
-            mended = _instead(name, value, schema, groups)
-            if mended and (mended[0] or name in groups):
-                return Answer(argument, *mended)
+        if instead := _instead(name, value, schema, groups):
+            return Answer(argument, *instead)
         return Answer(argument, [_pair(name, value, schema)], f"give {_pair(name, value, schema)}") if fault else None
-    if not fault or any(declared[each].kind is Any for each in declared if name.startswith(f"{each}.")):
+    if fault in ("", NO_VALUE) or any(declared[each].kind is Any for each in declared if name.startswith(f"{each}.")):
         return None
     nearest = [_pair(key, value, schema) for key in nearest]
     say = f"give {' or '.join(nearest)}" if nearest else "--help lists them all" if fault == NO_KEY else HELP
@@ -111,20 +107,31 @@ def _answer(argument: Argument, schema: type[Keys], groups: list[str]) -> Answer
 
 
 def _instead(name: str, value: str, schema: type[Keys], groups: list[str]) -> tuple[list[str], str] | None:
-    """What to give instead of a value that our key cannot take, and a sentence about it; None if it can."""
-    declared = declared_in(schema).get(name)
+    """What to give instead of a value that our key cannot take, and a sentence about it.
+
+    None if the key takes it, or if only Hydra's error can say more.
+    """
     if name in groups:
         choice = value.removesuffix(".yaml")
         if not CHOICE.fullmatch(choice) or (CONFIGS / name / f"{choice}.yaml").is_file():
             return None
         return [], no_such(name, choice, choices(name, schema))
-    if declared is None or value in ("", SOME) or fits(value, declared):
+    declared = declared_in(schema).get(name)
+    if declared is None or (likely := _likely(value, declared)) is None:
         return None
-    for likely in words_of_others.slips(value):
-        if fits(likely, declared):
-            wanted, give = _about_value(name, value, schema).partition("; give")[0], f"{name}={likely}"
-            return [give], f"{wanted}; give {give}"
-    return [], f"give {name}=…, {expected(declared)}"
+    return [f"{name}={likely}"], _about_value(name, value, schema)
+
+
+def _likely(value: str, declared: Declared) -> str | None:
+    """A value that a key takes, if it is probably meant by one that it cannot take."""
+    likely = [*words_of_others.slips(value)]
+    is_list = declared.kind is Any or "list[" in str(declared.kind)
+    if is_list and value not in ("", "null") and not value.startswith(("[", "(", "{")):
+        entries = 1 if "," in value else len(declared.metadata.get("entries") or [""])
+        likely.append(f"[{','.join([value] * entries)}]")
+    if not likely or value == SOME or fits(value, declared):
+        return None
+    return next((each for each in likely if fits(each, declared)), None)
 
 
 def _explanation(error: Exception, groups: list[str], words: Sequence[str], schema: type[Keys]) -> str:
@@ -165,16 +172,13 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
 
 def _about_value(key: str, value: str, schema: type[Keys]) -> str:
     """What is expected instead of a value of a wrong type, or of several values."""
-    several, declared = "," in value and not value.startswith(("[", "(", "{")), declared_in(schema).get(key)
+    declared = declared_in(schema).get(key)
     if declared is None or key in groups_of(schema):  # a group
         return "expected one choice; with -m the command runs once for each"
-    is_list = declared.kind is Any or "list[" in str(declared.kind)
-    if is_list and not value.startswith(("[", "(", "{")) and value not in ("", "null"):
-        entries = 1 if several else len(declared.metadata.get("entries") or [""])
-        listed = f"; give {key}=[{','.join([value] * entries)}]"
-    else:
-        listed = "; with -m the command runs once for each of several" if several else ""
-    return f"expected {expected(declared)}{listed}"
+    likely = _likely(value, declared) or ""
+    is_swept = "," in value and not any(each.startswith(("[", "(", "{")) for each in (value, likely))
+    several = "; with -m the command runs once for each of several" * is_swept
+    return f"expected {expected(declared)}{several}{f'; give {key}={likely}' if likely else ''}"
 
 
 def _unknown(name: str, schema: type[Keys], groups: list[str]) -> str:
@@ -206,15 +210,13 @@ def _pair(key: str, value: str, schema: type[Keys]) -> str:
 
 
 def _nearest(name: str, value: str, schema: type[Keys]) -> list[str]:
-    """Keys with this last part that take the value; else the most similar one of the group, or a very similar one."""
+    """Keys with this last part that take the value; else the most similar one of the group, or of all."""
     declared = declared_in(schema)
     known = [key for key in declared if not key.endswith(".name")]
     group, _, last = name.lower().replace("-", "_").rpartition(".")
-    same = [key for key in known if key.rpartition(".")[2] == last]
-    of_group = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
-    of_all = {key.rpartition(".")[2]: key for key in known}
-    alike = [of_group[part] for part in difflib.get_close_matches(last, of_group, n=1)]
-    alike += [of_all[part] for part in difflib.get_close_matches(last, of_all, n=1, cutoff=0.8)]
-    return [key for key in same if not value or fits(value, declared[key])] or [
-        key for key in alike if not value or fits(value, declared[key])
-    ][:1]
+    found = [[key for key in known if key.rpartition(".")[2] == last]]
+    for keys in ([key for key in known if key.rpartition(".")[0] == group], known):
+        parts = {key.rpartition(".")[2]: key for key in keys}
+        found.append([parts[part] for part in difflib.get_close_matches(last, parts, n=1, cutoff=0.75)])
+    fitting = ([key for key in keys if not value or fits(value, declared[key])] for keys in found)
+    return next(filter(None, fitting), [])
