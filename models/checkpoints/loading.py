@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from keepless.norms.conversion_report import listed
+from keepless.torch_internals import tree_leaves
 
 # What DataParallel, torch.compile, checkpointing of activations, FSDP and Lightning's Fabric put into names.
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
@@ -104,20 +105,20 @@ def state_dict_in(content: object) -> tuple[object, tuple[str, ...]]:
     if not isinstance(content, Mapping):
         return content, ()
     raw = content.get("state_dict", content.get("model", content))
+    if "current_model_state" in content:
+        return raw, ("averaged weights, as Lightning stores them in state_dict",)
     remarks: tuple[str, ...] = ()
-    for key in filter(_is_average, content):
-        average = _state_dict_below(content[key])
-        if average is None:
+    for key, value in content.items():
+        if isinstance(value, Tensor) or not _is_average(key) or not any(map(torch.is_tensor, tree_leaves(value))):
             continue
+        average = _state_dict_below(value) or {}  # none if it is a list
         if "steps" in average:  # mmengine's counter; it stores the averaged weights as state_dict
             return raw, ("averaged weights (EMA), as mmengine stores them in state_dict",)
-        ours, theirs = ({_plain(name) for name in each} for each in (_state_dict_below(raw) or {}, average))
-        ours = {name for name in ours - theirs if not name.endswith("num_batches_tracked")}
-        if not ours:
+        missing = {*map(_plain, _state_dict_below(raw) or {})} - {*map(_plain, average)}
+        missing = {name for name in missing if not name.endswith("num_batches_tracked")}
+        if average and not missing:
             return average, (f"averaged weights (EMA), of {key}",)
-        remarks += (f"left out {key}, averaged weights without {listed(sorted(ours))}",)
-    if "current_model_state" in content:
-        remarks = ("averaged weights, as Lightning stores them in state_dict",)
+        remarks += (f"left out {key}, averaged weights without {listed(sorted(missing))}",)
     return raw, remarks
 
 

@@ -245,15 +245,18 @@ def test_averaged_weights_of_other_programs_are_taken_and_said(tmp_path, trained
     assert "averaged weights" in str(report)
 
 
-def test_averaged_weights_that_are_incomplete_are_left_out_and_said(tmp_path, trained):
-    """Programs that average parameters alone have no averaged statistics."""
+@pytest.mark.parametrize("has_names", [True, False])
+def test_averaged_weights_that_are_incomplete_are_left_out_and_said(tmp_path, trained, has_names):
+    """Programs that average parameters alone have no averaged statistics, and some store a list."""
     raw = without_counts(trained.state_dict())
-    average = {name: tensor + 1 for name, tensor in raw.items() if "running" not in name}
-    torch.save({"model": raw, "model_ema": average, "ema": None, "ema_decay": 0.9}, tmp_path / "net.pth")
+    parameters = {name: tensor + 1 for name, tensor in raw.items() if "running" not in name}
+    average = parameters if has_names else {"decay": 0.9, "shadow_params": [*parameters.values()]}
+    others = {"ema": None, "ema_decay": 0.9, "ema_config": {"every": 1}}
+    torch.save({"model": raw, **others, "model_ema": average}, tmp_path / "net.pth")
     tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn")
     assert same(without_counts(tuned.state_dict()), raw)
     remark, *_ = report.remarks
-    assert remark.startswith("left out model_ema, averaged weights without ") and "running_mean" in remark
+    assert remark.startswith("left out model_ema, averaged weights without ")
 
 
 def test_the_format_is_never_guessed(file, tmp_path):
