@@ -62,17 +62,13 @@ def _by_word() -> dict[str, list[Entry]]:
 
 
 @cache
-def _named(name: str) -> list[Entry]:
-    """The entries of a name, and then of the names that it ends with, after a dot."""
+def _about(name: str, patterns: bool) -> list[Entry]:
+    """The entries of a name, then of the names that it ends with, after a dot; then of `patterns`, words with a *."""
     parts = name.split(".")
-    ends = [".".join(parts[start:]) for start in range(len(parts))]
-    return [entry for word in ends for entry in _by_word().get(word, ())]
-
-
-@cache
-def _of_patterns(name: str) -> list[Entry]:
-    """The entries of words with a *."""
-    return [entry for word in _by_word() if "*" in word and fnmatchcase(name, word) for entry in _by_word()[word]]
+    words = [".".join(parts[start:]) for start in range(len(parts))]
+    if patterns:
+        words += [word for word in _by_word() if "*" in word and fnmatchcase(name, word)]
+    return [entry for word in words for entry in _by_word().get(word, ())]
 
 
 def keys_of(give: str) -> set[str]:
@@ -82,7 +78,7 @@ def keys_of(give: str) -> set[str]:
 
 def slips(value: str) -> Iterator[str]:
     """What may be meant by a value that its key cannot take: 0.5 by 50%."""
-    for entry in _named(SLIP):
+    for entry in _by_word()[SLIP]:
         if entry.give and entry.value and (match := entry.value.fullmatch(value)):
             yield _divided(match.expand(f"={entry.give}"))[1:]
 
@@ -99,7 +95,7 @@ def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -
     `patterns`: also by words with a *.
     """
     word = name if name in keys else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
-    for entry in [*_named(word), *(_of_patterns(word) if patterns else ())]:
+    for entry in _about(word, patterns):
         match = None if name in keys and word not in entry.word else entry.fits(word, value, keys)
         if match is None:
             continue

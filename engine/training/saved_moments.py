@@ -41,8 +41,9 @@ def load_moments(saved: Mapping[str, Any], optimizer: Optimizer, steps: int) -> 
 
 
 def _kind(value: Any) -> str:
-    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
-    return f"{value.dtype} {tuple(value.shape)}" if is_dense else repr(value)
+    if not isinstance(value, Tensor):
+        return reprlib.repr(value)
+    return f"{value.dtype} {tuple(value.shape)}" + f" {value.layout}" * (value.layout != torch.strided)
 
 
 def check_scaler(saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> None:
