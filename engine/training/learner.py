@@ -190,7 +190,7 @@ class Learner:
                 self.average.updates = state["ema_updates"]
             if broken := not_finite(state["network"] | state.get("ema", {})):
                 raise RuntimeError(f"its weights are infinite or NaN: {listed(broken)}")
-        except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             missing = isinstance(error, KeyError)
             raise ValueError(f"it has no part {error}" if missing else f"it does not fit this run: {error}") from error
 

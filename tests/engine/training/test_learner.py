@@ -126,6 +126,9 @@ def test_a_state_of_another_network_or_with_its_parameters_in_another_order_is_r
     state["optimizer"]["param_groups"][0]["param_names"] = ["bias", "weight"]
     with pytest.raises(ValueError, match="it does not fit this run: its optimiser has parameters of other names"):
         small_learner().load_state_dict(state)
+    state["optimizer"]["param_groups"] = [torch.zeros(3)]
+    with pytest.raises(ValueError, match="it does not fit this run: "):
+        small_learner().load_state_dict(state)
     state["network"]["weight"] = torch.zeros(3, 2)
     with pytest.raises(ValueError, match="it does not fit this run: .*Linear:[^$]*size mismatch for weight"):
         small_learner().load_state_dict(state)
