@@ -4,8 +4,9 @@
     python -m scripts.gpu_evidence out=OUT rehearse=true            # tiny ones on a CPU, to check that each runs
     python -m scripts.gpu_evidence out=OUT only=[networks]
 
-Pipe the list into bash to run it. Each command is stopped after its minutes. A benchmark goes on with the items that are missing if the same command runs
-again. To add its calls to the page, copy its record from docs/results to OUT before, and back afterwards.
+Pipe the list into bash to run it. Each command is stopped after its minutes. A benchmark goes on with the items that
+are missing if the same command runs again. To add its calls to the page, copy its record from docs/results to OUT
+before, and back afterwards.
 """
 
 import shlex
