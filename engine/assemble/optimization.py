@@ -33,7 +33,9 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     else:
         assert isinstance(config, schema.SGD), config
         made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-    moments = ("exp_avg", "exp_avg_sq") if isinstance(made, AdamW) else ("momentum_buffer",) * bool(config.momentum)
+    moments = (
+        ("exp_avg", "exp_avg_sq") if isinstance(made, AdamW) else ("momentum_buffer",) * bool(made.defaults["momentum"])
+    )
     # Zeros, which PyTorch would leave uninitialised if a fused optimiser skips its first step. Checkpoints have
     # them for every parameter, also for one without a gradient so far.
     for parameter in network.parameters() if moments else ():
