@@ -91,7 +91,8 @@ def _answer(argument: Argument, schema: type[Keys], groups: list[str]) -> Answer
         meant = words_of_others.meant(value, "", keys)
     if meant:
         own = re.split(r" (?=[\w.]+=)", meant[0]) if meant[0] else []  # values may have spaces
-        mended = [_instead(*pair.partition("=")[::2], schema, groups) or ([pair], "") for pair in own]
+        parted = [pair.partition("=") for pair in own]
+        mended = [_instead(key, text, schema, groups) or ([f"{key}={text}"], "") for key, _, text in parted]
         give = [pair for pairs, _ in mended for pair in pairs]
         problems = [f"{pair}: {say}" for pair, (pairs, say) in zip(own, mended, strict=True) if not pairs]
         return Answer(argument, give, problems[-1] if problems else f"give {' '.join(give)}" if give else meant[1])
