@@ -109,6 +109,7 @@ ANSWERS = {
     "train_seg memory.budget=12G": "memory.budget=12G: give memory.budget=12GiB",
     "train_seg memory.budget=12000": "memory.budget=12000MiB",
     "train_seg memory.budget=80%": "expected bytes, not a share",
+    "plan_memory memory.gpu=4 memory.budget=12GB": "memory.gpu=4: there is no such key; give memory.gpus=4",
     "plan_memory memory.gpu=4 memory.budget=RTX3090": "give memory.gpus=4 memory.budget=24GiB",
     "eval checkpoint=a.pt window.overlap=50%": "give window.overlap=0.5",
     # Commands of a checkpoint, and of data
