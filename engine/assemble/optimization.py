@@ -41,7 +41,8 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     for parameter in network.parameters() if moments else ():
         if parameter.requires_grad:
             if isinstance(made, AdamW):
-                made.state[parameter]["step"] = torch.zeros((), device=parameter.device if config.fused else None)
+                # Not zeros: a plan on fake tensors reads the count, which only a constant allows.
+                made.state[parameter]["step"] = torch.tensor(0.0, device=parameter.device if config.fused else None)
             made.state[parameter] |= {name: torch.zeros_like(parameter) for name in moments}
     return made
 
