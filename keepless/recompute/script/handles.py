@@ -317,16 +317,17 @@ def kept_in_copy(handles: Handles, tensor: Tensor, path: Path, number: int, form
     argument = _copied_argument(handles, tensor, path)
     if argument is None or tensor.dtype is not argument.dtype:
         return None
-    kept = Keep(tensor.detach())
-    if form is None:
-        return handles.take(Take(number, lambda *_: kept), argument)
-    if not form.is_laid_out_as(argument):
+    if form is not None and not form.is_laid_out_as(argument):
         return None
-    if number in handles.found:  # a recipe has kept the argument
+    if number in handles.found:  # another slot than the argument's, which the program may overwrite
         handle = handles.take(Take(number), argument)
         return None if handle is None else Slot(Form.of(tensor), laid_out, (handle, tensor.stride()))
-    handles.found[number] = ref(argument), argument._version, (slot := Slot(form, laid_out, (kept, form.stride)))
-    handles.note_saved(argument, slot)
+    kept = Keep(tensor.detach())
+    own: Keep | Slot = kept
+    if form is not None:
+        own = Slot(form, laid_out, (kept, form.stride))
+        handles.note_saved(argument, own)
+    handles.found[number] = ref(argument), argument._version, own
     return kept
 
 
