@@ -1,4 +1,4 @@
-"""How many of the 256 levels that a network sees 16-bit images use: those of 12-bit sensors, for example, use 16."""
+"""Find 16-bit images that would reach the network with few of 256 levels. A 12-bit sensor's keep only 16."""
 
 from collections.abc import Sequence
 

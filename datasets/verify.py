@@ -131,7 +131,7 @@ def shared_images(one: Split, other: Split, read_files: bool = True) -> int:
 
 
 def _digests(split: Split, other: Split) -> np.ndarray:
-    """`digest` of each image, uint64; of files that `verify` has not read, only of those of a size in `other`."""
+    """A hash of each image, uint64. Of files that `verify` has not read, only those of a size in `other` are read."""
     if isinstance(split, ClassificationDataset) and split.pixels is not None:
         return np.array([digest(image) for image in split.pixels], np.uint64)
     if split.digests is not None:

@@ -30,7 +30,7 @@ class Argument(NamedTuple):
 
 
 def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]:
-    """The arguments of a command with these keys; without those that begin with ~, which remove a key."""
+    """The arguments of a command that has these keys. Arguments that remove a key (~KEY) are left out."""
     left = [word for word in words if not word.startswith("~")]
     while left:
         word = left.pop(0)

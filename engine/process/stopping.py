@@ -102,7 +102,7 @@ class UntilStopped:
 
 
 def _end_within_seconds(status: int) -> None:
-    """An exit handler: end with `status` even if those of libraries wait, as PyTorch's does for its compilers.
+    """An exit handler: end with `status` even if a library's handler hangs, as PyTorch's may on its compilers.
 
     It is registered last, so it runs first, but after all threads of ours, such as one that writes a checkpoint.
     """

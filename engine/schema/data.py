@@ -120,6 +120,7 @@ class SegmentationData(Data):
             raise ValueError(f"data.scale={self.scale}: expected the lowest factor first")
 
     def doubts_of_sizes(self, sizes: Sequence[tuple[int, int, int]]) -> list[str]:
+        """A warning if a quarter or more of a crop is padding on average, with a crop size that fits."""
         shares = partial(padded_share, sizes, scale=(self.scale[0], self.scale[1]), base_size=self.base_size)
         if not sizes or (share := shares(self.crop())) < _MUCH_PADDING:
             return []

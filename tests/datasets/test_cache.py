@@ -13,7 +13,7 @@ from datasets.cache import cache_folder, read_arrays, write_arrays
 
 
 def test_a_user_without_a_home_has_a_cache_in_the_folder_for_temporary_files(tmp_path, monkeypatch):
-    """As in containers with any user: no HOME, no entry in the list of users."""
+    """Containers may run as a user without HOME and without a passwd entry."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "inplace-abn-segmentation"

@@ -14,7 +14,7 @@ SIZE = (2, 3, 1, 4)
 
 
 def optimizer_of(kind: str) -> torch.optim.Optimizer:
-    """Of a weight in channels-last and a bias, after two steps; and of a weight that had no gradient."""
+    """Two steps were taken on a channels-last weight and a bias; a third parameter never had a gradient."""
     network = nn.Module()
     network.weight = nn.Parameter(torch.randn(SIZE).to(memory_format=torch.channels_last))
     network.bias, network.unused = nn.Parameter(torch.randn(2)), nn.Parameter(torch.ones(3))
