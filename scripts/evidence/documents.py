@@ -3,8 +3,8 @@
     python -m scripts.evidence.documents
 
 Each text is between `<!-- NAME start -->` and `<!-- NAME end -->`. Its numbers come from the records in docs/results,
-or are counted now, on fake tensors. A block named `kept` stays as it is: the code that wrote it is gone. Other numbers
-are written by hand, and tests/numbers.py compares them with records.
+or are counted now, on fake tensors. A block named `kept` stays as it is: the code that wrote it is gone. Numbers in the
+prose are written where docs/results/numbers.yaml lists them.
 """
 
 import json
@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from scripts.compare_runs import compared, report
-from scripts.evidence import counted, fit, layers, memory_plan, networks, reversible, tables, training
+from scripts.evidence import counted, fit, layers, memory_plan, networks, numbers, reversible, tables, training
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS, Benchmark, calls_text
 
@@ -28,7 +28,7 @@ DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memor
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 BENCHMARKS = [module.BENCHMARK for module in (fit, layers, memory_plan, networks, reversible, training)]
 RECORDS = {own.name: RESULTS / f"{own.name}.json" for own in BENCHMARKS}
-RECORDS["fit"] = RESULTS / "gpu" / "fit.json"
+RECORDS["fit"] = RESULTS / "memory_plan" / "fit.json"
 KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
 COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results
@@ -81,6 +81,8 @@ class NoKeys:
 def main(_: DictConfig) -> None:
     for document in DOCUMENTS:
         write_file(document, written(document.read_text()))
+    for page in numbers.pages():
+        write_file(page, numbers.written(page, page.read_text()))
 
 
 if __name__ == "__main__":
