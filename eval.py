@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint of either task; `--help` lists the keys:
+"""Evaluate a checkpoint of either task; writes its scores to results.json:
 
     python eval.py checkpoint=RUN_DIR predictions=DIR overlays=DIR
     python eval.py checkpoint=FILE.pt tta.scales=[0.7,1,1.2] tta.flip=true  # segmentation

@@ -1,4 +1,4 @@
-"""Train a classification network; `--help` lists the keys:
+"""Train a classification network; writes checkpoints, scores and curves to run_dir:
 
     python train_imagenet.py                    # drawn shapes, two minutes
     python train_imagenet.py experiment=cifar10/resnet14 data.root=DIR

@@ -1,4 +1,4 @@
-"""Train a segmentation network; `--help` lists the keys:
+"""Train a segmentation network; writes checkpoints, scores and curves to run_dir:
 
     python train_seg.py                         # drawn street scenes, minutes
     python train_seg.py experiment=camvid/resnext_small data.root=DIR norm=std

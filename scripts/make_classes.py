@@ -45,10 +45,12 @@ WHITE = 255
 BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colours", "ids"  # kinds of labels
 
 
+USED = ("root", "palettes", "label_folder", "label_suffix", "range16", "timeout_seconds")
+
+
 @dataclass
 class MakeClasses:
-    # Only root, palettes, label_folder, label_suffix, range16 and timeout_seconds matter.
-    data: FolderData = group({"folder": FolderData})
+    data: FolderData = group({"folder": FolderData}, used=USED)
     ignored: int | None = key(255, least=0, most=255)  # the id that is not a class and does not count; null: none
     # What RGB labels with three equal channels hold; null: ids if the levels are small or have few gaps, else colours.
     gray: str | None = key(None, one_of=("ids", "colours"))

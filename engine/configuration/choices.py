@@ -1,6 +1,7 @@
 """The groups of a command, and which choices in configs/ fit them."""
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -15,11 +16,20 @@ from engine.schema.keys import groups_of
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-def groups_in(command: str) -> list[str]:
-    """The groups that configs/COMMAND.yaml chooses from, sorted; none if a command has no such file."""
+def groups_in(command: str) -> dict[str, str | None]:
+    """{group: default choice} of configs/COMMAND.yaml, sorted; empty if a command has no such file."""
     file = CONFIGS / f"{command}.yaml"
     entries = OmegaConf.load(file).defaults if file.is_file() else ()
-    return sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)
+    chosen = {str(group): name for entry in entries if isinstance(entry, DictConfig) for group, name in entry.items()}
+    return dict(sorted(chosen.items()))
+
+
+def about_choice(group: str, choice: str) -> str:
+    """The first sentence of the comment at the top of a choice's file."""
+    lines = (CONFIGS / group / f"{choice}.yaml").read_text("utf-8").splitlines()
+    lines = [*itertools.takewhile(lambda line: line.startswith("#"), lines)]
+    said = " ".join(line[1:].strip() for line in lines if "@package" not in line)
+    return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
 
 
 def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:

@@ -1,45 +1,62 @@
 """The text of --help: about the command, its groups, and its keys with the comments of their declarations."""
 
 import inspect
+import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from engine.configuration.choices import choices, groups_in
+from engine.configuration.choices import about_choice, choices, groups_in
 from engine.schema.keys import Declared, Keys, expected
 
 LONGEST_VALUE = 50
 
 
 def help_text(about: str, command: str, schema: type, values: DictConfig) -> str:
-    """`about`, the groups of a command with the choices that fit its schema and advice, and the keys of `values`."""
-    columns, advice = max(60, min(shutil.get_terminal_size().columns, 120)), sentences(schema)
-    listed = {group: ", ".join(choices(group, schema)) for group in groups_in(command)}
-    groups = {group: f"{names}. {advice[group]}" if group in advice else names for group, names in listed.items()}
+    """`about`, the choices of a command's groups that fit its schema, and the keys of `values`."""
+    columns = max(60, min(shutil.get_terminal_size().columns, 120))
     parts = [about.strip()]
-    if groups:
-        parts += ["", "Groups (group=choice):", *_rows(groups, 15, columns)]
+    if groups := dict(_choices(command, schema)):
+        parts += ["", "Groups (group=choice; * is chosen if none is given):", *_rows(groups, 34, columns)]
     if keys := dict(_keys(values)):
         parts += ["", "Keys (key=value; ??? must be given; null: not given):", *_rows(keys, 34, columns)]
     return "\n".join(parts)
 
 
-def _keys(values: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
+    """(group=choice, its meaning), the default of each group first; experiments by folder."""
+    advice = sentences(schema)
+    for group, default in groups_in(command).items():
+        names = choices(group, schema)
+        if group == "experiment":
+            for folder, found in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
+                count = len([*found])
+                yield f"{group}={folder}/…", f"{count} experiment{'s' * (count > 1)}: files of configs/{group}/{folder}"
+            continue
+        if group in advice:
+            yield group, advice[group]
+        for name in sorted(names, key=lambda name: name != default):
+            yield f"{group}={name}{' *' * (name == default)}", about_choice(group, name)
+
+
+def _keys(values: DictConfig, prefix: str = "", used: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """(key=value, its meaning) for the keys of a config that Hydra composed from a schema; ??? is a missing value."""
     owner = OmegaConf.get_type(values)
     assert owner is not None
     for entry in fields(owner):
+        if used and entry.name not in used:
+            continue
         name, value = prefix + entry.name, "???"
         if not OmegaConf.is_missing(values, entry.name):
             value = values[entry.name]
         if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
-            yield from _keys(value, f"{name}.")
+            yield from _keys(value, f"{name}.", entry.metadata.get("used", ()))
         elif not name.endswith(".name"):  # of a group's choice, which group=choice gives
             yield f"{name}={as_text(value):.{LONGEST_VALUE}}", about_key(owner, entry)
 
@@ -48,6 +65,8 @@ def about_key(owner: type[Keys], entry: Field[Any]) -> str:
     """The meaning of a key, a field of `owner`, and its allowed values."""
     allowed = expected(Declared(get_type_hints(owner)[entry.name], entry.metadata))
     said = sentences(owner).get(entry.name, "")
+    if task := entry.metadata.get("task"):
+        said = f"Only for {task}: {said}".removesuffix(": ")
     return said if said and allowed.endswith("a text") else f"{said} ({allowed})" if said else allowed
 
 

@@ -80,12 +80,13 @@ def refuse_other_tasks(config: Keys, task: str, source: str) -> None:
             raise ValueError(f"{name}={value} is for {own}, and {source} is for {task}: leave it out")
 
 
-def group(alternatives: Mapping[str, type]) -> Any:
+def group(alternatives: Mapping[str, type], used: tuple[str, ...] = ()) -> Any:
     """A group of keys (norm, body, …) whose `name` selects one dataclass of several.
 
-    An option that the selected dataclass does not have is an error; one dataclass for all would ignore it.
+    An option that the selected dataclass does not have is an error; one dataclass for all would ignore it. `used`: the
+    only options that --help lists, of a command for which the others do not matter.
     """
-    return field(default=MISSING, metadata={"alternatives": alternatives})
+    return field(default=MISSING, metadata={"alternatives": alternatives, "used": used})
 
 
 def by_name(*alternatives: Any) -> dict[str, Any]:

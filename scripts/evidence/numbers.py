@@ -4,7 +4,7 @@ docs/results/numbers.yaml lists sentences or table rows by page:
 
     README.md:
       - text: 'standard norms | 74.42 | {} ± {}'
-        from: [mean camvid/table3/std@/results.json#miou x100 .1, deviation camvid/table3/std@/results.json#miou x100 .1]
+        from: [mean camvid/table3/std@/results.json#miou x100 .1, deviation …]
 
 `text` stands once on the page, with any white space; each {} is a number. `quoted` lists, by page, texts with published
 numbers. A source is FILE#PATH below docs/results: FILE may have wildcards, and `NAME@` is the run NAME with all its
@@ -153,7 +153,9 @@ def _at(value: Any, path: list[str]) -> Iterator[Any]:
 
 
 def _in_block(name: str, place: int, words: str) -> str:
-    pages = "".join(page.read_text() for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))])
+    pages = "".join(
+        page.read_text() for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    )
     blocks = "".join(re.findall(f"(?s)<!-- {name} start -->(.*?)<!-- {name} end", pages))
     before, after = map(re.escape, words.split("{}"))
     found = re.findall(f"{before}([\\d.,]*\\d){after}", blocks)

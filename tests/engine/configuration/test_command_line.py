@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import hydra
 import pytest
 
-from engine.configuration.choices import CONFIGS, choices
+from engine.configuration.choices import CONFIGS, choices, groups_in
 from engine.configuration.command_line import composed
 from engine.configuration.help import as_text, sentences
 from engine.process import stopping
@@ -57,7 +57,7 @@ def listed(text: str, title: str) -> dict[str, str]:
     """The two columns of a section of --help."""
     section = text.partition(f"\n{title} (")[2].strip().partition("\n\n")[0]
     rows = [row.split(maxsplit=1) for row in re.split(r"\n  (?=\S)", section)[1:]]
-    return {given: " ".join(" ".join(about).split()) for given, *about in rows}
+    return {given: " ".join(" ".join(about).split()) for given, *about in rows if "=" in given or about}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -73,12 +73,16 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
     assert [key for key, about in keys.items() if not about] == []
     assert [line for line in text.partition("\n\nKeys")[2].splitlines() if len(line) > 80] == []
     assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file()
-    assert name != "train_seg" or groups["sampler"].endswith(f"uniform. {sentences(SegmentationRun)['sampler']}")
-    for end in (0, -1):  # it raises if the command does not accept the first or the last choice of a group
-        chosen = [f"{group}={about.partition('. ')[0].split(', ')[end]}" for group, about in groups.items()]
-        alone = [choice for choice in chosen if choice.startswith("experiment=")]  # it sets keys of what it chooses
-        for together in filter(None, (alone, [choice for choice in chosen if choice not in alone])):
-            composed(name, *together)
+    assert [choice for choice, about in groups.items() if not about] == []
+    chosen = [choice for choice in groups if "=" in choice and "…" not in choice]
+    kinds = {
+        choice.partition("=")[0]: choice for choice in chosen
+    }  # it raises if the command does not accept one of each
+    composed(name, *(choice for group, choice in kinds.items() if group != "debug"))
+    for group, default in groups_in(name).items():
+        if default is not None:
+            assert next(choice for choice in chosen if choice.startswith(f"{group}=")) == f"{group}={default}"
+            assert groups[f"{group}={default}"].startswith("* ")
 
 
 def test_values_are_shown_as_they_are_given():
