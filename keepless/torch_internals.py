@@ -361,14 +361,40 @@ def engine_adds() -> bool:
 norms_of: Callable[[list], tuple[Tensor, ...]] = torch._foreach_norm
 
 
-def move_towards(tensors: list[Tensor], ends: list[Tensor], share: Tensor) -> None:
-    """tensors += share * (ends - tensors), in place, by few kernels. `share` is a scalar in float64 on their device."""
-    if share.is_cuda:  # a list of shares would launch a kernel for each tensor
+def move_towards(tensors: list[Tensor], ends: list[Tensor], share: Tensor | float) -> None:
+    """tensors += share * (ends - tensors), in place, by few kernels.
+
+    `share`: a number, or a scalar in float64 on their device, which costs a temporary copy of all tensors on CUDA.
+    """
+    if isinstance(share, Tensor) and share.is_cuda:  # a list of shares would launch a kernel for each tensor
         steps = list(torch._foreach_sub(ends, tensors))
         torch._foreach_mul_(steps, share.to(steps[0].dtype))
         torch._foreach_add_(tensors, steps)
     else:
-        torch._foreach_lerp_(tensors, ends, [share.to(tensor.dtype) for tensor in tensors])
+        torch._foreach_lerp_(tensors, ends, float(share))
+
+
+@contextmanager
+def capturing(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph]:
+    """Context that captures a CUDA graph. If that fails, memory, random numbers and the current stream are as before.
+
+    PyTorch alone, if the capture cannot be ended, leaves `stream` current, the generator in its capture, and the
+    graph's pool in use.
+    """
+    graph, pool, device = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    generator, before = torch.cuda.default_generators[device], torch.cuda.current_stream()
+    drawn = generator.clone_state()
+    try:
+        # Other threads, which pin memory for the loader or write checkpoints, may go on.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            yield graph
+    except BaseException:
+        torch.cuda.set_stream(before)
+        generator.graphsafe_set_state(drawn)
+        with suppress(RuntimeError):  # the capture was ended, and the graph will release its pool
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        raise
 
 
 def compiler_settings(**settings: Any) -> AbstractContextManager:

@@ -19,6 +19,7 @@ from engine.process.console import SLOW_SECONDS, logger, printable, progress_bar
 from engine.process.output_files import replace_file
 from engine.records.evaluated import Evaluated, without_nan
 
+PLANNED_STEPS = 3  # first steps, in which budgets are planned, cuDNN chooses algorithms and code is compiled
 WAITING = 0.1  # share of the time between two records, from which a run warns that steps wait for data
 
 
@@ -70,6 +71,7 @@ class MetricsLogger:
         self.pauses_s = self.first_s = 0.0  # of this process; first_s: its first step
         self.recent: Counter[str] = Counter()  # sums since the last record
         self.all: Counter[str] = Counter()  # sums of this process
+        self.planned: Counter[str] = Counter()  # sums of its first steps
         self.recent_memory_mib = self.peak_memory_mib = 0.0  # largest noted since the last record, and of all records
         self.step_started = time.perf_counter()
 
@@ -104,6 +106,8 @@ class MetricsLogger:
         step["seconds"] = now - self.step_started
         self.recent.update(step)
         self.all.update(step)
+        if self.all["steps"] <= PLANNED_STEPS:
+            self.planned.update(step)
         self.step_started = now
         self.done += 1
         self.progress.update(self.task, advance=1)
@@ -201,17 +205,17 @@ class MetricsLogger:
         logger.info(f"step {step:,} of {self.total_steps:,}  val {evaluated.summary}{self._time_left()}")
 
     def summary(self, last_file: Path, best_file: Path, score_text: Callable[[float], str], evaluate: str) -> str:
-        """The run's cost, its files, and the next commands, one per line.
+        """The run's cost, its files, and the next commands, one per line. The first steps do not count as speed.
 
         `last_file`, `best_file`: its checkpoints. `score_text` formats a score; `evaluate` is the command that
         evaluates the last checkpoint.
         """
-        speed, seconds = "", self.all["seconds"]
-        if seconds:
-            waited = 100 * self.all["data_s"] / seconds
-            speed = f", {self.all['images'] / seconds:.1f} images/s, {waited:.0f} % of it waiting for data"
+        speed, counted = "", (self.all - self.planned) or self.all
+        if seconds := counted["seconds"]:
+            waited = 100 * counted["data_s"] / seconds
+            speed = f", {counted['images'] / seconds:.1f} images/s, {waited:.0f} % of it waiting for data"
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
-        took = f"{self.all['steps']} steps in {timedelta(seconds=round(seconds))}{speed}{memory}"
+        took = f"{self.all['steps']} steps in {timedelta(seconds=round(self.all['seconds']))}{speed}{memory}"
         last, best = max(self.scores), self.best
         run_dir, gone = last_file.parents[1], "" if best_file.is_file() else " (gone)"
         lines = {

@@ -49,7 +49,8 @@ def key(
         one_of: the allowed values; of a list, the allowed entries.
         entries: names of the list's entries, which fix its length.
         names: the value is a name or a list of different names.
-        word: the value is a whole number or this word. (The type is Any: OmegaConf cannot merge `int | str`.)
+        word: the value is this word or a whole number, without bounds a boolean. (The type is Any: OmegaConf cannot
+            merge `int | str`.)
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
         per_machine: ranks may also have different values.
         task: the only task that has the key, see `refuse_other_tasks`.
@@ -159,7 +160,8 @@ def expected(declared: Declared) -> str:
     kind, bounds = declared
     above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
     if word := bounds.get("word"):
-        return f"{word}, or {expected(Declared(int, {**bounds, 'word': None}))}"
+        others = {**bounds, "word": None}
+        return f"{word}, or {expected(Declared(int, others))}" if _is_bounded(bounds) else f"{word}, true or false"
     if bounds.get("names"):
         return "a name or a list of different names, such as [A,B]"
     (kind,) = [each for each in get_args(kind) if each is not NoneType] if isinstance(kind, UnionType) else [kind]
@@ -185,7 +187,9 @@ def _check_bounds(name: str, value: Any, declared: Declared) -> None:
         fits = bool(given) and all(each in one_of for each in given)
     elif bounds.get("names"):
         fits = bool(as_list(value))
-    elif (above is not None or least is not None) and (word is None or value != word):
+    elif word is not None and not _is_bounded(declared.metadata):
+        fits = value == word or type(value) is bool
+    elif _is_bounded(declared.metadata) and (word is None or value != word):
         numbers, highest = tree_leaves(value), math.inf if most is None else most
         if len(numbers) > MOST_NUMBERS:
             raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
@@ -201,6 +205,10 @@ def _check_bounds(name: str, value: Any, declared: Declared) -> None:
         )
     if not fits:
         raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(declared)}")
+
+
+def _is_bounded(bounds: Mapping[str, Any]) -> bool:
+    return bounds.get("above") is not None or bounds.get("least") is not None
 
 
 def as_list(value: Any) -> list[str]:

@@ -7,6 +7,7 @@ from keepless.fit.device import CONTEXT, FRAGMENTATION, WORKSPACE
 from keepless.units import UNITS, bytes_of
 
 NCCL = "0.2GiB"  # its buffers, with several devices
+CAPTURED = 0.15  # of the tensors' bytes, for a CUDA graph's pool: 4 to 14 % (docs/results/training.md, reserved)
 MOST_BYTES = 2**50
 
 
@@ -42,11 +43,12 @@ class Memory:
         if available is not None and available <= 0:
             raise ValueError(f"memory.budget={self.budget}: expected more than {deductions(devices)}")
 
-    def available(self, devices: int) -> int | None:
-        """Bytes for tensors on each device; None if the device memory is not given."""
+    def available(self, devices: int, captured: bool = False) -> int | None:
+        """Bytes for tensors on each device, also of `captured` steps; None if the device memory is not given."""
         if self.budget is None:
             return None
-        return int((self._bytes("budget") - _reserved(devices)) * (1 - FRAGMENTATION))
+        left = (self._bytes("budget") - _reserved(devices)) * (1 - FRAGMENTATION)
+        return int(left / (1 + CAPTURED) if captured else left)
 
     def activation_bytes(self) -> int | None:
         """`activations` as a number; None if it is not given."""

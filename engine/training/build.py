@@ -11,7 +11,7 @@ from engine.process.distributed import World, data_parallel
 from engine.process.forward import Forward
 from engine.schema.schedule import Schedule
 from engine.schema.training import CAPTURE_ADVICE, TrainingRun
-from engine.training.capture import CapturedMicroBatches
+from engine.training.capture import CapturedMicroBatches, drawing, listed_few
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
 from models.dilated_groups import correct_gradients, dilated_groups
@@ -44,8 +44,9 @@ def learner(config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedu
 
 def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: World) -> Learner:
     """The learner of a network on its device, with optimiser, schedule, loss scale, average. Errors: see `learner`."""
-    trainer = config.trainer
-    if trainer.capture:  # without DDP
+    trainer, eager_because = config.trainer, why_eager(config, plain.network, schedule, world)
+    captures = eager_because is None
+    if captures:  # without DDP
         world.share_parameters(plain.network)
     average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
     trained = plain.network
@@ -53,9 +54,9 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     captured = None
-    if trainer.capture:
+    if captures:
         repeats = f"trainer.recompute={trainer.recompute}" if trainer.recompute in ("blocks", "sqrt") else None
-        captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, repeats)
+        captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, repeats, requested=trainer.capture is True)
     elif world.size > 1:
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
         trained = data_parallel(trained, world.device, fixed_buckets)
@@ -70,4 +71,18 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         average=average,
         max_gradient_norm=config.optim.max_gradient_norm,
         captured=captured,
+        eager_because=eager_because or "",
     )
+
+
+def why_eager(config: TrainingRun, network: nn.Module, schedule: Schedule, world: World) -> str | None:
+    """Why micro-batches are not captured in a CUDA graph, empty if `trainer.capture` says so; None if they are."""
+    trainer, kind = config.trainer, world.device.type
+    if trainer.capture != "auto":
+        return None if trainer.capture else ""
+    if problem := config.capture_problem(kind, world.size) or config.capture_doubt(world.size, schedule.total_steps):
+        return problem
+    repeats = f"trainer.recompute={trainer.recompute}" if trainer.recompute in ("blocks", "sqrt") else ""
+    repeats = repeats or (f"body={config.body.name}" if config.body.is_reversible() else "")
+    drawn = drawing(getattr(network, "body", network)) if repeats else []
+    return f"{repeats} repeats modules that draw random numbers{listed_few(drawn)}" if drawn else None

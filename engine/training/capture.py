@@ -1,6 +1,7 @@
 """Micro-batches as a CUDA graph: the host launches one graph instead of thousands of kernels (`trainer.capture`)."""
 
 import random
+import re
 from collections.abc import Callable
 from types import TracebackType
 
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from engine.process.allocations import is_out_of_memory
 from engine.process.distributed import World
+from keepless.torch_internals import capturing
 
 MicroBatch = Callable[[Tensor, Tensor], Tensor]  # images, labels -> the loss, after its backward pass
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+_DRAWS = re.compile("dropout|droppath|dropblock|stochasticdepth|rrelu", re.IGNORECASE)
 _ALIGNED = 128  # values: gradients begin where an allocator would put them, so kernels read them in the same order
 
 
@@ -61,6 +64,10 @@ class FlatGradients:
             self.buffers.append(buffer)
 
 
+class NotCaptured(ValueError):
+    """A micro-batch cannot be captured. Nothing of it has run, so it can be taken eagerly."""
+
+
 class CapturedMicroBatches:
     """Runs micro-batches: eagerly at first, and from `begin` on as a CUDA graph with static crops and labels.
 
@@ -69,17 +76,28 @@ class CapturedMicroBatches:
 
     Args:
         network: its parameters get `gradients`.
+        advice: the end of every error: how to train without.
         repeats: the forward pass runs parts again (`torch.utils.checkpoint`); they must not draw random numbers.
+        requested: what cannot be captured is an error; else `NotCaptured` is raised, and a step can go on eagerly.
         record: runs a function once; returns a function that runs it again on the same memory, and its result.
     """
 
-    def __init__(self, network: nn.Module, advice: str, repeats: str | None = None, record: Recorder | None = None):
-        self.network, self.advice, self.repeats = network, advice, repeats
+    def __init__(
+        self,
+        network: nn.Module,
+        advice: str,
+        repeats: str | None = None,
+        requested: bool = True,
+        record: Recorder | None = None,
+    ):
+        self.network, self.advice, self.repeats, self.requested = network, advice, repeats, requested
         self.gradients = FlatGradients(network)
+        self.reached: list[nn.Parameter] = []  # by the backward pass of the last step
         self.stream = torch.cuda.Stream() if record is None else None
         self.record = record or self._graph
         self.is_warm = False
         self.replay: Callable[[], None] | None = None
+        self.problem: str | None = None  # found in a warm-up step
         self.images: Tensor
         self.labels: Tensor
         self.loss: Tensor
@@ -93,9 +111,20 @@ class CapturedMicroBatches:
         self.replay = None
         self.images = self.labels = self.loss = torch.empty(0)
 
+    def zero_gradients(self) -> None:
+        """Before a step: gradients have their places once a micro-batch was captured or ranks have averaged them.
+
+        Until then there are none, as before eager steps: they take no memory in the forward pass.
+        """
+        self.reached = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
+        if self.gradients.buffers:
+            self.gradients.zero_()
+        else:
+            self._drop_gradients()
+
     def average_gradients(self, world: World) -> None:
         """Average the gradients over the ranks, after the last micro-batch. Every rank must call it."""
-        if self.replay is None:
+        if world.size > 1 and self.replay is None:
             self.gradients.adopt()
         for buffer in self.gradients.buffers if world.size > 1 else ():
             world.sum_(buffer.div_(world.size))  # in DDP's order
@@ -103,18 +132,18 @@ class CapturedMicroBatches:
     def __call__(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of a micro-batch, whose gradients were added to `gradients`; the next call overwrites it.
 
-        ValueError: the micro-batch cannot be captured.
+        ValueError: the micro-batch cannot be captured (`NotCaptured` unless `requested`); or it has another size.
         """
         if not self.is_warm:
             return self._eagerly(micro_batch, images, labels)
         if self.replay is None:
-            self.images, self.labels = images.clone(), labels.clone()
-            self.replay, self.loss = self._captured(micro_batch)
+            self._capture(micro_batch, images, labels)
         if images.shape != self.images.shape:
             sizes = f"{tuple(images.shape)} and {tuple(self.images.shape)}"
             raise ValueError(f"images of shapes {sizes} cannot share a CUDA graph: {self.advice}")
         self.images.copy_(images, non_blocking=True)
         self.labels.copy_(labels, non_blocking=True)
+        assert self.replay is not None, "it was captured"
         self.replay()
         return self.loss
 
@@ -128,50 +157,78 @@ class CapturedMicroBatches:
             loss = micro_batch(images, labels)
         torch.cuda.current_stream().wait_stream(self.stream)
         if self.repeats is not None and not torch.equal(before, torch.cuda.get_rng_state()):
-            raise ValueError(
-                f"{self.repeats} runs blocks a second time, and the network draws random numbers{self._drawing()}, "
-                f"which would be others in a CUDA graph: {self.advice}"
+            self.problem = (
+                f"{self.repeats} runs blocks a second time, and the network draws random numbers"
+                f"{listed_few(drawing(self.network))}, which would be others in a CUDA graph"
             )
+            if self.requested:
+                raise ValueError(f"{self.problem}: {self.advice}")
         return loss
 
-    def _captured(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
-        drawn, raised = (torch.get_rng_state(), random.getstate()), None
+    def _capture(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> None:
+        """Capture a step's first micro-batch. If that fails, all is as before, but for gradients: there are none.
+
+        Modules that count their calls in Python have then counted one more.
+        """
+        drawn = torch.get_rng_state(), random.getstate()
+        try:
+            if self.problem is not None:
+                raise NotCaptured(self.problem)
+            for parameter in () if self.gradients.buffers else self.reached:
+                parameter.grad = torch.zeros_like(parameter)
+            self.gradients.adopt()
+            self.images, self.labels = images.clone(), labels.clone()
+            self.replay, self.loss = self._recorded(micro_batch)
+            if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
+                raise NotCaptured(
+                    f"the network draws random numbers on the CPU{listed_few(drawing(self.network))}, and a CUDA graph "
+                    f"would repeat them"
+                )
+            if strangers := self.gradients.strangers():
+                raise NotCaptured(f"{strangers[0]} has a gradient in some steps only, and a CUDA graph in all")
+        except Exception as error:
+            self.release()
+            self._drop_gradients()
+            self.gradients = FlatGradients(self.network)
+            torch.set_rng_state(drawn[0])
+            random.setstate(drawn[1])
+            if is_out_of_memory(error):
+                raise error if self.requested else NotCaptured("a CUDA graph needs more memory than there is") from None
+            if self.requested and isinstance(error, NotCaptured):
+                raise ValueError(f"{error}: {self.advice}") from error
+            raise
+
+    def _recorded(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
+        """The micro-batch as a graph, and its loss. NotCaptured names the module that raised a RuntimeError."""
+        raised: list[RuntimeError] = []
 
         def watched() -> Tensor:
-            nonlocal raised
             try:
                 return micro_batch(self.images, self.labels)
-            except Exception as error:
-                raised = error
+            except RuntimeError as error:
+                raised.append(error)
                 raise
 
         try:
-            captured = self.record(watched)
+            return self.record(watched)
         except RuntimeError as last:  # PyTorch may raise another one when the capture ends
-            error = raised or last
-            if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+            error = raised[0] if raised else last
+            if is_out_of_memory(error):
                 raise error from None
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(
+            raise NotCaptured(
                 f"{self._module_of(error)} cannot be captured in a CUDA graph, where nothing may read a tensor's value "
-                f"({reason}): {self.advice}"
+                f"({str(error).strip().splitlines()[0]})"
             ) from last
-        if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
-            raise ValueError(
-                f"the network draws random numbers on the CPU{self._drawing()}, and a CUDA graph would repeat them: "
-                f"{self.advice}"
-            )
-        if strangers := self.gradients.strangers():
-            raise ValueError(
-                f"{strangers[0]} has a gradient in some steps only, and a CUDA graph in all: {self.advice}"
-            )
-        return captured
+        finally:
+            raised.clear()  # or a cycle would keep the tensors of the pass
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.network.parameters():
+            parameter.grad = None
 
     def _graph(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """The function as a CUDA graph."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, which pin memory for the loader or write checkpoints, may go on.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        with capturing(self.stream) as graph:
             result = function()
         return graph.replay, result
 
@@ -186,11 +243,17 @@ class CapturedMicroBatches:
             line = line.tb_next
         return found
 
-    def _drawing(self) -> str:
-        """The modules that draw, for messages, as far as their names say it."""
-        words = ("dropout", "droppath", "stochasticdepth")
-        found = [
-            name for name, module in self.network.named_modules() if type(module).__name__.lower().startswith(words)
-        ]
-        more = f" and {len(found) - 2} more" if len(found) > 2 else ""
-        return f" ({', '.join(found[:2])}{more})" if found else ""
+
+def drawing(network: nn.Module) -> list[str]:
+    """Names of the modules that draw random numbers in training, as far as the names of their classes say it."""
+    return [
+        name
+        for name, module in network.named_modules()
+        if _DRAWS.search(type(module).__name__) and vars(module).get("p", vars(module).get("drop_prob", 1))
+    ]
+
+
+def listed_few(names: list[str]) -> str:
+    """The first two names in brackets, and how many more there are; empty without names."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f" ({', '.join(names[:2])}{more})" if names else ""

@@ -1,6 +1,7 @@
 """A network with everything that changes in training: optimiser, schedule, loss scale, averaged weights."""
 
 import copy
+import gc
 import math
 import warnings
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
+from engine.process.console import logger
 from engine.process.forward import Forward
-from engine.training.capture import CapturedMicroBatches
+from engine.training.capture import CapturedMicroBatches, MicroBatch, NotCaptured
 from engine.training.saved_moments import check_scaler, load_moments
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import move_towards, norms_of
@@ -38,17 +40,19 @@ class WeightAverage:
         self._buffers_are_old = False
 
     @torch.no_grad()
-    def update(self, network: nn.Module, finite: Tensor) -> None:
-        """average = decay * average + (1 - decay) * weights, where a step was `finite`; the first copies the weights.
+    def update(self, network: nn.Module, finite: Tensor | None = None) -> None:
+        """average = decay * average + (1 - decay) * weights; the first update copies the weights.
 
-        `finite`: a boolean on the network's device, 0-dimensional. Without a finite step the average stays.
+        `finite`: a boolean on the network's device, 0-dimensional: after a step that is not, the average stays. None:
+        the run ends then. (With it, an update on CUDA makes a temporary copy of all weights.)
         """
         pairs = [*zip(self.module.parameters(), network.parameters(), strict=True)]
         if self.updates:  # frozen weights stay as the first update has copied them
             pairs = [pair for pair in pairs if pair[1].requires_grad]
         own, weights = ([parameter.detach() for parameter in each] for each in zip(*pairs, strict=True))
         if self.updates:
-            move_towards(own, weights, finite.double() * (1 - self.decay))
+            share = 1 - self.decay
+            move_towards(own, weights, share if finite is None else finite.double() * share)
         else:
             for average, new in zip(own, weights, strict=True):
                 average.copy_(new)
@@ -77,6 +81,7 @@ class Learner:
     average: WeightAverage | None = None  # exponential moving average of the weights, evaluated instead of `network`
     max_gradient_norm: float | None = None  # gradients are clipped to it; None: never
     captured: CapturedMicroBatches | None = None  # runs micro-batches as a CUDA graph; None: eagerly
+    eager_because: str = ""  # why trainer.capture=auto does not capture
     reads_flag: bool = True  # before an unfused optimiser, whether the step is finite; False for fake tensors
     parameters: list[nn.Parameter] = field(init=False)  # of the network
 
@@ -97,11 +102,27 @@ class Learner:
         ddp = self.forward.network
         return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext()
 
+    def take(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a micro-batch, which runs as a CUDA graph or eagerly. If a capture fails, eagerly from then on.
+
+        ValueError: it cannot be captured, and trainer.capture=true.
+        """
+        if self.captured is None:
+            return micro_batch(images, labels)
+        try:
+            return self.captured(micro_batch, images, labels)
+        except NotCaptured as problem:
+            self.captured, self.eager_because = None, str(problem)
+        logger.warning(f"capture off: {self.eager_because}; this run goes on eagerly")
+        gc.collect()  # of the pass that failed, with the memory of its graph
+        torch.cuda.empty_cache()
+        return micro_batch(images, labels)
+
     def step(self, loss: Tensor, asked: Tensor) -> "Outcome":
         """Clip the gradients; update the weights, the learning rate and the averaged weights. Nothing is waited for.
 
-        If loss or gradient is not finite, weights, momentum and average stay, and `read` tells it later: fused
-        optimisers skip a step by a flag on the device. Before other optimisers the host waits for the flag.
+        If loss or gradient is not finite, weights and momentum stay, in float16 the average too, and `read` tells it
+        later: fused optimisers skip a step by a flag on the device. Before others the host waits for the flag.
 
         Args:
             loss: of the minibatch, a float64 scalar on the network's device.
@@ -126,7 +147,7 @@ class Learner:
         with _schedule_alone() if self.scaler.is_enabled() else nullcontext():
             self.scheduler.step()
         if self.average is not None:
-            self.average.update(self.network, finite)
+            self.average.update(self.network, finite if self.scaler.is_enabled() else None)
         numbers = torch.stack([loss, norm.double(), asked, scale, self.scaler.scale(torch.ones_like(loss))])
         numbers = numbers.to("cpu", non_blocking=True)  # from a device: into pinned memory
         copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +15,12 @@ from engine.process.distributed import World
 from engine.process.stopping import Preempted
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
+from engine.records.metrics_logger import PLANNED_STEPS
 from engine.training.learner import Learner, Outcome
 from engine.training.run import Config, Run, Split
 from keepless import checking_repetitions
 from models.freezing import training_mode
 
-PLANNED_STEPS = 3  # first steps, in which budgets are planned, cuDNN chooses algorithms and code is compiled
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 
@@ -154,7 +153,7 @@ def train_step(
     if learner.captured is None:
         learner.optimizer.zero_grad()
     else:
-        learner.captured.gradients.zero_()
+        learner.captured.zero_gradients()
     total_loss = accumulate_gradients(learner, loss, minibatch, minibatch_size, world)
     total_loss, asked = world.sum_(torch.stack([total_loss, total_loss.new_full((), stop)])).unbind()
     return learner.step(total_loss / world.size, asked)
@@ -175,13 +174,12 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
         learner.scaler.scale(part_loss).backward()
         return part_loss.detach()
 
-    run = micro_batch if learner.captured is None else partial(learner.captured, micro_batch)
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     images = minibatch["image"].tensor_split(learner.accumulation_steps)
     labels = minibatch["label"].tensor_split(learner.accumulation_steps)
     for number, part in enumerate(zip(images, labels, strict=True), start=1):
         with nullcontext() if number == learner.accumulation_steps else learner.more_follow():
-            total_loss += run(*part)
+            total_loss += learner.take(micro_batch, *part)
     if learner.captured is not None:
         learner.captured.average_gradients(world)
     return total_loss

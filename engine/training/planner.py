@@ -122,10 +122,11 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> StepMemory:
     """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients.
 
-    So does a captured step: see `engine.training.capture`. (With several micro-batches, the first makes them.)
+    So does a captured step (trainer.capture=true; auto is planned as an eager one): see `engine.training.capture`.
+    (With several micro-batches, the first makes them.)
     """
     trainer = config.trainer
-    held = trainer.accumulation_steps == 1 if trainer.capture else devices > 1
+    held = trainer.accumulation_steps == 1 if trainer.capture is True else devices > 1
     return traced(partial(fake_step, config, crops, crop_size), in_buckets=held)
 
 
@@ -159,19 +160,19 @@ def planned_step(config: TrainingRun, crops: int, crop_size: int, devices: int =
             parameter.grad = torch.zeros_like(parameter)
         with MadeTensors() as of_optimizer:
             learner.step(*torch.zeros(2, dtype=torch.float64))
-    times = 2 if devices > 1 and learner.accumulation_steps > 1 and not config.trainer.capture else 1
+    times = 2 if devices > 1 and learner.accumulation_steps > 1 and config.trainer.capture is not True else 1
     resident |= {"gradients": times * sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
     return PlannedStep(resident, of_optimizer.peak, list(plans))
 
 
-def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
+def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> tuple[Memory, int, str]:
     """For trainer.recompute=budget: keys with `memory.activations`, the bytes that `memory.budget` leaves for them.
 
     If no plan fits, the bytes of the plan with the lowest peak. Also returns the step's bytes, and a text that shows
     how these add up.
     """
-    available = config.memory.available(devices)
+    available = config.memory.available(devices, captured)
     assert available is not None
     step = planned_step(config, share_of(config, devices), config.data.crop_size, devices)
     peak, time = step.within(available)
@@ -189,13 +190,13 @@ def share_of(config: TrainingRun, devices: int) -> int:
     return -(-config.data.crops_per_minibatch // devices)
 
 
-def fitting(config: Config, devices: int) -> Config:
+def fitting(config: Config, devices: int, captured: bool = False) -> Config:
     """A copy with the minibatch or crop size that `memory.fit` chooses for `memory.budget`.
 
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
     memory, fewest = config.memory, config.fewest_on_each(devices) * config.trainer.accumulation_steps
-    available = memory.available(devices)
+    available = memory.available(devices, captured)
     assert available is not None
     size, share = config.data.crop_size, share_of(config, devices)
 
@@ -234,25 +235,43 @@ def all_images(config: TrainingRun, devices: int) -> str:
 def fitted(config: Config) -> Config:
     """The configuration to train, with `memory.fit` turned into plain numbers. A resumed run already has them.
 
+    If the run can be captured, it also fits a CUDA graph. Where nothing would fit, trainer.capture=auto becomes false.
+
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
+    trainer, processes = config.trainer, world_size()
+    kind = "cpu" if config.memory.budget is None else device_of(trainer.device, key="trainer.device").type
+    doubt = config.capture_problem(kind, processes) or (trainer.capture == "auto" and config.capture_doubt(processes))
+    if trainer.capture is False or doubt:
+        return _fitted(config, captured=False)
+    try:
+        return _fitted(config, captured=True)
+    except ValueError:
+        config = deepcopy(config)
+        config.trainer.capture = trainer.capture is True
+        chosen = _fitted(config, captured=False)
+        logger.info(f"memory.budget={config.memory.budget} has no room for a CUDA graph's own memory")
+        return chosen
+
+
+def _fitted(config: Config, captured: bool) -> Config:
     memory, processes = config.memory, world_size()
     if memory.gpus not in (None, processes):
         raise ValueError(
             f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "
             f"torchrun --nproc-per-node {memory.gpus}"
         )
-    available = memory.available(processes)
+    available = memory.available(processes, captured)
     if available is None:
         return config
     rank = int(os.environ.get("RANK", "0"))
     log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)
     if memory.fit:
-        chosen = _of_resumed_run(config) or fitting(config, processes)
+        chosen = _of_resumed_run(config) or fitting(config, processes, captured)
     data, share = chosen.data, share_of(chosen, processes)
     if config.trainer.recompute == "budget":
-        chosen.memory, peak, about = within_budget(chosen, processes)
+        chosen.memory, peak, about = within_budget(chosen, processes, captured)
     else:
         peak, about = step_memory(chosen, share, data.crop_size, processes).peak, size_text(available)
         chosen.memory = Memory()

@@ -64,6 +64,11 @@ class Run(Generic[Config, Split]):
         """The configuration for files. It does not change, and converting it takes 10 ms."""
         return configuration.plain(self.config)
 
+    def recorded_config(self) -> dict:
+        """The configuration for checkpoints and results, in which `trainer.capture` is what was decided."""
+        self.plain_config["trainer"]["capture"] = self.learner.captured is not None
+        return self.plain_config
+
     def start(self, make: Callable[[], nn.Module]) -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
 
@@ -132,15 +137,19 @@ class Run(Generic[Config, Split]):
         )
         if self.config.trainer.compile or self.config.compiles_norms(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
+        if self.world.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+            if (advice := self.config.precision_advice()) is not None:
+                logger.info(advice)
 
     def _applied(self, learner: Learner) -> str:
         """For the log: initial weights, how a step computes, what is frozen, each group's rate and decay."""
         config, trainer = self.config, self.config.trainer
-        tf32 = trainer.tf32 and self.world.device.type == "cuda"
-        switches = {"TF32": tf32, "capture": learner.captured is not None, "compile": trainer.compile}
+        on_cuda, words = self.world.device.type == "cuda", ("off", "on")
+        why_eager = f": {learner.eager_because}" if on_cuda and learner.eager_because else ""
         weights = config.init.weights or getattr(config.body, "weights", None) or "random"
         said = [f"initial weights {weights}", f"recomputation {trainer.recompute}", f"precision {trainer.precision}"]
-        said += [f"{name} {'on' if is_on else 'off'}" for name, is_on in switches.items()]
+        said += [f"TF32 {words[trainer.tf32 and on_cuda]}", f"capture {words[learner.captured is not None]}{why_eager}"]
+        said.append(f"compile {words[trainer.compile]}")
         if (sampler := getattr(config, "sampler", None)) is not None:
             said.append(f"sampler {sampler.name}")
         norms = config.body.frozen_norms
@@ -164,7 +173,7 @@ class Run(Generic[Config, Split]):
             "random": random_states(self.world),
             "total_steps": self.schedule.total_steps,
             "data": self.files,
-            "config": self.plain_config,
+            "config": self.recorded_config(),
             "best": self.metrics.best,
             "classes": list(self.train_set.classes),
         }
@@ -203,7 +212,7 @@ class Run(Generic[Config, Split]):
             evaluated,
             self.val_set,
             checkpoint=self.directory.last,
-            config=self.plain_config,
+            config=self.recorded_config(),
         )
         images, whole = evaluated.images, len(self.val_set)
         of = f" on {images} of {whole} images" if images < whole else ""

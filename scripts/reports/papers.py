@@ -113,11 +113,14 @@ def published(experiment: str) -> list[Published]:
 def training_of(config: TrainingRun) -> dict[str, object]:
     """The keys, with values, that have an effect and distinguish one training, or its score, from another."""
     left_out = {*FREE, *(["data.antialias"] if getattr(config.data, "never_shrinks", False) else [])}
-    return {
+    found = {
         name: value
         for name, value, entry in leaves(config)
         if name not in left_out and (name in KEPT_ON_RESUMING or not entry.metadata.get("free_on_resume"))
     }
+    if found["trainer.capture"] == "auto":  # of an experiment; results say what was decided
+        found["trainer.capture"] = False
+    return found
 
 
 def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,15 +70,21 @@ def _there(one: Any) -> Any:
 
 
 def recorded_on(network: nn.Module) -> Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]:
-    """A `Recorder` of `engine.training.capture`. As in a capture, recording itself changes nothing in the network."""
+    """A `Recorder` of `engine.training.capture`. As in a capture, recording itself changes nothing in the network.
+
+    Meanwhile PyTorch says that it captures.
+    """
 
     def record(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         state = [*network.buffers(), *(p.grad for p in network.parameters() if p.grad is not None)]
         before = [tensor.clone() for tensor in state]
-        with Tape() as tape:
-            result = function()
-        for tensor, old in zip(state, before, strict=True):
-            tensor.copy_(old)
-        return tape.replay, result
+        try:
+            with Tape() as tape, pytest.MonkeyPatch.context() as patch:
+                for name in ("is_initialized", "is_current_stream_capturing"):
+                    patch.setattr(torch.cuda, name, lambda: True)
+                return tape.replay, function()
+        finally:
+            for tensor, old in zip(state, before, strict=True):
+                tensor.copy_(old)
 
     return record

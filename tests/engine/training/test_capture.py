@@ -1,8 +1,10 @@
 """Captured micro-batches, with a stand-in for CUDA graphs: the trainings of eager ones, and what is refused."""
 
+import copy
 import itertools
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -22,15 +24,17 @@ from engine.schema.training import TrainingRun
 from engine.segmentation.cross_entropy import CrossEntropy
 from engine.training import build, loop, planner
 from engine.training.capture import CapturedMicroBatches, Recorder
-from engine.training.learner import Learner, Outcome
-from engine.training.loop import accumulate_gradients, train_step
+from engine.training.learner import Learner, Outcome, WeightAverage
+from engine.training.loop import Loss, accumulate_gradients, train_step
 from keepless import InPlaceABN
+from keepless.torch_internals import is_capturing
 from tests.engine.learners import forward_of, learner_of, minibatch
 from tests.engine.training.tape import recorded_on
 from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 
-ADVICE, WORLD_SIZE = "give trainer.capture=false", 2
+ADVICE, WORLD_SIZE = "give trainer.capture=auto or false", 2
+CROSS_ENTROPY = CrossEntropy(fraction=0.25)
 
 
 class Unused(nn.Sequential):
@@ -53,7 +57,7 @@ def small_learner(captured: bool = False, precision: str = "float32", extra: nn.
     return learner
 
 
-def losses_of(learner: Learner, steps: int) -> list[float]:
+def losses_of(learner: Learner, steps: int, loss: Loss = CROSS_ENTROPY) -> list[float]:
     """Return the losses of steps that are captured from the fourth on, and again after the sixth."""
     found = []
     for number in range(steps):
@@ -61,7 +65,7 @@ def losses_of(learner: Learner, steps: int) -> list[float]:
             learner.captured.begin()
         if learner.captured is not None and number == 6:
             learner.captured.release()  # for an evaluation
-        outcome = train_step(learner, CrossEntropy(fraction=0.25), minibatch(number), minibatch_size=4, world=World())
+        outcome = train_step(learner, loss, minibatch(number), minibatch_size=4, world=World())
         found.append(learner.read(outcome)[0])
     return found
 
@@ -91,26 +95,24 @@ def test_recomputed_and_reversible_steps_read_nothing_that_was_freed(words):
 
 
 def capture_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    """Let trainings capture with the stand-in. Meanwhile PyTorch says that it captures, and no number is drawn."""
+    """Let trainings capture with the stand-in, which draws no number."""
 
     def record_on(network: nn.Module) -> Recorder:
         record = recorded_on(network)
 
         def recorded(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
             drawn = torch.get_rng_state()
-            with pytest.MonkeyPatch.context() as patch:
-                for name in ("is_initialized", "is_current_stream_capturing"):
-                    patch.setattr(torch.cuda, name, lambda: True)
-                found = record(function)
+            found = record(function)
             torch.set_rng_state(drawn)
             return found
 
         return recorded
 
-    def captured(network: nn.Module, *about: str | None) -> CapturedMicroBatches:
-        return CapturedMicroBatches(network, *about, record=record_on(network))
+    def captured(network: nn.Module, *about: str | None, requested: bool) -> CapturedMicroBatches:
+        return CapturedMicroBatches(network, *about, requested, record_on(network))
 
-    patch.setattr(TrainingRun, "check_capture", lambda *_, **__: None)
+    for name in ("capture_problem", "capture_doubt"):
+        patch.setattr(TrainingRun, name, lambda *_, **__: None)
     patch.setattr(build, "CapturedMicroBatches", captured)
 
 
@@ -160,9 +162,9 @@ def test_captured_runs_stop_resume_and_end_as_eager_ones(tmp_path, drawn, monkey
 
 def test_gradients_keep_their_place_and_the_memory_format_of_their_weights():
     learner = small_learner(True)
-    losses_of(learner, 1)
+    losses_of(learner, 4)
     places = [p.grad.data_ptr() for p in learner.network.parameters() if p.grad is not None]
-    losses_of(learner, 5)
+    losses_of(learner, 7)
     assert places == [p.grad.data_ptr() for p in learner.network.parameters() if p.grad is not None]
     assert learner.network[0].weight.grad.stride() == learner.network[0].weight.stride()
     assert all(place % 512 == places[0] % 512 for place in places)  # aligned as an allocator would
@@ -210,7 +212,7 @@ def test_a_module_that_reads_a_value_is_named():
     losses_of(learner, 3)
     learner.network[4] = nn.Sequential(Reads())
     learner.captured.begin()
-    expected = r"^4\.0 \(Reads\) cannot be captured .* \(CUDA error: operation not .* capturing\): give trainer.capture"
+    expected = rf"^4\.0 \(Reads\) cannot be captured .* \(CUDA error: operation not .* capturing\): {ADVICE}"
     with pytest.raises(ValueError, match=expected):
         losses_of(learner, 1)
 
@@ -227,24 +229,116 @@ def test_crops_of_another_size_are_refused():
 @pytest.mark.parametrize(
     "options, processes, problem",
     [
-        (["trainer.device=cpu"], 1, "on a CPU: only a CUDA device has graphs"),
-        (["norm=package"], 1, "with norm=package: the released layer has not been tried in a CUDA graph"),
-        (["trainer.compile=true"], 1, "with trainer.compile=true: compiled code has graphs of its own"),
-        (["data.crops_per_minibatch=9"], 2, "with data.crops_per_minibatch=9 over 2 processes: micro-batches have"),
-        (["data.crops_per_minibatch=9", "trainer.accumulation_steps=2"], 1, "over trainer.accumulation_steps=2: micro"),
-        (["norm.sync=true"], 2, "with norm.sync=true over 2 processes: their exchange cannot be part of a CUDA graph"),
+        (["trainer.device=cpu"], 1, "only a CUDA device has graphs, and this is a CPU"),
+        (["norm=package"], 1, "norm=package, the released layer, has not been tried in a CUDA graph"),
+        (["trainer.compile=true"], 1, "trainer.compile=true makes code that has graphs of its own"),
+        (["data.crops_per_minibatch=9"], 2, "data.crops_per_minibatch=9 over 2 processes makes micro-batches of "),
+        (
+            ["data.crops_per_minibatch=9", "trainer.accumulation_steps=2"],
+            1,
+            "data.* over trainer.accumulation_steps=",
+        ),
+        (["norm.sync=true"], 2, "norm.sync=true over 2 processes has not been tried in a CUDA graph"),
     ],
 )
 def test_combinations_that_cannot_be_captured_are_refused(options, processes, problem):
+    """With trainer.capture=auto they are the reason why a training is eager."""
     words = ["trainer.device=cuda", "trainer.capture=true", *options]
+    message = f"^trainer.capture=true: {problem}.*; {ADVICE}$"
     if processes == 1:
-        with pytest.raises(ValueError, match=f"^trainer.capture=true .*{problem}.*; {ADVICE}$"):
+        with pytest.raises(ValueError, match=message):
             run_config(*words)
     else:
         config = run_config(*words)
         config.check_capture("cuda", processes=1)
-        with pytest.raises(ValueError, match=f"^trainer.capture=true .*{problem}.*; {ADVICE}$"):
+        with pytest.raises(ValueError, match=message):
             config.check_capture("cuda", processes)
+    config = run_config(*words, "trainer.capture=auto")
+    world = World(size=processes, device=torch.device(config.trainer.device))
+    assert re.match(problem, build.why_eager(config, nn.Identity(), one_epoch(50), world))
+
+
+REPEATED = (*NARROW_A2, "norm=std", "trainer.recompute=blocks")
+
+
+@pytest.mark.parametrize(
+    "options, processes, steps, reason",
+    [
+        ([], 1, 50, None),
+        (["trainer.capture=true"], 2, 49, None),
+        (["trainer.capture=false"], 1, 50, ""),
+        ([], 2, 50, "2 processes were not measured with CUDA graphs (trainer.capture=true takes them)"),
+        ([], 1, 49, "49 steps gain little (fewer than 50)"),
+        (["trainer.profile=3"], 1, 50, "trainer.profile=3 shows the calls that a CUDA graph replaces"),
+        ([*NARROW_A2, "trainer.recompute=activations"], 1, 50, None),  # its masks are kept
+        (["norm=std", "trainer.recompute=blocks"], 1, 50, None),
+        (
+            *(REPEATED, 1, 50),
+            "trainer.recompute=blocks repeats modules that draw random numbers (mod6.block1.convs.dropout, "
+            "mod7.block1.convs.dropout)",
+        ),
+    ],
+)
+def test_auto_captures_where_that_pays(options, processes, steps, reason):
+    config = run_config("trainer.device=cuda", *options)
+    network = assemble.network_of(config, 5)
+    assert build.why_eager(config, network, one_epoch(steps), World(0, processes, torch.device("cuda"))) == reason
+
+
+class Fails(nn.Module):
+    """Fails while a graph is captured, in the forward or in the backward pass."""
+
+    def __init__(self, error: Exception, in_backward: bool = False):
+        super().__init__()
+        self.error, self.in_backward = error, in_backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_backward and x.requires_grad:
+            x = x.clone()
+            x.register_hook(self.fail)
+        else:
+            self.fail()
+        return x
+
+    def fail(self, *_: Tensor) -> None:
+        if is_capturing():
+            raise self.error
+
+
+WAITS, NO_MEMORY = RuntimeError("operation not permitted when stream is capturing"), torch.OutOfMemoryError("no memory")
+FAILURES = {
+    "first": (0, Fails(WAITS), r"0\.0 \(Fails\) cannot be captured in a CUDA graph, .* \(operation not permitted .*\)"),
+    "middle": (2, Fails(WAITS), r"2\.0 \(Fails\) cannot be captured"),
+    "loss": (None, Fails(WAITS), "the network or its loss cannot be captured"),
+    "backward": (2, Fails(WAITS, in_backward=True), r"2\.0 \(Fails\) cannot be captured"),
+    "memory": (5, Fails(NO_MEMORY), "a CUDA graph needs more memory than there is"),
+    "drawn": (2, nn.Dropout(0.5), r"the network draws random numbers on the CPU \(2\.0\), and a CUDA graph would"),
+}
+
+
+def loss_through(module: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    return CROSS_ENTROPY(module(logits), labels)
+
+
+@pytest.mark.parametrize("place, precision", [*((place, "float32") for place in FAILURES), ("backward", "float16")])
+def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(place, precision, caplog):
+    """To the bit, with two micro-batches a step and averaged weights."""
+    number, failing, reason = FAILURES[place]
+    states, losses = [], []
+    for captured in (False, True):
+        own = copy.deepcopy(failing)
+        learner = small_learner(captured, precision)
+        if number is not None:
+            learner.network[number] = nn.Sequential(own, learner.network[number])
+        learner.average = WeightAverage(learner.network, 0.9)
+        if captured:
+            learner.captured.requested = False
+        losses.append(losses_of(learner, 8, CROSS_ENTROPY if number is not None else partial(loss_through, own)))
+        states.append({**learner.network.state_dict(), **learner.evaluated.network.state_dict(prefix="average.")})
+    assert losses[0] == losses[1] and same(*states)
+    assert learner.captured is None
+    (said,) = (record.message for record in caplog.records if record.message.startswith("capture off"))
+    assert re.match(f"capture off: {reason}.*; this run goes on eagerly$", said)
 
 
 def gradients_of(rank: int, flat: bool) -> list[Tensor]:
@@ -258,7 +352,7 @@ def gradients_of(rank: int, flat: bool) -> list[Tensor]:
     for number in range(3):
         if flat and number == 2:
             learner.captured.begin()
-        learner.captured.gradients.zero_() if flat else learner.optimizer.zero_grad()
+        learner.captured.zero_gradients() if flat else learner.optimizer.zero_grad()
         accumulate_gradients(learner, CrossEntropy(), minibatch(2 * number + rank), 8, world)
     return [parameter.grad for parameter in network.parameters()]
 
