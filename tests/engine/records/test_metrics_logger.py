@@ -159,6 +159,18 @@ def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, 
         assert "0.7 images/s, 7 % of it waiting for data" in "\n".join(summary_of(running, RunDirectory(str(tmp_path))))
 
 
+def test_the_first_steps_of_a_process_do_not_count_as_its_speed(tmp_path, monkeypatch):
+    """Four steps of 2 s follow, which wait for data half of the time."""
+    clock = itertools.chain([0.0, 0.0, 20.0, 40.0, 60.0], itertools.count(62.0, 2.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    with logger(tmp_path) as running:
+        for number in range(7):
+            running.step(loss=1.0, gradient_norm=1.0, images=8, data_s=1.0 if number > 2 else 0.0)
+        running.evaluation(7, 0.0, evaluated())
+    took = "training  7 steps in 0:01:08, 4.0 images/s, 50 % of it waiting for data"
+    assert took in summary_of(running, RunDirectory(str(tmp_path)))
+
+
 def write_run(run_dir, start_step, steps, total_steps=10):
     with logger(run_dir, start_step, total_steps) as running:
         for step in steps:

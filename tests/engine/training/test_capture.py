@@ -35,6 +35,7 @@ from train_seg import train
 
 ADVICE, WORLD_SIZE = "give trainer.capture=auto or false", 2
 CROSS_ENTROPY = CrossEntropy(fraction=0.25)
+WAITS, NO_MEMORY = RuntimeError("operation not permitted when stream is capturing"), torch.OutOfMemoryError("no memory")
 
 
 class Unused(nn.Sequential):
@@ -94,15 +95,19 @@ def test_recomputed_and_reversible_steps_read_nothing_that_was_freed(words):
     assert losses[0] == losses[1]
 
 
-def capture_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    """Let trainings capture with the stand-in, which draws no number."""
+def capture_on_the_cpu(patch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Let trainings capture with the stand-in, which draws no number; or the capture fails at its end."""
 
     def record_on(network: nn.Module) -> Recorder:
         record = recorded_on(network)
 
         def recorded(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+            def failing() -> Tensor:
+                function()
+                raise WAITS
+
             drawn = torch.get_rng_state()
-            found = record(function)
+            found = record(failing if fails else function)
             torch.set_rng_state(drawn)
             return found
 
@@ -133,20 +138,31 @@ DROPOUT = (*NARROW_A2, "norm=std", "trainer.recompute=activations", "optim.fused
 REVERSIBLE = ("body=revnet_tiny", "norm=checkpoint", "optim=adamw", "optim.max_gradient_norm=1")
 
 
+AUTO, TRUE, FALSE = (f"trainer.capture={value}" for value in ("auto", "true", "false"))
+FAILS = "++trainer.capture=auto"  # auto too; the capture fails
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words, capture, then",
-    [(FLOAT16, "true", "true"), (BUDGET, "true", "false"), (DROPOUT, "true", "true"), (REVERSIBLE, "false", "true")],
-    ids=["float16", "budget", "dropout", "reversible"],
+    [
+        (FLOAT16, TRUE, TRUE),
+        (BUDGET, TRUE, FALSE),
+        (DROPOUT, AUTO, TRUE),
+        (REVERSIBLE, FALSE, AUTO),
+        (FLOAT16, FAILS, FAILS),
+        (DROPOUT, FAILS, FALSE),
+    ],
+    ids=["float16", "budget", "dropout", "reversible", "falls back", "falls back with dropout"],
 )
 def test_captured_runs_stop_resume_and_end_as_eager_ones(tmp_path, drawn, monkeypatch, words, capture, then):
     """Steps are captured from the fourth to the seventh, in which a signal comes; the resumed run captures the last.
 
-    The evaluation after the fifth frees the graph.
+    The evaluation after the fifth frees the graph. If a capture fails, the run goes on eagerly. Checkpoints say which.
     """
     words = (*words, "data=cityscapes", f"data.root={drawn}")
     whole = run(tmp_path / "whole", *words)
-    capture_on_the_cpu(monkeypatch)
+    capture_on_the_cpu(monkeypatch, fails=FAILS in (capture, then))
     numbers, take = itertools.count(1), loop.train_step
 
     def with_signal(*given: Any) -> Outcome:
@@ -156,8 +172,12 @@ def test_captured_runs_stop_resume_and_end_as_eager_ones(tmp_path, drawn, monkey
 
     with monkeypatch.context() as patch, pytest.raises(Preempted, match="^stopped after step 7 of 11$"):
         patch.setattr(loop, "train_step", with_signal)
-        run(tmp_path / "run", *words, f"trainer.capture={capture}")
-    assert same(run(tmp_path / "run", *words, f"trainer.capture={then}", "resume=auto"), whole)
+        run(tmp_path / "run", *words, capture)
+    assert same(run(tmp_path / "run", *words, then, "resume=auto"), whole)
+    said = (tmp_path / "run" / "log.txt").read_text().count("capture off: the network or its loss cannot be captured")
+    assert said == [capture, then].count(FAILS)
+    decided = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["config"]["trainer"]["capture"]
+    assert decided is (then not in (FALSE, FAILS))
 
 
 def test_gradients_keep_their_place_and_the_memory_format_of_their_weights():
@@ -305,7 +325,6 @@ class Fails(nn.Module):
             raise self.error
 
 
-WAITS, NO_MEMORY = RuntimeError("operation not permitted when stream is capturing"), torch.OutOfMemoryError("no memory")
 FAILURES = {
     "first": (0, Fails(WAITS), r"0\.0 \(Fails\) cannot be captured in a CUDA graph, .* \(operation not permitted .*\)"),
     "middle": (2, Fails(WAITS), r"2\.0 \(Fails\) cannot be captured"),

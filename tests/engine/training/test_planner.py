@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import train_seg
@@ -107,6 +108,26 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     plain = (leaving(60), "data.crops_per_minibatch=2", "resume=auto", f"run_dir={tmp_path / 'run'}")
     config = planner.fitted(planned(*run, *plain))
     assert config.data.crops_per_minibatch == 2
+
+
+@pytest.mark.usefixtures("modelled")
+def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch, capsys):
+    """A size that is given, and leaves none, is trained eagerly. On a CPU, or by plan_memory, nothing is left."""
+    fit = (leaving(46), "memory.fit=batch")
+    eager = planner.fitting(planned(*fit), devices=1).data.crops_per_minibatch
+    assert planner.fitted(planned(*fit)).data.crops_per_minibatch == eager  # on a CPU
+    monkeypatch.setattr(planner, "device_of", lambda *_, **__: torch.device("cuda"))
+    assert planner.fitted(planned(*fit, "trainer.capture=false")).data.crops_per_minibatch == eager
+    assert planner.fitted(planned(*fit, "trainer.profile=2")).data.crops_per_minibatch == eager  # it is not captured
+    fewer = planner.fitting(planned(leaving(40), "memory.fit=batch"), devices=1).data.crops_per_minibatch
+    assert fewer < eager
+    for capture in ("auto", True):
+        own = f"trainer.capture={str(capture).lower()}"
+        chosen = planner.fitted(planned(*fit, own))
+        assert (chosen.data.crops_per_minibatch, chosen.trainer.capture) == (fewer, capture)
+        given = planner.fitted(planned(leaving(46), f"data.crops_per_minibatch={eager}", own))
+        assert given.trainer.capture is (capture is True)
+    assert capsys.readouterr().out.count("has no room for a CUDA graph's own memory") == 2
 
 
 @pytest.mark.usefixtures("modelled")
