@@ -38,6 +38,7 @@ DEFAULT, GIVEN_BACK = "default", "freed memory given back"  # see engine.process
 LONG = 100_000  # steps, more than a benchmark takes
 COMPILE, STANDARD, BFLOAT16 = "trainer.compile=true", "norm=std", "trainer.precision=bfloat16"
 CAPTURE, FULL_FLOAT32 = "trainer.capture=true", "trainer.tf32=false"
+EAGER = "trainer.capture=false"  # without a switch, so that records compare
 RECOMPUTE = [f"trainer.recompute={choice}" for choice in ("activations", "blocks", "sqrt")]
 GROUPS: dict[str, tuple[str, ...]] = {
     "switches": (
@@ -65,6 +66,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *(f"{BFLOAT16} {RECOMPUTE[1]}", f"{BFLOAT16} {RECOMPUTE[1]} {CAPTURE}", f"{STANDARD} {BFLOAT16} {COMPILE}"),
         f"{BFLOAT16} trainer.channels_last=false",
     ),
+    "capture": (DEFAULT, "trainer.capture=auto", CAPTURE),
     "arms": (  # of camvid_table3_trained, in the memory of its standard norms with crops of 240 pixels
         DEFAULT,
         "data.crop_size=352 norm=inplace norm.activation=leaky_relu",
@@ -185,7 +187,7 @@ class TrainingArguments(frame.TimedArguments):
         # With CamVid's crops, as wide as its pictures.
         data = ("data=synthetic", f"data.base_size={2 * self.crop_size}", f"data.crop_size={self.crop_size}")
         own = ("data.workers=0", f"data.crops_per_minibatch={self.crops}", f"trainer.device={self.device}")
-        return (*experiment, *data, *own, "trainer.precision=float32", *self.overrides)
+        return (*experiment, *data, *own, "trainer.precision=float32", EAGER, *self.overrides)
 
 
 def items(arguments: TrainingArguments) -> dict[str, tuple]:

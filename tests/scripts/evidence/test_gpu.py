@@ -24,9 +24,16 @@ def test_every_listed_command_is_one_that_its_program_takes(monkeypatch):
         assert len(lines) >= 6 and all(words[0] == "timeout" for words in lines)
         for words in lines:
             checked(words[2:])
+    places = ("roots={camvid: CAMVID}", "weights={table3_trained: FILE}")
+    first, again = (listed("only=[train_seg]", *places, *more) for more in ((), ("equal_steps=500",)))
+    assert (len(first), len(again)) == (4, 7) and again[:4] == first
+    for number, words in enumerate(again[4:]):
+        checked(words[2:])
+        own = {"trainer.steps=500", "data.root=CAMVID", "body.weights=FILE", f"seed={number}", "trainer.capture=true"}
+        assert own <= {*words} and f"run_dir=OUT/runs/equal_time/std_equal_time_seed{number}" in words
     (trained,) = listed("only=[run_table]", "roots={camvid: a b}")
     assert "roots={camvid: a b}" in trained and "runs=OUT/runs" in trained
-    with pytest.raises(ValueError, match=r"only=\[steps\]: expected some of tests, run_table, "):
+    with pytest.raises(ValueError, match=r"only=\[steps\]: expected some of tests, train_seg, run_table, "):
         listed("only=[steps]")
 
 
