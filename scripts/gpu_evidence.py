@@ -9,7 +9,7 @@ are missing if the same command runs again. To add its calls to the page, copy i
 before, and back afterwards.
 
 `only=[train_seg]` compares standard norms with larger crops at equal time. The summaries of its runs say how many
-images a second each trains; `equal_steps=N` adds standard norms for N = 300 * standard's / recomputed's images a second.
+images a second each trains; `equal_steps=N` adds standard norms for N = 300 * standard's / recomputed's images.
 """
 
 import shlex

@@ -88,3 +88,17 @@ def test_texts_in_sweeps_are_read_as_typed(typed, jobs):
 @pytest.mark.parametrize("typed", ["false", "False", "FALSE"])
 def test_false_is_a_choice_in_any_case(typed):
     assert run_config(f"loss.tiles={typed}").loss.tiles == "false"
+
+
+@pytest.mark.parametrize("typed, read", [("auto", "auto"), ("true", True), ("False", False)])
+def test_a_key_may_take_a_word_or_a_boolean(typed, read):
+    """Also as checkpoints of the time before the word store it."""
+    config = run_config(f"trainer.capture={typed}")
+    assert config.trainer.capture is read or config.trainer.capture == read == "auto"
+    assert from_plain(plain(config), SegmentationRun).trainer.capture == read
+
+
+@pytest.mark.parametrize("typed", ["maybe", "1", "null"])
+def test_a_key_of_a_word_or_a_boolean_takes_nothing_else(typed):
+    with pytest.raises(ValueError, match=f"^trainer.capture={typed}: expected auto, true or false$"):
+        run_config(f"trainer.capture={typed}")

@@ -4,6 +4,7 @@ With deterministic algorithms they are equal to the bit, with dropout too: a rep
 would. Without them PyTorch's kernels sum in any order, and weights may differ by `TOLERANCE` of what they have moved.
 """
 
+import gc
 import warnings
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine.training import build
 from engine.training.learner import Learner
 from engine.training.loop import PLANNED_STEPS, train_step
 from keepless import checking_repetitions
+from keepless.torch_internals import is_capturing
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import minibatch
 from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
@@ -32,7 +34,7 @@ SMALL = (
     *("body=resnext_tiny", "head.hidden_channels=8", "head.out_channels=8"),
     *(f"data.crops_per_minibatch={CROPS}", "norm.backend=auto", "optim.lr=1e-3"),
 )
-EXACT = "trainer.deterministic=true"
+EXACT, EAGER = "trainer.deterministic=true", "trainer.capture=false"
 
 
 def learner_and_loss(*overrides: str) -> tuple[Learner, nn.Module]:
@@ -64,7 +66,8 @@ def trained(*overrides: str, steps: int = STEPS) -> tuple[dict[str, Tensor], lis
 
 
 def assert_equal(*overrides: str) -> None:
-    (eager, losses, _), (captured, others, _) = trained(*overrides), trained(*overrides, "trainer.capture=true")
+    eager, losses, _ = trained(*overrides, EAGER)
+    captured, others, _ = trained(*overrides, "trainer.capture=true")
     assert losses == others
     different = [name for name in eager if not torch.equal(eager[name], captured[name])]
     assert not different
@@ -82,7 +85,7 @@ def test_ten_steps_are_the_eager_ones_to_the_bit(norm, precision, parts):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_without_deterministic_algorithms_they_are_close(precision, backend):
     words = ("norm=inplace", f"norm.backend={backend}", f"trainer.precision={precision}")
-    (eager, *_), (captured, *_) = trained(*words), trained(*words, "trainer.capture=true")
+    (eager, *_), (captured, *_) = trained(*words, EAGER), trained(*words, "trainer.capture=true")
     start = learner_and_loss(*words)[0].network.state_dict()
     floating = [name for name, tensor in start.items() if tensor.is_floating_point() and "running" not in name]
     moved = torch.cat([(eager[name] - start[name]).flatten() for name in floating])
@@ -111,7 +114,7 @@ def test_replays_draw_the_numbers_of_eager_steps(recompute):
 def test_blocks_that_draw_are_refused_in_the_first_step():
     words = (*NARROW_A2, "norm=std", "trainer.recompute=blocks", "trainer.capture=true")
     with pytest.raises(
-        ValueError, match=r"^trainer.recompute=blocks runs .* \(body.mod6.*: give trainer.capture=false"
+        ValueError, match=r"^trainer.recompute=blocks runs .* \(body.mod6.*: give trainer.capture=auto or false"
     ):
         trained(*words)
 
@@ -127,14 +130,54 @@ def test_a_body_that_reads_a_value_is_named():
     world = World(device=torch.device("cuda"))
     train_step(learner, loss, drawn(0), CROPS, world)  # cuDNN chooses its algorithms
     learner.captured.begin()
-    with pytest.raises(ValueError, match=r"^cls\.0 \(Reads\) cannot be captured .*: give trainer.capture=false"):
+    with pytest.raises(ValueError, match=r"^cls\.0 \(Reads\) cannot be captured .*: give trainer"):
         train_step(learner, loss, drawn(0), CROPS, world)
+
+
+class Ends(nn.Module):
+    """Ends a capture: by reading a value, or as a module that finds no memory."""
+
+    def __init__(self, error: Exception | None):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_capturing() and self.error is not None:
+            raise self.error
+        return x if not is_capturing() or x.sum().item() > 0 else 2 * x
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no memory"), RuntimeError("of this test")])
+def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(error):
+    """To the bit, with dropout after the failure; the next capture works, and no memory is lost."""
+    words, states, allocated = (*NARROW_A2, "norm=inplace", EXACT, "trainer.ema_decay=0.9"), [], []
+    device = torch.device("cuda")
+    try:
+        for capture in ("false", "auto"):
+            learner, loss = learner_and_loss(*words, f"trainer.capture={capture}")
+            learner.network.cls = nn.Sequential(Ends(error), learner.network.cls)
+            for number in range(8):
+                if learner.captured is not None and number == PLANNED_STEPS:
+                    learner.captured.begin()
+                train_step(learner, loss, drawn(number), CROPS, World(device=device))
+            assert learner.captured is None and torch.cuda.current_stream() == torch.cuda.default_stream()
+            states.append({name: tensor.cpu() for name, tensor in learner.network.state_dict().items()})
+            del learner, loss
+            gc.collect()
+            torch.cuda.empty_cache()
+            allocated.append(torch.cuda.memory_reserved())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert same(*states)
+    assert allocated[1] <= allocated[0] + 2**25  # workspaces of libraries on the capture's stream
+    trained("norm=std", "trainer.capture=true")
 
 
 def test_a_captured_step_waits_for_nothing_and_takes_the_eager_memory():
     """Gradients exist during the forward pass; eager ones are made in the backward pass."""
     peaks = []
     for capture in ("false", "true"):
+        gc.collect()  # what an earlier test left would be freed meanwhile
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
