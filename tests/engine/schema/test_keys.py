@@ -5,7 +5,7 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from engine.configuration.config import typed
+from engine.configuration.config import from_plain, plain, typed
 from engine.configuration.texts import as_typed
 from engine.schema.keys import override
 from engine.schema.segmentation import SegmentationRun
