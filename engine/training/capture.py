@@ -192,32 +192,32 @@ class CapturedMicroBatches:
             self.gradients = FlatGradients(self.network)
             torch.set_rng_state(drawn[0])
             random.setstate(drawn[1])
-            if is_out_of_memory(error):
-                raise error if self.requested else NotCaptured("a CUDA graph needs more memory than there is") from None
+            if not self.requested and is_out_of_memory(error):
+                raise NotCaptured(f"a CUDA graph needs more memory than there is ({_first_line(error)})") from None
             if self.requested and isinstance(error, NotCaptured):
                 raise ValueError(f"{error}: {self.advice}") from error
             raise
 
     def _recorded(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
-        """The micro-batch as a graph, and its loss. NotCaptured names the module that raised a RuntimeError."""
-        raised: list[RuntimeError] = []
+        """The micro-batch as a graph, and its loss. NotCaptured names the module that raised an error."""
+        raised: list[Exception] = []
 
         def watched() -> Tensor:
             try:
                 return micro_batch(self.images, self.labels)
-            except RuntimeError as error:
+            except Exception as error:
                 raised.append(error)
                 raise
 
         try:
             return self.record(watched)
-        except RuntimeError as last:  # PyTorch may raise another one when the capture ends
+        except Exception as last:  # PyTorch may raise another one when the capture ends
             error = raised[0] if raised else last
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or self.requested and not isinstance(error, RuntimeError):
                 raise error from None
             raise NotCaptured(
                 f"{self._module_of(error)} cannot be captured in a CUDA graph, where nothing may read a tensor's value "
-                f"({str(error).strip().splitlines()[0]})"
+                f"({_first_line(error)})"
             ) from last
         finally:
             raised.clear()  # or a cycle would keep the tensors of the pass
@@ -242,6 +242,10 @@ class CapturedMicroBatches:
                 found = f"{names[id(module)] or 'the network'} ({type(module).__name__})"
             line = line.tb_next
         return found
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def drawing(network: nn.Module) -> list[str]:

@@ -249,8 +249,8 @@ def fitted(config: Config) -> Config:
     except ValueError:
         config = deepcopy(config)
         config.trainer.capture = trainer.capture is True
-        chosen = _fitted(config, captured=False)
-        logger.info(f"memory.budget={config.memory.budget} has no room for a CUDA graph's own memory")
+        chosen, taken = _fitted(config, captured=False), str(config.trainer.capture).lower()
+        logger.info(f"trainer.capture={taken}: memory.budget={config.memory.budget} leaves nothing for a CUDA graph")
         return chosen
 
 

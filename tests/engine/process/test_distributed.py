@@ -92,7 +92,7 @@ def unequal_weights(rank: int) -> dict:
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "CapturedMicroBatches", lambda *_: None)
+        patch.setattr(build, "CapturedMicroBatches", lambda *_, **__: None)
         learner = build.learner(config, network, one_epoch(10), this_world())
     averages = {f"average of {name}": value for name, value in learner.average.module.named_parameters()}
     return {**dict(learner.network.named_parameters()), **averages}

@@ -127,7 +127,7 @@ def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch
         assert (chosen.data.crops_per_minibatch, chosen.trainer.capture) == (fewer, capture)
         given = planner.fitted(planned(leaving(46), f"data.crops_per_minibatch={eager}", own))
         assert given.trainer.capture is (capture is True)
-    assert capsys.readouterr().out.count("has no room for a CUDA graph's own memory") == 2
+    assert capsys.readouterr().out.count("leaves nothing for a CUDA graph") == 2
 
 
 @pytest.mark.usefixtures("modelled")
