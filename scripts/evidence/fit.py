@@ -61,8 +61,7 @@ class Trained:
             body = network.split("_")[-1]
             words += ["data.crop_size=48", "norm.backend=eager", *TINY[body]]
         trainer = (f"trainer.device={arguments.device}", "trainer.precision=float32", "trainer.accumulation_steps=1")
-        trainer += ("trainer.capture=false",)
-        self.config = papers.configured_as(row, *words, *trainer)
+        self.config = papers.configured_as(row, *words, *trainer, "trainer.capture=false")
         self.row_crops = self.config.data.crops_per_minibatch // papers.devices_of(row)
         assemble.arithmetic(self.config.trainer)
         self.task, self.world = TASKS[self.config.task], World(device=torch.device(arguments.device))

@@ -2,8 +2,10 @@
 
 import ast
 import importlib.util
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import keepless
 from keepless import recompute_activations
 from keepless.recompute.recorder import recipes
 from keepless.saved import kept_bytes
-from keepless.torch_internals import compile_within, move_towards
+from keepless.torch_internals import capturing, compile_within, move_towards
 from tests.cuda import NEEDS_CUDA
 
 FOLDER = Path(keepless.__file__).parent
@@ -106,3 +108,30 @@ def test_a_graph_that_draws_is_not_compiled_within_a_memory_budget(drops):
         run = compile_within(graph, [*given], "eager", 0.5)
         torch.testing.assert_close(run(*map(torch.clone, given)), network(*map(torch.clone, given)))
     assert not given[1].any()  # the running mean
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_after_a_failed_capture_the_device_is_as_before(monkeypatch, ends):
+    """PyTorch leaves the stream, the generator and the pool in the capture if it cannot end it."""
+    device = Mock(name="device")
+    device.clone_state.return_value, device.pool.return_value, device.current.return_value = "state", "pool", "before"
+    device.end_pool.side_effect = RuntimeError("not currently recording") if ends else None
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if not ends:
+                raise RuntimeError("the capture cannot be ended")
+
+    found = {"CUDAGraph": object, "graph": graph, "default_generators": [device], "current_device": lambda: 0}
+    found |= {"graph_pool_handle": device.pool, "current_stream": device.current, "set_stream": device.set_stream}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in {"_cuda_endAllocateToPool": device.end_pool, "_cuda_releasePool": device.release}.items():
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    with pytest.raises(ValueError if ends else RuntimeError), capturing(None):
+        raise ValueError("of a module")
+    after = [call.set_stream("before"), call.graphsafe_set_state("state"), call.end_pool(0, "pool")]
+    assert device.mock_calls[-4 + ends :] == after + [call.release(0, "pool")] * (not ends)
