@@ -371,7 +371,8 @@ def move_towards(tensors: list[Tensor], ends: list[Tensor], share: Tensor | floa
         torch._foreach_mul_(steps, share.to(steps[0].dtype))
         torch._foreach_add_(tensors, steps)
     else:
-        torch._foreach_lerp_(tensors, ends, float(share))
+        shares = [share.to(tensor.dtype) for tensor in tensors] if isinstance(share, Tensor) else share
+        torch._foreach_lerp_(tensors, ends, shares)
 
 
 @contextmanager

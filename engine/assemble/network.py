@@ -13,7 +13,6 @@ from engine.process.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import Trainer, TrainingRun
 from keepless import ABN, CheckpointedABN, InPlaceABN
-from keepless.torch_internals import is_capturing
 from models import bodies
 from models.released_norm import released_abn
 
@@ -70,15 +69,10 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in config.data.normalisation())
     dtype = getattr(torch, config.trainer.precision)
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
-    autocast = partial(_autocast, device.type, low, enabled=dtype != torch.float32)
+    autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
     network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
     advice = config.trainer.overflow_advice(), config.evaluation_memory_advice
     return Forward(network, mean, std, memory_format, autocast, *advice)
-
-
-def _autocast(kind: str, dtype: torch.dtype, enabled: bool) -> torch.autocast:
-    """A CUDA graph would not compute a cast again that autocast has kept."""
-    return torch.autocast(kind, dtype, enabled, cache_enabled=not is_capturing())
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:

@@ -102,8 +102,8 @@ class Learner:
         ddp = self.forward.network
         return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext()
 
-    def take(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a micro-batch, which runs as a CUDA graph or eagerly. If a capture fails, eagerly from then on.
+    def take_captured(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a micro-batch, which runs by `captured`. If a capture fails, this and all later ones are eager.
 
         ValueError: it cannot be captured, and trainer.capture=true.
         """
