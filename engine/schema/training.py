@@ -334,13 +334,14 @@ class TrainingRun:
         over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""
         return f"data.crops_per_minibatch={self.data.crops_per_minibatch}{over}"
 
-    def memory_advice(self, processes: int) -> str:
+    def memory_advice(self, processes: int, captured: bool = False) -> str:
         """For messages: changes that each roughly halve a training step's memory."""
+        graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if captured else ""
         return (
             f"({self.division(processes)}). Each of these roughly halves the memory for crops: twice the "
             f"trainer.accumulation_steps or processes, data.crop_size={int(self.data.crop_size / 2**0.5)}, "
             f"norm=inplace, trainer.recompute=blocks, trainer.precision=bfloat16. memory.budget=… memory.fit=batch "
-            f"chooses a minibatch that fits"
+            f"chooses a minibatch that fits{graph}"
         )
 
     def other_scale(self, variance: float) -> str:

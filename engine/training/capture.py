@@ -116,10 +116,10 @@ class CapturedMicroBatches:
 
         Until then there are none, as before eager steps: they take no memory in the forward pass.
         """
-        self.reached = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
         if self.gradients.buffers:
             self.gradients.zero_()
         else:
+            self.reached = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
             self._drop_gradients()
 
     def average_gradients(self, world: World) -> None:

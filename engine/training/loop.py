@@ -135,7 +135,7 @@ def _explain(error: Exception, step: int, minibatch: dict, run: Run[Config, Spli
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         images, parts = minibatch["image"], run.learner.accumulation_steps
         crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
-        advice = run.config.memory_advice(run.world.size)
+        advice = run.config.memory_advice(run.world.size, captured=run.learner.captured is not None)
         raise MemoryError(f"out of memory in step {step} with {crops} on this device {advice}") from error
     if isinstance(error, (RuntimeError, ValueError)) and run.stop.requested:
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
