@@ -194,6 +194,12 @@ def test_what_makes_a_run_another_than_the_row(name, overrides, processes, chang
     assert papers.changed_keys(papers.configured_as(name, *overrides), name, processes) == changed
 
 
+@pytest.mark.parametrize("capture, said", [("auto", {}), ("false", {}), ("true", {"trainer.capture": "true"})])
+def test_a_row_says_whether_steps_were_captured(capture, said):
+    """Results hold what auto has decided; runs of the time before auto hold false."""
+    assert papers.differing(papers.configured_as(SMALL, f"trainer.capture={capture}"), SMALL) == said
+
+
 def test_a_training_of_two_tables_has_the_name_of_the_first():
     first = "revnet/cifar10_resnet32"
     assert papers.first_of("memcnn/cifar10_resnet32") == papers.first_of(first) == first
