@@ -1,5 +1,6 @@
 """The learner: its state survives a checkpoint, its numbers are checked, its statistics renewed."""
 
+import copy
 import functools
 import math
 
@@ -12,6 +13,8 @@ from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
 from engine.training import build
 from engine.training.learner import Learner, WeightAverage
+from engine.training.step_memory import FakeTensors
+from keepless.made_tensors import MadeTensors
 from tests.engine.learners import forward_of
 from tests.runs import one_epoch, run_config, same
 
@@ -90,7 +93,7 @@ def one_step(learner: Learner, value: float) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_step_that_is_not_finite_changes_no_weight_moment_or_average(optim, fused, first):
+def test_a_step_that_is_not_finite_changes_no_weight_or_moment(optim, fused, first):
     """PyTorch initialises the momentum in the first step, which may be the bad one."""
     learners = []
     for bad in (False, True):
@@ -99,8 +102,8 @@ def test_a_step_that_is_not_finite_changes_no_weight_moment_or_average(optim, fu
         config = run_config(f"optim={optim}", f"optim.fused={fused}").optim
         optimizer = assemble.optimizer(config, network, ())
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        scaler, average = torch.amp.GradScaler("cpu", enabled=False), WeightAverage(network, decay=0.9)
-        learner = Learner(network, forward_of(network), optimizer, scheduler, scaler, average=average)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        learner = Learner(network, forward_of(network), optimizer, scheduler, scaler)
         for value in (*([] if first else [1.0]), *([torch.inf, torch.nan] if bad else []), 2.0, 3.0):
             one_step(learner, value)
         learners.append(learner)
@@ -108,8 +111,31 @@ def test_a_step_that_is_not_finite_changes_no_weight_moment_or_average(optim, fu
     assert same(clean.network.state_dict(), with_bad.network.state_dict())
     for ours, theirs in zip(*(learner.optimizer.state.values() for learner in learners), strict=True):
         assert same(ours, theirs)
-    if not first:
-        assert same(clean.average.module.state_dict(), with_bad.average.module.state_dict())
+
+
+def test_an_average_stays_after_a_step_of_float16_that_is_not_finite():
+    network = nn.Linear(2, 2)
+    average = WeightAverage(network, decay=0.9)
+    average.update(network, torch.tensor(True))
+    before = copy.deepcopy(average.module)
+    nn.init.ones_(network.weight)
+    average.update(network, torch.tensor(False))
+    assert same(before.state_dict(), average.module.state_dict())
+    average.update(network, torch.tensor(True))
+    assert torch.equal(average.module.weight, torch.lerp(before.weight, network.weight, 1 - 0.9))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_an_average_on_a_card_needs_a_copy_of_all_weights_in_float16_alone():
+    with FakeTensors():  # nothing runs on it
+        network = nn.Linear(100, 100, device="cuda")
+        average, peaks = WeightAverage(network, decay=0.9), []
+        average.update(network)
+        for finite in (None, torch.ones((), dtype=torch.bool, device="cuda")):
+            with MadeTensors() as made:
+                average.update(network, finite)
+            peaks.append(made.peak)
+    assert peaks[0] == 0 and peaks[1] >= sum(parameter.nbytes for parameter in network.parameters())
 
 
 @pytest.mark.parametrize("part", ["network", "optimizer", "ema", "scaler"])
