@@ -1,13 +1,11 @@
-"""The wheel: pure, small and complete; the examples of its page run with it. And the editable install of a checkout."""
+"""The wheel: pure, small and complete; the examples of its page run with it."""
 
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -18,23 +16,17 @@ from tests.runs import REPOSITORY
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """A copy of what is packed, in which an older build has left a file."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "docs/keepless.md", "tests/test_package.py"):
+def wheel(tmp_path_factory) -> Path:
+    """Built of a copy of what is packed and lies beside it, in which an older build has left a file."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "docs/keepless.md"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, source / name)
-    shutil.copytree(REPOSITORY / "keepless", source / "keepless", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(REPOSITORY / "datasets", source / "datasets", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("keepless", "datasets"):
+        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     left = source / "build" / "lib" / "keepless" / "gone.py"
     left.parent.mkdir(parents=True)
     left.write_text("")
-    return source
-
-
-@pytest.fixture(scope="module")
-def wheel(source, tmp_path_factory) -> Path:
-    built = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--wheel-dir", built, source], check=True)
     (file,) = built.iterdir()
@@ -58,37 +50,6 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     page = "\n".join(lines)
     links = re.findall(r"\]\(([^)]+)\)", page)  # elsewhere there are no pages beside it
     assert "docs/memory.md explains" in page and links and all(link.startswith(("https:", "#")) for link in links)
-
-
-@pytest.mark.slow
-def test_the_source_archive_holds_what_the_wheel_needs(wheel, source, tmp_path):
-    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    (archive,) = tmp_path.glob("keepless-*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
-    modules = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("keepless/")}
-    assert modules <= names
-    assert {"pyproject.toml", "setup.py", "LICENSE", "docs/keepless.md"} <= names
-    assert not any(name.startswith(("tests", "build")) for name in names)
-
-
-FOUND = """
-import site, sys
-from importlib.util import find_spec
-site.addsitedir(sys.argv[1])
-print(find_spec("keepless").origin, *map(find_spec, ("datasets", "models", "engine", "setup")))
-"""
-
-
-def test_make_install_puts_keepless_alone_on_the_path_of_other_programs(source, tmp_path):
-    """Hugging Face has a package `datasets`, too: its Trainer must not import ours."""
-    rule = subprocess.run(["make", "-nB", "install"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
-    (words,) = re.findall(r"-m (pip install .*)", rule.stdout.replace("\\\n", ""))
-    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--target", tmp_path / "installed"]
-    subprocess.run([sys.executable, "-m", *shlex.split(words)[:-1], source, *offline], cwd=source, check=True)
-    program = [sys.executable, "-ISc", FOUND, tmp_path / "installed"]
-    done = subprocess.run(program, cwd=tmp_path, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == [str(source / "keepless" / "__init__.py"), *["None"] * 4]
 
 
 @pytest.fixture(scope="module")
