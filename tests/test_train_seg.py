@@ -48,8 +48,8 @@ def watched(tmp_path_factory) -> tuple[Path, dict, str]:
 
 def test_a_run_leaves_what_the_contract_says(watched):
     run_dir, results, _ = watched
-    assert {path.name for path in run_dir.iterdir()} - {".lock"} == {
-        *("config.yaml", "log.txt", "metrics.jsonl", "tensorboard", "checkpoints", "results.json"),
+    assert {path.name for path in run_dir.iterdir()} == {
+        *("config.yaml", "log.txt", "metrics.jsonl", "tensorboard", "checkpoints", "results.json", ".lock"),
     }
     assert json.loads((run_dir / "results.json").read_text()) == results
     assert results["dataset"] == "synthetic" and results["split"] == "val" and results["images"] == 2
