@@ -6,25 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from engine.checkpoint import files as checkpoint
 from engine.process.transfers import HostCopy
 from engine.training import loop
-from keepless import InPlaceABN, recompute_activations
 from scripts.predict import predict
 from tests.cuda import NEEDS_CUDA
 from tests.runs import SHORT, composed
 from train_seg import train
 
-WORLD_SIZE = 2
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="PyTorch sees fewer than two CUDA devices")
 each_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_CUDA)]
 )
@@ -105,47 +96,3 @@ def test_a_network_predicts_the_same_on_every_device(tmp_path, device):
         (file, *_) = predict(composed("predict", *words))
         found[each] = np.asarray(Image.open(file))
     assert found[device].shape == (64, 96) and (found[device] == found["cpu"]).mean() > 0.99
-
-
-def sharded_gradients(rank: int, wrapper: str, device: str, backend: str) -> list[torch.Tensor]:
-    """Gradients of this rank in the third step: of the plain network, recomputed, and within a budget."""
-    group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    found = []
-    for options in (None, {}, {"budget": 0.6}):
-        torch.manual_seed(0)
-        layers = [nn.Conv2d(3, 8, 3, padding=1), InPlaceABN(8), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)]
-        network: nn.Module = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(8, 4, 1)).to(device, torch.float64)
-        images = torch.randn(4, 3, 8, 8, dtype=torch.float64, device=device)[2 * rank : 2 * rank + 2]
-        if options is not None and wrapper == "ddp":
-            recompute_activations(network, **options)
-        if wrapper == "ddp":
-            network = DistributedDataParallel(network, process_group=group, broadcast_buffers=False)
-        else:
-            network = fully_shard(network, mesh=DeviceMesh.from_group(group, device))
-        if options is not None and wrapper == "fsdp2":
-            recompute_activations(network, **options)
-        for _ in range(3):  # a budget has its plan from the third on
-            network.zero_grad()
-            network(images).square().mean().backward()
-        own = [parameter.grad for parameter in network.parameters()]
-        found.append(torch.cat([(g.to_local() if isinstance(g, DTensor) else g).flatten().cpu() for g in own]))
-    return found
-
-
-@pytest.mark.parametrize(
-    "wrapper, device, backend",
-    [
-        pytest.param("ddp", "cuda", "gloo", marks=NEEDS_CUDA),
-        *(pytest.param(wrapper, "cuda", "nccl", marks=[*NEEDS_CUDA, TWO_GPUS]) for wrapper in ("ddp", "fsdp2")),
-    ],
-)
-def test_recomputed_gradients_equal_the_plain_network_s_in_a_group(ranks, wrapper, device, backend):
-    """tests/keepless/norms/test_synchronisation.py has groups of CPUs."""
-    answers = ranks.run(sharded_gradients, wrapper, device, backend)
-    assert not [found for found in answers if isinstance(found, Exception)], answers
-    for plain, *others in answers:
-        assert plain.numel() > 0 and plain.abs().max() > 0
-        for gradients in others:
-            torch.testing.assert_close(gradients, plain, rtol=1e-10, atol=1e-12)
