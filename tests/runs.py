@@ -15,12 +15,16 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
+from hydra._internal import config_loader_impl
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from datasets import synthetic
 from engine.configuration import command_line, config
 from engine.configuration.choices import CONFIGS
 from engine.schema.classification import ClassificationRun
@@ -86,9 +90,35 @@ def compose(name: str, overrides: Sequence[str] = (), **options: bool) -> DictCo
         return _compose(name, list(overrides))
 
 
+class Repository(CachingConfigRepository):
+    """Replaces Hydra's, which copies its sources for every configuration, and reads their files again."""
+
+    read: dict[str, bytes] = {}
+
+    def __init__(self, delegate: IConfigRepository):
+        self.delegate, self.cache = delegate, {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if config_path not in self.cache:
+            if config_path not in self.read and (found := self.delegate.load_config(config_path)):
+                self.read[config_path] = pickle.dumps(found)
+            self.cache[config_path] = pickle.loads(self.read.get(config_path, pickle.dumps(None)))
+        return self.cache[config_path]
+
+
+# Images that are drawn for a training and an evaluation.
+DRAWN = {"synthetic": {"train": 60, "val": 8}, "shapes": {"train": 400, "val": 200}}
+
+
 def hasten(patch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes most of the time of a short run: composing in full."""
+    """Leave out what takes most of the time of a short run: composing in full, and drawing many images."""
     patch.setattr(hydra, "compose", compose)
+    patch.setattr(config_loader_impl, "CachingConfigRepository", Repository)
+    for name, images in DRAWN.items():
+        for split, count in images.items():
+            patch.setitem(importlib.import_module(f"datasets.{name}").IMAGES, split, count)
+    defaults = (tuple(DRAWN["synthetic"].values()), *synthetic.__defaults__[1:])
+    patch.setattr(synthetic, "__defaults__", defaults)
 
 
 for entry in ("train_seg", "train_imagenet", "eval", "scripts.predict"):

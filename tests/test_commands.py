@@ -96,10 +96,15 @@ def wrong(lines: list[str]) -> Iterator[tuple[str, str]]:
                 yield line, f"{error} {error.__cause__ or ''}"
 
 
+QUICK = [REPOSITORY / name for name in ("README.md", "docs/data.md", "eval.py")]
+
+
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, *PROGRAMS, *(pytest.param(page, marks=pytest.mark.slow) for page in (*EVIDENCE, *RECORDS))],
-    ids=lambda page: page.relative_to(REPOSITORY).as_posix(),
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page not in QUICK), id=page.relative_to(REPOSITORY).as_posix())
+        for page in (*PAGES, *PROGRAMS, *EVIDENCE, *RECORDS)
+    ],
 )
 def test_every_command_of_the_documents_composes(page):
     assert list(wrong(commands(page))) == []

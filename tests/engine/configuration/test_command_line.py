@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import hydra
 import pytest
+from hydra._internal import config_loader_impl
+from hydra._internal.config_repository import CachingConfigRepository
 
 from engine.configuration.choices import CONFIGS, choices, groups_in
 from engine.configuration.command_line import composed
@@ -43,6 +45,7 @@ def test_tests_compose_what_hydra_composes(monkeypatch):
     overrides = ("experiment=revnet/cifar10_resnet32", "optim.lr=0.5", "lr_schedule.steps=[1,2]", "run_dir='a b'")
     quickly = composed("train_imagenet", *overrides)
     monkeypatch.setattr(hydra, "compose", _compose)
+    monkeypatch.setattr(config_loader_impl, "CachingConfigRepository", CachingConfigRepository)
     assert quickly == composed("train_imagenet", *overrides)
 
 

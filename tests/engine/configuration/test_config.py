@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -87,9 +88,15 @@ REVNETS = {  # as in `models.bodies`, whose parameters tests/models/test_bodies.
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith(("0", "4"))) for name in REVNETS]
-)
+QUICK = ("cifar10_revnet38", "imagenet_resnet101")  # of revnet
+QUICK += ("table3/coco_stuff_resnext101_inplace_sync_fixed_batch", "table4/vistas_wrn38_776_sync_cus")
+
+
+def some_slow(names: Iterable[str]) -> list:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in names]
+
+
+@pytest.mark.parametrize("name", some_slow(REVNETS))
 def test_revnet_s_and_memcnn_s_experiments_are_the_paper_s(name):
     """Section 7.1 and table 2. MemCNN trains the same on CIFAR."""
     config, (dataset, network) = experiment(f"revnet/{name}"), name.split("_")
@@ -152,7 +159,7 @@ def parameters_of(name: str) -> int:
     return sum(p.numel() for p in network.parameters()) - 257
 
 
-@pytest.mark.parametrize("name", SEGMENTATION)
+@pytest.mark.parametrize("name", some_slow(SEGMENTATION))
 def test_segmentation_experiments_are_the_paper_s(name):
     config = experiment(name)
     data, body, *_ = name.partition("/")[2].replace("coco_stuff", "coco").split("_")

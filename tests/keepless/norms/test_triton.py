@@ -78,8 +78,8 @@ def forget(module) -> None:
 
 
 def test_every_activation_in_one_and_in_pieces(backend, device, many_tiles):
-    """Elements are activated in tiles of any shape, so each activation needs one memory format."""
-    for activation, memory_format in zip(ACTIVATIONS, cycle(FORMATS), strict=False):
+    """Elements are activated in tiles of any shape, so each activation needs one size of tiles and memory format."""
+    for activation, memory_format in zip([*ACTIVATIONS][many_tiles::2], cycle(FORMATS), strict=False):
         example = case((3, 2, 3, 7), device, memory_format=memory_format, activation=activation)
         assert_forward(backend, example)
         for kept in (*(kept for name, kept in KEPT if name == activation), "x_hat"):

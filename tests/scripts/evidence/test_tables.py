@@ -45,6 +45,13 @@ def test_every_row_has_a_published_score_and_a_command():
 
 
 @pytest.mark.usefixtures("of_few_tables")
+def test_the_table_of_a_page_is_what_the_records_give():
+    """The slow test of tests/test_docs.py makes all tables."""
+    (block,) = re.findall(r"(?s)<!-- cifar10 start -->\n(.*?)\n<!-- cifar10 end", (RESULTS / "README.md").read_text())
+    assert tables.tables_of([str(RESULTS)], RESULTS)["cifar10"] == block
+
+
+@pytest.mark.usefixtures("of_few_tables")
 def test_a_seed_counts_once_from_the_folder_with_most_seeds(tmp_path):
     copied(tmp_path / "runs" / "again" / "one", 0.70, seed=0)
     copied(tmp_path / "runs" / "seeds" / "first", 0.88, seed=0)
