@@ -72,9 +72,9 @@ def test_what_an_evaluation_changes_reaches_the_results(run_dir, tmp_path):
     one_view = {"window": None, "overlap": 0.25, "scales": [1.0], "flip": False}
     assert plain["views"] == one_view
     file, network = f"results={tmp_path / 'results.json'}", ("head.pooling_size=[2,2]", "precision=bfloat16")
-    views = ("window.size=64", "window.overlap=0.5", "tta.scales=[0.7,1]", "tta.flip=true")
+    views = ("window.size=128", "window.overlap=0.5", "tta.scales=[0.7,1]", "tta.flip=true")
     first = evaluate_run(run_dir, *network, *views, file)
-    assert first["views"] == {"window": 64, "overlap": 0.5, "scales": [0.7, 1.0], "flip": True}
+    assert first["views"] == {"window": 128, "overlap": 0.5, "scales": [0.7, 1.0], "flip": True}
     written = cfg.flat(first["config"])
     assert (written["head.pooling_size"], written["trainer.precision"]) == ([2, 2], "bfloat16")
     second = evaluate_run(run_dir, "data.base_size=90", "data.antialias=false", "upsampling=stretched", file)

@@ -23,9 +23,12 @@ from tests.scripts.evidence.records import CIFAR, changed, copied
 from train_seg import train
 
 
-def report(folder: Path, *runs: Path) -> str:
-    """The report on runs, written to `folder`."""
-    return compare(OmegaConf.structured(Comparison(runs=list(map(str, runs)), out=str(folder)))).read_text()
+def report(folder: Path, *runs: Path, picture: bool = False) -> str:
+    """The report on runs, written to `folder`; its picture takes longer than all else."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not picture:
+            patch.setattr("scripts.compare_runs.charts.save", lambda figure, file: None)
+        return compare(OmegaConf.structured(Comparison(runs=list(map(str, runs)), out=str(folder)))).read_text()
 
 
 def columns(page: str) -> list[str]:
@@ -57,7 +60,7 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
         " norm=", f" init.weights={root}/net.pt norm=", 1
     )
     (other / "config.yaml").write_text(config)
-    page = report(tmp_path / "report", finished, other)
+    page = report(tmp_path / "report", finished, other, picture=True)
     kept = [tmp_path / "report" / name for name in ("std", "inplace")]
     assert report(tmp_path / "report", *kept) == page
     assert str(root) not in page and " data.root=DIR " in page and "run_dir" not in page

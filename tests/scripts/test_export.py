@@ -47,7 +47,8 @@ assert not ours, ours
 """
 
 
-@pytest.mark.parametrize("task", [pytest.param("segmentation", marks=pytest.mark.slow), "classification"])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["segmentation", "classification"])
 def test_an_export_runs_in_a_fresh_process_with_torch_alone(checkpoints, tmp_path, task):
     """Images have other sizes than the export's example; the metadata comes with the file."""
     about = run(checkpoints / f"{task}.pt", tmp_path / "net.pt2")

@@ -65,7 +65,6 @@ def test_a_program_takes_every_size_that_the_network_takes(stride):
         torch.testing.assert_close(program(images), made(images))
 
 
-@pytest.mark.slow
 def test_norms_stay_in_float32_and_no_file_is_named():
     network = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), InPlaceABN(8), nn.Conv2d(8, len(CLASSES), 1))
     made = predictor(network, torch.float32)

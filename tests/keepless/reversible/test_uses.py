@@ -28,10 +28,11 @@ def test_compiled_as_one_graph_with_a_warning_that_the_compiler_decides(form):
         assert_same(step(torch.compile(network, backend="eager", fullgraph=True), IMAGES), step(plain, IMAGES))
 
 
-def test_compiled_branches():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compiled_branches(backend):
     blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)), additive())
     plain = copy.deepcopy(nn.Sequential(*blocks))
-    blocks[0].Fm = torch.compile(blocks[0].Fm, backend="aot_eager")
+    blocks[0].Fm = torch.compile(blocks[0].Fm, backend=backend)
     assert_same(step(ReversibleSequence(blocks), IMAGES), step(plain, IMAGES))
 
 
