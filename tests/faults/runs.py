@@ -88,7 +88,7 @@ class Run:
             if time.monotonic() > deadline:
                 self.process.kill()
                 raise AssertionError(f"it hangs:\n{self.output}")
-            time.sleep(0.005)
+            time.sleep(0.05)
         return self
 
     def until_step(self, step: int) -> "Run":
@@ -143,7 +143,7 @@ def before_call(owner: object, name: str, number: int | None, fault: Callable[..
 
 def _waits_after(step: int, logger: MetricsLogger, *_) -> None:
     while step in steps_of(logger.run_dir) and not (logger.run_dir / "go").exists():
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def waiting_after(step: int) -> Callable:
