@@ -34,7 +34,7 @@ def assert_as_defined(image, label, scaled_size, offset, crop_size):
     assert np.array_equal(got_label, expected_label)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     size=st.tuples(st.integers(2, 90), st.integers(2, 90)),
     scale=st.floats(0.7, 2.0),
@@ -67,7 +67,7 @@ def interpolated(image: np.ndarray, axis: int, positions: np.ndarray) -> np.ndar
     return np.moveaxis(np.tensordot(image, weights, (axis, 0)), -1, axis)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     size=st.tuples(st.integers(20, 90), st.integers(20, 90)),
     step=st.floats(1.0, 6.0),
@@ -171,7 +171,7 @@ def test_base_size_is_the_longest_side_at_scale_one(size, expected):
     assert np.array_equal(smooth, crop) == (size == (6, 10))  # which is enlarged
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     size=st.tuples(st.integers(1, 90), st.integers(1, 90)),
     scale=st.floats(0.2, 3.0),

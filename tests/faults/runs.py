@@ -34,8 +34,6 @@ OPTIONS = {
     "train_seg": (*SHORT, *_EITHER, "data.crop_size=32", "data.crops_per_minibatch=4", "trainer.pictures=0"),
     "train_imagenet": (*SHORT_SHAPES, *_EITHER),
 }
-# Values of a test that injects its fault into a run of each entry; one suffices for `make test`.
-ENTRIES = ["train_seg", pytest.param("train_imagenet", marks=pytest.mark.slow)]
 
 
 class Run:

@@ -7,10 +7,12 @@ import pytest
 from engine.checkpoint import files as checkpoint
 from engine.process.stopping import EXIT_CODE
 from tests.faults import runs
-from tests.faults.runs import ENTRIES, Run, killed_after, says, survived, waiting_after
+from tests.faults.runs import OPTIONS, Run, killed_after, says, survived, waiting_after
+
+pytestmark = pytest.mark.slow  # make test interrupts a run in tests/test_train_seg.py, and kills saves with the files
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", OPTIONS)
 def test_killed_again_and_again_with_a_damaged_checkpoint(tmp_path, whole_of, entry):
     """The checkpoint before it is then used. tests/engine/checkpoint has all kinds of damage."""
     killed_after(2, tmp_path / "run", entry=entry)
@@ -22,7 +24,6 @@ def test_killed_again_and_again_with_a_damaged_checkpoint(tmp_path, whole_of, en
     assert says(output, f"checkpoint {run.last} is ", f"The run continues from {previous}, of step {step}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "entry, number, workers", [("train_seg", signal.SIGTERM, 2), ("train_imagenet", signal.SIGINT, 0)]
 )
