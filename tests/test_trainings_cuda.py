@@ -74,7 +74,7 @@ def test_a_full_device_ends_a_training_with_advice(tmp_path, device, little_memo
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_a_compiled_training_moves_the_weights_as_the_eager_one(tmp_path, device):
-    """tests/test_switches.py tests CPUs."""
+    """tests/engine/process/test_distributed.py compiles on CPUs."""
     options = ("data.crops_per_minibatch=4", "optim.lr=1e-3", "norm.backend=auto")
     eager = trained(tmp_path / "eager", device, *options)
     compiled = trained(tmp_path / "compiled", device, *options, "trainer.compile=true")
