@@ -7,7 +7,6 @@ import importlib
 import os
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -155,17 +154,6 @@ def with_key(checked: config.Schema, key: str, value: object) -> config.Schema:
 
 def command(entry: str, *overrides: str) -> list[str]:
     return [sys.executable, str(REPOSITORY / f"{entry}.py"), *overrides]
-
-
-def run(entry: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(entry, *overrides),
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def ended(module: str, output: Path, *overrides: str) -> tuple[str | int | None, str]:

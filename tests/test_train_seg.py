@@ -16,7 +16,7 @@ from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
 from tests.cuda import NEEDS_CUDA
 from tests.faults.runs import before_call
-from tests.runs import NARROW_A2, SHORT, composed, run, same
+from tests.runs import NARROW_A2, SHORT, composed, same
 from train_seg import train
 
 
@@ -168,17 +168,6 @@ def test_a_finished_run_resumes_to_its_results_and_not_on_other_data(streets, tm
     with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
         train_short(tmp_path / "run", *options, "resume=auto")
     assert same(weights(tmp_path / "run"), before)
-
-
-@pytest.mark.slow
-def test_errors_reach_the_user_as_one_message(tmp_path):
-    """A package of the user's with the name of one of ours is not imported."""
-    (tmp_path / "datasets").mkdir()
-    (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('the decoy was imported')")
-    done = run("train_seg", f"run_dir={tmp_path}", "data=camvid", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "decoy" not in done.stderr
-    assert "error: data.train_split=train: data.root=None (give data.root=DIR): no folder is given" in done.stderr
-    assert "layout" in done.stderr
 
 
 @pytest.mark.parametrize("precision", [pytest.param(name, marks=NEEDS_CUDA) for name in ("float32", "bfloat16")])

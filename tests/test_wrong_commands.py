@@ -1,6 +1,7 @@
 """Wrong commands, and what each answers: one or two lines in plain English that name the fix."""
 
 import importlib
+import os
 import shlex
 import subprocess
 import sys
@@ -89,9 +90,10 @@ def check(commands: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr() == ("", "")
 
 
-def ended(*words: str) -> str:
+def ended(*words: str, **environment: str) -> str:
     """Return the message of a process that ends with an error."""
-    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    options = dict(cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *words], **options)
     assert done.returncode == 1 and done.stdout == ""
     return done.stderr
 
@@ -114,9 +116,12 @@ def test_every_wrong_command_says_how_to_write_it(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_wrong_commands_in_processes_of_their_own():
-    """A script that is run as a module, and processes of torchrun: one reports the error for all."""
-    assert ended("-m", "scripts.predict") == "error: checkpoint has no value: give checkpoint=… on the command line\n"
+def test_wrong_commands_in_processes_of_their_own(tmp_path):
+    """A script, which imports no package of the user's with the name of one of ours; and processes of torchrun."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('the decoy was imported')")
+    said = ended("-m", "scripts.predict", PYTHONPATH=str(tmp_path))
+    assert said == "error: checkpoint has no value: give checkpoint=… on the command line\n"
     said = ended("-m", "torch.distributed.run", "--nproc-per-node", "3", "train_seg.py", "trainer.step=20")
     line = "error: trainer.step=20: there is no such key; give trainer.steps=20"
     assert said.count(line) == 1 and said.rstrip("=\n").endswith(line)
