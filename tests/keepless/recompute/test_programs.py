@@ -560,7 +560,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "parts of a concatenation": _lends,
     "alias of a part": _lends_to_an_alias,
     "forty products": _chain(40, lambda x: x * x),
-    "long chain": _chain(2000, F.silu),
+    "long chain": _chain(1200, F.silu),  # longer than Python's limit of recursion
     # On CPUs RMSNorm saves its normalised input, too, and follows as many recipes as a chain may have.
     "norms after chains": lambda x: sum(F.rms_norm(_chain(n, F.silu)(x), (6,)).sin() for n in (10, 11, 12)),
     "complex view": lambda x: torch.view_as_complex(F.silu(x).view(2, 4, 6, 3, 2)).square(),
@@ -618,7 +618,7 @@ ONE = """
 """
 # {function: tensors that it keeps besides its input, and besides signs}; a chain keeps a value of every 13.
 TENSORS_KEPT = dict.fromkeys([*OPTIONS, *OF_OTHERS, *re.split(r",\s+", ONE.strip())], 1) | {
-    "long chain": 2000 // 13,
+    "long chain": 1200 // 13,
     "conjugate": 4,
 }
 TENSORS_KEPT |= dict.fromkeys(["forty products", "normalised", "batched", "pooled", "norms after chains"], 3)
@@ -934,7 +934,7 @@ def test_another_tensor_at_the_address_of_a_freed_one_is_not_its_memory():
     assert not value.reads_storage(place)
 
 
-@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 1600), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 1600), marks=pytest.mark.slow)])
 def test_random_programs(seeds):
     agree(program(COPIED))
     for seed in seeds:
@@ -968,7 +968,7 @@ def changed(moves: Moves, draws: Random) -> tuple[Moves, dict[str, Any]]:
     return [*moves[:place], *new, *moves[place + (how in ("move", "arguments", "less")) :]], {}
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 1600), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 1600), marks=pytest.mark.slow)])
 def test_a_script_never_runs_where_the_program_differs(seeds):
     """A branch flips, a size changes, or a layer is frozen: passes that start with another program's script agree."""
     for seed in seeds:
