@@ -29,8 +29,9 @@ def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch
     monkeypatch.setattr("engine.training.build.check_compiler", lambda *_, **__: None)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    few = ("body=resnet_cifar_tiny", "body.structure=[1,1,1]", "head.dilations=[2]")  # modules to trace
     options = ("data.crops_per_minibatch=7", "trainer.accumulation_steps=3", f"norm={norm}", "trainer.compile=true")
-    trained(tmp_path, *options, "trainer.evaluate_every_steps=2")
+    trained(tmp_path, *few, *options, "trainer.evaluate_every_steps=2")
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
