@@ -6,7 +6,7 @@ blocks keep. Networks run on fake tensors: little time and memory.
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from itertools import starmap
 
 import torch
 import torch.nn.functional as F
@@ -39,14 +39,6 @@ BODIES: dict[str, Callable[..., Body]] = {
 CROP_SIZE = 512
 
 
-class Cost(NamedTuple):
-    """Tensors of a training step, without parameters, in bytes per input pixel; and its operations."""
-
-    kept: int  # after the forward pass
-    peak: int  # at any moment, with the gradients of the parameters
-    operations: int  # floating-point operations of convolutions
-
-
 def segmentation_network(
     build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str = "none"
 ) -> SegmentationNetwork:
@@ -63,8 +55,11 @@ def _loss_of(network: nn.Module, crops: int, side: int) -> Callable[[], Tensor]:
     return lambda: F.cross_entropy(F.interpolate(network(images), labels.shape[1:], mode="bilinear"), labels)
 
 
-def cost(build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str) -> Cost:
-    """Cost of a step of a `segmentation_network` in float32, measured on fake tensors."""
+def cost(build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str) -> tuple[int, int, int]:
+    """Bytes per input pixel after the forward pass and at the peak, without parameters; and operations of convolutions.
+
+    Of a step of a `segmentation_network` in float32, on fake tensors. The peak includes the parameters' gradients.
+    """
     crops, side = 2, CROP_SIZE
     with FakeTensorMode():
         network = segmentation_network(build, norm_act, recompute)
@@ -75,7 +70,7 @@ def cost(build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recom
         network.zero_grad()
         loss = _loss_of(network, crops, side)
         operations = operations_of(lambda: loss().backward())  # separately, because counting keeps tensors
-    return Cost(round(kept / (crops * side**2)), round(made.peak / (crops * side**2)), operations)
+    return round(kept / (crops * side**2)), round(made.peak / (crops * side**2)), operations
 
 
 def bytes_per_pixel(norm: str, body: str) -> int:
@@ -103,10 +98,9 @@ def recomputation_table() -> str:
     rows = []
     for norm in ("std", "inplace"):
         costs = {recompute: cost(resnext101, STRATEGIES[norm], recompute) for recompute in RECOMPUTE}
-        stored = costs["none"]
         for name, own in costs.items():
-            memory = _relative(own.kept, stored.kept), _relative(own.peak, stored.peak)
-            rows.append([norm, name, *memory, f"{own.operations / stored.operations:.2f}"])
+            *memory, operations = zip(own, costs["none"], strict=True)
+            rows.append([norm, name, *starmap(_relative, memory), f"{operations[0] / operations[1]:.2f}"])
     return table(["`norm=`", "`trainer.recompute=`", "kept", "peak", "operations"], rows, left=2)
 
 

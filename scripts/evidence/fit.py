@@ -25,13 +25,18 @@ from engine.process.distributed import World
 from engine.training import build, loop, planner
 from keepless.fit.sizes import largest
 from keepless.units import bytes_of
-from scripts.evidence.memory_plan import CLAIMS
 from scripts.evidence.training import ENDLESS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, MIB, Rows
 
 TABLE3 = [f"{data}_{body}" for body in ("resnext101", "wrn38") for data in ("cityscapes", "coco_stuff")]
 ROWS = {"std": "std", "inplace": "inplace_fixed_crop", "inplace/size": "inplace_fixed_batch"}  # of Table 3
+# The claims of RevNet's section 7.2: experiment, overrides. A unit has six layers: 2 + 6 * 100 are 602.
+CLAIMS = {
+    "ResNet-101": ("revnet/imagenet_resnet101", "trainer.accumulation_steps=1"),
+    "RevNet-104": ("revnet/imagenet_revnet104",),
+    "RevNet-602": ("revnet/imagenet_revnet104", "body.structure=[2,2,94,2]"),
+}
 FEWEST, SMALLEST, STRIDE = 2, 256, 8  # crops: the head's pooled branch needs two; pixels
 TINY = {  # smaller networks of the same kind
     "resnext101": ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8"),

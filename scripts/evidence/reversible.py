@@ -23,8 +23,7 @@ from models import bodies
 from models.blocks import Convolutions
 from models.bodies.revnet_units import ReversibleUnit
 from scripts.reports import frame
-from scripts.reports import markdown as md
-from scripts.reports.markdown import Columns, Rows, mib, section
+from scripts.reports.markdown import Columns, Rows, columns, compared, section
 from scripts.reports.measuring import operations_of
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
@@ -51,18 +50,18 @@ def measure(arguments: frame.Arguments, part: str, *what: Any) -> Rows:
     return [{"part": part, **row} for row in PARTS[part](*what)]
 
 
-def loss_of(forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(forward(images), labels)
+def loss_of(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(network(images), labels)
 
 
 def activations(title: str) -> Iterator[dict]:
     """Megabytes (10^6 bytes) that a step on 100 CIFAR images keeps, such as of "ResNet-32"."""
     build = getattr(bodies, f"{title.lower().replace('-', '')}_cifar")
     row: dict = {"network": title}
-    for norm, layer in NORMS.items():
-        with FakeTensorMode():
+    with FakeTensorMode():
+        images, labels = torch.empty(100, 3, 32, 32), torch.empty(100, dtype=torch.long)
+        for norm, layer in NORMS.items():
             network = build(layer, classes=10)
-            images, labels = torch.empty(100, 3, 32, 32), torch.empty(100, dtype=torch.long)
             kept = kept_bytes(network, partial(loss_of, network, images, labels), [images])
             row |= {norm: kept / 1e6, "parameters": sum(parameter.numel() for parameter in network.parameters())}
     yield row
@@ -127,11 +126,10 @@ def about(arguments: dict) -> tuple[str, str]:
 def sections(call: dict, _: str) -> Iterator[str]:
     kept, depths = (frame.rows_of(call, part) for part in PARTS)
     if kept:
-        yield section("Activations kept of a step on 100 CIFAR images", md.columns(kept, ACTIVATIONS))
+        yield section("Activations kept of a step on 100 CIFAR images", columns(kept, ACTIVATIONS))
     if depths:
-        groups = md.grouped(depths, ["units"], "method").values()
-        rows = [row for group in groups for row in group.values()]
-        yield section("RevNet's Table 1, measured", md.columns(rows, DEPTH, left=2))
+        chains = [rows for name, rows in call["items"].items() if name.startswith("depths/")]
+        yield section("RevNet's Table 1, measured", compared(chains, "method", "naive"))
 
 
 ACTIVATIONS: Columns = [
@@ -140,13 +138,6 @@ ACTIVATIONS: Columns = [
     ("MemCNN's README, MB", lambda row: f"{PUBLISHED[row['network']]:.1f}"),
     ("std, MB", "{std:.1f}"),
     ("in-place, MB", "{inplace:.1f}"),
-]
-DEPTH: Columns = [
-    ("units", "{units}"),
-    ("method", "{method}"),
-    ("kept, MiB", lambda row: mib(row["kept_bytes"], 2)),
-    ("peak, MiB", lambda row: mib(row["peak_bytes"], 2)),
-    ("operations / naive", lambda row: f"{row['flops'] / row['beside']['naive']['flops']:.2f}"),
 ]
 
 BENCHMARK = frame.Benchmark("reversible", frame.Arguments, items, measure, about, sections)

@@ -31,7 +31,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from scripts.reports import frame, papers
 from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons
-from scripts.reports.measuring import interleaved, process
+from scripts.reports.measuring import interleaved, process, reason
 
 # What a training is measured with: overrides of train_seg.py, or one of these two.
 DEFAULT, GIVEN_BACK = "default", "freed memory given back"  # see engine.process.allocations.keep_freed_memory
@@ -212,7 +212,7 @@ def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...])
     common = arguments.words()
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        running = {name: stack.enter_context(process(torch.set_num_threads, arguments.threads)) for name in switches}
+        running = {name: stack.enter_context(process(arguments.threads)) for name in switches}
 
         def ask(name: str, method: str, *given: object) -> Any:
             if name in failed:
@@ -223,7 +223,7 @@ def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...])
             except Exception as error:  # e.g. of a compiler: the others can still be measured
                 if name == DEFAULT:
                     raise
-                failed[name] = frame.reason(error)
+                failed[name] = reason(error)
                 return 0.0
 
         begun = {name: ask(name, "warm_up", arguments.warm_up) for name in switches}

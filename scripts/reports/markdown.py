@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 MIB, GIB = 2**20, 2**30
@@ -29,10 +29,59 @@ def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
     return table(titles, others, left)
 
 
-def listed(rows: Rows) -> list[str]:
-    """A table with a column for each key of the rows; nothing if there are none."""
-    titles = dict.fromkeys(itertools.chain(*rows))
-    return [table([*titles], ([_text(row.get(title, "")) for title in titles] for row in rows))] * bool(rows)
+Items = Iterable[Rows]  # what was measured in turns, item by item
+
+
+def compared(items: Items, by: str = "", base: str = "") -> str:
+    """A table of all rows that could be measured. Bytes, times and operations are also relative to an item's row
+    `base`, a value of the key `by`.
+    """
+    lines: list[dict[tuple[str, str], str]] = []
+    for rows in map(without_reasons, items):
+        first = next((row for row in rows if row.get(by) == base), {})
+        lines += [_cells(row, first, base) for row in rows]
+    titles = dict.fromkeys(itertools.chain(*lines))
+    return table([title for title, _ in titles], ([line.get(title, "") for title in titles] for line in lines))
+
+
+def _cells(row: dict, base_row: dict, base: str) -> dict[tuple[str, str], str]:
+    """{(title of a column, key): text}"""
+    cells: dict[tuple[str, str], str] = {}
+    for key, value in row.items():
+        name, _, unit = key.rpartition("_")
+        if unit == "bytes":
+            cells[f"{name}, MiB", key] = mib(value, 2)
+        elif unit == "ms":
+            cells[f"{name}, ms", key] = f"{statistics.median(value):.4g}"
+        elif key not in ("flops", "part"):
+            cells[key, key] = _text(value)
+        if (ratio := relative(row, base_row, key)) is not None:
+            cells[f"/ {base}", key] = "1" if row is base_row else f"{ratio:.2f}"
+    return cells
+
+
+def medians(items: Items, by: str, base: str) -> str:
+    """A table of all values of the key `by`: bytes and times relative to `base`, medians over items (least – most)."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for rows in map(without_reasons, items):
+        first = next((row for row in rows if row[by] == base), {})
+        for row in rows:
+            for key in row if row is not first else ():
+                if (ratio := relative(row, first, key)) is not None:
+                    ratios.setdefault(row[by], {}).setdefault(key, []).append(ratio.median)
+    keys = dict.fromkeys(itertools.chain(*ratios.values()))
+    titles = [by, "items", *(f"{key.rpartition('_')[0]} / {base}" for key in keys)]
+    return table(
+        titles,
+        (
+            [name, str(max(map(len, own.values()))), *(_range(own.get(key, [])) for key in keys)]
+            for name, own in ratios.items()
+        ),
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} – {max(values):.2f})" if values else ""
 
 
 def _text(value: Any) -> str:
@@ -66,14 +115,15 @@ def mean_of(percentages: Sequence[float]) -> str:
 
 
 class Ratio(NamedTuple):
-    """Median and quartiles; f"{ratio:.2f}" prints them all."""
+    """Median and quartiles; f"{ratio:.2f}" prints them all if they differ."""
 
     median: float
     lower: float
     upper: float
 
     def __format__(self, spec: str) -> str:
-        return f"{self.median:{spec}} ({self.lower:{spec}} – {self.upper:{spec}})"
+        quartiles = f" ({self.lower:{spec}} – {self.upper:{spec}})" if self.lower < self.upper else ""
+        return f"{self.median:{spec}}{quartiles}"
 
 
 def ratio_of(ours: Sequence[float], others: Sequence[float]) -> Ratio:
@@ -88,32 +138,9 @@ def without_reasons(rows: Iterable[dict]) -> Rows:
     return [row for row in rows if "reason" not in row]
 
 
-def grouped(rows: Iterable[dict], by: Sequence[str], name: str) -> dict[str, dict[str, dict]]:
-    """{values of the keys `by`: {value of the key `name`: row}}; a row finds its group in row["beside"]."""
-    groups: dict[str, dict[str, dict]] = {}
-    for row in without_reasons(rows):
-        group = groups.setdefault(", ".join(str(row[key]) for key in by if key in row), {})
-        group[row[name]] = {**row, "beside": group}
-    return groups
-
-
-def median_ms(row: dict, times: str = "times_ms") -> float:
-    return statistics.median(row[times])
-
-
-def relative_time(row: dict, other: str, times: str = "times_ms") -> str:
-    """A cell of a table: the time of this row, relative to the row `other` of the same group."""
-    base = row["beside"].get(other, {})
-    return "" if times not in base else "1" if base is row else f"{ratio_of(row[times], base[times]):.2f}"
-
-
-def relative(row: dict, other: str, value: str) -> str:
-    """A cell of a table: a value of this row, divided by the value of the row `other` of the same group."""
-    base = row["beside"].get(other)
-    known = base is not None and base.get(value) and row.get(value) is not None
-    return "" if not known else "1" if base is row else f"{row[value] / base[value]:.2f}"
-
-
-def time_ratio(rows: Mapping[str, dict], ours: str, others: str, times: str = "times_ms") -> Ratio:
-    """`ratio_of` the times of two rows of a group."""
-    return ratio_of(rows[ours][times], rows[others][times])
+def relative(row: dict, base: dict, key: str) -> Ratio | None:
+    """A row's bytes, operations or times, divided by those of another row, if both are known."""
+    ours, others = row.get(key), base.get(key)
+    if not key.endswith(("_bytes", "_ms", "flops")) or not ours or not others:
+        return None
+    return ratio_of(ours, others) if isinstance(ours, list) else ratio_of([ours], [others])

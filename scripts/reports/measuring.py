@@ -1,4 +1,4 @@
-"""Measure time, peak memory and operations of steps in turns; compile one, or run it in its own process."""
+"""Measure times and operations of steps; compile a step, capture it as a CUDA graph, or run it in a process."""
 
 from engine.process.start import die_with_parent
 
@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepless.torch_internals import compile_within
+from scripts.reports.markdown import Rows
 
 Step = Callable[[], object]
 PRECISIONS = ("float32", "bfloat16")
-WARM_UP_STEPS = 3  # before a step is captured: libraries choose algorithms, and budgets get their plans
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+WARM_UP_STEPS = 3  # libraries choose algorithms, and budgets get their plans: the third step corrects them
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -66,13 +66,54 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
     return torch.autocast(device_type, torch.bfloat16, precision == "bfloat16", cache_enabled=not is_captured)
 
 
-def captured(step: Step, device: str) -> Step:
-    """Replays a step as a CUDA graph. On a CPU, where a rehearsal runs, it is the step itself.
+class Steps:
+    """Steps that are measured in turns: a row for each has its counts and times, or the reason why it failed.
 
-    Graphs share their memory: none may use what another has computed.
+    Args:
+        device: cpu or cuda.
+        by: the key of the steps' names in their rows.
+        common: what all rows have.
     """
-    if device != "cuda":
-        return step
+
+    def __init__(self, device: str, by: str, **common: object):
+        self.device, self.by, self.common = device, by, common
+        self.rows: dict[str, dict] = {}
+        self.steps: dict[str, Step] = {}
+
+    def add(self, name: str, prepared: Callable[[], tuple[dict, Step]]) -> None:
+        """Add what `prepared` counts of a step, and the step."""
+        row = self.rows[name] = {**self.common, self.by: name}
+        try:
+            counts, self.steps[name] = prepared()
+            row |= counts
+        except Exception as error:  # e.g. out of memory, or the compiler's: the others can still be measured
+            row["reason"] = reason(error)
+
+    def timed(self, rounds: int, sample_ms: float = 0, graphs: Iterable[str] = ()) -> Rows:
+        """The rows with their times; those of `graphs` also as CUDA graphs, whose memory cannot be told apart."""
+        self._add_times("times_ms", timed(self.steps, rounds, self.device, sample_ms))
+        replays: dict[str, Step] = {}
+        for name in filter(self.steps.__contains__, graphs):
+            try:
+                replays[name] = captured(self.steps[name])
+            except Exception as error:  # the others can still be captured
+                self.rows[name]["not captured"] = reason(error)
+        self._add_times("captured_ms", timed(replays, rounds, self.device, sample_ms))
+        return list(self.rows.values())
+
+    def _add_times(self, kind: str, times_ms: Mapping[str, list[float]]) -> None:
+        for name, own in times_ms.items():
+            self.rows[name][kind] = own
+
+
+def reason(error: Exception) -> str:
+    """Why a measurement failed, for the record."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"failed: {type(error).__name__}: {first}"
+
+
+def captured(step: Step) -> Step:
+    """Replays a step as a CUDA graph. Graphs share their memory: none may use what another has computed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -95,24 +136,23 @@ def _pool() -> Any:
 
 
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:
-    """Compile a block with torch.compile, for static shapes and as one graph.
+    """Compile a block with torch.compile, for static shapes and as one graph, for which alone the budget holds.
 
     A budget below 1 refuses blocks that draw random numbers: see `compile_within`.
     """
-    # The memory budget is a global setting: the compiler sees it for this graph only.
     backend = functools.partial(compile_within, compiler=compiler, budget=budget)
     return torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
 
 
-def process(prepare: Callable[..., object], *arguments: object) -> ProcessPoolExecutor:
-    """A process for measurements, which first calls `prepare(*arguments)`. It ends with this one, however that ends."""
+def process(threads: int) -> ProcessPoolExecutor:
+    """A process for measurements, with a number of PyTorch's threads. It ends with this one, however that ends."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(prepare, arguments))
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(threads,))
 
 
-def _begin(prepare: Callable[..., object], arguments: tuple) -> None:
+def _begin(threads: int) -> None:
     die_with_parent(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():  # it has ended while this process started
         os._exit(1)
-    prepare(*arguments)
+    torch.set_num_threads(threads)

@@ -1,5 +1,7 @@
 """Bytes of tensors in a backward pass, judged by PyTorch's profiler of the same step without the context."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from keepless.made_tensors import MadeTensors
 from keepless.recompute.step.costs import peak_bytes
+from keepless.saved import saved_for_backward
 
 Kept = list[Tensor]
 
@@ -85,3 +88,13 @@ def test_gradients_that_meet_take_the_memory_that_they_take_without_the_context(
         step()
     assert made.bytes == 0
     assert made.peak == pytest.approx(peak_bytes(step, "cpu"), abs=200)  # scalars
+
+
+def test_saved_tensors_are_freed_with_their_graph():
+    """Here they are outputs, which their operations save."""
+    result, saved = saved_for_backward(lambda: torch.ones(2, requires_grad=True).exp().sigmoid())
+    kept = weakref.WeakSet(saved)
+    assert len(kept) == 2
+    del result, saved
+    gc.collect()
+    assert not kept

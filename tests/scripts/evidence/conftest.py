@@ -1,4 +1,4 @@
-"""Benchmarks measure in this process."""
+"""Benchmarks' trainings are measured in this process."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,7 +14,6 @@ from scripts.reports import frame
 
 @pytest.fixture
 def in_process(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(frame, "process", here)
     monkeypatch.setattr(training, "process", here)
     monkeypatch.setattr(frame, "keep_freed_memory", lambda: True)
     threads = torch.get_num_threads()
@@ -22,16 +21,15 @@ def in_process(monkeypatch) -> Iterator[None]:
     torch.set_num_threads(threads)  # which benchmarks set: convolutions of more threads take more memory
 
 
-def here(prepare: Callable[..., object], *arguments: object) -> AbstractContextManager:
+def here(threads: int) -> AbstractContextManager:
     """`scripts.reports.measuring.process` without a process."""
-    prepare(*arguments)
-
-    def submit(function: Callable[..., object], *given: object) -> Future:
-        future: Future = Future()
-        try:
-            future.set_result(function(*given))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
     return nullcontext(SimpleNamespace(submit=submit))
+
+
+def submit(function: Callable[..., object], *given: object) -> Future:
+    future: Future = Future()
+    try:
+        future.set_result(function(*given))
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -1,26 +1,20 @@
 """The frame of all benchmarks. No test asserts a time."""
 
-import gc
 import json
 import os
 import signal
 import subprocess
 import sys
-import weakref
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
 from engine.configuration.command_line import composed
-from keepless.saved import saved_for_backward
 from scripts.evidence import layers, methods, networks, reversible, training
-from scripts.reports import frame, measuring
-from scripts.reports.markdown import ratio_of
+from scripts.reports import frame
 from scripts.reports.measuring import captured, interleaved
 from tests.cuda import NEEDS_CUDA
 from tests.runs import REPOSITORY
@@ -34,26 +28,6 @@ def test_every_round_calls_every_timer_once_in_a_new_order():
     assert times_ms["a"] == [number for number, name in enumerate(calls, 1) if name == "a"]
 
 
-def test_ratios_are_taken_within_a_round():
-    """The quotient of the medians is 4: the rounds differ in cost."""
-    ratio = ratio_of([4.0, 20.0, 100.0], [1.0, 10.0, 5.0])
-    assert ratio == (4.0, 3.0, 12.0) and f"{ratio:.1f}" == "4.0 (3.0 – 12.0)"
-    assert ratio_of([3.0], [2.0]) == (1.5, 1.5, 1.5)
-
-
-def test_a_captured_step_keeps_what_its_graph_reads(monkeypatch):
-    """The next capture gives freed memory back to the device, where a replay may not read it."""
-    monkeypatch.setattr(torch, "cuda", MagicMock())
-    monkeypatch.setattr(measuring, "_pool", MagicMock())
-    weight = torch.ones(2)
-    replay, gone = captured(partial(weight.add_, 1), "cuda"), weakref.ref(weight)
-    del weight
-    replay()
-    assert gone() is not None
-    del replay
-    assert gone() is None
-
-
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_captured_steps_compute_what_steps_do_after_others_were_captured(device):
     """Nothing but the replay keeps a network, whose gradients are then compared."""
@@ -63,7 +37,7 @@ def test_captured_steps_compute_what_steps_do_after_others_were_captured(device)
         network, x = nn.Linear(1024, 1024, device=device), torch.randn(64, 1024, device=device)
         step = partial(methods.training_step, methods.WithLoss(network), x, "float32")
         step()
-        replays.append(captured(step, device))
+        replays.append(captured(step))
         gradients.append(network.weight.grad)
         expected.append(network.weight.grad.clone())
     del network, x, step
@@ -78,7 +52,7 @@ def test_captured_steps_compute_what_steps_do_after_others_were_captured(device)
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has ended")
 def test_a_process_that_starts_after_its_parent_has_ended_ends_too():
     """It would keep its memory, on a card too, and the output open. `timeout` stops a benchmark in the same way."""
-    start = "import os; from scripts.reports.measuring import process; process(int).submit(int); os._exit(3)"
+    start = "import os; from scripts.reports.measuring import process; process(1).submit(int); os._exit(3)"
     process = subprocess.Popen(
         [sys.executable, "-c", start], cwd=REPOSITORY, stdout=subprocess.PIPE, start_new_session=True
     )
@@ -101,7 +75,7 @@ def test_a_process_that_starts_after_its_parent_has_ended_ends_too():
 def test_the_command_line_says_what_is_not_the_default(benchmark, options, only):
     name, schema = benchmark.BENCHMARK.name, benchmark.BENCHMARK.schema
     typed = frame.configuration.typed(composed(name, "out=x.json", *options.split()), schema)
-    command = frame.command_again(benchmark.BENCHMARK, typed, only)
+    command = frame.command_of(benchmark.BENCHMARK, typed, only)
     words = command.removeprefix(f"python -m scripts.evidence.{name} ").split()
     assert {*words} == {*options.split(), "out=FILE.json", *([f"only=[{','.join(only)}]"] if only else [])}
 
@@ -109,13 +83,15 @@ def test_the_command_line_says_what_is_not_the_default(benchmark, options, only)
 IMPOSSIBLE = [  # (command, options, message)
     (layers, "device=cuda", "PyTorch sees no CUDA device"),
     (layers, "dtypes=[float16]", "each one of float32, bfloat16"),
-    (layers, "backend=cuda", "expected one of auto"),
     (layers, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (layers, "out=page.md", "ends in .json"),
-    (layers, "measure=false", "does not exist"),
     (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, arms"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
-    (reversible, "only=[all]", "only=all: there is no such item"),
+    (
+        reversible,
+        "only=[activations/]",
+        "only=activations/: there is no such item; the nearest names are activations/Re",
+    ),
 ]
 
 
@@ -127,76 +103,40 @@ def test_impossible_arguments_are_refused(command, options, message, monkeypatch
         command.run(composed(command.__name__.rpartition(".")[2], "out=file.json", *options.split()))
 
 
-ITEMS = {"a/1": ("a",), "a/2": ("fails",), "b": ("dies",)}
-
-
-@pytest.fixture
-def faked(in_process, monkeypatch) -> list[str]:
-    """A benchmark of three items, the last of which ends the command; returns the items that were measured."""
-    measured = []
+@pytest.mark.usefixtures("in_process")
+def test_a_call_goes_on_with_what_is_missing_and_what_cannot_be_the_same_call_is_another(monkeypatch, tmp_path):
+    """Other arguments, hardware, versions or commits; a call whose code is gone is on its page as text."""
+    measured, out = [], tmp_path / "record.json"
 
     def measure(arguments: frame.TimedArguments, what: str) -> list[dict]:
         measured.append(what)
-        if what == "fails" and measured.count(what) == 1:
-            raise RuntimeError("out of memory\nat length")
-        if what == "dies" and measured.count(what) == 1:
-            raise KeyboardInterrupt
+        if measured.count(what) == 1 and what != "a":
+            raise RuntimeError("out of memory\nat length") if what == "fails" else KeyboardInterrupt
         return [{"what": what}]
 
-    own = {"items": lambda arguments: ITEMS, "measure": measure, "schema": frame.TimedArguments}
-    fake = reversible.BENCHMARK._replace(**own, sections=lambda call, picture: [str(frame.rows_of(call))])
-    monkeypatch.setattr(reversible, "BENCHMARK", fake)
-    return measured
+    def carried_out(**options: object) -> tuple[list[dict], str]:
+        text = frame.carry_out(benchmark, frame.TimedArguments(out=str(out), **options))
+        return json.loads(out.read_text())["calls"], text
 
-
-def carried_out(folder: Path, **options: object) -> tuple[list[dict], str]:
-    """The calls in the record, and the tables."""
-    text = frame.carry_out(reversible.BENCHMARK, frame.TimedArguments(out=str(folder / "record.json"), **options))
-    return json.loads((folder / "record.json").read_text())["calls"], text
-
-
-def test_a_stopped_call_goes_on_with_what_is_missing_and_another_one_is_added(faked, tmp_path):
+    items = {"a/1": ("a",), "a/2": ("fails",), "b": ("stops",)}
+    own = {"items": lambda arguments: items, "measure": measure, "schema": frame.TimedArguments}
+    benchmark = reversible.BENCHMARK._replace(**own, sections=lambda call, picture: [str(frame.rows_of(call))])
     with pytest.raises(KeyboardInterrupt):
-        carried_out(tmp_path)
-    (call,), text = carried_out(tmp_path, measure=False)
-    assert call["items"] == {"a/1": [{"what": "a"}]}
-    assert call["left"] == {"a/2": "failed: RuntimeError: out of memory"}
+        carried_out()
+    (call,), text = carried_out(only=["a/1"])
+    assert call["items"] == {"a/1": [{"what": "a"}], "a/2": [{"reason": "failed: RuntimeError: out of memory"}]}
+    assert call["command"].endswith("only=[a/1,a/2] out=FILE.json")
     assert "- a/2: failed: RuntimeError: out of memory" in text
-    carried_out(tmp_path, only=["b"])
-    assert faked == ["a", "fails", "dies", "dies"]
-    (call,), _ = carried_out(tmp_path)
-    assert list(call["items"]) == [*ITEMS] and call["left"] == {} and faked.count("a") == 1
-    before = (tmp_path / "record.json").read_text()
-    calls, text = carried_out(tmp_path, rounds=3, only=["a"])
-    assert [list(call["items"]) for call in calls] == [[*ITEMS], ["a/1", "a/2"]]
-    assert text.count("python -m scripts.evidence.reversible ") == 2 and "only=[a/1,a/2] rounds=3 out=" in text
-    assert json.loads(before)["calls"][0] == calls[0]
-    with pytest.raises(ValueError, match="only=a/: there is no such item; the nearest names are"):
-        carried_out(tmp_path, only=["a/"])
-
-
-def test_calls_on_other_hardware_versions_or_commits_are_others(faked, monkeypatch, tmp_path):
+    (call,), text = carried_out()
+    assert list(call["items"]) == [*items] and "only=" not in call["command"] and "failed" not in text
+    assert measured == ["a", "fails", "stops", "fails", "stops"]
+    calls, _ = carried_out(rounds=3)
+    assert len(calls) == 2 and calls[0] == call
     now = frame.provenance()
-    for changed in ({}, {"hardware": "another"}, {"versions": {"torch": "3.0"}}, {"commit": "another"}):
+    for number, changed in enumerate(({}, {"hardware": "x"}, {"versions": {"torch": "3.0"}}, {"commit": "x"})):
         monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: now | changed)
-        carried_out(tmp_path, only=["a/1"])
-    assert len(json.loads((tmp_path / "record.json").read_text())["calls"]) == 4
-
-
-def test_a_call_whose_code_is_gone_stands_on_its_page_as_text(faked, tmp_path):
-    carried_out(tmp_path, only=["a/1"])
-    record = json.loads((tmp_path / "record.json").read_text())
-    record["calls"][0]["code"] = "8cc01ed6"
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    calls, text = carried_out(tmp_path, only=["a/1"])
-    assert len(calls) == 2 and faked == ["a", "a"] and text.count("## ") == 1
-
-
-def test_counted_tensors_are_freed_with_their_graph():
-    """Here the tensors are outputs, which their operations save."""
-    result, saved = saved_for_backward(lambda: torch.ones(2, requires_grad=True).exp().sigmoid())
-    kept = weakref.WeakSet(saved)
-    assert len(kept) == 2
-    del result, saved
-    gc.collect()
-    assert not kept
+        assert len(carried_out(only=["a/1"])[0]) == 2 + number
+    monkeypatch.setattr(frame, "provenance", lambda *_: now)
+    out.write_text(frame.json_lines({"calls": [call | {"code": "8cc01ed6"}]}))
+    calls, text = carried_out(only=["a/1"])
+    assert len(calls) == 2 and text.count("## ") == 1

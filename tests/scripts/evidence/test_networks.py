@@ -6,6 +6,7 @@ tests/scripts/evidence/test_gpu.py runs it, and tests/keepless/recompute has wha
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 
 from keepless.saved import kept_bytes
 from scripts.evidence import methods, zoo
-from scripts.evidence.methods import BLOCKS, BUDGET
+from scripts.evidence.methods import BLOCKS
 from scripts.evidence.zoo import blocks_of, build
+from scripts.reports import measuring
 from tests.engine.training.tape import Tape
 
 
@@ -60,28 +62,25 @@ def test_there_are_enough_networks_and_their_blocks_are_known():
 def test_captured_steps_read_no_memory_that_was_freed(monkeypatch):
     """A graph keeps no parameters: after each measurement here, only the steps do."""
 
-    def as_graph(step: Callable[[], object], device: str) -> Callable[[], None]:
+    def as_graph(step: Callable[[], object]) -> Callable[[], None]:
         with Tape() as tape:
             step()
         return tape.replay
 
-    monkeypatch.setattr(methods, "captured", as_graph)
-    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    compared = methods.Compared("small", "float32", plain, torch.randn(2, 3, 8, 8))
+    monkeypatch.setattr(measuring, "captured", as_graph)
+    plain, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    steps = measuring.Steps("cpu", "method")
+    reference = methods.gradients_of(methods.WithLoss(plain), x, "float32")
     for method in (methods.PLAIN, methods.RECOMPUTED):
         network = copy.deepcopy(plain)
-        compared.add(method, methods.WithLoss(network, methods.forward_of(network, method)))
-    del network
+        trained = methods.WithLoss(network, methods.forward_of(network, method))
+        steps.add(method, partial(methods.counted, trained, method, x, "float32", reference))
+    steps.add("fails", lambda: 1 / 0)
+    del network, trained
     gc.collect()
-    rows = compared.captured(rounds=2)
-    assert [row["method"] for row in rows] == ["plain, captured", "recompute_activations, captured"]
-    assert all(len(row["times_ms"]) == 2 for row in rows)
-
-
-def test_the_compiler_gets_no_budget_where_its_gradients_would_be_wrong():
-    """https://github.com/pytorch/pytorch/issues/190758: with dropout, on CPUs."""
-    network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    assert BUDGET not in methods.methods_of("resnet50", network, "cpu", "eager")
-    network[1].p = 0.0
-    assert BUDGET in methods.methods_of("resnet50", network, "cpu", "eager")
-    assert methods.forward_of(network, BUDGET, "eager")(torch.ones(2, 4)).shape == (2, 4)
+    *rows, failed = steps.timed(2, graphs=[methods.PLAIN, methods.RECOMPUTED, "fails"])
+    assert [(row["method"], row["deviation"], len(row["times_ms"]), len(row["captured_ms"])) for row in rows] == [
+        ("plain", 0, 2, 2),
+        ("recompute_activations", 0, 2, 2),
+    ]
+    assert failed == {"method": "fails", "reason": "failed: ZeroDivisionError: division by zero"}
