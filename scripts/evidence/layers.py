@@ -28,6 +28,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import compiler_settings
 from models.blocks import NormAct
+from scripts.evidence.counted import TITLES
 from scripts.reports import charts, frame
 from scripts.reports.markdown import Rows, compared, medians, relative, without_reasons
 from scripts.reports.measuring import WARM_UP_STEPS, Step, Steps, compiled
@@ -81,13 +82,7 @@ class Strategy(NamedTuple):
     overwrites: bool = False  # the norm writes over its input
 
 
-STANDARD = "standard"
-OURS = {  # by their norm
-    "checkpoint": "checkpointing (b)",
-    "checkpoint_xhat": "checkpointing (c)",
-    "inplace_1": "in-place I",
-    "inplace": "in-place II",
-}
+STANDARD = TITLES["std"]
 COMPILED = {"standard, compiled": 1.0, "standard, compiled, budget 0.5": 0.5}
 PACKAGE = "released package"
 
@@ -109,9 +104,10 @@ def released_norm(channels: int) -> nn.Module:
 
 def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
     """The strategies of a cell. The released package computes only in float32."""
-    own, compiler = arguments.backend, arguments.compiler
-    chosen = [Strategy(STANDARD, ABN, "eager")]
-    chosen += [Strategy(name, partial(STRATEGIES[norm], backend=own), own) for norm, name in OURS.items()]
+    compiler, chosen = arguments.compiler, []
+    for norm, title in TITLES.items():
+        backend = "eager" if title == STANDARD else arguments.backend
+        chosen.append(Strategy(title, partial(STRATEGIES[norm], backend=backend), backend))
     if compiler and (cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA):
         chosen += [Strategy(name, batch_norm_leaky_relu, compiler, budget) for name, budget in COMPILED.items()]
     if cell.dtype == "float32" and find_spec("inplace_abn"):
@@ -178,14 +174,15 @@ def about(arguments: dict) -> tuple[str, str]:
 
 def sections(call: dict, picture: str) -> Iterator[str]:
     cells = call["items"].values()
-    yield "In the paper, checkpointing (b) has almost twice the overhead of in-place I. Medians over all inputs:"
+    yield "In the paper, checkpointing has almost twice the overhead of in-place ABN I. Medians over all inputs:"
     yield medians(cells, "strategy", STANDARD)
     drawn = f"![time of a forward and backward pass of each strategy]({picture}.png)"
     yield f"{drawn}\n*Numbers above bars: time relative to standard.*"
     yield compared(cells, "strategy", STANDARD)
 
 
-COLOURS = dict(zip((STANDARD, *COMPILED, *OURS.values(), PACKAGE), charts.COLOURS, strict=False))
+_DRAWN = dict.fromkeys((STANDARD, *COMPILED, *TITLES.values(), PACKAGE))
+COLOURS = dict(zip(_DRAWN, charts.COLOURS, strict=False))
 
 
 def picture(call: dict) -> Figure | None:

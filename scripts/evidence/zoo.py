@@ -13,25 +13,17 @@ VOCABULARY = 4096
 LARGE, SMALL = (768, 12, 12, 1024), (32, 2, 2, 16)  # of the decoder: width, heads, blocks, and length of a text
 
 
-class Decoder(nn.Module):
+class Decoder(nn.TransformerEncoder):
     """Tokens (N, T) -> logits (N, T, VOCABULARY): a small language model of PyTorch's own blocks."""
 
     def __init__(self, width: int, heads: int, depth: int):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        blocks = (
-            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(depth)
-        )
-        self.blocks = nn.ModuleList(blocks)
-        self.classifier = nn.Linear(width, VOCABULARY, bias=False)
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        super().__init__(block, depth, enable_nested_tensor=False)
+        self.tokens, self.classifier = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]  # of other arguments
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x, mask, is_causal=True)
-        return self.classifier(x)
+        return self.classifier(super().forward(self.tokens(tokens), mask, is_causal=True))
 
 
 NETWORKS = (

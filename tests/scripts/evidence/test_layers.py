@@ -1,14 +1,14 @@
 """The layers' benchmark: its picture."""
 
 from scripts.evidence import layers
-from scripts.evidence.layers import OURS, STANDARD
+from scripts.evidence.layers import STANDARD, TITLES
 
 
 def test_the_picture_compares_captured_steps_if_there_are_some():
     row = {"shape": "CONV1 2x8x4x4", "layout": "contiguous", "dtype": "float32", "times_ms": [2.0]}
     rows = [
         row | {"strategy": STANDARD, "captured_ms": [1.0]},
-        row | {"strategy": OURS["inplace"], "captured_ms": [0.5]},
+        row | {"strategy": TITLES["inplace"], "captured_ms": [0.5]},
         row | {"strategy": "standard, compiled", "not captured": "failed: RuntimeError: synchronises"},
     ]
     (axes,) = layers.picture({"items": {"x": rows}}).axes
