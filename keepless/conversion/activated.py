@@ -41,14 +41,18 @@ register_pytree_node(
 
 
 class Merged(nn.Module):
-    """An activation that some norms include: passes on their outputs, and activates all other tensors."""
+    """An activation that some norms include: passes on their outputs, and activates all other tensors.
 
-    included: tuple[Activation, ...] = ()  # computed by the norms instead, e.g. a leaky ReLU for a ReLU
+    The module stays the same object, with its attributes, and gets this class.
+    """
+
+    kind: type[nn.Module]  # which it was
+    included: set[Activation]  # computed by the norms instead, e.g. a leaky ReLU for a ReLU
 
     def forward(self, x: Tensor | Activated) -> Tensor:
         """x: any shape and floating dtype. RuntimeError if x includes another activation, or has lost its gradient."""
         if not isinstance(x, Activated):
-            return super().forward(x)
+            return self.kind.forward(self, x)
         if x.activation not in self.included:
             raise RuntimeError(_ELSEWHERE)
         if torch.is_grad_enabled() and not x.with_grad:
@@ -66,19 +70,15 @@ ACTIVATIONS = {  # by their names in our layers, with the name of their paramete
     "sigmoid": (nn.Sigmoid, ""),
     "tanh": (nn.Tanh, ""),
 }
-MERGED = {
-    kind: type(f"Merged{kind.__name__}", (Merged, kind), {"__module__": __name__}) for kind, _ in ACTIVATIONS.values()
-}
-globals().update({kind.__name__: kind for kind in MERGED.values()})  # where pickle looks for them
 
 
 def merge(norm: ABN, activation: Any) -> None:
-    """Let a norm hand its output over to the activation that it includes. Modules stay the same objects."""
+    """Let a norm hand its output over to the activation that it includes."""
     if not hands_over(norm):
         norm.register_forward_hook(hand_over)
-    included = Activation(norm.activation, norm.activation_param)
-    activation.included = tuple(dict.fromkeys([*getattr(activation, "included", ()), included]))
-    activation.__class__ = MERGED.get(type(activation), type(activation))
+    if not isinstance(activation, Merged):
+        activation.kind, activation.included, activation.__class__ = type(activation), set(), Merged
+    activation.included.add(Activation(norm.activation, norm.activation_param))
 
 
 def hand_over(layer: ABN, args: Any, output: Tensor) -> Activated:
@@ -94,7 +94,8 @@ def hands_over(layer: nn.Module) -> bool:
 def activation_of(module: nn.Module) -> Activation | None:
     """The activation that a module computes for tensors; None if our layers have none like it, or it has hooks."""
     for name, (kind, param) in ACTIVATIONS.items():
-        if type(module) in (kind, MERGED[kind]) and not is_customised(module):
+        own = module.kind if isinstance(module, Merged) else type(module)
+        if own is kind and not is_customised(module):
             return Activation(name, getattr(module, param, 0.01))
     return None
 

@@ -4,7 +4,7 @@ import inspect
 import operator
 import warnings
 from collections import defaultdict
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import fx, nn
@@ -20,16 +20,8 @@ KINDS: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {  # norms, and conv
     nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
 }
 CONVOLUTIONS = tuple(conv for kinds in KINDS.values() for conv in kinds)
+Calls: TypeAlias = "list[tuple[fx.Node, dict[str, nn.Module]]]"  # of a norm, in traces of modules with these names
 IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor setitem".split()  # functions of `operator`
-
-
-class NormCall(NamedTuple):
-    """What happens to the output of a norm."""
-
-    activation: nn.Module | None  # alone reads the output, of one of PyTorch's norms
-    before_conv: bool  # whether a convolution reads it
-    names: str  # of all that reads it
-    writer: str  # overwrites it, or the result of the activation; or ""
 
 
 class _Value(fx.Proxy):
@@ -57,15 +49,15 @@ class _Tracer(fx.Tracer):
         return _Value(node, self)
 
 
-def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, list[NormCall]], str]:
+def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, Calls], str]:
     """The calls of a network's norms in both modes, with its arguments' defaults; and why it cannot be traced, or "".
 
     If it cannot be traced, the calls are those by each nn.Sequential. Buffers and attributes do not change.
     """
-    calls: dict[nn.Module, list[NormCall]] = defaultdict(list)
-    graphs, error = [], ""
     if isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return traced_calls(network.module)
+    calls: dict[nn.Module, Calls] = defaultdict(list)
+    graphs, error = [], ""
     with state_kept(network.modules()), torch.random.fork_rng([]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -81,8 +73,8 @@ def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, list[NormCall]], s
     for root, graph in graphs:
         modules = dict(root.named_modules())
         for node in graph.nodes:
-            if isinstance(norm := _module(node, modules), (BatchNormBase, ABN)):
-                calls[norm].append(_call(norm, node, modules))
+            if node.op == "call_module":
+                calls[modules[str(node.target)]].append((node, modules))
     return calls, error
 
 
@@ -92,26 +84,27 @@ def runs_in_order(module: nn.Module) -> bool:
     return is_plain and "forward" not in vars(module)
 
 
-def _call(norm: nn.Module, node: fx.Node, modules: dict[str, nn.Module]) -> NormCall:
-    users, readers = list(node.users), [_module(reader, modules) for reader in node.users]
-    first = readers[0] if readers else None
-    is_alone = len(users) == 1 and users[0].args == (node,) and not users[0].kwargs
-    if is_alone and type(first) is nn.Identity and not is_customised(first):
-        return _call(norm, users[0], modules)
-    merges = is_alone and isinstance(norm, BatchNormBase) and first is not None and activation_of(first) is not None
-    names = ", ".join(_name(reader, modules) for reader in users) or "nothing"
-    before_conv = any(isinstance(reader, CONVOLUTIONS) for reader in readers)
-    return NormCall(first if merges else None, before_conv, names, _writer(users[0] if merges else node, modules))
+def activation_after(output: fx.Node, modules: dict[str, nn.Module], includes: bool) -> nn.Module | None:
+    """The activation that alone reads the output of a norm; None if a convolution does, or the norm `includes` one.
 
-
-def _writer(value: fx.Node, modules: dict[str, nn.Module]) -> str:
-    """The first function that overwrites a value; or ""."""
-    for user in value.users:
+    ValueError: other code reads the output, or overwrites what an in-place layer keeps.
+    """
+    readers = [(user, _module(user, modules)) for user in output.users]
+    user, reader = readers[0] if readers else (output, None)
+    is_alone = len(readers) == 1 and user.args == (output,) and not user.kwargs
+    if is_alone and type(reader) is nn.Identity and not is_customised(reader):
+        return activation_after(user, modules, includes)
+    merges = is_alone and not includes and reader is not None and activation_of(reader) is not None
+    if not merges and not includes and not any(isinstance(one, CONVOLUTIONS) for _, one in readers):
+        names = ", ".join(_name(user, modules) for user, _ in readers) or "nothing"
+        raise ValueError(f"its output goes to {names}: expected an activation module alone, or a convolution")
+    kept = user if merges else output
+    for user in kept.users:
         name = _name(user, modules)
         inplace = user.kwargs.get("inplace") or getattr(_module(user, modules), "inplace", False)
-        if user.args[:1] == (value,) and (inplace or name.endswith("_") or name in IN_PLACE):
-            return name
-    return ""
+        if user.args[:1] == (kept,) and (inplace or name.endswith("_") or name in IN_PLACE):
+            raise ValueError(f"{name} overwrites the output, which an in-place layer keeps: write x = x + y there")
+    return reader if merges else None
 
 
 def _module(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:

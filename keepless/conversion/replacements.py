@@ -1,6 +1,7 @@
 """Make the layers that replace norms. A ValueError says why a norm cannot be replaced."""
 
 import inspect
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -11,56 +12,47 @@ from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.statistics import BATCH_NORMS
 from .activated import ACTIVATIONS, Merged, activation_of, hand_over, hands_over, is_customised, merge
-from .readers import KINDS, NormCall, runs_in_order
+from .readers import KINDS, Calls, activation_after, runs_in_order
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 Layer = TypeVar("Layer", bound=nn.Module)
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]  # the parents of each module, and its names there
 
 
-def in_place(layer: Any, calls: list[NormCall], relu_slope: float | None) -> InPlaceABN:
+def in_place(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
     """The in-place layer for a norm and the activation that it has, or that follows it in all traced `calls`."""
     _check_plain(layer)
-    own = own_activation(layer)
-    following: list[nn.Module] = []
-    included: Activation | None
+    own: Any = own_activation(layer)
+    includes = isinstance(layer, ABN) or type(own) not in (type(None), nn.Identity)
+    if not calls and not includes:
+        raise ValueError("no traced code calls it")
+    following = [activation_after(*call, includes) for call in calls]
+    kinds = {None if one is None else activation_of(one) for one in following}
+    if len(kinds) > 1:
+        names = ", ".join("a convolution" if one is None else type(one).__name__ for one in following)
+        raise ValueError(f"its calls are followed by {names}")
+    activation: Activation | None
     if isinstance(layer, ABN):
-        included = Activation(layer.activation, layer.activation_param)
-    elif own is not None and type(own) is not nn.Identity:
-        included = activation_of(own)
+        activation = Activation(layer.activation, layer.activation_param)
+    elif includes:
+        activation = activation_of(own)
     else:
-        following = _following(calls)
-        included = activation_of(following[0]) if following else Activation("identity", 0.01)
-    if included is None:
-        raise ValueError(
-            f"it includes {type(own).__name__}, which an in-place layer does not compute, or which has hooks"
-        )
-    if writer := next((call.writer for call in calls if call.writer), ""):
-        raise ValueError(f"{writer} overwrites the output, which an in-place layer keeps: write x = x + y there")
-    if included.name == "relu":
+        activation = kinds.pop() or Activation("identity", 0.01)
+    if activation is None:
+        name = type(own).__name__
+        raise ValueError(f"it includes {name}, which an in-place layer does not compute, or which has hooks")
+    if activation.name == "relu":
         if relu_slope is None:
             raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, which changes the outputs")
-        included = Activation("leaky_relu", relu_slope)
-    options: dict[str, Any] = dict(zip(("activation", "activation_param"), included, strict=True))
+        activation = Activation("leaky_relu", relu_slope)
+    options: dict[str, Any] = {"activation": activation.name, "activation_param": activation.param}
     if isinstance(layer, nn.SyncBatchNorm):
         options |= {"sync": True, "group": layer.process_group}
     new = like(layer, InPlaceABN, **options)
-    for activation in following:
-        merge(new, activation)
+    for one in following:
+        if one is not None:
+            merge(new, one)
     return new
-
-
-def _following(calls: list[NormCall]) -> list[nn.Module]:
-    """The activations that alone read the outputs of a norm; none if convolutions do."""
-    if not calls:
-        raise ValueError("no traced code calls it")
-    for call in calls:
-        if call.activation is None and not call.before_conv:
-            raise ValueError(f"its output goes to {call.names}: expected an activation module alone, or a convolution")
-    activations = [call.activation for call in calls if call.activation is not None]
-    if 0 < len(activations) < len(calls) or len(set(map(activation_of, activations))) > 1:
-        raise ValueError(f"its calls are followed by {', '.join(call.names for call in calls)}")
-    return activations
 
 
 def own_activation(layer: nn.Module) -> nn.Module | None:
@@ -97,8 +89,7 @@ def _merged_behind(places: Places, layer: ABN) -> tuple[nn.Module, str] | None:
     if not hands_over(layer) or len(places[layer]) != 1 or not runs_in_order(places[layer][0][0]):
         return None
     ((parent, name),) = places[layer]
-    names = list(parent._modules)
-    (following,) = names[names.index(name) + 1 :][:1] or [name]
+    following = dict(pairwise(parent._modules)).get(name, name)
     activation = parent._modules[following]
     return (parent, following) if isinstance(activation, Merged) and not is_customised(activation) else None
 

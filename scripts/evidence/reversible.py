@@ -23,7 +23,7 @@ from models import bodies
 from models.blocks import Convolutions
 from models.bodies.revnet_units import ReversibleUnit
 from scripts.reports import frame
-from scripts.reports.markdown import Columns, Rows, columns, compared, section
+from scripts.reports.markdown import Rows, compared, section
 from scripts.reports.measuring import operations_of
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
@@ -124,21 +124,12 @@ def about(arguments: dict) -> tuple[str, str]:
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
-    kept, depths = (frame.rows_of(call, part) for part in PARTS)
-    if kept:
-        yield section("Activations kept of a step on 100 CIFAR images", columns(kept, ACTIVATIONS))
-    if depths:
-        chains = [rows for name, rows in call["items"].items() if name.startswith("depths/")]
+    if kept := frame.rows_of(call, "activations"):
+        rows = [{**row, "MemCNN's README": PUBLISHED[row["network"]]} for row in kept]
+        yield section("Activations kept of a step on 100 CIFAR images, in MB", compared([rows]))
+    if chains := [rows for name, rows in call["items"].items() if name.startswith("depths/")]:
         yield section("RevNet's Table 1, measured", compared(chains, "method", "naive"))
 
-
-ACTIVATIONS: Columns = [
-    ("network", "{network}"),
-    ("parameters", "{parameters:,}"),
-    ("MemCNN's README, MB", lambda row: f"{PUBLISHED[row['network']]:.1f}"),
-    ("std, MB", "{std:.1f}"),
-    ("in-place, MB", "{inplace:.1f}"),
-]
 
 BENCHMARK = frame.Benchmark("reversible", frame.Arguments, items, measure, about, sections)
 run, main = frame.command(BENCHMARK, __doc__)
