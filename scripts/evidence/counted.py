@@ -5,7 +5,6 @@ blocks keep. Networks run on fake tensors: little time and memory.
 """
 
 from collections.abc import Callable
-from functools import cache
 from itertools import starmap
 
 import torch
@@ -81,14 +80,8 @@ def bytes_per_pixel(norm: str, body: str) -> int:
         return round(kept_bytes(network, _loss_of(network, crops, CROP_SIZE), []) / (crops * CROP_SIZE**2))
 
 
-@cache
-def kept(body: str) -> dict[str, int]:
-    """{norm: bytes per input pixel that a whole network keeps}"""
-    return {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES}
-
-
 def bodies_table() -> str:
-    of_bodies = list(map(kept, BODIES))
+    of_bodies = [{norm: bytes_per_pixel(norm, body) for norm in TITLES} for body in BODIES]
     rows = ([title, norm, *(_relative(own[norm], own["std"]) for own in of_bodies)] for norm, title in TITLES.items())
     return table(["strategy", "`norm=`", *BODIES], rows, left=2 + len(BODIES))
 

@@ -104,7 +104,7 @@ def about(arguments: dict) -> tuple[str, str]:
 
 def sections(call: dict, picture: str) -> Iterator[str]:
     networks = call["items"].values()
-    yield f"{len(networks)} networks, medians over them:"
+    yield "Medians over networks, with the least and the most:"
     yield medians(networks, "method", PLAIN)
     plans = [row for rows in networks for row in rows if "planned_bytes" in row]
     if plans:

@@ -67,15 +67,9 @@ def activations(title: str) -> Iterator[dict]:
     yield row
 
 
-def _plain(units: Sequence[nn.Module], x: Tensor) -> Tensor:
-    for unit in units:
-        x = unit(x)
-    return x
-
-
 def _segments(length: int, units: Sequence[nn.Module], x: Tensor) -> Tensor:
     for start in range(0, len(units), length):
-        x = checkpoint(_plain, units[start : start + length], x, use_reentrant=False)
+        x = checkpoint(nn.Sequential(*units[start : start + length]), x, use_reentrant=False)
     return x
 
 
@@ -89,7 +83,7 @@ def _recursive(units: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 METHODS: dict[str, Callable[[Sequence[nn.Module], Tensor], Tensor]] = {
-    "naive": _plain,
+    "naive": lambda units, x: nn.Sequential(*units)(x),
     "blocks": partial(_segments, 1),
     "sqrt": lambda units, x: _segments(round(math.sqrt(len(units))), units, x),
     "recursive": _recursive,

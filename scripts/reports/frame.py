@@ -161,20 +161,21 @@ def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> No
         call = {"command": "", **new, "seconds": 0, "items": {}}
         record["calls"].append(call)
     before_s, found = call["seconds"], call["items"]
-    for name in [name for name in chosen if name not in found or [*map(list, found[name])] == FAILED]:
+    for name in [name for name in chosen if name not in found or [*map(list, found[name])] == [FAILED]]:
         try:
             found[name] = benchmark.measure(arguments, *items[name])
         except Exception as error:  # the other items can still be measured
             found[name] = [{"reason": reason(error)}]
         free_memory()
-        print(f"{time.monotonic() - started_s:6.1f} s  {name}", flush=True)
+        failed = [f": {row['reason']}" for row in found[name] if [*row] == FAILED]
+        print(f"{time.monotonic() - started_s:6.1f} s  {name}", *failed, sep="", flush=True)
         call["items"] = {name: found[name] for name in items if name in found}
         call["command"] = command_of(benchmark, arguments, call["items"] if len(found) < len(items) else ())
         call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
         replace_file(out, json_lines(record))
 
 
-FAILED = [["reason"]]  # the keys of the only row of an item
+FAILED = ["reason"]  # the keys of the only row of an item
 
 
 def free_memory() -> None:
