@@ -1,9 +1,9 @@
 """Predict whole images: in one pass or in overlapping windows, at one scale or several, optionally mirrored.
 
-Class scores at full resolution can fill gigabytes (20 megapixels, 65 classes: 5 GB). A single pass over a whole image
-computes them all at once. With windows or several views, logits are kept at the network's resolution (one cell per
-`output_stride` pixels: 81 MB), and interpolated for a few rows of pixels at a time. A cell covers exactly that many
-pixels of the image that the network sees, also at edges that cut it.
+Class scores at full resolution can fill gigabytes (20 megapixels, 65 classes: 5 GB). If there are many, or with windows
+or several views, logits are kept at the network's resolution (one cell per `output_stride` pixels: 81 MB), and
+interpolated for a few rows of pixels at a time. A cell covers exactly that many pixels of the image that the network
+sees, also at edges that cut it.
 """
 
 import math
@@ -18,10 +18,10 @@ from torch import Tensor
 from datasets.transforms import base_scale, scaled
 from engine.process.allocations import memory_errors
 from engine.process.forward import Forward
-from models.segmentation import EXACT, STRETCHED, SegmentationNetwork
+from models.segmentation import EXACT, STRETCHED, SegmentationNetwork, upsampled
 
-_MOST_AT_ONCE = 2**31  # class scores that PyTorch's kernels can interpolate, as they use 32-bit indices
-_SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
+_MOST_AT_ONCE = 2**26  # class scores of a single pass; more are interpolated in parts
+_SCORES_AT_ONCE = 2**24  # class scores in a part, at full resolution, in float32: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,25 @@ def predict(
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
     where = f"while {what} of {height}x{width} pixels {was} evaluated. {forward.memory_advice}"
     with memory_errors(where), torch.inference_mode():
-        if views.at_once(size) and values < _MOST_AT_ONCE:
+        if views.at_once(size) and values <= _MOST_AT_ONCE:
             predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))
         else:
-            predictions = torch.cat([kept(scores) for scores in _scores(forward, images, size, views)], dim=2)
+            parts = _own_scores if views.at_once(size) and views.upsampling == EXACT else _scores
+            predictions = torch.cat([kept(scores) for scores in parts(forward, images, size, views)], dim=2)
         if size != (height, width):
             predictions = F.interpolate(predictions, (height, width), mode="nearest-exact")
         return predictions if probabilities else predictions[:, 0]
+
+
+def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
+    """Logits (N, classes, rows, W) of a single pass at `size`, some rows at a time, bitwise the network's own."""
+    cells = forward(images, at=size, antialias=views.antialias, cells=True)
+    (count, classes, height, width), (_, stride) = cells.shape, _resolution(forward)
+    rows = max(1, _SCORES_AT_ONCE // (count * classes * width * stride**2))  # of cells
+    for top in range(0, height, rows):
+        first = max(0, top - 1)  # pixels between two cells take part of both
+        pixels = upsampled(cells[:, :, first : top + rows + 1], (size[0] - first * stride, size[1]), stride)
+        yield pixels[:, :, (top - first) * stride : (top + rows - first) * stride]
 
 
 def _scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -129,12 +128,25 @@ def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
     assert torch.equal(predictions, expected)
 
 
-def test_more_scores_than_kernels_count_are_made_a_few_rows_at_a_time(monkeypatch):
-    network, images = small_network(), pictures(61, 64)
-    expected = predicted(network, images, None)
-    monkeypatch.setattr("engine.segmentation.inference._MOST_AT_ONCE", 5 * 61 * 64)
-    monkeypatch.setattr(inference, "_rows", Mock(wraps=inference._rows))
-    assert torch.equal(predicted(network, images, None), expected) and inference._rows.called
+@pytest.mark.parametrize("size", [(61, 64), (64, 43), (5, 9)])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_many_scores_are_made_a_few_rows_at_a_time_to_the_bit(size, precision, monkeypatch):
+    """Of three rows of cells at a time, and of all; a part of the cells lies outside of the image."""
+    network, images, found = small_network(), pictures(*size, count=2), []
+    for most, at_once in ((2**26, 0), (0, 2 * 5 * 3 * 4 * 64), (0, 2**26)):
+        monkeypatch.setattr(inference, "_MOST_AT_ONCE", most)
+        monkeypatch.setattr(inference, "_SCORES_AT_ONCE", at_once)
+        forward = forward_of(network, precision)
+        found.append([predict(forward, images), predict(forward, images, probabilities=True)])
+    for parts in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], parts, strict=True))
+
+
+def test_a_large_image_needs_no_logits_of_all_its_pixels():
+    """2048x1024 pixels, 65 classes: logits of 520 MiB."""
+    network = without_head(SmallBody(), classes=65)
+    images = pictures(1024, 2048)
+    assert peak_bytes(lambda: predicted(network, images), "cpu") < 280 * 2**20
 
 
 @given(cells=st.integers(1, 200), window=st.integers(1, 64), overlap=st.floats(0, 0.99))
