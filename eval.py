@@ -2,6 +2,7 @@
 
     python eval.py checkpoint=RUN_DIR predictions=DIR overlays=DIR
     python eval.py checkpoint=FILE.pt tta.scales=[0.7,1,1.2] tta.flip=true  # segmentation
+    python eval.py checkpoint=FILE.pt window.size=1024 batch_size=8  # images of one size, or windows, at once
     python eval.py checkpoint=FILE.pt view=ten_crop activation=relu  # classification
 
 On several devices: `torchrun --nproc-per-node N eval.py checkpoint=…`; every image is evaluated once.
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 from datasets import reading_errors
 from engine import assemble
 from engine.assemble.tasks import TASKS
+from engine.checkpoint.random_states import ranks_of
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import checkpoint_of, trained_forward
@@ -65,7 +67,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     assemble.arithmetic(config.trainer)
     forward = trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
     writable_file("results", results_file)
-    evaluated = task.evaluate(forward, dataset, config, options, world, console)
+    evaluated = task.evaluate(forward, dataset, config, options, world, console, ranks_of(state.get("random")))
 
     results = {}
     if dataset.has_labels:

@@ -54,7 +54,8 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, index)
         loss = assemble.loss(config.loss, index, network=run.learner.network).to(world.device)
         images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
-        return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images)))
+        at_once = assemble.at_once(config, world.device, world.size)
+        return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images, at_once)))
 
 
 @configured("train_seg", SegmentationRun)

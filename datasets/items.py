@@ -115,7 +115,7 @@ def _generator(seed: int, draw: Draw) -> np.random.Generator:
 
 @dataclass(eq=False)
 class WholeImages(_Items):
-    """Whole images with their labels, for evaluation and prediction. Sizes may differ, so batches hold one image."""
+    """Whole images with their labels, for evaluation and prediction. Sizes may differ: loaders give one at a time."""
 
     dataset: SegmentationDataset
 

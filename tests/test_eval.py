@@ -16,7 +16,7 @@ from engine.configuration import config as cfg
 from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
-from tests.runs import SHORT, composed, run_config
+from tests.runs import SHORT, classification_config, composed, run_config
 from train_seg import train
 
 
@@ -143,3 +143,20 @@ def test_files_have_official_ids_and_overlays_show_image_label_and_prediction(ru
             shown = np.where((ids == 255)[..., None], image, 0.6 * dataset.table.colour(ids) + 0.4 * image)
             assert np.abs(part - shown).max() <= 1
     assert confusion.tolist() == results["confusion_matrix"] and len(np.unique(predicted)) > 1
+
+
+def test_the_batch_size_is_the_commands_or_else_the_trainings():
+    for given, expected, in_classification in (("null", 5, 7), ("8", 8, 8), ("auto", "auto", 7)):
+        options = cfg.typed(composed("eval", "checkpoint=a", f"batch_size={given}"), Evaluation)
+        config, other = (
+            make(f"trainer.evaluate_batch_size={n}") for make, n in ((run_config, 5), (classification_config, 7))
+        )
+        options.apply_to(config)
+        options.apply_to(other)
+        assert config.trainer.evaluate_batch_size == expected
+        assert other.trainer.evaluate_batch_size == in_classification
+    for key, command in (("batch_size", ("eval", "checkpoint=a")), ("trainer.evaluate_batch_size", ("train_seg",))):
+        schema = Evaluation if command[0] == "eval" else SegmentationRun
+        for wrong in (0, 2.5, "all"):
+            with pytest.raises(ValueError, match=f"^{key}={wrong}: expected auto, or a whole number, 1 or more"):
+                cfg.typed(composed(*command, f"{key}={wrong}"), schema)

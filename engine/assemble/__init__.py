@@ -9,6 +9,7 @@ from engine.assemble.classification import (
     cross_entropy,
 )
 from engine.assemble.data import (
+    at_once,
     class_index,
     dataset,
     evaluation_loader,

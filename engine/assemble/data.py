@@ -1,11 +1,13 @@
 """Configuration keys -> datasets and loaders."""
 
+import math
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, Sampler
 
 from datasets import (
@@ -28,6 +30,7 @@ from engine.schema.data import ClassUniformSampler, Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
+from engine.segmentation.batches import AtOnce
 
 MOST_AUTOMATIC = 8  # data workers of a process
 
@@ -190,6 +193,15 @@ def evaluation_loader(
     count = len(source) if images is None else min(images, len(source))
     shard = range(world.rank, count, world.size)  # unpadded: no image counts twice
     return loader(source, config, world, sampler=shard, batch_size=batch_size, **batching)
+
+
+def at_once(config: SegmentationRun, device: torch.device, processes: int) -> AtOnce:
+    """How many images are segmented at once. `processes`: of the training."""
+    trainer, data = config.trainer, config.data
+    if trainer.evaluate_batch_size != "auto":
+        return AtOnce(trainer.evaluate_batch_size)
+    crops = -(-data.crops_per_minibatch // (processes * trainer.accumulation_steps))
+    return AtOnce(pixels=None if device.type == "cpu" else crops * math.prod(data.crop()))
 
 
 def loader(source: Dataset, config: Data, world: World, **batching: Any) -> Loader:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
 from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
+from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
-from engine.assemble.data import evaluation_loader
 from engine.assemble.network import body, norm_act, options_of
 from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
@@ -65,8 +65,12 @@ def segment(
     options: Evaluation,
     world: World,
     console: Console,
+    processes: int,
 ) -> Evaluated:
-    """Predict and score this rank's images, and write predictions and pictures if asked."""
+    """Predict and score this rank's images, and write predictions and pictures if asked.
+
+    `processes`: of the training.
+    """
     folders = _writable("predictions", options.predictions, dataset), _writable("overlays", options.overlays, dataset)
     with progress_bar(console) as progress:
         return segmentation.evaluate_split(
@@ -77,6 +81,7 @@ def segment(
             world=world,
             progress=progress,
             on_prediction=partial(write_predictions, dataset, *folders),
+            at_once=at_once(config, world.device, processes),
         )
 
 
@@ -87,6 +92,7 @@ def classify(
     options: Evaluation,
     world: World,
     console: Console,
+    processes: int,
 ) -> Evaluated:
     """Score this rank's images."""
     images = classified_images(

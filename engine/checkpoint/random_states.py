@@ -39,3 +39,9 @@ def restore_random_states(states: Any, world: World) -> None:
             f"same samples, but dropout draws other numbers, and unsynchronised norms see "
             f"{before[0] / now[0]:.3g} times as many crops"
         )
+
+
+def ranks_of(states: Any) -> int:
+    """How many ranks `random_states` are of; 1 if there are none."""
+    known = states.get("cpu") if isinstance(states, dict) else None
+    return len(known) if isinstance(known, list) and known else 1

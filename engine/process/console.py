@@ -156,6 +156,11 @@ def tracked(progress: Progress, items: Any, description: str, kind: str = "image
         progress.remove_task(task)
 
 
+def speed_of(images: int, since_s: float) -> str:
+    """For the log: the speed of `images` that began at `since_s`, when the first ones had been started."""
+    return f"{images:,} images after the first ones: {images / (time.perf_counter() - since_s):,.1f} images / s"
+
+
 def time_left(items: int, seconds: float, done: int) -> str:
     """For the log: ", 1:23:45 left" for so many `items`, if `done` took `seconds`; nothing if none are done."""
     return f", {timedelta(seconds=round(items * seconds / done))} left" if done else ""

@@ -105,7 +105,7 @@ class ClassificationRun(TrainingRun):
         usual, data, crop, resize = self.trainer.evaluate_batch_size, self.data, options.crop, options.resize
         if isinstance(options, Evaluation):
             fewer = max(1, usual // TEN) if options.view == TEN_CROP else usual
-            self.trainer.evaluate_batch_size = options.batch_size or fewer
+            self.trainer.evaluate_batch_size = options.batch_size if isinstance(options.batch_size, int) else fewer
             if (order := options.data.class_order) is not None:
                 if not isinstance(data, ClassFoldersData):
                     raise ValueError(f"data.class_order={order}: {data.name} has no class folders; leave this out")

@@ -104,8 +104,9 @@ class Evaluation(TrainedNetwork):
     results: str | None = None  # JSON file; null: in the run's folder
     # Processes that read, for each process that evaluates. auto: one per core that the machine has for it, at most 8.
     workers: Any = key("auto", word="auto", least=0, most=MOST_WORKERS)
-    # Images classified at once; null: as in training, or a tenth of that with view=ten_crop.
-    batch_size: int | None = key(None, above=0, task=CLASSIFICATION)
+    # Images at once; null: as in training, or a tenth of that with view=ten_crop. auto: in segmentation on CUDA as many
+    # images of one size, or windows, as have the pixels of a micro-batch of the training, otherwise like null or 1.
+    batch_size: Any = key(None, word="auto", least=1)
 
     def apply_to(self, config: TrainingRun) -> None:
         config.data.root = self.data.root or config.data.root

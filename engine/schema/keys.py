@@ -42,7 +42,9 @@ def key(
     per_machine: bool = False,
     task: str | None = None,
 ) -> T:
-    """A key with a default. Bounds hold for every number in a list; None (null) is allowed, except for `names`.
+    """A key with a default. Bounds hold for every number in a list.
+
+    None (null) is allowed, except for `names` and, unless it is the default, with a `word`.
 
     Args:
         above, least, most: a number must be > above, >= least, <= most.
@@ -149,10 +151,15 @@ def check_values(config: Keys, prefix: str = "") -> None:
                 raise ValueError(f"{name}.name={selected} does not change the {name}: give {name}={selected}")
         if isinstance(value, Keys):
             check_values(value, f"{name}.")
-        elif value is not None or entry.metadata.get("names") or entry.metadata.get("word"):
+        elif value is not None or not _may_be_null(entry):
             _check_bounds(name, value, Declared(hints[entry.name], entry.metadata))
     if (check := getattr(config, "check", None)) is not None:
         check()
+
+
+def _may_be_null(entry: Field[Any]) -> bool:
+    required = entry.metadata.get("names") or entry.metadata.get("word")
+    return not required or (callable(entry.default_factory) and entry.default_factory() is None)
 
 
 def expected(declared: Declared) -> str:

@@ -1,10 +1,10 @@
 """Keys of train_seg.py."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
-from engine.schema.evaluation import SEGMENTATION, TrainedNetwork
+from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork
 from engine.schema.keys import by_name, group, key
 from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun
@@ -31,6 +31,9 @@ LOSSES = by_name(Loss, BootstrappedLoss)
 @dataclass
 class SegmentationTrainer(Trainer):
     pictures: int = key(4, least=0, free_on_resume=True)  # validation images shown in TensorBoard
+    # Images of one size, or windows of an image, segmented at once. auto: on CUDA as many as have the pixels of a
+    # micro-batch, on CPUs one. If memory runs out, the rest is segmented with half of them.
+    evaluate_batch_size: Any = key("auto", word="auto", least=1, free_on_resume=True)
 
 
 @dataclass
@@ -64,6 +67,8 @@ class SegmentationRun(TrainingRun):
         if options.data.antialias is not None:
             self.data.antialias = options.data.antialias
         self.head.pooling_size = options.head.pooling_size or self.head.pooling_size
+        if isinstance(options, Evaluation) and options.batch_size is not None:
+            self.trainer.evaluate_batch_size = options.batch_size
         size, stride = options.window.size, self.body.output_stride
         if size is not None and size % stride:
             raise ValueError(

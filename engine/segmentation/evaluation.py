@@ -1,20 +1,23 @@
 """Scores of a segmentation network on a whole split, with a progress bar."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.process.console import table_of, tracked
+from engine.process.console import logger, speed_of, table_of, tracked
 from engine.process.distributed import World
-from engine.process.forward import Forward
+from engine.process.forward import Forward, searching_repeated_shapes
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
+from engine.segmentation.batches import AtOnce, of_equal_size
 from engine.segmentation.inference import Views, predict
 from engine.segmentation.scores import Counts, segmentation_scores
 
@@ -28,6 +31,7 @@ def evaluate_split(
     world: World,
     progress: Progress,
     on_prediction: Callable[[dict, Tensor], None],
+    at_once: AtOnce | None = None,
 ) -> Evaluated:
     """Evaluate a split with `segmentation_scores`. Details: the views, and the confusion matrix (K, K) of K classes.
 
@@ -36,20 +40,35 @@ def evaluate_split(
     Args:
         images: this rank's share of `dataset`, one per minibatch, of any size. Scores cover the images of all ranks.
             Images without labels are predicted but not counted.
-        on_prediction: called with every minibatch and its predictions, uint8 (N, H, W), both on the device. If it
-            reads an image there, the host waits.
+        on_prediction: called with every batch and its predictions, uint8 (N, H, W), both on the device. If it reads
+            an image there, the host waits.
+        at_once: how many images of equal size are a batch; None: one. Images of other sizes may overtake.
 
     MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
-    counts, predicted = Counts(dataset.table, world.device), 0
+    first, since_s = 0, 0.0
+    counts, predicted, at_once = Counts(dataset.table, world.device), 0, at_once or AtOnce()
+
+    def counted(batch: dict, windows: int) -> Tensor:
+        search(batch["image"].shape)
+        unscored = torch.zeros_like(counts.unscored)
+        predictions = predict(forward, batch["image"], views, unscored=unscored, windows=windows)
+        if "label" in batch:
+            counts.add(predictions, batch)
+        counts.unscored.add_(unscored)  # last: an attempt that runs out of memory counts nothing
+        return predictions
+
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
-    for minibatch in prefetched(loaded, world.device):
-        predictions = predict(forward, minibatch["image"], views, unscored=counts.unscored)
-        if "label" in minibatch:
-            counts.add(predictions, minibatch)
-        predicted += len(predictions)
-        on_prediction(minibatch, predictions)
+    together = of_equal_size(prefetched(loaded, world.device), lambda size: at_once.fitting(forward, views, size)[0])
+    with searching_repeated_shapes() as search:
+        for batch in together:
+            for part, predictions in at_once.attempts(forward, views, batch, counted):
+                predicted += len(predictions)
+                on_prediction(part, predictions)
+                first, since_s = first or len(predictions), since_s or time.perf_counter()
     counts.add_up(world)
+    if predicted > first:
+        logger.info(speed_of(predicted - first, since_s))
     unscored, total = counts.unscored.tolist()
     forward.check_scores(unscored, total, "pixels")
     scores = segmentation_scores(counts.confusion, dataset.classes)

@@ -9,6 +9,7 @@ sees, also at edges that cut it.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -46,6 +47,14 @@ class Views:
         """Whether an image of (H, W) pixels takes a single forward pass."""
         return self.scales == (1.0,) and not self.flip and (self.window is None or max(size) <= self.window)
 
+    def widest(self, own_size: tuple[int, int], stride: int) -> tuple[tuple[int, int], int]:
+        """(H, W) of the largest part of an image that takes a single pass, and how many such parts lie side by side."""
+        height, width = self.size(own_size, max(self.scales))
+        if self.window is None:
+            return (height, width), 1
+        starts = _starts(math.ceil(width / stride), math.ceil(self.window / stride), self.overlap)
+        return (min(height, self.window), min(width, self.window)), len(starts)
+
     def count(self) -> int:
         """How many views there are of an image."""
         return len(self.scales) * (1 + self.flip)
@@ -76,6 +85,7 @@ def predict(
     *,
     probabilities: bool = False,
     unscored: Tensor | None = None,
+    windows: int = 1,
 ) -> Tensor:
     """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, 3, H, W).
 
@@ -86,6 +96,7 @@ def predict(
         probabilities: return the probability of every class at every pixel instead, float32 (N, classes, H, W).
         unscored: int64 (2,) on the network's device; the number of pixels (of the sizes that the network sees) without
             a finite score is added to the first value, the number of all to the second.
+        windows: how many windows side by side pass through the network at once, if they have one size.
 
     MemoryError: the device does not have enough memory for these images.
     """
@@ -107,7 +118,7 @@ def predict(
     kept = mean_softmax if probabilities else most_likely  # (N, classes, rows, W) -> (N, channels, rows, W)
     forward.network.eval()
     count, _, height, width = images.shape
-    size, (classes, stride) = views.size((height, width)), _resolution(forward)
+    size, (classes, stride) = views.size((height, width)), resolution(forward)
     values = count * classes * math.prod(math.ceil(side / stride) * stride for side in size)
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
     where = f"while {what} of {height}x{width} pixels {was} evaluated. {forward.memory_advice}"
@@ -115,8 +126,11 @@ def predict(
         if views.at_once(size) and values <= _MOST_AT_ONCE:
             predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))
         else:
-            parts = _own_scores if views.at_once(size) and views.upsampling == EXACT else _scores
-            predictions = torch.cat([kept(scores) for scores in parts(forward, images, size, views)], dim=2)
+            if views.at_once(size) and views.upsampling == EXACT:
+                parts = _own_scores(forward, images, size, views)
+            else:
+                parts = _scores(forward, images, size, views, windows)
+            predictions = torch.cat([kept(scores) for scores in parts], dim=2)
         if size != (height, width):
             predictions = F.interpolate(predictions, (height, width), mode="nearest-exact")
         return predictions if probabilities else predictions[:, 0]
@@ -125,7 +139,7 @@ def predict(
 def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
     """Logits (N, classes, rows, W) of a single pass at `size`, some rows at a time, bitwise the network's own."""
     cells = forward(images, at=size, antialias=views.antialias, cells=True)
-    (count, classes, height, width), (_, stride) = cells.shape, _resolution(forward)
+    (count, classes, height, width), (_, stride) = cells.shape, resolution(forward)
     rows = max(1, _SCORES_AT_ONCE // (count * classes * width * stride**2))  # of cells
     for top in range(0, height, rows):
         first = max(0, top - 1)  # pixels between two cells take part of both
@@ -133,17 +147,19 @@ def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: 
         yield pixels[:, :, (top - first) * stride : (top + rows - first) * stride]
 
 
-def _scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
+def _scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views, at_once: int) -> Iterator[Tensor]:
     """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
-    images = images.to(forward.mean.device)
+    images = images.to(forward.mean.device, non_blocking=True)
     orientations = [images, images.flip(3)] if views.flip else [images]
-    own_size, (_, stride) = (images.shape[-2], images.shape[-1]), _resolution(forward)
+    own_size, (_, stride) = (images.shape[-2], images.shape[-1]), resolution(forward)
     seen = [(pixels, views.size(own_size, scale)) for scale in views.scales for pixels in orientations]
     windows = []
     for _, at in seen:
         window = math.ceil((views.window or max(at)) / stride)
         windows.append([windows_along(math.ceil(side / stride), window, views.overlap) for side in at])
-    logits = [_logits(forward, pixels, at, own, views) for (pixels, at), own in zip(seen, windows, strict=True)]
+    logits = [
+        _logits(forward, pixels, at, own, views, at_once) for (pixels, at), own in zip(seen, windows, strict=True)
+    ]
     covered = [views.covered(at, size, stride) for _, at in seen]
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * logits[0].shape[1] * size[1]))
     for top in range(0, size[0], rows_at_once):
@@ -160,7 +176,7 @@ def _scores(forward: Forward, images: Tensor, size: tuple[int, int], views: View
         yield scores
 
 
-def _resolution(forward: Forward) -> tuple[int, int]:
+def resolution(forward: Forward) -> tuple[int, int]:
     """The network's number of classes, and its output stride; 1 for a module that is no `SegmentationNetwork`."""
     network = forward.network
     return (network.classes, network.stride) if isinstance(network, SegmentationNetwork) else (1, 1)
@@ -172,9 +188,13 @@ def _logits(
     size: tuple[int, int],
     windows: list[list[tuple[int, Tensor]]],
     views: Views,
+    at_once: int,
 ) -> Tensor:
-    """Logits of `images` (N, 3, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution."""
-    classes, stride = _resolution(forward)
+    """Logits of `images` (N, 3, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution.
+
+    `at_once`: windows of equal size in one pass.
+    """
+    classes, stride = resolution(forward)
     rows, columns = (  # copied to the device without waiting for it
         [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in windows
     )
@@ -182,12 +202,14 @@ def _logits(
     found = torch.zeros(*shape, math.ceil(size[0] / stride), width, device=images.device)
     for top, row_weights in rows:
         strip = torch.zeros(*shape, len(row_weights), width, device=images.device)
-        for left, column_weights in columns:
-            parts = ((top, len(row_weights), size[0]), (left, len(column_weights), size[1]))  # edges may cut windows
-            down, across = (range(first * stride, min((first + n) * stride, side)) for first, n, side in parts)
-            region = resized_region(images, size, down, across, views.antialias)
-            logits = forward(region, cells=True, **views.options())
-            strip[..., left : left + len(column_weights)] += logits * column_weights  # in float32
+        down = range(top * stride, min((top + len(row_weights)) * stride, size[0]))  # edges may cut windows
+        across = [range(left * stride, min((left + len(each)) * stride, size[1])) for left, each in columns]
+        whole = sum(len(each) == len(across[0]) for each in across)  # only the last may be cut
+        for first, last in pairwise([*range(0, whole, at_once), *range(whole, len(across) + 1)]):
+            regions = [resized_region(images, size, down, each, views.antialias) for each in across[first:last]]
+            logits = forward(torch.cat(regions), cells=True, **views.options()).chunk(len(regions))
+            for (left, column_weights), own in zip(columns[first:last], logits, strict=True):
+                strip[..., left : left + len(column_weights)] += own * column_weights  # in float32
         found[:, :, top : top + len(row_weights)] += strip * row_weights[:, None]
     return found
 
@@ -212,10 +234,7 @@ def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Te
     Uses the fewest windows that overlap by at least `overlap`, spread evenly from the first cell to the last. Weights
     rise and fall linearly where windows overlap, and sum to 1 in every cell.
     """
-    window = min(window, cells)
-    most_apart = max(1, int(window * (1 - overlap)))
-    steps = math.ceil((cells - window) / most_apart)
-    starts = [(cells - window) * step // max(1, steps) for step in range(steps + 1)]
+    window, starts = min(window, cells), _starts(cells, window, overlap)
     apart = max((after - before for before, after in zip(starts, starts[1:], strict=False)), default=window)
     rise = torch.arange(1.0, window + 1)
     weights = torch.minimum(rise, rise.flip(0)).clamp(max=window - apart + 1)
@@ -223,6 +242,13 @@ def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Te
     for start in starts:
         total[start : start + window] += weights
     return [(start, weights / total[start : start + window]) for start in starts]
+
+
+def _starts(cells: int, window: int, overlap: float) -> list[int]:
+    """The first cell of each window along an axis."""
+    window = min(window, cells)
+    steps = math.ceil((cells - window) / max(1, int(window * (1 - overlap))))
+    return [(cells - window) * step // max(1, steps) for step in range(steps + 1)]
 
 
 def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: range, antialias: bool) -> Tensor:

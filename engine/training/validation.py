@@ -11,16 +11,20 @@ from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import evaluation as segmentation
+from engine.segmentation.batches import AtOnce
 from engine.segmentation.inference import Views
 from engine.segmentation.pictures import PictureCollector
 from engine.training.run import Run
 
 
-def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader) -> Evaluated:
+def segment_in_run(
+    run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader, at_once: AtOnce | None = None
+) -> Evaluated:
     """Evaluate the current network of a run, and show its predictions.
 
     Args:
         loader: this rank's share of the images.
+        at_once: see `evaluate_split`.
 
     Raises:
         MemoryError: the device does not have enough memory.
@@ -36,6 +40,7 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         world=world,
         progress=run.metrics.progress,
         on_prediction=collector,
+        at_once=at_once,
     )
     shown = {
         f"val_pictures/{name}": picture

@@ -32,11 +32,12 @@ TABLES = {  # folders of configs/experiment
 # Keys in which two runs of one training may differ: random numbers, the file to start from, and how the
 # minibatch is computed, which `changed_keys` judges.
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
-KEPT_ON_RESUMING = ("trainer.evaluate_images", "trainer.capture")  # a resumed run may change them, a row not
+# A resumed run may change them, a row not.
+KEPT_ON_RESUMING = ("trainer.evaluate_images", "trainer.evaluate_batch_size", "trainer.capture")
 # Keys that change a training's speed and rounding but not its recipe: a row may differ in them, and says so.
 SPEED = (
     *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32", "trainer.capture"),
-    *("trainer.deterministic", "optim.fused", "norm.backend"),
+    *("trainer.deterministic", "trainer.evaluate_batch_size", "optim.fused", "norm.backend"),
 )
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 VIEWS = {"": "", "_ten_crop": "ten crops", "_crop320": "320 pixels"}  # of results*.json, as eval.py names them

@@ -208,7 +208,10 @@ def evaluated_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
 
 
 def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
-    """Several processes count, predict and draw what one does; they evaluate averaged weights if there are some."""
+    """Several processes count, predict and draw what one does; they evaluate averaged weights if there are some.
+
+    The several segment three images at once.
+    """
     options = (*SHORT, "trainer.steps=2", "trainer.ema_decay=0.9", "data.base_size=128")
     train(composed("train_seg", f"run_dir={tmp_path}", *options))
     checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
@@ -218,7 +221,7 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
         return [f"{key}={tmp_path / name / key}" for key in ("predictions", "overlays", "results")]
 
     alone = evaluate(composed("eval", *common, *folders("alone")))
-    several = ranks.run(evaluated_in_rank, (*common, *folders("several")))
+    several = ranks.run(evaluated_in_rank, (*common, "batch_size=3", *folders("several")))
     for results in several:
         assert results["confusion_matrix"] == alone["confusion_matrix"]
         assert results["images"] == alone["images"] == DRAWN["synthetic"]["val"]

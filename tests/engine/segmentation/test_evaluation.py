@@ -22,6 +22,7 @@ from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.evaluated import Evaluated
+from engine.segmentation.batches import AtOnce
 from engine.segmentation.evaluation import evaluate_split, iou_table
 from engine.segmentation.inference import WHOLE_IMAGE, Views
 from engine.segmentation.pictures import PictureCollector, overlay, write_predictions
@@ -41,6 +42,7 @@ def evaluated(
     on_prediction: Callable[[dict, Tensor], None],
     views: Views = WHOLE_IMAGE,
     device: str = "cpu",
+    at_once: int = 1,
 ) -> Evaluated:
     """Evaluate the first `images` images as runs do."""
     world = World(device=torch.device(device))
@@ -53,6 +55,7 @@ def evaluated(
         world=world,
         progress=progress_bar(make_console()),
         on_prediction=on_prediction,
+        at_once=AtOnce(at_once),
     )
 
 
@@ -66,8 +69,9 @@ def streets(tmp_path) -> SegmentationDataset:
     return cityscapes(trees.cityscapes(tmp_path), "train")
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
-def test_the_host_waits_for_no_image(streets, views):
+def test_the_host_waits_for_no_image(streets, views, at_once):
     """Two images are shown, none is written; the scores are read at the end, as often for four images as for two."""
     counts, forward = [], forward_for(streets)
     for images in (2, 4):
@@ -80,7 +84,7 @@ def test_the_host_waits_for_no_image(streets, views):
             ends.append(len(reads))
 
         with host_reads() as reads:
-            result = evaluated(streets, forward, images, seen, views)
+            result = evaluated(streets, forward, images, seen, views, at_once=at_once)
         assert until_the_last[0] == until_the_last[-1]  # what comes before the first prediction comes once
         assert sum("add_up: Tensor.cpu" in read for read in reads) == 1
         assert result.images == images and len(shown.pictures()) == 2
@@ -123,8 +127,8 @@ def test_pixels_without_a_finite_score_are_counted_and_end_the_evaluation(street
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_gpu_waits_for_no_image(streets, views, deterministic, device):
+@pytest.mark.parametrize("deterministic, at_once", [(False, 1), (True, 1), (False, 2)])
+def test_a_gpu_waits_for_no_image(streets, views, deterministic, at_once, device):
     """PyTorch's own check finds no wait, also with deterministic algorithms; the scores equal the CPU's."""
     forward = forward_for(streets)
     expected = evaluated(streets, forward, 4, PictureCollector(streets, 2), views)
@@ -136,15 +140,15 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, device):
         """From the first to the last prediction, PyTorch raises an error where the host waits for the device."""
         shown(minibatch, predictions)
         seen.append(minibatch["name"])
-        torch.cuda.set_sync_debug_mode("error" if len(seen) < 4 else "default")
+        torch.cuda.set_sync_debug_mode("error" if len(sum(seen, [])) < 4 else "default")
 
     torch.use_deterministic_algorithms(deterministic, warn_only=True)  # interpolation has no deterministic version
     try:
-        result = evaluated(streets, forward, 4, watched, views, device=device)
+        result = evaluated(streets, forward, 4, watched, views, device=device, at_once=at_once)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.use_deterministic_algorithms(False)
-    assert len(seen) == 4 and len(shown.pictures()) == 4
+    assert len(sum(seen, [])) == 4 and len(shown.pictures()) == 4
     assert result.scores["miou"] == pytest.approx(expected.scores["miou"], abs=0.02)  # a few pixels may round otherwise
     rows = [torch.tensor(each.details["confusion_matrix"]).sum(dim=1) for each in (result, expected)]
     assert torch.equal(*rows)

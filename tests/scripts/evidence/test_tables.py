@@ -180,6 +180,7 @@ def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, mon
 FAST = {
     **{"trainer.precision": "bfloat16", "trainer.channels_last": "false", "trainer.capture": "true"},
     **{"trainer.tf32": "false", "trainer.deterministic": "true", "optim.fused": "false", "norm.backend": "triton"},
+    "trainer.evaluate_batch_size": "8",
 }
 ON_FOUR, SMALL = "table3/cityscapes_resnext101_std", "camvid/resnext_small"
 
