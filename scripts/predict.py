@@ -13,12 +13,15 @@ class's share. window.size=PIXELS limits the memory for large images, as in eval
 
 import csv
 import json
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
+import torch
 from omegaconf import DictConfig
 from PIL import Image
 
@@ -32,13 +35,15 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import open_checkpoint
 from engine.prediction.predictors import Segmenter
-from engine.process.console import log_to, logger, make_console, progress_bar, tracked
-from engine.process.output_files import check_outside, short_name, writable_file, write_array, write_file, write_png
+from engine.process.console import log_to, logger, make_console, progress_bar, speed_of, tracked
+from engine.process.forward import searching_repeated_shapes
+from engine.process.output_files import WrittenBehind, check_outside, npy, png, short_name, writable_file, write_file
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
 from scripts.reports.predictions import Page
 
 KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
+SUFFIXES = {"probabilities": "npy"}  # of the others png
 
 
 def predict(values: DictConfig) -> list[Path]:
@@ -56,7 +61,8 @@ def predict(values: DictConfig) -> list[Path]:
     network, config, state = open_checkpoint(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
-    written, unreadable, rows, deep = [] if segments else [output / TABLE], [], [], list[Range16]()
+    written, unreadable, rows, deep = [] if segments else [output / TABLE], [], list[list[str]](), list[Range16]()
+    started, since_s = 0, 0.0
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     with reading_errors(config.data.timeout_seconds):
@@ -67,28 +73,30 @@ def predict(values: DictConfig) -> list[Path]:
             writable_file("report", Path(options.report))
         if isinstance(network, Segmenter):
             write_classes(output / CLASSES, network)
-        with progress_bar(console) as progress:
+        with progress_bar(console) as progress, WrittenBehind() as files, searching_repeated_shapes() as search:
             for name, file in tracked(progress, images.items(), "predicting"):
+                places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
                 try:
-                    places = {kind: output / kind / f"{name}.png" for kind in KINDS if segments}
                     stored = read(file, photograph=True)
                     image = decode_image(stored, turned=True, range16=network.range16)  # (H, W, 3)
                     deep += filter(None, [used16(stored, turned=True)])
                 except ValueError as error:
                     unreadable.append(str(error))
                     continue
+                started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
+                add = partial(page.add, shown, image) if options.report else None
+                search(torch.Size(image.shape))
                 if isinstance(network, Segmenter):
-                    ids = segment(network, image, places, options.probabilities)
                     written.append(places["ids"])
-                    if options.report:
-                        pixels = np.bincount(ids.reshape(-1), minlength=len(network.classes))
-                        page.add(shown, image, pixels / ids.size, ids)
+                    make = partial(segmented, network, image, network.started(image, options.probabilities), options)
+                    held = 2 + 2 * len(network.classes) * options.probabilities  # these in float32 and float16
+                    files.add(make, partial(write_segmented, places, add), held * image.nbytes)
                 else:
-                    probabilities = network.probabilities(image)
-                    rows.append([shown, *likeliest(probabilities, network.classes, options.top_k)])
-                    if options.report:
-                        page.add(shown, image, probabilities)
+                    note = partial(note_classes, rows, [shown], network.classes, options.top_k, add)
+                    files.add(network.started(image), note, image.nbytes)
+    if started > 1:
+        logger.info(speed_of(started - 1, since_s))
     if not segments:
         write_table(output / TABLE, rows)
     if options.report:
@@ -101,18 +109,35 @@ def predict(values: DictConfig) -> list[Path]:
     return written
 
 
-def segment(network: Segmenter, image: np.ndarray, places: dict[str, Path], with_probabilities: bool) -> np.ndarray:
-    """Predict an image and write its files. Returns train ids, uint8 (H, W)."""
-    if with_probabilities:
-        probabilities = network.probabilities(image)  # (K, H, W)
-        write_array(places["probabilities"].with_suffix(".npy"), probabilities.astype(np.float16))
-        ids = probabilities.argmax(axis=0).astype(np.uint8)
-    else:
-        ids = network.predict(image)
-    write_png(places["ids"], network.label_ids[ids])
-    write_png(places["colour"], network.palette[ids])
-    write_png(places["overlays"], overlay(image, network.palette[ids]))
-    return ids
+def segmented(
+    network: Segmenter, image: np.ndarray, found: Callable[[], np.ndarray], options: Prediction
+) -> tuple[np.ndarray, np.ndarray, dict[str, bytes]]:
+    """When an image is predicted: the share of each class, the train ids, uint8 (H, W), and the files' contents."""
+    ids, contents = found(), {}
+    if options.probabilities:  # (K, H, W)
+        contents["probabilities"] = npy(ids.astype(np.float16))
+        ids = ids.argmax(axis=0).astype(np.uint8)
+    colours = network.palette[ids]
+    contents |= {"ids": png(network.label_ids[ids]), "colour": png(colours), "overlays": png(overlay(image, colours))}
+    return np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids, contents
+
+
+def write_segmented(places: dict[str, Path], add: Callable | None, made: tuple) -> None:
+    """Write the files of an image, see `segmented`, and add it to the page."""
+    shares, ids, contents = made
+    for kind, content in contents.items():
+        write_file(places[kind], content)
+    if add is not None:
+        add(shares, ids)
+
+
+def note_classes(
+    rows: list, row: list[str], classes: Sequence[str], top_k: int, add: Callable | None, probabilities: np.ndarray
+) -> None:
+    """Add the likeliest classes of an image to the table, and to the page."""
+    rows.append([*row, *likeliest(probabilities, classes, top_k)])
+    if add is not None:
+        add(probabilities)
 
 
 def likeliest(probabilities: np.ndarray, classes: Sequence[str], count: int) -> list[str]:

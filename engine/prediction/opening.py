@@ -11,6 +11,7 @@ import torch
 from datasets import fixed_crops
 from engine import assemble
 from engine.checkpoint import files
+from engine.checkpoint.random_states import ranks_of
 from engine.configuration.config import of_checkpoint
 from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
@@ -96,7 +97,8 @@ def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward
     classes = state["classes"]
     if isinstance(config, SegmentationRun):
         ids = state.get("label_ids", range(len(classes)))  # converted files have no label ids
-        return Segmenter(forward, classes, state["palette"], ids, assemble.views(options, config.data))
+        at_once = assemble.at_once(config, forward.mean.device, ranks_of(state.get("random")))
+        return Segmenter(forward, classes, state["palette"], ids, assemble.views(options, config.data), at_once)
     data = config.data
     if isinstance(data, ImageNetData):
         view = fixed_crops(data.resize, data.crop_size, ten=options.view == TEN_CROP)

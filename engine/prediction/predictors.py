@@ -13,7 +13,9 @@ from datasets.reading import ALL_16, Range16, decode_image
 from engine.classification.accuracy import class_logits
 from engine.process.allocations import memory_errors, return_freed_memory
 from engine.process.forward import Forward
+from engine.process.transfers import HostCopy
 from engine.segmentation import inference
+from engine.segmentation.batches import AtOnce
 from keepless.torch_internals import FakeTensor, assert_on_device
 
 Picture = np.ndarray | Image.Image | str | Path
@@ -45,6 +47,11 @@ class Predictor(nn.Module):
         """The forward pass, on the device where the module is."""
         return replace(self._made, mean=self.mean, std=self.std)
 
+    def shown(self, image: Picture) -> Tensor:
+        """An image, uint8 (3, H, W), in memory from which it can be copied to the device without a wait."""
+        planes = torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels_of(image, self.range16), -1, 0)))
+        return planes.pin_memory() if self.mean.is_cuda else planes
+
     def forward(self, images: Tensor) -> Tensor:
         """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, float32, or float64 if the module is.
 
@@ -71,36 +78,52 @@ class Segmenter(Predictor):
         palette: Sequence[Sequence[int]],
         label_ids: Sequence[int],
         views: inference.Views,
+        at_once: AtOnce | None = None,
     ):
         super().__init__(forward, classes)
         self.palette = np.array(palette, np.uint8)
         self.label_ids = np.array(label_ids, np.uint8)
         self.views = views
+        self.at_once = at_once or AtOnce()  # windows
         self._last_size: tuple[int, ...] = ()
         self._changes = 0  # of the size, from one image to the next
 
     def predict(self, image: Picture) -> np.ndarray:
         """The class of every pixel, uint8 (H, W), as positions in `classes`. Errors: see `probabilities`."""
-        return self._shown(image, probabilities=False)
+        return self.started(image)()
 
     def probabilities(self, image: Picture) -> np.ndarray:
         """The probability of every class at every pixel, float32 (classes, H, W); their argmax is the prediction.
 
         Errors: see `pixels_of`; MemoryError; FloatingPointError if a pixel has no finite score.
         """
-        return self._shown(image, probabilities=True)
+        return self.started(image, probabilities=True)()
 
-    def _shown(self, image: Picture, probabilities: bool) -> np.ndarray:
-        shown, passes = _planes(pixels_of(image, self.range16))[None], self.passes
-        unscored = torch.zeros(2, dtype=torch.int64, device=self.mean.device)
-        found = inference.predict(passes, shown, self.views, probabilities=probabilities, unscored=unscored)
-        without, total = unscored.tolist()
-        passes.check_scores(without, total, "pixels")
+    def started(self, image: Picture, probabilities: bool = False) -> Callable[[], np.ndarray]:
+        """Start `predict` or `probabilities`; the function that is returned waits for the result, in any thread."""
+        shown, passes = self.shown(image)[None], self.passes
+
+        def attempt(part: dict, windows: int) -> tuple[Tensor, Tensor]:
+            unscored = torch.zeros(2, dtype=torch.int64, device=self.mean.device)
+            found = inference.predict(
+                passes, part["image"], self.views, probabilities=probabilities, unscored=unscored, windows=windows
+            )
+            return found[0], unscored
+
+        [(_, found)] = self.at_once.attempts(passes, self.views, {"image": shown}, attempt)
+        arrived = arriving(found)
         if shown.shape != self._last_size:
             self._last_size, self._changes = shown.shape, self._changes + 1
             if self._changes % TRIMMED_EVERY == 0:
                 return_freed_memory()
-        return found[0].cpu().numpy()
+
+        def finished() -> np.ndarray:
+            predictions, unscored = arrived()
+            without, total = unscored.tolist()
+            passes.check_scores(without, total, "pixels")
+            return predictions.numpy()
+
+        return finished
 
 
 class Classifier(Predictor):
@@ -116,11 +139,26 @@ class Classifier(Predictor):
 
     def probabilities(self, image: Picture) -> np.ndarray:
         """The probability of every class, float32 (classes,), from the crops' mean logits."""
-        shown = self.view(_planes(pixels_of(image, self.range16)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
-        with memory_errors(f"while an image was classified. {self.passes.memory_advice}"), torch.inference_mode():
-            logits = class_logits(self.passes, shown)[0]
-            self.passes.check_scores(int(not logits.max().isfinite()), 1, "images")
-            return logits.softmax(dim=0).cpu().numpy()
+        return self.started(image)()
+
+    def started(self, image: Picture) -> Callable[[], np.ndarray]:
+        """Start `probabilities`; the function that is returned waits for them, in any thread."""
+        shown, passes = self.view(self.shown(image))[None], self.passes  # (1, 3, h, w) or (1, 10, 3, h, w)
+        with memory_errors(f"while an image was classified. {passes.memory_advice}"), torch.inference_mode():
+            logits = class_logits(passes, shown)[0]
+            arrived = arriving((logits.softmax(dim=0), logits.max().isfinite()))
+
+        def finished() -> np.ndarray:
+            probabilities, is_finite = arrived()
+            passes.check_scores(int(not is_finite), 1, "images")
+            return probabilities.numpy()
+
+        return finished
+
+
+def arriving(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """Start copying tensors to the CPU; the function that is returned waits for the copies."""
+    return HostCopy(tensors).wait if tensors[0].is_cuda else lambda: tensors
 
 
 def check_levels(images: Tensor) -> None:
@@ -166,8 +204,3 @@ def pixels_of(image: Picture, range16: Range16 = ALL_16) -> np.ndarray:
         f"got {found or type(image).__name__}: expected pixels of 8 bits, as a uint8 array (H, W, 3) of RGB or (H, W) "
         f"of gray, as a Pillow image, or as the path of a file"
     )
-
-
-def _planes(pixels: np.ndarray) -> Tensor:
-    """(…, H, W, 3) -> (…, 3, H, W)"""
-    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, -3)))

@@ -3,10 +3,12 @@
 import errno
 import hashlib
 import os
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,6 +16,10 @@ from PIL import Image
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
+_WRITERS = 4  # threads
+_MOST_BYTES = 2**28  # of what waits to be written
+
+T = TypeVar("T")
 
 
 def writable_folder(key: str, folder: Path) -> Path:
@@ -100,15 +106,59 @@ def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None)
 
     `palette`: uint8 (256, 3) RGB, for a palette PNG with indices `pixels` (H, W).
     """
+    write_file(path, png(pixels, palette))
+
+
+def png(pixels: np.ndarray, palette: np.ndarray | None = None) -> bytes:
+    """What `write_png` writes."""
     image, encoded = Image.fromarray(pixels), BytesIO()
     if palette is not None:
         image.putpalette(palette.tobytes())  # unlike convert("P"), keeps the indices
     image.save(encoded, "PNG", compress_level=1)
-    write_file(path, encoded.getvalue())
+    return encoded.getvalue()
 
 
-def write_array(path: Path, values: np.ndarray) -> None:
-    """Write an array as NumPy's .npy file, like `write_file`."""
+def npy(values: np.ndarray) -> bytes:
+    """An array as NumPy's .npy file."""
     encoded = BytesIO()
     np.save(encoded, values)
-    write_file(path, encoded.getvalue())
+    return encoded.getvalue()
+
+
+class WrittenBehind:
+    """Context in which other threads make the contents of files, and write them in the order in which they were given.
+
+    An error ends it: `add` or the end of the context raises it, and nothing that was added later is written. After an
+    error of the caller what was added is written; after Ctrl-C only what has begun.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_WRITERS)
+        self._waiting: deque[tuple[Future, int]] = deque()  # with their bytes, oldest first
+
+    def add(self, make: Callable[[], T], write: Callable[[T], None], size: int) -> None:
+        """Call `write(make())`, where `make` may run beside others. Waits while more than `_MOST_BYTES` are held.
+
+        `size`: how many bytes both hold in memory.
+        """
+        before = self._waiting[-1][0] if self._waiting else None
+
+        def run() -> None:
+            made = make()
+            if before is not None:
+                before.result()  # its error is ours
+            write(made)
+
+        self._waiting.append((self._pool.submit(run), size))
+        while len(self._waiting) > _WRITERS or (self._waiting and sum(each for _, each in self._waiting) > _MOST_BYTES):
+            self._waiting.popleft()[0].result()
+
+    def __enter__(self) -> "WrittenBehind":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._waiting and (kind is None or issubclass(kind, Exception)):
+                self._waiting.popleft()[0].result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)

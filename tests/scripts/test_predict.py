@@ -148,6 +148,17 @@ def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_
         assert Image.open(tmp_path / "out" / kind / "colour.png").size == (60, 40)
 
 
+def test_an_error_while_a_file_is_written_names_it_and_ends_the_command(trained, tmp_path):
+    """The images before it are complete, and none after it has a file."""
+    for name in "abcdefgh":
+        trees.picture(tmp_path / "in" / f"{name}.png")
+    (tmp_path / "out" / "colour" / "c.png").mkdir(parents=True)
+    with pytest.raises(OSError, match=re.escape(f"'{tmp_path / 'out' / 'colour' / 'c.png'}'")):
+        run(trained, tmp_path / "in", tmp_path / "out")
+    pictures = [f"{kind}/{name}.png" for kind in ("colour", "ids", "overlays") for name in "ab"]
+    assert relative_files(tmp_path / "out") == sorted(["classes.json", "ids/c.png", *pictures])
+
+
 @pytest.mark.parametrize("range16", [(0, 65_535), (1000, 1255)])
 def test_16_bit_images_are_predicted_with_the_range_of_the_training(range16, tmp_path, capsys):
     """Here one level is one value: the same pictures in 8 bits are predicted alike."""

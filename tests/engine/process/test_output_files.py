@@ -2,6 +2,8 @@
 
 import os
 import re
+from functools import partial
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +13,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from engine.checkpoint import files as checkpoint
-from engine.process.output_files import writable_file, writable_folder, write_figure, write_file, write_png
+from engine.process import output_files
+from engine.process.output_files import (
+    WrittenBehind,
+    writable_file,
+    writable_folder,
+    write_figure,
+    write_file,
+    write_png,
+)
 from scripts.predict import write_classes
 from tests.engine.checkpoint.test_files import files_of_at_most
 from tests.runs import REPOSITORY
@@ -71,3 +81,72 @@ def test_only_one_place_writes_files():
     direct = re.compile(r"\.(write_text|write_bytes|savefig|imwrite)\(|open\([^)]*, \"[wax]|torch\.save\(")
     found = {path.relative_to(REPOSITORY).as_posix() for path in files if direct.search(path.read_text())}
     assert not found
+
+
+def test_files_are_written_behind_in_order():
+    """The first content is ready last."""
+    written, ready = [], Event()
+    with WrittenBehind() as files:
+        files.add(lambda: ready.wait(60), lambda made: written.append(("first", made)), 1)
+        files.add(lambda: ready.set(), lambda made: written.append(("second", made)), 1)
+    assert written == [("first", True), ("second", None)]
+
+
+@pytest.mark.parametrize("late", [0, 2, 9])
+def test_an_error_of_a_file_written_behind_ends_the_writing(late):
+    """It is raised by a later call or at the end, also instead of an error of the caller, which came later."""
+    written = []
+
+    def write(number: int, _: object) -> None:
+        if number == 1:
+            raise OSError(28, "No space left on device", "b.png")
+        written.append(number)
+
+    with pytest.raises(OSError, match="'b.png'"), WrittenBehind() as files:
+        for number in range(2 + late):
+            files.add(lambda: None, partial(write, number), 1)
+        raise ValueError("later")
+    assert written == [0]
+
+
+@pytest.mark.parametrize("error, expected", [(ValueError, [0, 1, 2]), (KeyboardInterrupt, [0])])
+def test_what_waits_is_written_after_an_error_and_not_after_an_interrupt(error, expected, monkeypatch):
+    """What has begun is completed."""
+    written, begun, interrupted = [], Event(), Event()
+    monkeypatch.setattr(output_files, "_WRITERS", 1)
+
+    def first() -> None:
+        begun.set()
+        interrupted.wait(60)
+
+    with pytest.raises(error):  # noqa: PT012
+        files = WrittenBehind()
+        monkeypatch.setattr(output_files, "_WRITERS", 9)
+        shutdown = files._pool.shutdown
+
+        def ended(**options: bool) -> None:
+            shutdown(wait=False, **options)
+            interrupted.set()
+            shutdown()
+
+        monkeypatch.setattr(files._pool, "shutdown", ended)
+        with files:
+            files.add(first, lambda _: written.append(0), 1)
+            for number in (1, 2):
+                files.add(lambda: None, lambda _, number=number: written.append(number), 1)
+            assert begun.wait(60)
+            if error is ValueError:
+                interrupted.set()
+            raise error
+    assert written == expected
+
+
+def test_little_waits_to_be_written(monkeypatch):
+    """Large contents are written before the call returns."""
+    monkeypatch.setattr(output_files, "_MOST_BYTES", 10)
+    written, held = [], Event()
+    with WrittenBehind() as files:
+        files.add(lambda: held.wait(60), written.append, 4)
+        files.add(held.set, lambda _: written.append(False), 4)
+        files.add(lambda: None, written.append, 11)
+        assert written == [True, False, None]
