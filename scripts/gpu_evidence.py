@@ -41,6 +41,11 @@ COMMANDS = (  # program, arguments, minutes on one H100 with 16 cores; in the or
     ("training", f"{CAPTURED} crop_size=240 recipe=camvid/finetune_efficientnet_lite0 crops=8", 2.0),
     ("run_table", "table=camvid_table3_trained overrides=[trainer.capture=true]", 7.0),
     ("fit", "", 4.5),
+    ("eval", "device=cuda data.split=train batch_size=1", 1.0),
+    ("eval", "device=cuda data.split=train batch_size=auto", 1.0),
+    ("eval", "device=cuda data.split=train tta.scales=[.7,1,1.2] tta.flip=true batch_size=1", 1.0),
+    ("eval", "device=cuda data.split=train tta.scales=[.7,1,1.2] tta.flip=true batch_size=auto", 1.0),
+    ("predict", "device=cuda", 1.0),
     ("layers", "device=cuda batch=32 captured=true dtypes=[float32,bfloat16] sample_ms=6", 4.0),
 )
 REHEARSED = {  # arguments instead
@@ -50,6 +55,8 @@ REHEARSED = {  # arguments instead
     "networks": "only=[squeezenet1_1] images=2 image_size=32 shares=[0.5] rounds=1 compiler=null",
     "training": "recipe=null parts=[norms] crop_size=48 crops=2 starts=1 rounds=1 overrides=[norm.backend=eager]",
     "fit": "device=cpu tiny=true only=[cityscapes_resnext101]",
+    "eval": "device=cpu",
+    "predict": "device=cpu",
     "layers": "only=[CONV1] batch=2 rounds=1 sample_ms=0.01 compiler=null",
 }
 
@@ -64,6 +71,7 @@ class GpuArguments:
     roots: Any = None  # as in run_table
     weights: Any = None
     equal_steps: int | None = key(None, above=0)  # of standard norms, in the time of larger crops
+    images: str = "IMAGES"  # folder of images, for predict, which logs images / s like eval
     rehearse: bool = False  # on a CPU, with tiny tensors: nothing is measured
 
     def check(self) -> None:
@@ -75,7 +83,7 @@ class GpuArguments:
 def listed(arguments: GpuArguments) -> list[str]:
     """The commands, for a shell."""
     places = {name: value for name in ("roots", "weights") if (value := getattr(arguments, name))}
-    lines = []
+    lines, trained = [], override("checkpoint", f"{arguments.out}/runs/equal_time/std_seed0")
     for program, given, minutes in COMMANDS:
         if arguments.only and program not in arguments.only or EQUAL_TIME in given and not arguments.equal_steps:
             continue
@@ -93,6 +101,11 @@ def listed(arguments: GpuArguments) -> list[str]:
                 for name, each in places.items()
             ]
             words = ["python", "-m", "scripts.run_table", *words, *own, f"runs={arguments.out}/runs"]
+        elif program == "eval":
+            words = ["python", "eval.py", *words, trained, f"results={arguments.out}/evaluated.json"]
+        elif program == "predict":
+            images = override("input", arguments.images)
+            words = ["python", "-m", "scripts.predict", *words, trained, images, f"output={arguments.out}/predicted"]
         else:
             words = ["python", "-m", f"scripts.evidence.{program}", *words, f"out={arguments.out}/{program}.json"]
         lines.append(f"timeout {minutes:g}m {shlex.join(words)}")
