@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 @contextmanager
 def explained(command: str, schema: type[Keys], words: Sequence[str]) -> Iterator[None]:
     """Context that turns Hydra's and OmegaConf's errors about a command's overrides into a one-line ValueError."""
-    groups = groups_in(command)
+    groups = list(groups_in(command))
     _refuse_words_of_others(words, schema, groups)
     try:
         yield
@@ -50,7 +50,7 @@ def refuse_options(command: str, schema: type[Keys], words: Sequence[str]) -> No
         if word.startswith(("hydra.", "hydra/")):
             raise ValueError(f"{word}: options of Hydra have no effect here; leave it out")
     if any(word.startswith("-") for word in words):
-        _refuse_words_of_others(words, schema, groups_in(command))
+        _refuse_words_of_others(words, schema, list(groups_in(command)))
 
 
 def _refuse_words_of_others(words: Sequence[str], schema: type[Keys], groups: list[str]) -> None:

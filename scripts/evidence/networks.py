@@ -98,7 +98,8 @@ def within_budgets(
 
 def about(arguments: dict) -> tuple[str, str]:
     images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
-    return f"Memory and time of known networks, on {arguments['device'].upper()}", f"{arguments['rounds']} rounds; {images}"
+    title = f"Memory and time of known networks, on {arguments['device'].upper()}"
+    return title, f"{arguments['rounds']} rounds; {images}"
 
 
 def sections(call: dict, picture: str) -> Iterator[str]:

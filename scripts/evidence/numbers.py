@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from omegaconf import OmegaConf
 
 from scripts.reports.frame import RESULTS
 from scripts.reports.markdown import ratio_of
@@ -56,8 +56,10 @@ class Entry(NamedTuple):
 
 
 @cache
-def listed() -> dict[str, Any]:
-    return yaml.safe_load((RESULTS / "numbers.yaml").read_text())
+def listed() -> dict[Any, Any]:
+    content = OmegaConf.to_container(OmegaConf.load(RESULTS / "numbers.yaml"))
+    assert isinstance(content, dict)
+    return content
 
 
 def pages() -> list[Path]:
