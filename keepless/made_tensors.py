@@ -1,7 +1,7 @@
 """Count the memory of tensors, real or fake, while they exist."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,12 +38,10 @@ class MadeTensors(TorchDispatchMode):
     a dispatch mode like this one it makes a new tensor instead; it is counted as if the addition were in place.
     """
 
-    def __init__(self, place: Callable[[], str] = str):
-        """`place` returns where the program is, e.g. the running module."""
+    def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0  # bytes that exist now, and the most so far
         self.changes: list[Change] = []  # every allocation and release, in order
-        self.place = place
         self.sizes: list[int] = []  # bytes of each allocation
         self.numbers: dict[int, int] = {}  # address -> number of the allocation
         self.nodes: dict[int, object] = {}  # address -> node of the backward pass that allocated it
@@ -62,7 +60,7 @@ class MadeTensors(TorchDispatchMode):
         result = self.call(function, args, kwargs or {})
         for storage in _storages(result):
             if address(storage) not in given and address(storage) not in self.references:
-                self._add(storage)
+                self.add(storage)
         if function is torch.ops.aten.add.Tensor and engine_adds() and self._could_be_in_place(args[0], result):
             gradient, total = map(address, _storages([args[0], result]))
             self._sum = _Sum(gradient, total, len(self.changes), peak)
@@ -88,7 +86,12 @@ class MadeTensors(TorchDispatchMode):
         is_alike = (gradient.shape, gradient.dtype) == (result.shape, result.dtype)
         return is_alike and torch.ops.aten.is_non_overlapping_and_dense(gradient)
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def place(self) -> str:
+        """Where the program is, e.g. in the backward pass."""
+        return ""
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it is freed."""
         place, size = address(storage), storage.nbytes()
         self.references[place] = weakref.ref(storage, partial(self._freed, place))
         self.numbers[place] = len(self.sizes)

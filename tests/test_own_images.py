@@ -161,7 +161,7 @@ def test_own_images_are_planned_from_their_files(tmp_path):
 def test_rectangular_crops_are_planned_with_their_width():
     config = run_config("run_dir=unused", "data.crop_aspect=1.5", "norm.backend=eager")
     with planner.FakeTensors():
-        _, _, minibatch = planner.fake_step(config, 2, 64)
+        _, _, minibatch, _ = planner.fake_step(config, 2, 64)
     assert minibatch["image"].shape == (2, 3, 64, 96) and minibatch["label"].shape == (2, 64, 96)
     assert planner.crop_text(config.data, 64) == "64x96"
     assert np.prod(config.data.crop()) == 128 * 192

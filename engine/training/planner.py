@@ -3,15 +3,15 @@
 import os
 import re
 import warnings
+from collections.abc import Set
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.assemble.classification import classified_split
 from engine.assemble.data import dataset, official_classes, official_images
@@ -30,13 +30,14 @@ from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training.build import learner_of
 from engine.training.learner import Learner
-from engine.training.loop import Loss
-from engine.training.step_memory import FakeTensors, StepMemory, first_step, traced
+from engine.training.loop import Loss, accumulate_gradients
 from keepless.fit.sizes import largest
-from keepless.made_tensors import MadeTensors
+from keepless.fit.step_memory import CountedStep, PlannedStep, StepMemory
+from keepless.made_tensors import Change, bytes_of_tensors
 from keepless.recompute.kinds.plans import plan
 from keepless.recompute.step.costs import times_of
-from keepless.saved import size_text
+from keepless.saved import kept_bytes, size_text
+from keepless.torch_internals import FakeTensorMode
 
 Config = TypeVar("Config", bound=TrainingRun)
 
@@ -46,26 +47,11 @@ _SHARES = [share / 100 for share in range(100, 0, -1)]  # of the peak without a 
 _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2, log_every=2)
 
 
-@dataclass(frozen=True)
-class PlannedStep:
-    """A step of one process, in bytes, with plans for its forward and backward pass."""
+class FakeTensors(FakeTensorMode):
+    """Context of fake tensors. Copies of networks (averaged weights) belong to the same mode."""
 
-    resident: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
-    optimizer: int  # temporary bytes of the optimiser's step
-    plans: list[tuple[int, float]]  # peak, and time of the step (estimated; without a plan: 1), by decreasing peak
-
-    def needed(self, peak: int) -> int:
-        """Bytes of a step whose forward and backward pass take at most `peak`."""
-        return sum(self.resident.values()) + max(peak, self.optimizer)
-
-    def least(self, time: float) -> int:
-        """The fewest bytes of a step that takes at most `time`."""
-        return self.needed(min((peak for peak, of_plan in self.plans if of_plan <= time), default=self.plans[0][0]))
-
-    def within(self, available: int) -> tuple[int, float]:
-        """Peak and time of the fastest plan with which a step fits; of the plan with the lowest peak if none does."""
-        left = available - sum(self.resident.values())
-        return next((found for found in self.plans if found[0] <= left), self.plans[-1])
+    def __deepcopy__(self, memo: dict) -> "FakeTensors":
+        return self
 
 
 def classes_of(data: Data) -> int:
@@ -90,8 +76,8 @@ def _train_split(data: Data) -> Dataset:
     return classified_split(cast(ClassificationData, data), data.train_split, "data.train_split")
 
 
-def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
-    """A learner, a loss and a minibatch for `engine.training.step_memory.traced`.
+def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict, dict[str, int]]:
+    """A learner after its first step, so with momentum and gradients; a loss, a minibatch, and the bytes of all these.
 
     As on a GPU, the optimiser works on all weights at once. Norms are fused unless backend is given or device is cpu.
     """
@@ -114,20 +100,70 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     learner.reads_flag = False
     for group in learner.optimizer.param_groups:
         group["foreach"] = not config.optim.fused
+    for parameter in learner.parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    update(learner)
     size = config.data.crop(crop_size)
-    images = torch.zeros(crops, 3, *size, dtype=torch.uint8)
-    return learner, task.loss(config, network), {"image": images, "label": task.labels(crops, size)}
+    images, labels = torch.zeros(crops, 3, *size, dtype=torch.uint8), task.labels(crops, size)
+    average = () if learner.average is None else learner.average.module.state_dict().values()
+    held = {
+        "weights": [*learner.parameters, *network.buffers()],
+        "average": average,
+        "momentum": [value for state in learner.optimizer.state.values() for value in state.values()],
+        "images": [images, labels],
+        "gradients": [parameter.grad for parameter in learner.parameters],
+    }
+    resident = {kind: bytes_of_tensors(tensors) for kind, tensors in held.items()}
+    return learner, task.loss(config, network), {"image": images, "label": labels}, resident
+
+
+def update(learner: Learner) -> None:
+    """The optimiser's step."""
+    learner.step(*torch.zeros(2, dtype=torch.float64))
 
 
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> StepMemory:
-    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients.
+    """The memory of one device in the second step of a training, on crops of `crop_size`.
 
-    So does a captured step (trainer.capture=true; auto is planned as an eager one): see `engine.training.capture`.
-    (With several micro-batches, the first makes them.)
+    With several devices, DDP holds all gradients in its buckets (`gradient_as_bucket_view=True`), and adds each there;
+    with several micro-batches only the sums. So does a captured step (trainer.capture=true; auto is planned as an eager
+    one): see `engine.training.capture`. (With several micro-batches, the first makes them.)
     """
-    trainer = config.trainer
-    held = trainer.accumulation_steps == 1 if trainer.capture is True else devices > 1
-    return traced(partial(fake_step, config, crops, crop_size), in_buckets=held)
+    parts = config.trainer.accumulation_steps
+    in_buckets = parts == 1 if config.trainer.capture is True else devices > 1
+    with FakeTensors(), times_of("meta"):  # nothing is measured
+        learner, loss, minibatch, resident = fake_step(config, crops, crop_size)
+        learner.optimizer.zero_grad()
+        with CountedStep() as step:
+
+            def ending(logits: Tensor, labels: Tensor) -> Tensor:
+                return step.forward_ends(loss(logits, labels))
+
+            accumulate_gradients(learner, ending, minibatch, crops, World())
+            step.backward_ends(learner.parameters)
+            update(learner)
+        # In a separate pass: hooks on saved tensors keep some of them for longer.
+        images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
+        kept = kept_bytes(learner.network, lambda: loss(learner.forward(images), labels), [images, labels])
+    if in_buckets and parts == 1:  # otherwise they are copied only with the last micro-batch
+        step.changes = _copied_at_once(step.changes, step.gradients)
+    return step.memory(resident if in_buckets else resident | {"gradients": 0}, kept)
+
+
+def _copied_at_once(changes: list[Change], gradients: Set[int | None]) -> list[Change]:
+    """The changes if DDP copies each gradient into its bucket at once, before another tensor is made."""
+    found: list[Change] = []
+    copied: list[Change] = []
+    for change in changes:
+        if change.number not in gradients:
+            if change.bytes > 0:
+                found += [one._replace(bytes=-one.bytes) for one in copied]
+                copied.clear()
+            found.append(change)
+        elif change.bytes > 0:
+            found.append(change)
+            copied.append(change)
+    return found
 
 
 def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
@@ -142,26 +178,22 @@ def planned_step(config: TrainingRun, crops: int, crop_size: int, devices: int =
 
     With several devices and micro-batches, DDP's buckets hold the gradients a second time.
     """
-    same_times = times_of("meta") if devices > 1 else nullcontext()  # measured times would differ between ranks
+    trainer, same_times = config.trainer, times_of("meta") if devices > 1 else nullcontext()  # ranks measure others
     with FakeTensors(), same_times:
-        learner, loss, minibatch = fake_step(replace(config, memory=Memory()), crops, crop_size)
-        resident, forward = first_step(learner, minibatch), learner.forward
-        images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
-        inputs = forward.normalised(images)
-        resident["images"] += inputs.nbytes
-        with forward.autocast():
+        learner, loss, minibatch, resident = fake_step(replace(config, memory=Memory()), crops, crop_size)
+        images, labels = (minibatch[key].tensor_split(trainer.accumulation_steps)[0] for key in ("image", "label"))
+        inputs = learner.forward.normalised(images)
+        with learner.forward.autocast():
             found = plan(learner.network, inputs, _SHARES)
             with torch.no_grad():
                 logits = learner.network(inputs)
-        with MadeTensors() as of_loss:
+        with CountedStep() as of_loss:
             loss(logits.detach().requires_grad_(), labels).backward()
-        parameters = [parameter for parameter in learner.network.parameters() if parameter.requires_grad]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        with MadeTensors() as of_optimizer:
-            learner.step(*torch.zeros(2, dtype=torch.float64))
-    times = 2 if devices > 1 and learner.accumulation_steps > 1 and config.trainer.capture is not True else 1
-    resident |= {"gradients": times * sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
+        with CountedStep() as of_optimizer:
+            update(learner)
+    if devices > 1 and trainer.accumulation_steps > 1 and trainer.capture is not True:
+        resident["gradients"] *= 2
+    resident |= {"images": resident["images"] + inputs.nbytes, "loss": of_loss.peak}
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
     return PlannedStep(resident, of_optimizer.peak, list(plans))
 
@@ -176,7 +208,7 @@ def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> 
     assert available is not None
     step = planned_step(config, share_of(config, devices), config.data.crop_size, devices)
     peak, time = step.within(available)
-    left = max(available - sum(step.resident.values()), peak + 2**10)
+    left = max(available - step.held, peak + 2**10)
     resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)
     about = (
         f"{size_text(available)} less {resident} leave {size_text(left)} for activations: a peak of {size_text(peak)} "

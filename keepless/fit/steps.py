@@ -2,10 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,53 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..inputs import tensors_in
-from ..made_tensors import MadeTensors, bytes_of_tensors
+from ..made_tensors import bytes_of_tensors
 from ..recompute.recorder.recording import Recording
-from ..recompute.step.costs import seconds_for, work_of
-from ..recompute.step.recurrent import temporaries_of, with_workspace
 from ..recompute.step.rehearsal import Loss, counted_step, differentiable
 from ..recompute.step.search import frontier
-from ..torch_internals import OpOverload
 from .device import optimizer_bytes
 from .sizes import Growth, largest, shape_of
+from .step_memory import CountedStep, PlannedStep
 
 logger = logging.getLogger(__name__)
 PLAIN, RECOMPUTED, PLANNED, CHECKPOINTED = "plain", "recomputed", "within a budget", "checkpointed"
-
-
-class Count(NamedTuple):
-    """A forward and a backward pass."""
-
-    peak: int  # the most bytes at any moment
-    seconds: float  # estimated
-
-
-class _Timed(MadeTensors):
-    """Also adds up the seconds of operators."""
-
-    seconds = 0.0
-
-    def __torch_dispatch__(
-        self, function: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        moved, operations = work_of(function, args, kwargs or {}, result)
-        self.peak = max(self.peak, self.bytes + temporaries_of(function, args, kwargs or {}))
-        if moved:
-            self.seconds += seconds_for(moved, operations, tensors_in(result)[0])
-        return result
-
-    def call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        return with_workspace(function, args, kwargs, function(*args, **kwargs))
-
-
-def counted(forward: Callable[[], object]) -> Count:
-    """Count a forward and a backward pass. ValueError: no output needs a gradient."""
-    with _Timed() as made:
-        outputs = differentiable(forward())
-        loss = Loss.apply(*outputs)
-        loss.backward(torch.empty_like(loss))
-    return Count(made.peak, made.seconds)
 
 
 def repeated_blocks(network: nn.Module) -> list[nn.Module]:
@@ -110,7 +72,7 @@ class Steps:
         values = sum(parameter.numel() for parameter in trained)
         self.states, self.temporary = optimizer_bytes(optimizer, values, self.gradients)
         self.blocks = repeated_blocks(network)
-        self.way, self.count, self.choices = cache(self._way), cache(self._count), cache(self._choices)
+        self.step, self.count = cache(self._step), cache(self._count)
 
     def ways(self) -> list[Way]:
         """Each way with the largest example that fits, or else the smallest that was tried; logs each."""
@@ -130,73 +92,66 @@ class Steps:
         while not self.way(name, value).fits and value > growing.step:
             smaller = max(growing.step, value // 2 // growing.step * growing.step)
             try:
-                self.way(name, smaller)
+                self.step(name, smaller)
             except ValueError:  # e.g. a single value per channel, which cannot be normalised
                 return value
             value = smaller
 
         def peak(value: int) -> int:
-            if name == PLANNED:  # the fastest plan uses all that is available, so look at the lowest peak
-                logger.info("%s: trying %s", name, size_of(self.shape(value)))  # many seconds each
-                return self.held(value) + max(min(self.choices(value)).peak, self.temporary)
-            return self.way(name, value).peak
+            return self.step(name, value).least()
 
         return largest(peak, self.available, value, *growing[1:3], most=growing.most) or value
 
-    def _way(self, name: str, value: int) -> Way:
-        plain, count, held = self.count(PLAIN, value), self.count(name, value), self.held(value)
-        peak = held + max(count.peak, self.temporary)
-        return Way(name, self.shape(value), held, peak, peak <= self.available, count.seconds / plain.seconds)
+    def way(self, name: str, value: int) -> Way:
+        step = self.step(name, value)
+        peak, time = step.within(self.available)
+        needed = step.needed(peak)
+        shape = shape_of(self.growing.resized(value))
+        return Way(name, shape, step.held, needed, needed <= self.available, time)
 
-    def shape(self, value: int) -> tuple[int, ...]:
-        return shape_of(self.growing.resized(value))
-
-    def held(self, value: int) -> int:
-        example = bytes_of_tensors(tensors_in(self.growing.resized(value)))
-        return self.weights + self.gradients + self.states + example
-
-    def _count(self, name: str, value: int) -> Count:
+    def _step(self, name: str, value: int) -> PlannedStep:
+        """A way's step; within a budget with all plans that keep to the time, the plain and the recomputed step too."""
+        example, plain = self.growing.resized(value), self.count(PLAIN, value)
         if name == PLANNED:
-            return self._planned(value)
+            logger.info("%s: trying %s", name, size_of(shape_of(example)))  # many seconds each
+            planned = frontier(counted_step(self.network, *example))
+            counts = [plain, self.count(RECOMPUTED, value), *((one.peak, plain[1] + one.seconds) for one in planned)]
+            counts = [count for count in counts if count[1] <= self.time * plain[1]]
+        else:
+            counts = [self.count(name, value)]
+        resident = {"weights": self.weights, "gradients": self.gradients, "states": self.states}
+        resident["example"] = bytes_of_tensors(tensors_in(example))
+        return PlannedStep(resident, self.temporary, [(peak, seconds / plain[1]) for peak, seconds in counts])
+
+    def _count(self, name: str, value: int) -> tuple[int, float]:
+        """Peak and seconds of a forward and a backward pass."""
+        args, kwargs = example = self.growing.resized(value)
+        context: Any = nullcontext()
         if name == RECOMPUTED:
-            return self._run(value, Recording(inputs=tensors_in(self.growing.resized(value))))
-        if name == PLAIN:
-            return self._run(value)
-        for block in self.blocks:
-            run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-            vars(block)["forward"] = run
+            context = Recording(inputs=tensors_in(example))
+        elif name == CHECKPOINTED:
+            context = _checkpointed(self.blocks)
         try:
-            return self._run(value)
-        finally:
-            for block in self.blocks:
-                del vars(block)["forward"]
-
-    def _run(self, value: int, context: AbstractContextManager[object] | None = None) -> Count:
-        args, kwargs = self.growing.resized(value)
-
-        def forward() -> object:
-            with context or nullcontext():
-                return self.network(*args, **kwargs)
-
-        try:
-            return counted(forward)
+            with CountedStep() as step:
+                with context:
+                    outputs = differentiable(self.network(*args, **kwargs))
+                loss = Loss.apply(*outputs)
+                loss.backward(torch.empty_like(loss))
         except Exception as error:  # a network may raise anything
             if value == self.growing.value:
                 raise
-            raise ValueError(f"the network does not run on {size_of(self.shape(value))}: {error}") from error
+            raise ValueError(f"the network does not run on {size_of(shape_of(example))}: {error}") from error
+        return step.peak, step.seconds
 
-    def _planned(self, value: int) -> Count:
-        """The fastest step that fits, with a plan or without; if none fits, the one with the lowest peak."""
-        limit, plain = self.available - self.held(value), self.count(PLAIN, value)
-        if plain.peak <= limit:
-            return plain
-        choices = self.choices(value)
-        fitting = [choice for choice in choices if choice.peak <= limit]
-        return min(fitting, key=attrgetter("seconds")) if fitting else min(choices)
 
-    def _choices(self, value: int) -> list[Count]:
-        """The plain step; and the recomputed one, and those with a plan, if they are within the time limit."""
-        plain, step = self.count(PLAIN, value), counted_step(self.network, *self.growing.resized(value))
-        planned = [Count(choice.peak, plain.seconds + choice.seconds) for choice in frontier(step)]
-        counts = [self.count(RECOMPUTED, value), *planned]
-        return [plain, *(count for count in counts if count.seconds <= self.time * plain.seconds)]
+@contextmanager
+def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which blocks are checkpointed."""
+    for block in blocks:
+        run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        vars(block)["forward"] = run
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del vars(block)["forward"]

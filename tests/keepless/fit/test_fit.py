@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
@@ -46,17 +45,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-class Convolutions(nn.Sequential):
-    """Takes images and, after the network, labels of their size."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Sequential(nn.Conv2d(i, 8, 3, padding=1), nn.SiLU()) for i in (3, 8, 8)))
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = super().forward(x)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
 def device_for(tensors: int) -> int:
@@ -187,22 +175,15 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert 1 < found["within a budget"].time <= time
 
 
-def test_images_and_their_labels_grow_together():
-    network, example = Convolutions(), (torch.randn(2, 3, 64, 96), torch.zeros(2, 64, 96, dtype=torch.long))
-    device = device_for(int(4.5 * fit(network, example, "2GiB").ways[0].peak))
-    found = ways(fit(network, example, device, grow="size", optimizer="sgd"))
-    assert found["plain"].shape == (2, 3, 128, 192)
-
-
-def test_texts_grow_in_length_and_batches_in_all_tensors_that_have_it():
-    example = (
-        (),
-        {"input_ids": torch.zeros(2, 48, dtype=torch.long), "mask": torch.ones(2, 48), "heads": torch.ones(8)},
-    )
-    longer = growth(example, "size")
+def test_examples_grow_in_all_tensors_that_have_the_dimension():
+    text = torch.zeros(2, 48, dtype=torch.long)
+    longer = growth(example := ((), {"ids": text, "mask": torch.ones(2, 48), "heads": torch.ones(8)}), "size")
     assert (longer.value, longer.step, longer.power) == (48, 16, 1)
     assert [tuple(one.shape) for one in longer.resized(80)[1].values()] == [(2, 80), (2, 80), (8,)]
     assert [tuple(one.shape) for one in growth(example, "batch").resized(5)[1].values()] == [(5, 48), (5, 48), (8,)]
+    larger = growth(((torch.zeros(2, 3, 64, 96), torch.zeros(2, 64, 96)), {}), "size")  # images and labels
+    assert (larger.value, larger.step, larger.power) == (64, 32, 2)
+    assert [tuple(one.shape) for one in larger.resized(128)[0]] == [(2, 3, 128, 192), (2, 128, 192)]
 
 
 def test_a_network_larger_than_any_machine_is_planned():
@@ -227,7 +208,7 @@ class Asking(nn.Linear):
 
 def test_blocks_are_repeated_classes_or_else_sequentials():
     assert repeated_blocks(network := Blocks()) == list(network.blocks)
-    assert repeated_blocks(network := Convolutions()) == list(network)
+    assert repeated_blocks(network := nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))) == [*network]
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
     layer = nn.TransformerEncoderLayer(8, 2, 8)
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)

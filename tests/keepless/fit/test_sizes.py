@@ -3,6 +3,7 @@
 import pytest
 
 from keepless.fit.sizes import largest
+from keepless.fit.step_memory import PlannedStep
 
 
 @pytest.mark.parametrize("budget, expected", [(99, None), (119, 2), (139, 3), (140, 4), (1000, 47)])
@@ -39,3 +40,10 @@ def test_the_search_takes_no_giant_step_where_memory_starts_flat():
 
     assert largest(peak, 1_048_576, 64, step=8, power=2) == 1024
     assert max(tried) <= 4 * 1024
+
+
+def test_a_step_takes_the_fastest_plan_that_fits():
+    step = PlannedStep({"weights": 50, "images": 10}, optimizer=20, plans=[(90, 1.0), (70, 1.1), (80, 1.2), (10, 1.3)])
+    assert [step.within(bytes) for bytes in (150, 149, 129, 69)] == [(90, 1.0), (70, 1.1), (10, 1.3), (10, 1.3)]
+    assert [step.least(time) for time in (1.0, 1.1, 1.25)] == [150, 130, 130]
+    assert step.least() == step.needed(10) == 80  # the optimiser's step

@@ -1,0 +1,117 @@
+"""The memory of a training step, counted on fake tensors: no device, no arithmetic."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..inputs import tensors_in
+from ..made_tensors import Change, MadeTensors
+from ..recompute.step.costs import seconds_for, work_of
+from ..recompute.step.recurrent import temporaries_of, with_workspace
+from ..torch_internals import OpOverload, backward_runs
+
+
+class StepMemory(NamedTuple):
+    """The memory of a step, in bytes."""
+
+    # By category, when their sum is largest: what is held throughout, gradients, activations (still there when the
+    # forward pass ends) and temporary.
+    at_peak: dict[str, int]
+    place: str  # what ran at that moment: the forward pass, the backward pass or the optimizer
+    kept: int  # for the backward pass of a micro-batch
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+
+class PlannedStep(NamedTuple):
+    """A step whose forward and backward pass can run by one of several plans, in bytes."""
+
+    resident: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
+    optimizer: int  # temporary bytes of the optimiser's step
+    plans: list[tuple[int, float]]  # peak of both passes, and time of the step (estimated; without a plan: 1)
+
+    @property
+    def held(self) -> int:
+        return sum(self.resident.values())
+
+    def needed(self, peak: int) -> int:
+        """Bytes of a step whose forward and backward pass take at most `peak`."""
+        return self.held + max(peak, self.optimizer)
+
+    def least(self, time: float = math.inf) -> int:
+        """The fewest bytes of a step that takes at most `time`."""
+        return self.needed(min((peak for peak, of_plan in self.plans if of_plan <= time), default=self.plans[0][0]))
+
+    def within(self, available: int) -> tuple[int, float]:
+        """Peak and time of the fastest plan with which a step fits; of the plan with the lowest peak if none does."""
+        fitting = (plan for plan in self.plans if plan[0] <= available - self.held)
+        return min(fitting, key=itemgetter(1), default=min(self.plans))
+
+
+class CountedStep(MadeTensors):
+    """Context that counts a training step: it runs the forward pass with the loss, the backward pass, the optimiser.
+
+    Tensors count while they exist, and the memory inside recurrent layers. There may be several micro-batches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0  # of operators, estimated
+        self.forward = 0  # number of changes when the last forward pass ended
+        self.part, self.gradients = "forward", set[int | None]()  # numbers
+
+    def place(self) -> str:
+        return "backward" if backward_runs() else self.part
+
+    def forward_ends(self, loss: Tensor) -> Tensor:
+        """Note that only the loss's backward pass follows; returns the loss."""
+        self.forward = len(self.changes)
+        return loss
+
+    def backward_ends(self, parameters: Iterable[Tensor]) -> None:
+        """Note that only the optimiser's step follows, for the gradients of these parameters."""
+        self.part = "optimizer"
+        self.gradients = {self.number(parameter.grad) for parameter in parameters if parameter.grad is not None}
+
+    def memory(self, resident: dict[str, int], kept: int) -> StepMemory:
+        """The step's memory, beside `resident` bytes by category, gradients among them."""
+        totals = list(accumulate(change.bytes for change in self.changes))
+        moment = totals.index(max(totals))
+        kinds: dict[int | None, str] = dict.fromkeys(_alive(self.changes[: self.forward]), "activations")
+        kinds |= dict.fromkeys(self.gradients, "gradients")
+        at_peak = resident | {"activations": 0, "temporary": 0}
+        for number, size in _alive(self.changes[: moment + 1]).items():
+            at_peak[kinds.get(number, "temporary")] += size
+        return StepMemory(at_peak, self.changes[moment].place, kept)
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        result, given = super().__torch_dispatch__(function, types, args, kwargs), (function, args, kwargs or {})
+        if inside := temporaries_of(*given):
+            self.add(torch.empty(inside, dtype=torch.uint8).untyped_storage())  # freed at once
+        moved, operations = work_of(*given, result)
+        if moved:
+            self.seconds += seconds_for(moved, operations, tensors_in(result)[0])
+        return result
+
+    def call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        return with_workspace(function, args, kwargs, function(*args, **kwargs))
+
+
+def _alive(changes: Iterable[Change]) -> dict[int, int]:
+    """The bytes of the allocations that are not freed, by number."""
+    alive: dict[int, int] = {}
+    for change in changes:
+        if change.bytes < 0:
+            del alive[change.number]
+        else:
+            alive[change.number] = change.bytes
+    return alive
