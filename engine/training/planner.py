@@ -131,7 +131,7 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
     """
     parts = config.trainer.accumulation_steps
     in_buckets = parts == 1 if config.trainer.capture is True else devices > 1
-    with FakeTensors(), times_of("meta"):  # nothing is measured
+    with FakeTensors():
         learner, loss, minibatch, resident = fake_step(config, crops, crop_size)
         learner.optimizer.zero_grad()
         with CountedStep() as step:

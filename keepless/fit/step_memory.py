@@ -59,11 +59,12 @@ class CountedStep(MadeTensors):
     """Context that counts a training step: it runs the forward pass with the loss, the backward pass, the optimiser.
 
     Tensors count while they exist, and the memory inside recurrent layers. There may be several micro-batches.
+    `timed`: also add up the estimated seconds of operators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timed: bool = False) -> None:
         super().__init__()
-        self.seconds = 0.0  # of operators, estimated
+        self.timed, self.seconds = timed, 0.0
         self.forward = 0  # number of changes when the last forward pass ended
         self.part, self.gradients = "forward", set[int | None]()  # numbers
 
@@ -97,7 +98,7 @@ class CountedStep(MadeTensors):
         result, given = super().__torch_dispatch__(function, types, args, kwargs), (function, args, kwargs or {})
         if inside := temporaries_of(*given):
             self.add(torch.empty(inside, dtype=torch.uint8).untyped_storage())  # freed at once
-        moved, operations = work_of(*given, result)
+        moved, operations = work_of(*given, result) if self.timed else (0, 0)
         if moved:
             self.seconds += seconds_for(moved, operations, tensors_in(result)[0])
         return result

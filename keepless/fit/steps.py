@@ -132,7 +132,7 @@ class Steps:
         elif name == CHECKPOINTED:
             context = _checkpointed(self.blocks)
         try:
-            with CountedStep() as step:
+            with CountedStep(timed=True) as step:
                 with context:
                     outputs = differentiable(self.network(*args, **kwargs))
                 loss = Loss.apply(*outputs)
