@@ -107,12 +107,7 @@ class CountedStep(MadeTensors):
         return with_workspace(function, args, kwargs, function(*args, **kwargs))
 
 
-def _alive(changes: Iterable[Change]) -> dict[int, int]:
+def _alive(changes: Sequence[Change]) -> dict[int, int]:
     """The bytes of the allocations that are not freed, by number."""
-    alive: dict[int, int] = {}
-    for change in changes:
-        if change.bytes < 0:
-            del alive[change.number]
-        else:
-            alive[change.number] = change.bytes
-    return alive
+    freed = {change.number for change in changes if change.bytes < 0}
+    return {change.number: change.bytes for change in changes if change.bytes > 0 and change.number not in freed}
