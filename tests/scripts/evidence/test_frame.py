@@ -78,7 +78,7 @@ IMPOSSIBLE = [  # (command, options, message)
     (layers, "dtypes=[float16]", "each one of float32, bfloat16"),
     (layers, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (layers, "out=page.md", "ends in .json"),
-    (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, arms"),
+    (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, capture, arms"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[depths/]", "only=depths/: there is no such item; the nearest names are depths/"),
 ]
