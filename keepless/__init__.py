@@ -15,14 +15,14 @@ from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released_weights import from_released
 from .norms.statistics import renew_statistics
-from .recompute.kinds.plans import plan
-from .recompute_activations import (
+from .prepared import (
     recompute_activations,
     recomputing,
     report,
     share_plans,
     undo,
 )
+from .recompute.kinds.plans import plan
 from .reversible.checks import checking_repetitions
 from .reversible.couplings import (
     AdditiveCoupling,
