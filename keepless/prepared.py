@@ -124,8 +124,8 @@ def share_plans(network: nn.Module) -> None:
 def report(network: nn.Module) -> Report:
     """Report the tensors that a prepared network kept in its last forward pass. Call it after a step and print it.
 
-    With a budget it says whether the plan keeps a tensor or the tensor cannot be recomputed. If the pass left its plan,
-    only tensors from there on are listed.
+    It says why each tensor is kept: without a budget by which rule, with one whether the plan keeps it or it cannot be
+    recomputed. If the pass left its plan, only tensors from there on are listed.
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """

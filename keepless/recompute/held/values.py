@@ -90,7 +90,9 @@ class Value(Holder):
     It is recomputed (or unpacked) once per backward pass, for its first reader, and held until the last has read it.
     """
 
-    __slots__ = (*("bytes", "number", "positive", "readers", "recipes", "sign_readers", "source", "storage", "stream"),)
+    __slots__ = (
+        *("bytes", "number", "positive", "readers", "recipes", "sign_readers", "source", "storage", "stream", "why"),
+    )
 
     def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
         self.source = source
@@ -98,6 +100,7 @@ class Value(Holder):
         self.bytes = bytes  # of that storage; 0 for leaves with a gradient, which stay anyway
         self.recipes: list[weakref.ref[Any]] = []  # may still read it while they exist
         self.number = -1  # its call's in a plan; its own in a counted step
+        self.why = ""  # it is kept
         self.readers = 0
         self.sign_readers = 0  # readers that only need to know which values are positive
         self.positive: Positive | None = None  # the function by which they find out
@@ -322,6 +325,7 @@ class Call:
         self.first_node = next_node_number()
         self.overwrites = False  # it overwrites an argument
         self.before: Value | None = None  # value of the first argument, if the call overwrites it
+        self.why = ""  # the result is kept
         self.random: Any = None  # the state of the generator before the call, if it may be needed
         self.saves = 0  # number of tensors saved so far
         self.packed: list[tuple[Tensor, Any]] = []  # tensors that autograd saves, and what it holds instead

@@ -124,6 +124,8 @@ class KnownValues:
         storage = tensor.untyped_storage()
         own = 0 if tensor.is_leaf and tensor.requires_grad else storage.nbytes()
         value = Value(self.kept(tensor, None), address(storage), own)
+        if id(tensor) in self.log.reasons:
+            value.why = self.log.why(tensor)
         if self.outer is not None:
             if self.call is not None:  # the running call may still get a recipe
                 self.call.unsettled.append((value, tensor))
@@ -325,6 +327,7 @@ class KnownValues:
         is_base = base is not None and base.numel() == tensor.numel() and self.is_made(base)
         kept = base if base is not None and is_base else tensor
         value = self.keep(kept)
+        value.why = value.why or self.log.why(tensor)
         self.log.keep(value, kept)
         if call.row.inside:
             call.inside.append(Inside(value, call.saves - 1, is_base))

@@ -95,4 +95,4 @@ class ByPlan:
         if not self.plans:
             return "no plan"
         is_planned = value.number >= 0 and self.plans[0].flags[value.number] & Flag.KEEP
-        return "planned" if is_planned else "cannot be computed again"
+        return "planned" if is_planned else value.why or "cannot be computed again"

@@ -24,25 +24,28 @@ _LONGEST, LONGEST_PLANNED = 12, 200
 
 
 def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again | None:
-    """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5).
+    """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5); if not, sets `call.why`.
 
     With a plan, recipes may read any tensor that the forward pass has made, and rule 5 does not apply.
     """
     find = _Finder(known, call, result)
     try:
         again = rule(find, call.args, call.kwargs, result)
-    except NotFollowed:
+        if again.draws:
+            if call.random is None or _MUCH * state_bytes(result) > find.room:
+                raise NotFollowed("its random numbers are not worth keeping")
+            again = again._replace(function=partial(call.random.call, again.function))
+        alone = find.alone
+        if not known.by_plan:
+            alone += kept_bytes_below(find.unread, only_unread=True)
+            if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > _MUCH * find.room:
+                raise NotFollowed(f"over {_MUCH} times smaller than what it is computed from")  # e.g. a mean
+        if alone > find.room:
+            raise NotFollowed("smaller than what would be kept for it")
+    except NotFollowed as reason:
+        call.why = str(reason)
         return None
-    if again.draws:
-        if call.random is None or _MUCH * state_bytes(result) > find.room:
-            return None
-        again = again._replace(function=partial(call.random.call, again.function))
-    alone = find.alone
-    if not known.by_plan:
-        alone += kept_bytes_below(find.unread, only_unread=True)
-        if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > _MUCH * find.room:
-            return None  # e.g. a mean: reading all values again would take longer than keeping it is worth
-    return again if alone <= find.room else None
+    return again
 
 
 class _Finder:
@@ -62,14 +65,14 @@ class _Finder:
     def saved(self, node: Any, name: str) -> Value | Kept:
         found = saved_value(packed_by(node, name))
         if not isinstance(found, (Value, Kept)):
-            raise NotFollowed
+            raise NotFollowed("its call saves by other hooks")
         if node is self.result.grad_fn:
             self.call.found.append((name, found))
         return found
 
     def _found(self, tensor: Tensor, lend: bool) -> Value | Kept:
         if not is_ordinary(tensor):
-            raise NotFollowed
+            raise NotFollowed("its input may change unseen")
         copy_it = self.known.copy_parameters and is_parameter(tensor)
         if tensor.requires_grad and not copy_it:
             for saved, kept in self.call.packed:
@@ -82,8 +85,10 @@ class _Finder:
             return value
         stays = tensor.requires_grad and tensor.is_leaf
         is_small = _MUCH * _bytes(tensor) <= self.room
-        if tensor is self.result or not (is_small or ((lend or stays) and not copy_it)):
-            raise NotFollowed
+        if tensor is self.result:
+            raise NotFollowed("its input is overwritten")
+        if not (is_small or ((lend or stays) and not copy_it)):
+            raise NotFollowed("its input is not kept")
         return self._lent(tensor, is_small)
 
     def _available(self, tensor: Tensor) -> Value | None:
@@ -131,6 +136,7 @@ def follow(
     """
     recipe = Recipe(again, result)
     if recipe.depth > longest:
+        call.why = f"{longest} recipes in a row"
         return None
     if whole:
         recipe = _of_inside(again, call, result)

@@ -316,6 +316,9 @@ class Recording(TorchFunctionMode):
                 self.decide(rule, call, result)
         else:
             known.note_made(call, result)
+            call.why = "only a budget repeats it" if row.is_slow else ""
+        if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
+            known.log.explain(result, known.find(result), call.why)
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not (value.sign_readers or value.source.is_modified()):
                 value.source = Kept(tensor, known.outer)

@@ -20,7 +20,7 @@ class Line(NamedTuple):
     made_by: str  # the operation that made them, or a tensor subclass; "input" if the network did not make them
     kept_for: str  # the function that reads them
     module: str  # the module that calls this function; "" outside of the network's modules
-    why: str = ""  # with a budget, or for a tensor subclass
+    why: str = ""  # it is kept
 
 
 class Report(NamedTuple):
@@ -63,6 +63,17 @@ class Log:
         self.entries: list[tuple[weakref.ref[Any], int, int, str, Any, Any]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.function: Callable[..., Any] | None = None  # the one that is running
+        self.reasons: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # why results of calls are kept, by id
+
+    def explain(self, result: Tensor, value: Any, why: str) -> None:
+        """Note why the result of a call is kept, if it is. `value`: its value, if it has one already."""
+        self.reasons[id(result)] = weakref.ref(result), why
+        if value is not None:
+            value.why = why
+
+    def why(self, tensor: Tensor) -> str:
+        reference, why = self.reasons.get(id(tensor), (None, ""))
+        return why if reference is not None and reference() is tensor else ""
 
     def keep(self, value: Any, tensor: Tensor) -> None:
         node, base = tensor.grad_fn, tensor._base
@@ -81,11 +92,14 @@ class Log:
             entry = KeptTensor(size, type(tensor).__name__, name, calling_module(), "a subclass of tensors")
             self.others.append((weakref.ref(kept), entry))
 
-    def kept(self, why: Callable[[Any], str] = lambda value: "") -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage. Empties the log. `why`: the reason."""
+    def kept(self, planned: Callable[[Any], str] | None = None) -> list[KeptTensor]:
+        """The tensors kept at the end of the forward pass, one per storage. Empties the log.
+
+        `planned`: why a plan keeps a value. Without a plan, the rules have noted why they do.
+        """
         found: dict[int | Signs, KeptTensor] = {}
         entries, others = self.entries, self.others
-        self.entries, self.others = [], []
+        self.entries, self.others, self.reasons = [], [], {}
         for reference, storage, size, made_by, function, module in entries:
             value = reference()
             if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
@@ -95,7 +109,9 @@ class Log:
             if isinstance(value.source, Signs):  # the tensor is freed, and others may have got its address
                 size, kept_for, key = value.source.bytes, f"signs for {kept_for}", value.source
             made_by = made_by.partition("Backward")[0]
-            found.setdefault(key, KeptTensor(size, made_by, kept_for, module, why(value)))
+            why = "made without a gradient" if made_by == "input" else value.why or "no rule repeats it"
+            why = why if planned is None else planned(value)
+            found.setdefault(key, KeptTensor(size, made_by, kept_for, module, why))
         return [*found.values(), *(entry for reference, entry in others if reference() is not None)]
 
 

@@ -91,7 +91,7 @@ def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 class NotFollowed(Exception):
-    """Raised by a rule: the call cannot be repeated, so its result has to be kept."""
+    """Raised by a rule: the call cannot be repeated, so its result has to be kept. Reports show the message."""
 
 
 class Find(Protocol):
@@ -106,6 +106,7 @@ class Find(Protocol):
 Function = Callable[..., Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
 
+_RANDOM, _UNKNOWN = "its random numbers cannot be drawn again", "its call has an unknown option"
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
@@ -116,7 +117,7 @@ def repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> 
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if "out" in kwargs:
-            raise NotFollowed
+            raise NotFollowed("its result is written into a given tensor")
         again = function if not kwargs else ByName(function, len(args), tuple(kwargs)).call
         arguments = [find(a, lend) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
         return Again(again, arguments, fresh)
@@ -166,7 +167,7 @@ def unless(function: Function, position: int, name: str) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if args[position] if position < len(args) else kwargs.get(name):
-            raise NotFollowed
+            raise NotFollowed(f"its call writes, because of {name}")
         return again(find, args, kwargs, result)
 
     return rule
@@ -178,7 +179,7 @@ def random_again(function: Function) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if kwargs.get("generator") is not None or not all(map(_is_aligned, args)):
-            raise NotFollowed
+            raise NotFollowed(_RANDOM)
         return again(find, args, kwargs, result)._replace(draws=True)
 
     return rule
@@ -223,7 +224,7 @@ def mask(function: Function) -> Rule:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
-            raise NotFollowed
+            raise NotFollowed(_RANDOM)
         if is_mask_alike(x):
             x = x.new_empty(()).expand(x.shape)
         return Again(partial(_on_any_values, function, ShapeOnly(x), tuple(others), named), [], draws=True)
@@ -240,7 +241,7 @@ def _fixed(argument: object) -> object:
     if not isinstance(argument, (list, tuple)):
         return argument
     if any([isinstance(one, Tensor) for one in argument]):
-        raise NotFollowed
+        raise NotFollowed("an argument is a list of tensors")
     return tuple(argument)
 
 
@@ -264,9 +265,9 @@ def activation(function: Function) -> Rule:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
         if any([isinstance(option, Tensor) for option in (*others, *named.values())]):  # it may change later
-            raise NotFollowed
+            raise NotFollowed("an option is a tensor")
         if not named.keys() <= known or not all([isinstance(other, bool) for other in others[position - 1 :]]):
-            raise NotFollowed  # F.elu_ has two more options, without names in Python
+            raise NotFollowed(_UNKNOWN)  # F.elu_ has two more options, without names in Python
         again = partial(function, **named) if named else function
         return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
 
@@ -290,7 +291,7 @@ def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
         return Again(F.batch_norm, [x, *running, *affine, False, 0.0, given.get("eps", 1e-5)], fresh=True)
     node: Any = result.grad_fn
     if type(node).__name__ not in _BATCH_NORMS:
-        raise NotFollowed
+        raise NotFollowed(f"no rule repeats {type(node).__name__}")
     if type(node).__name__ == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
         return Again(_by_cudnn, [x, *affine, given.get("eps", 1e-5)], fresh=True)
     return Again(normalised, [x, find.saved(node, "result1"), find.saved(node, "result2"), *affine], fresh=True)
@@ -328,7 +329,7 @@ def joined(function: Function) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if not kwargs.keys() <= {"tensors", "dim"}:
-            raise NotFollowed
+            raise NotFollowed(_UNKNOWN)
         given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
         parts = [find(tensor, lend=True) for tensor in given["tensors"]]
         return Again(partial(_join, function, given.get("dim", 0)), parts, fresh=True)
@@ -342,7 +343,7 @@ def _join(function: Function, dim: int, *tensors: Tensor) -> Tensor:
 
 def cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     if result.device != args[0].device:
-        raise NotFollowed
+        raise NotFollowed("copied from another device")
     return Again(Tensor.to, [find(args[0]), result.dtype])
 
 
@@ -354,7 +355,7 @@ def max_pool(dimensions: int) -> Rule:
         if type(node).__name__ == "SqueezeBackward1":  # one dimension is pooled as two
             node = node.next_functions[0][0]
         if type(node).__name__ not in _MAX_POOLS or not result.numel():
-            raise NotFollowed
+            raise NotFollowed(f"no rule repeats {type(node).__name__}")
         x = find(args[0] if args else kwargs["input"])
         shape = (*result.shape[: result.dim() - dimensions], -1)
         return Again(_gathered, [x, find.saved(node, "result1"), shape, result.shape], fresh=True)
@@ -376,7 +377,7 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
         double = x.dtype == torch.float64
         scale = 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, double, share)
         return Again(_masked, [find(x), find.saved(node, "result1"), scale], fresh=True)
-    raise NotFollowed
+    raise NotFollowed(f"no rule repeats {type(node).__name__}")
 
 
 @cache
@@ -386,13 +387,13 @@ def dropout_scale(device: torch.device, double: bool, share: float) -> float:
     NotFollowed if it cannot be measured: while a CUDA graph is captured, or if all values are dropped.
     """
     if device.type == "cuda" and is_capturing():
-        raise NotFollowed
+        raise NotFollowed("a CUDA graph is captured")
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), without_function_modes(), without_dispatch_modes(), torch.random.fork_rng(devices):
         ones = torch.ones(2**12, dtype=torch.float64 if double else torch.float32, device=device)
         scale = torch.native_dropout(ones, share, True)[0].max().item()
     if not scale:
-        raise NotFollowed
+        raise NotFollowed("all values are dropped")
     return scale
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from keepless import recompute_activations, report
+from tests.keepless.recompute.ahead import After
 from tests.keepless.recompute.networks import Conjugates
 
 
@@ -32,13 +33,13 @@ class Parts(nn.Sequential):
 X = torch.linspace(-1, 1, 4 * 32 * 64).sin().view(4, 32, 64)
 TEXTS = {
     None: """
-bytes    tensors  made by  kept for        module
-49,152   2        input    dropout         5
-32,768   1        input    layer_norm      0
-32,768   1        Tanh     tanh            4
-32,768   1        Addmm    silu            2.0
-16,384   1        Softmax  softmax
-1,024    1        Relu     signs for relu  7
+bytes    tensors  made by  kept for        module  why
+49,152   2        input    dropout         5       made without a gradient
+32,768   1        input    layer_norm      0       made without a gradient
+32,768   1        Tanh     tanh            4       its input is not kept
+32,768   1        Addmm    silu            2.0     only a budget repeats it
+16,384   1        Softmax  softmax                 only a budget repeats it
+1,024    1        Relu     signs for relu  7       its input is not kept
 164,864           total""",
     "1GiB": """
 bytes    tensors  made by          kept for        module  why
@@ -71,7 +72,11 @@ def test_a_report_says_what_is_kept_for_what_and_why(budget):
     "network, x, expected",
     [
         # Views that cannot be made again.
-        (Conjugates(), torch.randn(4, 8), {("Conj", "mul", ""): 256, ("input", "matmul", ""): 256}),
+        (
+            Conjugates(),
+            torch.randn(4, 8),
+            {("Conj", "mul", "no rule repeats it"): 256, ("input", "matmul", "made without a gradient"): 256},
+        ),
         (
             nn.Sequential(nn.Linear(4, 4), nn.SiLU()),
             TwoTensor(torch.ones(3, 4), torch.ones(3, 4)),
@@ -82,3 +87,27 @@ def test_a_report_says_what_is_kept_for_what_and_why(budget):
 def test_a_report_lists_what_has_no_recipe(network, x, expected):
     recompute_activations(network)(x).sum().backward()
     assert {(line.made_by, line.kept_for, line.why): line.bytes for line in report(network).lines} == expected
+
+
+def _repeated(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = x.exp()
+    return x
+
+
+# `exp` saves its result, unlike `sin`, which saves its argument.
+REASONS = {
+    "its input is not kept": lambda x: F.pixel_shuffle(F.conv2d(x, x.new_ones(4, 4, 1, 1)), 2).sin(),
+    "12 recipes in a row": lambda x: _repeated(x, 14),
+    "over 16 times smaller than what it is computed from": lambda x: x.exp().mean((2, 3), keepdim=True).sin(),
+    "an option is a tensor": lambda x: F.elu(x, torch.ones(())).sin(),
+    "no rule repeats it": lambda x: x.cumsum(0).sin(),
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_a_report_names_the_rule_that_keeps_a_tensor(why):
+    network = recompute_activations(After(nn.Identity(), REASONS[why]))
+    for _ in range(2):  # recorded, and by a script
+        network((torch.randn(4, 4, 8, 8, requires_grad=True) * 1).sin()).sum().backward()
+        assert why in {line.why for line in report(network).lines}
