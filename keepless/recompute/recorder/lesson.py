@@ -17,28 +17,6 @@ from ..table.functions import Row
 Path = Any  # of an argument: its position, its name, or (position of a list, position in it)
 
 
-class Form(NamedTuple):
-    """What the result of a recipe looks like, and how often it is read in a backward pass."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    device: str
-    autocast: tuple[bool, torch.dtype | None]  # during the forward pass
-    readers: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, readers: int = 0) -> "Form":
-        return cls(tensor.shape, tensor.dtype, tensor.stride(), tensor.device.type, (False, None), readers)
-
-    def is_of(self, tensor: Tensor) -> bool:
-        # Without a call of `is_laid_out_as`, because a step asks it often
-        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.stride() == self.stride
-
-    def is_laid_out_as(self, tensor: Tensor) -> bool:
-        return tensor.dtype is self.dtype and tensor.stride() == self.stride
-
-
 _NUMBERS = (bool, int, float, complex)
 _CONSTANTS = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
 
@@ -241,8 +219,6 @@ class Taught:
         self.counts: list[tuple[Path, int]] = []  # lengths of lists with tensors
         self.own: Any = None
         self.base: Any = None
-        self.form: Form | None = None
-        self.base_form: Form | None = None
         self.stream = -1
         self.copied: list[weakref.ref[Value]] = []  # values that are copied before the call overwrites them
         self.opening: Opening | None = None  # of an opened function, if a script can repeat its calls
@@ -284,13 +260,12 @@ class Lesson:
                 copy_of = CopyOf(paths[id(argument)], _reference(find(argument)), is_base)
             taught.packs.append((what, storage, tensor is result, copy_of))
         if isinstance(result, Tensor) and is_ordinary(result):
-            taught.form = Form.of(result)
             taught.written = bool(call.args) and result is call.args[0]
             if result.is_cuda:
                 taught.stream = result.device.index
             taught.own = _reference(find(result))
             if result._base is not None:
-                taught.base, taught.base_form = _reference(find(result._base)), Form.of(result._base)
+                taught.base = _reference(find(result._base))
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
         for path, one in _tensors(call.args, call.kwargs):
             has_layout = is_ordinary(one) and not isinstance(one, nn.Parameter)
@@ -343,6 +318,9 @@ def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
 
 def _source(argument: Any, call: Call, paths: dict[int, Path]) -> Source:
     """Where a script finds an argument of a recipe."""
+    if isinstance(argument, ShapeOnly):
+        tensor = next(tensor for tensor, found in call.found if found is argument)
+        return Source("shape", paths[id(tensor)])
     if isinstance(argument, (Value, Kept)):
         names = [one for one, found in call.found if found is argument and isinstance(one, str)]
         for tensor, found in call.found:

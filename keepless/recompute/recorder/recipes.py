@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...inputs import tensors_in
-from ...saved import Kept, is_ordinary, laid_out
+from ...saved import Kept, ShapeOnly, is_ordinary, laid_out
 from ...torch_internals import FakeTensor, address, is_capturing, packed_by
 from ..held.values import Again, Call, Inside, Recipe, Value, kept_bytes_below, saved_value
-from ..table.rules import NotFollowed, Rule
+from ..table.rules import NotFollowed, Rule, any_values
 from .known_values import KnownValues, is_parameter
 from .plan import ByPlan, Flag
 
@@ -68,6 +68,11 @@ class _Finder:
             raise NotFollowed("its call saves by other hooks")
         if node is self.result.grad_fn:
             self.call.found.append((name, found))
+        return found
+
+    def shape(self, tensor: Tensor) -> ShapeOnly:
+        found = any_values(tensor)
+        self.call.found.append((tensor, found))
         return found
 
     def _found(self, tensor: Tensor, lend: bool) -> Value | Kept:
@@ -236,12 +241,13 @@ class Rerun:
     ):
         self.function, self.needs_grad = function, needs_grad
         self.positions = {part.number: (position, part.is_base) for position, part in enumerate(inside)}
-        self.forms = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in originals]
+        self.forms = _forms(originals)
 
-    def around(self, function: Callable[..., Any]) -> "Rerun":
-        """The same for another function that does the same, e.g. with other random numbers."""
+    def around(self, function: Callable[..., Any], originals: Sequence[Tensor | None]) -> "Rerun":
+        """The same for another call, of a function that does the same, e.g. with other random numbers."""
         other = copy.copy(self)
         other.function = function
+        other.forms = _forms(originals)
         return other
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
@@ -263,12 +269,19 @@ class Rerun:
         with torch.enable_grad(), saved_tensors_hooks(pack, _never):
             result = self.function(*given)
         tensors = [*(found[position] for position in sorted(found)), result.detach()][: len(self.forms)]
-        if [(tensor.shape, tensor.dtype) for tensor in tensors] != [form[:2] for form in self.forms]:
+        found_forms = [form and found for form, found in zip(self.forms, _forms(tensors), strict=True)]
+        if [form and form[:2] for form in found_forms] != [form and form[:2] for form in self.forms]:
             raise RuntimeError(
                 f"{self.function} has run again for the backward pass, and has saved other tensors than in the forward "
                 f"pass: with a budget, a function must do the same each time it runs"
             )
-        return [laid_out(tensor, stride) for tensor, (*_, stride) in zip(tensors, self.forms, strict=True)]
+        laid = zip(tensors, self.forms, strict=True)
+        return [tensor if form is None else laid_out(tensor, form[2]) for tensor, form in laid]
+
+
+def _forms(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """The shape, dtype and strides of each tensor; None for one that nothing reads."""
+    return [None if one is None else (one.shape, one.dtype, one.stride()) for one in tensors]
 
 
 def _never(_: object) -> Tensor:

@@ -41,7 +41,7 @@ _SURPRISED = "return follows.surprised(packing, result)"
 def as_code(act: Act) -> Callable[..., Any]:
     """Write `act.run(follows, function, types, args, kwargs)`, which makes a call and notes what it drops.
 
-    It first compares modes and arguments, and at last the form of the result. If something differs, the recorder takes
+    It first compares modes and arguments, and at last looks at the result. If something differs, the recorder takes
     over: before the call, or after it if the call has not done what the script expects.
     """
     act.run = _Code(act).made()
@@ -167,7 +167,7 @@ class _Code:
         """Make the call, and note what it drops."""
         act, lines = self.act, self.lines
         lines.append("packing = None")
-        lines.append("own = None" if act.form is None else f"own = Slot({self.name(act.form)})")
+        lines.append("own = None" if act.conditions is None else f"own = Slot({self.name(act.conditions)})")
         if act.simple is None:
             ready = [self.name(one.ready) + "((args, kwargs))" for one in act.makes]
             lines.append(f"functions = [{', '.join(ready)}]")
@@ -182,31 +182,24 @@ class _Code:
             failed = "packing.has_failed or (packing.own is not None and packing.own is not result)"
             failed += f" or len(packing.packed) != {len(act.packs)}" if act.packed else ""
             lines += [f"if {failed}:", f"    {_SURPRISED}"]
-        if act.form is not None:
-            self.check_form()
+        if act.conditions is not None:
+            self.check_result()
         if act.simple is not None:
             self.note_result()
-        elif act.form is not None or act.makes:
+        elif act.conditions is not None or act.makes:
             lines.append(f"arguments = [{', '.join(self.arguments)}]")
             lines.append(f"follows.handles.drop({self.name(act)}, result, own, arguments, functions, packing)")
         lines.append("return result")
 
-    def check_form(self) -> None:
-        """Check whether the result looks as the script expects."""
-        act = self.act
-        assert act.form is not None
-        conditions = [
-            "type(result) is not Tensor",
-            f"result.shape != {self.name(act.form.shape)}",
-            f"result.dtype is not {self.name(act.form.dtype)}",
-            f"result.stride() != {self.name(act.form.stride)}",
-            "not result.requires_grad",
-        ]
+    def check_result(self) -> None:
+        """Check whether the call has made a tensor, and note what it looks like."""
+        act, conditions = self.act, ["type(result) is not Tensor", "not result.requires_grad"]
         if act.written:
             conditions += ["result is not arg_0", "result._version != version + 1"]
         else:
             conditions += ["result is arg_0"] if act.count > 0 else []
         self.lines += [f"if {' or '.join(conditions)}:", f"    {_SURPRISED}"]
+        self.lines.append("own.dtype, own.stride = result.dtype, result.stride()")
 
     def note_result(self) -> None:
         """Note how to compute the result, where nothing else is dropped. `Handles.drop` does the same for all calls."""

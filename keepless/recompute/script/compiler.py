@@ -14,14 +14,14 @@ from ...torch_internals import address, saved_as
 from ..held.signs import Signs
 from ..held.values import Recipe, Value, saved_value
 from ..recorder.known_values import checkpointed_output
-from ..recorder.lesson import CopyOf, Form, Lesson, Source, Taught, is_constant
+from ..recorder.lesson import CopyOf, Lesson, Source, Taught, is_constant
 from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun, random_state
 from ..recorder.report import KeptTensor
 from ..table.functions import PRODUCTS, Row
 from ..table.rules import ByName, attention, by_present_backends
 from . import handles
-from .script import END, WRITES, Act, Entry, Make, Script, Take
+from .script import END, WRITES, Act, Conditions, Entry, Make, Script, Take
 
 _MANY = 2**12  # numbers for the values of one call
 _IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
@@ -121,7 +121,7 @@ class _Compiler:
         for pack in packs:
             if pack is not None and not pack.is_elsewhere:
                 self._note_saved(self.numbered.get(pack.number))
-        if any(one is not None for one in packs) or act.packed or any(make.is_group for make in act.makes):
+        if any(one is not None for one in packs) or act.packed or any(make.rerun for make in act.makes):
             act.packs = packs
         if act.packs is None and not act.makes:
             return None
@@ -133,13 +133,12 @@ class _Compiler:
             if base is not own and is_new and self._number(own) in inside:
                 if base.source.function is not Tensor.view or base.source.inputs != [own]:
                     raise _Unlearnable("a base that is computed in an unknown way")
-                assert taught.base_form is not None
                 number = self._number(base)
-                act.base = number, self._form_of(base, taught.base_form)
+                act.base = number, _conditions(base)
                 self.seen.add(number)
-        is_result_alone = len(act.makes) == 1 and act.form is not None and not (act.is_kept or act.base or act.packed)
+        is_alone = len(act.makes) == 1 and act.conditions is not None and not (act.is_kept or act.base or act.packed)
         gives = any(pack is not None and pack.make is handles.served for pack in packs)
-        if is_result_alone and not (gives or act.makes[0].is_group or act.makes[0].prepared):
+        if is_alone and not (gives or act.makes[0].rerun or act.makes[0].prepared):
             act.simple = act.makes[0].function
         act.guards = taught.writes and not any(path == 0 for path, *_ in act.takes)
         act.written, act.stream = taught.written, taught.stream
@@ -162,16 +161,15 @@ class _Compiler:
             act.makes.append(self._make(taught, act, recipe, begin, draws, function, numbers))
             act.autocast, act.device = recipe.autocast, recipe.device
             if own is not None and any(one is own for one in outputs):
-                assert taught.form is not None
-                act.form, act.number = self._form_of(own, taught.form), self._number(own)
+                act.conditions, act.number = _conditions(own), self._number(own)
         makes = act.makes
-        if makes and not (taught.given and not any(make.is_group for make in makes)):
+        if makes and not (taught.given and not any(make.rerun for make in makes)):
             ignored = _IGNORED.get(taught.function, ())
             act.consts = [(path, one) for path, one in taught.consts if path not in ignored]
             for _, one in act.consts:
                 if not is_constant(one):
                     raise _Unlearnable(f"an argument {type(one).__name__}")
-        if any(make.is_group for make in makes) or taught.function in PRODUCTS:
+        if any(make.rerun for make in makes) or taught.function in PRODUCTS:
             act.forms = taught.forms
 
     def _add_arguments(self, taught: Taught, act: Act, recipe: Recipe, sources: list[Source]) -> None:
@@ -185,9 +183,11 @@ class _Compiler:
                 packs = [saved for saved, *_ in taught.packs]
                 copies = [n for n, one in enumerate(packs) if callable(one) and saved_value(one()) is copy]
             if source.kind == "arg" and copies:
-                act.packed.append((copies[0], position, None if copy is argument else self._form_of(argument)))
+                act.packed.append((copies[0], position, True))
             elif source.kind == "arg":
                 act.takes.append((source.what, self._take(argument, source, taught), position))
+            elif source.kind == "shape":
+                act.takes.append((source.what, Take(-1, handles.shape_of), position))
             elif source.kind == "given":
                 learned = next(one for path, one in taught.consts if path == source.what)
                 act.given.append((source.what, position, learned))
@@ -197,7 +197,7 @@ class _Compiler:
                 if name is not None and not is_dropped:
                     act.saved.append((name, position))
                 elif number is not None:
-                    act.packed.append((number, position, None))
+                    act.packed.append((number, position, False))
                 else:
                     raise _Unlearnable("an argument of a recipe whose origin is unknown")
             elif source.kind != "const":
@@ -214,19 +214,16 @@ class _Compiler:
         numbers: list[int],
     ) -> Make:
         """How a recipe is computed, whose arguments begin at this position."""
-        wraps, is_group = None, bool(recipe.outputs)
-        if is_group:
-            assert isinstance(recipe.function, Rerun)
-            wraps = recipe.function.around
+        rerun = recipe.function if isinstance(recipe.function, Rerun) else None
+        if rerun is not None:
+            pass
         elif recipe.can_overwrite and not draws and self._is_spare(recipe.arguments[0], act, begin):
             function = torch.relu_ if function is F.relu else partial(function, inplace=True)
         elif function is F.relu and len(recipe.arguments) == 1:
             function = torch.relu
         is_attention = taught.row is not None and taught.row.again is attention
-        prepared = partial(_prepared, function, is_attention, draws, wraps) if is_attention or draws else None
-        if wraps is not None:
-            function = wraps(function)
-        return Make(function, begin, len(act.blank), numbers, is_group, prepared)
+        prepared = partial(_prepared, function, is_attention, draws) if is_attention or draws else None
+        return Make(function, begin, len(act.blank), numbers, rerun, prepared)
 
     def _is_spare(self, argument: Any, act: Act, position: int) -> bool:
         """Whether a recipe may compute its result over the argument at this position."""
@@ -263,26 +260,24 @@ class _Compiler:
             raise _Unlearnable("signs that a recipe reads")
         if number in self.seen:
             return Take(number)
-        form = self._form_of(value)
         if source.function is view:
-            base, *how = source.arguments
+            base = source.arguments[0]
             if isinstance(base.source, Kept) and copy_of is None:
                 if not base.storage:
                     raise _Unlearnable("a view of a kept tensor that is overwritten")
                 return Take(number, handles.keep)
             of = Take(self._number(base))
             if of.number in inside:
-                of = of._replace(make=partial(handles.inside, form=self._inside_form(base)))
+                of = of._replace(make=partial(handles.inside, conditions=_conditions(base)))
             elif of.number not in self.seen:
                 if copy_of is None:
                     raise _Unlearnable("a view of an unknown base")
                 of = self._copied(base, of.number, copy_of)
             self.seen.add(number)
-            form = form._replace(shape=how[1])
-            return Take(number, partial(handles.view_of, of=of, form=form, how=how), of.is_elsewhere)
+            return Take(number, partial(handles.view_of, of=of, conditions=_conditions(value)), of.is_elsewhere)
         if source.function is checkpointed_output:
             self.seen.add(number)
-            return Take(number, partial(handles.norm, form=form))
+            return Take(number, partial(handles.norm, conditions=_conditions(value)))
         if _kept_copy(value) is not None:
             return Take(number, handles.keep_guarded)
         raise _Unlearnable(f"a value that {source.function} computes")
@@ -304,8 +299,7 @@ class _Compiler:
             return Take(number, partial(handles.signs, positive=value.positive, readers=value.readers))
         if value is own and not is_result:  # the result will do in its place
             if number not in made:
-                assert taught.form is not None
-                act.form, act.number, act.is_kept = taught.form._replace(readers=1), number, True
+                act.conditions, act.number, act.is_kept = Conditions(1), number, True
                 self.seen.add(number)
             return Take(-1, handles.served)
         if copy_of is not None and not copy_of.is_base and number not in made:
@@ -317,11 +311,10 @@ class _Compiler:
         if is_result and number in made:
             return Take(number, handles.own_result)
         if number in made:
-            return Take(number, partial(handles.inside, form=self._inside_form(value)))
+            return Take(number, partial(handles.inside, conditions=_conditions(value)))
         if number not in self.seen and source.function is Tensor.to and taught.row is not None and taught.row.narrow:
             self.seen.add(number)
-            kept, _ = source.arguments
-            return Take(number, partial(handles.narrowed, dtype=kept.source.packed.dtype, form=self._form_of(value)))
+            return Take(number, partial(handles.narrowed, conditions=_conditions(value)))
         if source.function in (Tensor.to, Tensor.reshape) and number not in self.seen:
             raise _Unlearnable("a copy of an argument")
         take = self._handle(value, copy_of=copy_of, inside=made - {act.number})
@@ -334,33 +327,22 @@ class _Compiler:
         if not isinstance(source, Recipe) or not is_made or value is of:
             if of is None or _kept_copy(of) is not value:
                 return Take(-1, partial(handles.kept_in_copy, path=path, number=number))
-            make = partial(handles.kept_in_copy, path=path, number=self._number(of), form=self._form_of(of))
+            make = partial(handles.kept_in_copy, path=path, number=self._number(of), conditions=_conditions(of))
             return Take(number, make)
         if number in self.seen:
             return Take(number)
-        argument, more = source.arguments
-        taken = self._handle(argument)
+        taken = self._handle(source.arguments[0])
         self.seen.add(number)
-        form = self._form_of(value)
-        if source.function is Tensor.reshape:
-            form = form._replace(shape=more)
-        make = partial(handles.copy_of, path=path, of=taken, function=source.function, more=more, form=form)
+        conditions = _conditions(value)
+        make = partial(handles.copy_of, path=path, of=taken, function=source.function, conditions=conditions)
         return Take(number, make, is_elsewhere=True)
 
-    def _form_of(self, value: Value, form: Form | None = None) -> Form:
-        """The form of a value that a recipe computes. `form`: of its tensor, if it is known."""
-        source = value.source
-        assert isinstance(source, Recipe)
-        if form is None:
-            form = Form(torch.Size(), source.dtype, source.stride, source.device, source.autocast, 0)
-        return form._replace(readers=value.readers, autocast=source.autocast)
 
-    def _inside_form(self, value: Value) -> Form:
-        source = value.source
-        assert isinstance(source, Recipe) and isinstance(source.function, Rerun)
-        position = next(i for i, one in enumerate(source.outputs) if one() is value)
-        shape, dtype, stride = source.function.forms[position]
-        return Form(shape, dtype, stride, source.device, source.autocast, value.readers)
+def _conditions(value: Value) -> Conditions:
+    """The conditions under which a recipe computes a value."""
+    source = value.source
+    assert isinstance(source, Recipe)
+    return Conditions(value.readers, source.autocast, source.device)
 
 
 def _kept_copy(value: Any) -> Value | None:
@@ -377,7 +359,7 @@ def _base(value: Value) -> Value:
     return source.inputs[0] if isinstance(source, Recipe) and source.function is view else value
 
 
-def _prepared(function: Any, is_attention: bool, draws: bool, wraps: Any, given: Any) -> Callable[..., Any]:
+def _prepared(function: Any, is_attention: bool, draws: bool, given: Any) -> Callable[..., Any]:
     """The function of a recipe, before a call with these arguments: with the present backends and random numbers."""
     if is_attention:
         named = getattr(function, "__self__", None)
@@ -387,4 +369,4 @@ def _prepared(function: Any, is_attention: bool, draws: bool, wraps: Any, given:
         state = random_state(tensors_in(given)[0])
         assert state is not None
         function = partial(state.call, function)
-    return function if wraps is None else wraps(function)
+    return function

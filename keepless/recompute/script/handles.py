@@ -12,9 +12,9 @@ from ...saved import PLAIN, ShapeOnly, copied, form_of, is_ordinary, laid_out, v
 from ...torch_internals import address, argument_copied_by
 from ..held.signs import Positive, Signs
 from ..recorder.known_values import checkpointed_output, saved_in
-from ..recorder.lesson import Form, Path, at
-from ..table.rules import overwritten
-from .script import Act, Group, Keep, Slot, Take, unknown
+from ..recorder.lesson import Path, at
+from ..table.rules import any_values, itself, overwritten
+from .script import USUAL, Act, Conditions, Group, Keep, Slot, Take, unknown
 
 
 class Packing:
@@ -43,7 +43,7 @@ class Packing:
         for slot, tensor in given:
             kept = Keep(tensor if tensor.is_leaf else tensor.detach())
             slot.function, slot.arguments = kept.get, ()
-            slot.form = slot.form._replace(dtype=tensor.dtype, stride=tensor.stride())  # not as the script expects
+            slot.dtype, slot.stride = tensor.dtype, tensor.stride()
 
 
 class Handles:
@@ -93,7 +93,7 @@ class Handles:
             if id(tensor) in known:
                 return known[id(tensor)]
             if base is not None and type(of := known.get(id(base))) is Slot and (how := form_of(tensor, base)):
-                slot = Slot(Form.of(tensor), view, (of, *how))
+                slot = Slot(USUAL, tensor, view, (of, *how))
                 self.note_saved(tensor, slot)
                 return slot
         return Keep(tensor if tensor.is_leaf else tensor.detach())
@@ -140,33 +140,37 @@ class Handles:
         """Note how to compute what the call has dropped. `arguments`, `functions`: of all recipes."""
         for saved_by, position in act.saved:
             arguments[position] = saved_by(result.grad_fn)
-        for number, position, form in act.packed:
+        for number, position, is_copy in act.packed:
             assert packing is not None
-            one = packing.packed[number]
-            arguments[position] = one if form is None else Slot(form, laid_out, (one, form.stride))
+            arguments[position] = one = packing.packed[number]
+            if is_copy and not (type(one) is Keep and one.tensor.stride() == result.stride()):
+                arguments[position] = Slot(USUAL, result, laid_out, (one, result.stride()))
         for make, function in zip(act.makes, functions, strict=True):
             given = arguments[make.begin : make.end]
-            if not make.is_group:
+            if make.rerun is None:
                 assert own is not None
                 own.function, own.arguments = function, given
                 continue
+            assert packing is not None
             slots = [own if one == act.number else self._slot_of(one) for one in make.outputs]
-            group = Group(function, given, slots)
+            originals = {id(slot): tensor for slot, tensor in packing.given} | {id(own): result}
+            forms = [None if slot is None else originals[id(slot)] for slot in slots]
+            group = Group(make.rerun.around(function, forms), given, slots)
             for slot in filter(None, slots):
                 slot.group = group
         handle: Any = Keep(result.detach()) if act.is_kept else own
         if packing is not None and packing.given:
             packing.keep_unknown()
             for slot in packing.instead:
-                slot.arguments = [handle]
+                slot.arguments, slot.dtype, slot.stride = [handle], result.dtype, result.stride()
         if own is None:
             return
         self.found[act.number] = ref(result), result._version, handle
         if act.is_saved:
             self.note_saved(result, own)
-        if act.base is not None and (base := result._base) is not None:
-            number, form = act.base
-            slot = Slot(form, Tensor.view, (own, form.shape))
+        if act.base is not None and (base := result._base) is not None and _is_flattened(base, result):
+            number, conditions = act.base
+            slot = Slot(conditions, base, Tensor.view, (own, base.shape))
             self.found[number] = ref(base), base._version, slot
             self.note_saved(base, slot)
 
@@ -193,6 +197,12 @@ class Handles:
         return _is_in(self.read, tensor.untyped_storage())
 
 
+def _is_flattened(base: Tensor, result: Tensor) -> bool:
+    """Whether a result has all values of its base, in the same order."""
+    is_alike = base.numel() == result.numel() and base.dtype is result.dtype
+    return is_alike and base.is_contiguous() and result.is_contiguous()
+
+
 def _is_in(storages: dict[int, ref[UntypedStorage]], storage: UntypedStorage) -> bool:
     known = storages.get(address(storage))
     return known is not None and known() is storage
@@ -216,26 +226,27 @@ def copy(handles: Handles, tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if type(tensor) is nn.Parameter else copied(tensor)
 
 
-def view_of(handles: Handles, tensor: Tensor, of: Take, form: Form, how: Sequence[Any]) -> Slot | None:
-    """A view of a dropped tensor, or of a copy that the running call has made. `how`: see `view`."""
-    base, (strides, _, _, offset) = tensor._base, how
-    if base is None or tensor.is_conj() or (handle := handles.take(of, base)) is None:
+def shape_of(handles: Handles, tensor: Tensor) -> ShapeOnly:
+    """For a recipe that draws the mask of a tensor."""
+    return any_values(tensor)
+
+
+def view_of(handles: Handles, tensor: Tensor, of: Take, conditions: Conditions) -> Slot | None:
+    """A view of a dropped tensor, or of a copy that the running call has made."""
+    base = tensor._base
+    if base is None or (how := form_of(tensor, base)) is None or (handle := handles.take(of, base)) is None:
         return None
-    if not form.is_of(tensor) or base.stride() != strides or tensor.storage_offset() - base.storage_offset() != offset:
-        return None
-    slot = Slot(form, view, (handle, *how))
+    slot = Slot(conditions, tensor, view, (handle, *how))
     handles.slots.append((ref(tensor.untyped_storage()), slot))  # autograd may hold it
     return slot
 
 
-def norm(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
+def norm(handles: Handles, tensor: Tensor, conditions: Conditions) -> Slot | None:
     """The output of one of our norms whose node can compute it."""
     node = tensor.grad_fn
     if not is_node(node) or not node.strategy.recompute_output or tensor._version != node.output_version:
         return None
-    if not form.is_laid_out_as(tensor):
-        return None
-    slot = Slot(form, checkpointed_output, (node, None, saved_in(node)))
+    slot = Slot(conditions, tensor, checkpointed_output, (node, None, saved_in(node)))
     handles.note_saved(tensor, slot)
     return slot
 
@@ -251,19 +262,15 @@ def own_result(handles: Handles, tensor: Tensor) -> Slot | None:
 def served(handles: Handles, tensor: Tensor) -> Slot | None:
     """The argument in whose place the result will do."""
     packing = handles.packing
-    serves, form = packing.act.row.result_serves, packing.act.form
+    serves = packing.act.row.result_serves
     if serves is None or not serves(packing.args, packing.kwargs):
         return None
     # Another slot: the program may overwrite the result, but not the saved argument.
-    slot = Slot(form._replace(readers=1), itself)
+    slot = Slot(Conditions(1), tensor, itself)
     packing.instead += (slot,)
     packing.given += ((slot, tensor),)
     handles.note_saved(tensor, slot)
     return slot
-
-
-def itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def shape(handles: Handles, tensor: Tensor) -> ShapeOnly | None:
@@ -274,58 +281,60 @@ def shape(handles: Handles, tensor: Tensor) -> ShapeOnly | None:
 
 
 def signs(handles: Handles, tensor: Tensor, positive: Positive, readers: int) -> Slot:
-    slot = Slot(Form.of(tensor, readers), Signs(tensor, positive, None).get)
+    slot = Slot(Conditions(readers), tensor, Signs(tensor, positive, None).get)
     handles.note_saved(tensor, slot)
     return slot
 
 
-def narrowed(handles: Handles, tensor: Tensor, dtype: Any, form: Form) -> Slot | None:
+def narrowed(handles: Handles, tensor: Tensor, conditions: Conditions) -> Slot | None:
     """Indices, which are kept in a smaller type."""
     packing = handles.packing
     narrow = packing.act.row.narrow
-    if narrow is None or narrow(packing.args, packing.kwargs) is not dtype or not form.is_laid_out_as(tensor):
+    if narrow is None or tensor.dtype is not torch.int64:
         return None
-    slot = Slot(form, Tensor.to, (Keep(tensor.to(dtype)), form.dtype))
+    slot = Slot(conditions, tensor, itself, (Keep(tensor.to(narrow(packing.args, packing.kwargs))),))
     handles.note_saved(tensor, slot)
     return slot
 
 
-def inside(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
+def inside(handles: Handles, tensor: Tensor, conditions: Conditions) -> Slot:
     """A tensor that the call has made itself, and that is computed again with its result."""
-    if not form.is_of(tensor):
-        return None
-    slot = Slot(form)
+    slot = Slot(conditions, tensor)
     handles.packing.given += ((slot, tensor),)
     return slot
 
 
 def copy_of(
-    handles: Handles, tensor: Tensor, path: Path, of: Take, function: Any, more: Any, form: Form
+    handles: Handles, tensor: Tensor, path: Path, of: Take, function: Any, conditions: Conditions
 ) -> Slot | None:
-    """A copy of an argument, made inside the call: `function(argument, more)`."""
-    argument = _copied_argument(handles, tensor, path)
-    is_alike = form.is_of(tensor) if function is Tensor.reshape else form.is_laid_out_as(tensor)
-    handle = None if argument is None or not is_alike else handles.take(of, argument)
-    return None if handle is None else Slot(form, function, (handle, more))
+    """A copy of an argument, made inside the call: cast, laid out with other strides, or by `function` reshaped."""
+    argument, is_reshaped = _copied_argument(handles, tensor, path), function is Tensor.reshape
+    if argument is None or (argument.dtype is not tensor.dtype if is_reshaped else argument.shape != tensor.shape):
+        return None
+    if (handle := handles.take(of, argument)) is None:
+        return None
+    if is_reshaped:
+        return Slot(conditions, tensor, Tensor.reshape, (handle, tensor.shape))
+    return Slot(conditions, tensor, itself, (handle,))
 
 
-def kept_in_copy(handles: Handles, tensor: Tensor, path: Path, number: int, form: Form | None = None) -> Any:
+def kept_in_copy(
+    handles: Handles, tensor: Tensor, path: Path, number: int, conditions: Conditions = USUAL
+) -> Keep | Slot | None:
     """An argument that is kept in a copy, made inside the call.
 
-    `number`: of the argument. `form`: of the argument, if the copy has other strides.
+    `number`: of the argument. `conditions`: of the argument, if the copy has other strides.
     """
     argument = _copied_argument(handles, tensor, path)
-    if argument is None or tensor.dtype is not argument.dtype:
-        return None
-    if form is not None and not form.is_laid_out_as(argument):
+    if argument is None or tensor.dtype is not argument.dtype or tensor.shape != argument.shape:
         return None
     if number in handles.found:  # another slot than the argument's, which the program may overwrite
         handle = handles.take(Take(number), argument)
-        return None if handle is None else Slot(Form.of(tensor), laid_out, (handle, tensor.stride()))
+        return None if handle is None else Slot(USUAL, tensor, laid_out, (handle, tensor.stride()))
     kept = Keep(tensor.detach())
     own: Keep | Slot = kept
-    if form is not None:
-        own = Slot(form, laid_out, (kept, form.stride))
+    if tensor.stride() != argument.stride():
+        own = Slot(conditions, argument, laid_out, (kept, argument.stride()))
         handles.note_saved(argument, own)
     handles.found[number] = ref(argument), argument._version, own
     return kept

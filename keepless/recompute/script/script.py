@@ -3,8 +3,9 @@
 A `Keep` is to a script what `Kept` is to a recording, and a `Slot` what a `Value` with a `Recipe` is. Both are handles.
 
 Every check of a script is made where it matters: a call must be of the expected function, a tensor that a recipe reads
-must be the object that the script expects, in the expected version, and a result must have the expected form. So the
-values that a script computes are right whatever the program does; where something differs, the recorder takes over.
+must be the object that the script expects, in the expected version. Shapes, dtypes and strides are those of the pass's
+own tensors. So the values that a script computes are right whatever the program does; where something differs, the
+recorder takes over.
 """
 
 import weakref
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from ...saved import autocast_as, check_version, laid_out
 from ..held.values import Holder, Memory, Value
-from ..recorder.lesson import Form, Opening, Path
+from ..recorder.lesson import Opening, Path
 from ..recorder.plan import Plan
+from ..recorder.recipes import Rerun
 from ..recorder.report import KeptTensor
 from ..table.functions import Row
 
@@ -42,6 +44,17 @@ class Keep:
     read = get
 
 
+class Conditions(NamedTuple):
+    """Under which a dropped tensor is computed again, and by how many readers it is read in a backward pass."""
+
+    readers: int = 0
+    autocast: tuple[bool, torch.dtype | None] = (False, None)  # during the forward pass
+    device: str = "cpu"
+
+
+USUAL = Conditions()
+
+
 def unknown() -> Tensor:
     raise AssertionError("the call that saved this tensor has raised an error")
 
@@ -53,10 +66,19 @@ class Slot(Holder):
     is known from the pass in which the script was learned; a wrong number costs time or memory, never a wrong value.
     """
 
-    __slots__ = ("arguments", "form", "function", "group", "memory")
+    __slots__ = ("arguments", "conditions", "dtype", "function", "group", "memory", "stride")
 
-    def __init__(self, form: Form, function: Callable[..., Any] = unknown, arguments: Sequence[Any] = ()):
-        self.form, self.function, self.arguments = form, function, arguments
+    def __init__(
+        self,
+        conditions: Conditions,
+        like: Tensor | None = None,
+        function: Callable[..., Any] = unknown,
+        arguments: Sequence[Any] = (),
+    ):
+        """`like`: the dropped tensor, if it exists; the computed one gets its dtype and strides."""
+        self.conditions, self.function, self.arguments = conditions, function, arguments
+        if like is not None:
+            self.dtype, self.stride = like.dtype, like.stride()
         self.tensor = None
         self.memory: Memory | None = None  # of the forward tensor, once the recorder has taken over
         self.group: Group | None = None
@@ -71,24 +93,24 @@ class Slot(Holder):
         """For recipes: the tensor as it was when the call was made."""
         if self.tensor is not None:
             return self.again(self.tensor)
-        form, group = self.form, self.group
+        (readers, autocast, device), group = self.conditions, self.group
         holder: Slot | Group = self if group is None else group
         given = [*holder.arguments]
         for position, one in enumerate(given):  # one frame of Python for each slot of a chain, which may be long
             if type(one) in HANDLES:
                 given[position] = one.read()
-        if _is_grad_enabled() or form.autocast[0] or _is_autocast_enabled(form.device):
-            with torch.no_grad(), autocast_as(form.autocast, form.device):
+        if _is_grad_enabled() or autocast[0] or _is_autocast_enabled(device):
+            with torch.no_grad(), autocast_as(autocast, device):
                 found = holder.function(*given)
         else:
             found = holder.function(*given)
         tensor = found if group is None else group.share(self, found)
-        if tensor.dtype is not form.dtype:
-            tensor = tensor.to(form.dtype)
-        if tensor.stride() != form.stride:
-            tensor = laid_out(tensor, form.stride)
-        if form.readers > 1:
-            self.hold(tensor, form.readers - 1)
+        if tensor.dtype is not self.dtype:
+            tensor = tensor.to(self.dtype)
+        if tensor.stride() != self.stride:
+            tensor = laid_out(tensor, self.stride)
+        if readers > 1:
+            self.hold(tensor, readers - 1)
         return tensor
 
     def look(self) -> Tensor:
@@ -119,7 +141,7 @@ class Group:
             if slot is wanted:
                 own = tensor
             elif slot is not None and slot.tensor is None:
-                slot.hold(tensor, slot.form.readers)
+                slot.hold(tensor, slot.conditions.readers)
         assert own is not None
         return own
 
@@ -139,7 +161,7 @@ class Make(NamedTuple):
     begin: int  # its arguments among all of the entry: from this position
     end: int  # to this one, excluded
     outputs: Sequence[int]  # numbers of the values that it computes: one, or several if it is a group
-    is_group: bool
+    rerun: Rerun | None  # runs the function if it is a group
     prepared: Callable[[Any], Callable[..., Any]] | None = None  # makes the function anew for each call
 
     def ready(self, given: Any) -> Callable[..., Any]:
@@ -159,18 +181,18 @@ class Act:
         self.takes: list[tuple[Path, Take, int]] = []  # arguments of the call whose handles are taken
         self.given: list[tuple[Path, int, Any]] = []  # read from the present call; and the learned ones
         self.saved: list[tuple[Any, int]] = []  # how the result's node is asked for a tensor that it has saved
-        # What autograd gets for a tensor that the call saves: its number; the form in which the recipe reads it
-        self.packed: list[tuple[int, int, Form | None]] = []
+        # What autograd gets for a tensor that the call saves: its number; whether it is a copy of the first argument
+        self.packed: list[tuple[int, int, bool]] = []
         self.consts: Sequence[tuple[Path, Any]] = ()  # arguments that must not change
         self.names: tuple[str, ...] = ()  # of keyword arguments
         self.forms: Sequence[tuple[Path, bool, Any]] = ()  # of tensors among the arguments, if the way depends on them
-        self.form: Form | None = None  # of the result, if it is dropped, or kept in place of an argument
+        self.conditions: Conditions | None = None  # of the result, if it is dropped, or kept in place of an argument
         self.number = -1  # of the result's value
         self.simple: Callable[..., Any] | None = None  # if the result alone is dropped: its function, a shorter way
         self.is_kept = False  # the result is kept in place of an argument
         self.device = "cpu"
         self.count = -1  # of positional arguments; -1: they are not compared
-        self.base: tuple[int, Form] | None = None  # the number and form of the result's base
+        self.base: tuple[int, Conditions] | None = None  # the number of the result's base, of which it is a view
         self.written = False  # the result is the first argument
         self.guards = False  # the call writes over a tensor that is not checked otherwise
         self.copies: Sequence[int] = ()  # numbers of kept tensors that it overwrites: recipes read copies

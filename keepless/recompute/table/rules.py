@@ -102,6 +102,9 @@ class Find(Protocol):
     def saved(self, node: Any, name: str) -> Any:
         """The value of a tensor that a node has saved under this name."""
 
+    def shape(self, tensor: Tensor) -> ShapeOnly:
+        """The shape and strides of an argument: any values will do."""
+
 
 Function = Callable[..., Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
@@ -225,15 +228,18 @@ def mask(function: Function) -> Rule:
         named = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
             raise NotFollowed(_RANDOM)
-        if is_mask_alike(x):
-            x = x.new_empty(()).expand(x.shape)
-        return Again(partial(_on_any_values, function, ShapeOnly(x), tuple(others), named), [], draws=True)
+        return Again(partial(_on_any_values, function, tuple(others), named), [find.shape(x)], draws=True)
 
     return rule
 
 
-def _on_any_values(function: Function, form: ShapeOnly, others: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-    return function(form.get().requires_grad_(), *others, **named)
+def any_values(x: Tensor) -> ShapeOnly:
+    """What is drawn a mask for: on CPUs, a mask does not depend on strides, so one value is enough."""
+    return ShapeOnly(x.new_empty(()).expand(x.shape) if is_mask_alike(x) else x)
+
+
+def _on_any_values(function: Function, others: tuple[Any, ...], named: dict[str, Any], x: ShapeOnly) -> Tensor:
+    return function(x.get().requires_grad_(), *others, **named)
 
 
 def _fixed(argument: object) -> object:
@@ -315,13 +321,14 @@ def layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Ten
     """Repeat one of our layers. Running statistics that it has updated are not updated again."""
     x, weight, bias, mean, var, arguments, strategy = args
     moved, affine = arguments.use_batch_statistics, _found(find, weight, bias)
-    running = [None if one is None else ShapeOnly(one) if moved else find(one) for one in (mean, var)]
+    running = [None if one is None else one.dtype if moved else find(one) for one in (mean, var)]
     return Again(_layer_again, [find(x), *affine, *running, arguments, strategy], fresh=True)
 
 
-def _layer_again(*given: Any) -> Tensor:
-    ready: Any = [one.get() if isinstance(one, ShapeOnly) else one for one in given]
-    return BatchNormActivation.apply(*ready)
+def _layer_again(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *others: Any) -> Tensor:
+    """`mean`, `var`: if their values do not matter, only their type."""
+    running = [x.new_empty(x.size(1), dtype=one) if isinstance(one, torch.dtype) else one for one in (mean, var)]
+    return BatchNormActivation.apply(x, weight, bias, *running, *others)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def joined(function: Function) -> Rule:
@@ -344,7 +351,11 @@ def _join(function: Function, dim: int, *tensors: Tensor) -> Tensor:
 def cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     if result.device != args[0].device:
         raise NotFollowed("copied from another device")
-    return Again(Tensor.to, [find(args[0]), result.dtype])
+    return Again(itself, [find(args[0])])  # it gets the dtype of the original
+
+
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def max_pool(dimensions: int) -> Rule:
@@ -357,14 +368,15 @@ def max_pool(dimensions: int) -> Rule:
         if type(node).__name__ not in _MAX_POOLS or not result.numel():
             raise NotFollowed(f"no rule repeats {type(node).__name__}")
         x = find(args[0] if args else kwargs["input"])
-        shape = (*result.shape[: result.dim() - dimensions], -1)
-        return Again(_gathered, [x, find.saved(node, "result1"), shape, result.shape], fresh=True)
+        return Again(_gathered, [x, find.saved(node, "result1"), dimensions], fresh=True)
 
     return rule
 
 
-def _gathered(x: Tensor, indices: Tensor, flat: tuple[int, ...], shape: torch.Size) -> Tensor:
-    return x.reshape(flat).gather(-1, indices.reshape(flat)).view(shape)
+def _gathered(x: Tensor, indices: Tensor, dimensions: int) -> Tensor:
+    others = x.shape[: x.dim() - dimensions]
+    flat = (*others, -1)
+    return x.reshape(flat).gather(-1, indices.reshape(flat)).view(*others, *indices.shape[-dimensions:])
 
 
 def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -374,9 +386,8 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
     if type(node).__name__ == "MulBackward0":
         return Again(torch.mul, [find(x), find.saved(node, "other")], fresh=True)
     if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
-        double = x.dtype == torch.float64
-        scale = 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, double, share)
-        return Again(_masked, [find(x), find.saved(node, "result1"), scale], fresh=True)
+        _scale(x, share)  # NotFollowed if it cannot be measured
+        return Again(_masked, [find(x), find.saved(node, "result1"), share], fresh=True)
     raise NotFollowed(f"no rule repeats {type(node).__name__}")
 
 
@@ -397,5 +408,9 @@ def dropout_scale(device: torch.device, double: bool, share: float) -> float:
     return scale
 
 
-def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return (x * mask).mul_(scale)
+def _scale(x: Tensor, share: float) -> float:
+    return 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, x.dtype == torch.float64, share)
+
+
+def _masked(x: Tensor, mask: Tensor, share: float) -> Tensor:
+    return (x * mask).mul_(_scale(x, share))

@@ -987,6 +987,43 @@ def test_a_script_never_runs_where_the_program_differs(seeds):
                 agrees(expected, found, may_refuse or hides(other_moves))
 
 
+class Noting(Following):
+    """Notes whether it has followed its script to the end."""
+
+    did = False
+
+    def __exit__(self, *error):
+        self.did = self.has_followed
+        super().__exit__(*error)
+
+
+def _of_any_size(x: Tensor) -> Tensor:
+    """Calls whose recipes need shapes, strides or dtypes that no argument gives."""
+    y = F.max_pool2d(F.silu(F.instance_norm(x)), 2).sigmoid()
+    y = torch.cat([y, F.max_pool1d(y.flatten(2).tanh(), 2).tanh().repeat(1, 1, 2).view(y.shape)], 1)
+    y = F.silu(y.transpose(2, 3) * 1.5, inplace=True) + F.adaptive_max_pool2d(y.sigmoid(), 1).sigmoid()
+    y = F.dropout(y.sigmoid(), 0.3).sigmoid().permute(0, 2, 3, 1).sigmoid()
+    return F.layer_norm(y, y.shape[-1:]).relu() * y.double().sigmoid().to(y)
+
+
+@pytest.mark.parametrize("flag", [None, Flag.AGAIN, Flag.MASK])
+def test_a_script_holds_for_every_size(flag):
+    def of_size(*shape):
+        def make():
+            x = torch.randn(shape, requires_grad=True)
+            return (lambda: _of_any_size(x * 1.0)), [x], []
+
+        return make
+
+    calls = calls_of(of_size(4, 3, 16, 16))
+    plan = None if flag is None else Plan(calls, bytes([flag] * len(calls)))
+    learning = Learning(plan)
+    run(of_size(4, 3, 16, 16), learning)
+    for shape in ((4, 3, 16, 16), (2, 3, 8, 12), (1, 3, 12, 8)):
+        following = Noting(learning.script, [], partial(_policy_of, plan))
+        assert agrees(run(of_size(*shape), nullcontext()), run(of_size(*shape), following)) and following.did
+
+
 def _signs_beside_readers(x: Tensor) -> Tensor:
     """A norm, a view, a norm of a view and an in-place operation are recomputed from what a LeakyReLU saves, too."""
     a, b, c, d = (_opaque(x, dimension) for dimension in range(4))
