@@ -13,7 +13,7 @@ from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
 from engine.training import build
 from engine.training.learner import Learner, WeightAverage
-from engine.training.step_memory import FakeTensors
+from engine.training.planner import FakeTensors
 from keepless.made_tensors import MadeTensors
 from tests.engine.learners import forward_of
 from tests.runs import one_epoch, run_config, same
