@@ -334,8 +334,8 @@ class _Compiler:
         taken = self._handle(source.arguments[0])
         self.seen.add(number)
         conditions = _conditions(value)
-        make = partial(handles.copy_of, path=path, of=taken, function=source.function, conditions=conditions)
-        return Take(number, make, is_elsewhere=True)
+        copied = partial(handles.copy_of, path=path, of=taken, function=source.function, conditions=conditions)
+        return Take(number, copied, is_elsewhere=True)
 
 
 def _conditions(value: Value) -> Conditions:

@@ -328,7 +328,7 @@ def layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Ten
 def _layer_again(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *others: Any) -> Tensor:
     """`mean`, `var`: if their values do not matter, only their type."""
     running = [x.new_empty(x.size(1), dtype=one) if isinstance(one, torch.dtype) else one for one in (mean, var)]
-    return BatchNormActivation.apply(x, weight, bias, *running, *others)  # type: ignore[no-any-return,no-untyped-call]
+    return BatchNormActivation.apply(x, weight, bias, *running, *others)
 
 
 def joined(function: Function) -> Rule:
