@@ -21,14 +21,13 @@ from ...torch_internals import (
     unpack,
     without_function_modes,
 )
-from ..held.signs import Signs
 from ..held.values import Again, Recipe, Value
 from ..recorder.known_values import KnownValues
 from ..recorder.plan import ByPlan
 from ..recorder.recording import Recording
 from ..table.functions import body, row_of
 from .code import as_code
-from .handles import Handles, Packing
+from .handles import Handles, Packing, has_signs
 from .script import END, WRITES, Act, Entry, Keep, Script, Slot
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -246,7 +245,7 @@ def _tell(known: KnownValues, found: dict[int, Any], saved: Any) -> None:
             continue
         if type(handle) is Keep:
             kept[id(handle)] = known.find(tensor) or known.keep(tensor)
-        elif known.find(tensor) is None and not isinstance(getattr(handle.function, "__self__", None), Signs):
+        elif known.find(tensor) is None and not has_signs(handle):
             known.remember(tensor, Value(Recipe(Again(handle.look, ()), tensor)))
     for slot in slots:
         holder = slot if slot.group is None else slot.group

@@ -88,7 +88,11 @@ class Handles:
     def held(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor: a slot if it, or the base of which it is a view, is dropped; or itself."""
         if is_ordinary(tensor) and self.has_saved(tensor):
-            known = {id(one()): handle for one, version, handle in self.found.values() if version == tensor._version}
+            known = {
+                id(one()): handle
+                for one, version, handle in self.found.values()
+                if version == tensor._version and not has_signs(handle)
+            }
             base = tensor._base
             if id(tensor) in known:
                 return known[id(tensor)]
@@ -278,6 +282,11 @@ def shape(handles: Handles, tensor: Tensor) -> ShapeOnly | None:
     asks = packing.act.row.reads_shape_only
     is_enough = asks is not None and tensor.requires_grad and asks(packing.args, packing.kwargs)
     return ShapeOnly(tensor) if is_enough else None
+
+
+def has_signs(handle: Keep | Slot) -> bool:
+    """Whether a handle has only the signs of its tensor, which no other reader may get."""
+    return type(handle) is Slot and isinstance(getattr(handle.function, "__self__", None), Signs)
 
 
 def signs(handles: Handles, tensor: Tensor, positive: Positive, readers: int) -> Slot:
