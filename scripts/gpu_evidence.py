@@ -94,7 +94,8 @@ def listed(arguments: GpuArguments) -> list[str]:
             name = given.split("/")[1].replace(" seed=", "_seed")
             words = ["python", "train_seg.py", *words, override("run_dir", f"{arguments.out}/runs/equal_time/{name}")]
             words += [f"trainer.steps={arguments.equal_steps}"] if EQUAL_TIME in given else []
-            words += [override(KEYS[place], path) for place, each in places.items() for path in each.values()]
+            if not arguments.rehearse:  # on synthetic images
+                words += [override(KEYS[place], path) for place, each in places.items() for path in each.values()]
         elif program == "run_table":
             own = [
                 f"{name}={{{', '.join(f'{key}: {path}' for key, path in each.items())}}}"

@@ -31,6 +31,8 @@ def test_every_listed_command_is_one_that_its_program_takes(monkeypatch):
         checked(words[2:])
         own = {"trainer.steps=500", "data.root=CAMVID", "body.weights=FILE", f"seed={number}", "trainer.capture=true"}
         assert own <= {*words} and f"run_dir=OUT/runs/equal_time/std_equal_time_seed{number}" in words
+    rehearsed = listed("only=[train_seg]", "rehearse=true", *places)
+    assert not {"data.root=CAMVID", "body.weights=FILE"} & {*rehearsed[0]}
     trained = next(word for word in first[0] if word.startswith("run_dir=")).replace("run_dir", "checkpoint")
     predicting = listed("only=[eval,predict]", "images=a")
     assert all(trained in words for words in predicting) and "input=a" in predicting[-1]
