@@ -131,7 +131,10 @@ def shared_images(one: Split, other: Split, read_files: bool = True) -> int:
 
 
 def _digests(split: Split, other: Split) -> np.ndarray:
-    """A hash of each image, uint64. Of files that `verify` has not read, only those of a size in `other` are read."""
+    """Hashes of a split's images, uint64.
+
+    Files that `verify` has not read are read here, and only those that are as large as some file of `other`.
+    """
     if isinstance(split, ClassificationDataset) and split.pixels is not None:
         return np.array([digest(image) for image in split.pixels], np.uint64)
     if split.digests is not None:

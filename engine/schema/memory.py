@@ -31,6 +31,7 @@ class Memory:
     activations: str | None = key(None, free_on_resume=True)
 
     def check(self) -> None:
+        """Raise ValueError for keys that exclude each other, need another, or leave nothing for tensors."""
         if self.fit is not None and self.budget is None:
             raise ValueError(f"memory.fit={self.fit} needs a device's memory: give memory.budget=…, such as 12GiB")
         if self.activations is not None and self.budget is not None:

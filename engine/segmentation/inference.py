@@ -143,7 +143,7 @@ def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: 
     (count, classes, height, width), (_, stride) = cells.shape, resolution(forward)
     rows = max(1, _SCORES_AT_ONCE // (count * classes * width * stride**2))  # of cells
     for top in range(0, height, rows):
-        first = max(0, top - 1)  # pixels between two cells take part of both
+        first = max(0, top - 1)  # bilinear: the first pixels of these rows also depend on the cell above
         pixels = upsampled(cells[:, :, first : top + rows + 1], (size[0] - first * stride, size[1]), stride)
         yield pixels[:, :, (top - first) * stride : (top + rows - first) * stride]
 

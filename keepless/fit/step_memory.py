@@ -35,7 +35,8 @@ class PlannedStep(NamedTuple):
 
     resident: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
     optimizer: int  # temporary bytes of the optimiser's step
-    plans: list[tuple[int, float]]  # peak of both passes, and time of the step (estimated; without a plan: 1)
+    # (bytes of the forward and backward pass, estimated time relative to a step without a plan)
+    plans: list[tuple[int, float]]
 
     @property
     def held(self) -> int:

@@ -139,7 +139,7 @@ def without_reasons(rows: Iterable[dict]) -> Rows:
 
 
 def relative(row: dict, base: dict, key: str) -> Ratio | None:
-    """A row's bytes, operations or times, divided by those of another row, if both are known."""
+    """A row's value relative to the baseline's. None if one is missing, or the key holds no bytes, times or flops."""
     ours, others = row.get(key), base.get(key)
     if not key.endswith(("_bytes", "_ms", "flops")) or not ours or not others:
         return None

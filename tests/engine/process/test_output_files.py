@@ -111,7 +111,7 @@ def test_an_error_of_a_file_written_behind_ends_the_writing(late):
 
 @pytest.mark.parametrize("error, expected", [(ValueError, [0, 1, 2]), (KeyboardInterrupt, [0])])
 def test_what_waits_is_written_after_an_error_and_not_after_an_interrupt(error, expected, monkeypatch):
-    """What has begun is completed."""
+    """An interrupt drops what waits; the file that is being made is still written."""
     written, begun, interrupted = [], Event(), Event()
     monkeypatch.setattr(output_files, "_WRITERS", 1)
 

@@ -92,7 +92,7 @@ def test_false_is_a_choice_in_any_case(typed):
 
 @pytest.mark.parametrize("typed, read", [("auto", "auto"), ("true", True), ("False", False)])
 def test_a_key_may_take_a_word_or_a_boolean(typed, read):
-    """Also as checkpoints of the time before the word store it."""
+    """Older checkpoints store true or false: they still open."""
     config = run_config(f"trainer.capture={typed}")
     assert config.trainer.capture is read or config.trainer.capture == read == "auto"
     assert from_plain(plain(config), SegmentationRun).trainer.capture == read

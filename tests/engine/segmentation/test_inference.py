@@ -131,7 +131,7 @@ def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
 @pytest.mark.parametrize("size", [(61, 64), (64, 43), (5, 9)])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_many_scores_are_made_a_few_rows_at_a_time_to_the_bit(size, precision, monkeypatch):
-    """Of three rows of cells at a time, and of all; a part of the cells lies outside of the image."""
+    """Three rows of cells at a time, then all of them. The last cells reach beyond the image."""
     network, images, found = small_network(), pictures(*size, count=2), []
     for most, at_once in ((2**26, 0), (0, 2 * 5 * 3 * 4 * 64), (0, 2**26)):
         monkeypatch.setattr(inference, "_MOST_AT_ONCE", most)

@@ -262,7 +262,7 @@ def test_crops_of_another_size_are_refused():
     ],
 )
 def test_combinations_that_cannot_be_captured_are_refused(options, processes, problem):
-    """With trainer.capture=auto they are the reason why a training is eager."""
+    """The same reasons make trainer.capture=auto train eagerly."""
     words = ["trainer.device=cuda", "trainer.capture=true", *options]
     message = f"^trainer.capture=true: {problem}.*; {ADVICE}$"
     if processes == 1:

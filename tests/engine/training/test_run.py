@@ -59,7 +59,7 @@ def test_the_first_line_says_why_a_run_is_not_captured(device, because, said):
 
 
 def test_a_float32_training_on_a_device_for_bfloat16_is_told_what_it_gains():
-    """The numbers are those of the record."""
+    """The message quotes docs/results/training.md; this compares the two."""
     said = run_config().precision_advice()
     table = (REPOSITORY / "docs" / "results" / "training.md").read_text()
     part = table[table.index("## Card of table3/cityscapes_resnext101_inplace_fixed_crop") :]
