@@ -83,6 +83,8 @@ def main(_: DictConfig) -> None:
         write_file(document, written(document.read_text()))
     for page in numbers.pages():
         write_file(page, numbers.written(page, page.read_text()))
+        for number in numbers.without_source(page, page.read_text()):
+            print(f"{page.name}: no entry of numbers.yaml has {number}")
 
 
 if __name__ == "__main__":

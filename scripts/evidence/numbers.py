@@ -85,9 +85,12 @@ def written(page: Path, text: str) -> str:
 
 
 def without_source(page: Path, text: str) -> list[str]:
-    """The measured numbers in the prose of a page that have no record and are not quoted."""
+    """The measured numbers in the prose of a page of `quoted` that have no record and are not quoted."""
+    name = page.relative_to(REPOSITORY).as_posix()
+    if name not in listed()["quoted"]:
+        return []
     known = [entry.found(text).span(i) for entry in entries(page) for i in range(1, len(entry.sources) + 1)]
-    for quoted in listed()["quoted"].get(page.relative_to(REPOSITORY).as_posix(), []):
+    for quoted in listed()["quoted"][name]:
         known.append(Entry(quoted, []).found(text).span())
     prose = NO_PROSE.sub(lambda other: " " * len(other[0]), text)
     return [
