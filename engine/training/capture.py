@@ -201,17 +201,13 @@ class CapturedMicroBatches:
     def _recorded(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
         """The micro-batch as a graph, and its loss. NotCaptured names the module that raised an error."""
         raised: list[Exception] = []
-        kept = torch.is_autocast_cache_enabled()
 
         def watched() -> Tensor:
             try:
-                torch.set_autocast_cache_enabled(False)  # a graph would not compute a cast again that autocast has kept
                 return micro_batch(self.images, self.labels)
             except Exception as error:
                 raised.append(error)
                 raise
-            finally:
-                torch.set_autocast_cache_enabled(kept)
 
         try:
             return self.record(watched)

@@ -81,6 +81,20 @@ def test_captured_steps_are_the_eager_ones_to_the_bit(precision):
     assert captured.network.unused.grad is None and torch.equal(captured.network.unused, torch.ones(3))
 
 
+class Twice(nn.Conv2d):
+    """Uses its weight twice, whose cast autocast keeps for the second time: its gradients are summed in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x).relu())
+
+
+def test_a_weight_that_is_used_twice_is_cast_as_often_as_in_eager_steps():
+    twice = Twice(8, 8, 3, padding=1)
+    eager, captured = (small_learner(own, "bfloat16", copy.deepcopy(twice)) for own in (False, True))
+    assert losses_of(captured, 8) == losses_of(eager, 8)
+    assert same(captured.network.state_dict(), eager.network.state_dict())
+
+
 @pytest.mark.parametrize("words", [("norm=std", "trainer.recompute=activations"), ("body=revnet_tiny", "norm=std")])
 def test_recomputed_and_reversible_steps_read_nothing_that_was_freed(words):
     """A graph does not keep what a recomputation reads. Here the stand-in asserts that somebody does."""
