@@ -77,7 +77,7 @@ class CapturedMicroBatches:
     Args:
         network: its parameters get `gradients`.
         advice: the end of every error: how to train without.
-        repeats: the forward pass runs parts again (`torch.utils.checkpoint`); they must not draw random numbers.
+        repeats: what makes the backward pass run blocks again, which must then not draw random numbers; empty: nothing.
         requested: what cannot be captured is an error; else `NotCaptured` is raised, and a step can go on eagerly.
         record: runs a function once; returns a function that runs it again on the same memory, and its result.
     """
@@ -86,7 +86,7 @@ class CapturedMicroBatches:
         self,
         network: nn.Module,
         advice: str,
-        repeats: str | None = None,
+        repeats: str = "",
         requested: bool = True,
         record: Recorder | None = None,
     ):
@@ -120,7 +120,8 @@ class CapturedMicroBatches:
             self.gradients.zero_()
         else:
             self.reached = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
-            self._drop_gradients()
+            for parameter in self.reached:
+                parameter.grad = None
 
     def average_gradients(self, world: World) -> None:
         """Average the gradients over the ranks, after the last micro-batch. Every rank must call it."""
@@ -156,7 +157,7 @@ class CapturedMicroBatches:
         with torch.cuda.stream(self.stream):
             loss = micro_batch(images, labels)
         torch.cuda.current_stream().wait_stream(self.stream)
-        if self.repeats is not None and not torch.equal(before, torch.cuda.get_rng_state()):
+        if self.repeats and not torch.equal(before, torch.cuda.get_rng_state()):
             self.problem = (
                 f"{self.repeats} runs blocks a second time, and the network draws random numbers"
                 f"{listed_few(drawing(self.network))}, which would be others in a CUDA graph"
@@ -166,7 +167,7 @@ class CapturedMicroBatches:
         return loss
 
     def _capture(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> None:
-        """Capture a step's first micro-batch. If that fails, all is as before, but for gradients: there are none.
+        """Capture a step's first micro-batch. If that fails, gradients are left, and no random number was drawn.
 
         Modules that count their calls in Python have then counted one more.
         """
@@ -187,9 +188,6 @@ class CapturedMicroBatches:
             if strangers := self.gradients.strangers():
                 raise NotCaptured(f"{strangers[0]} has a gradient in some steps only, and a CUDA graph in all")
         except Exception as error:
-            self.release()
-            self._drop_gradients()
-            self.gradients = FlatGradients(self.network)
             torch.set_rng_state(drawn[0])
             random.setstate(drawn[1])
             if not self.requested and is_out_of_memory(error):
@@ -221,10 +219,6 @@ class CapturedMicroBatches:
             ) from last
         finally:
             raised.clear()  # or a cycle would keep the tensors of the pass
-
-    def _drop_gradients(self) -> None:
-        for parameter in self.network.parameters():
-            parameter.grad = None
 
     def _graph(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """The function as a CUDA graph."""

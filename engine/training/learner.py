@@ -114,6 +114,7 @@ class Learner:
         except NotCaptured as problem:
             self.captured, self.eager_because = None, str(problem)
         logger.warning(f"capture off: {self.eager_because}; this run goes on eagerly")
+        self.optimizer.zero_grad()
         gc.collect()  # of the pass that failed, with the memory of its graph
         torch.cuda.empty_cache()
         return micro_batch(images, labels)
