@@ -21,7 +21,7 @@ from engine.process.allocations import memory_errors
 from engine.process.forward import Forward
 from models.segmentation import EXACT, STRETCHED, SegmentationNetwork, upsampled
 
-_MOST_AT_ONCE = 2**26  # class scores of a single pass; more are interpolated in parts
+_MOST_SCORES = 2**26  # class scores of a single pass; more are interpolated in parts
 # Class scores in a part, at full resolution, in float32: 32 MiB. (With 64 MiB, CPUs take 1.6 of the time.)
 _SCORES_AT_ONCE = 2**23
 
@@ -44,7 +44,7 @@ class Views:
         """(H, W) at which the network sees an image of `own_size` at a scale."""
         return scaled(own_size, scale * base_scale(own_size, self.base_size))
 
-    def at_once(self, size: tuple[int, int]) -> bool:
+    def is_single_pass(self, size: tuple[int, int]) -> bool:
         """Whether an image of (H, W) pixels takes a single forward pass."""
         return self.scales == (1.0,) and not self.flip and (self.window is None or max(size) <= self.window)
 
@@ -124,10 +124,10 @@ def predict(
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
     where = f"while {what} of {height}x{width} pixels {was} evaluated. {forward.memory_advice}"
     with memory_errors(where), torch.inference_mode():
-        if views.at_once(size) and values <= _MOST_AT_ONCE:
+        if views.is_single_pass(size) and values <= _MOST_SCORES:
             predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))
         else:
-            if views.at_once(size) and views.upsampling == EXACT:
+            if views.is_single_pass(size) and views.upsampling == EXACT:
                 parts = _own_scores(forward, images, size, views)
             else:
                 parts = _scores(forward, images, size, views, windows)
@@ -148,7 +148,9 @@ def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: 
         yield pixels[:, :, (top - first) * stride : (top + rows - first) * stride]
 
 
-def _scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views, at_once: int) -> Iterator[Tensor]:
+def _scores(
+    forward: Forward, images: Tensor, size: tuple[int, int], views: Views, windows_per_pass: int
+) -> Iterator[Tensor]:
     """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
     images = images.to(forward.mean.device, non_blocking=True)
     orientations = [images, images.flip(3)] if views.flip else [images]
@@ -159,7 +161,8 @@ def _scores(forward: Forward, images: Tensor, size: tuple[int, int], views: View
         window = math.ceil((views.window or max(at)) / stride)
         windows.append([windows_along(math.ceil(side / stride), window, views.overlap) for side in at])
     logits = [
-        _logits(forward, pixels, at, own, views, at_once) for (pixels, at), own in zip(seen, windows, strict=True)
+        _logits(forward, pixels, at, own, views, windows_per_pass)
+        for (pixels, at), own in zip(seen, windows, strict=True)
     ]
     covered = [views.covered(at, size, stride) for _, at in seen]
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * logits[0].shape[1] * size[1]))
@@ -189,11 +192,11 @@ def _logits(
     size: tuple[int, int],
     windows: list[list[tuple[int, Tensor]]],
     views: Views,
-    at_once: int,
+    windows_per_pass: int,
 ) -> Tensor:
     """Logits of `images` (N, 3, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution.
 
-    `at_once`: windows of equal size in one pass.
+    `windows_per_pass`: of equal size.
     """
     classes, stride = resolution(forward)
     rows, columns = (  # copied to the device without waiting for it
@@ -206,7 +209,7 @@ def _logits(
         down = range(top * stride, min((top + len(row_weights)) * stride, size[0]))  # edges may cut windows
         across = [range(left * stride, min((left + len(each)) * stride, size[1])) for left, each in columns]
         whole = sum(len(each) == len(across[0]) for each in across)  # only the last may be cut
-        for first, last in pairwise([*range(0, whole, at_once), *range(whole, len(across) + 1)]):
+        for first, last in pairwise([*range(0, whole, windows_per_pass), *range(whole, len(across) + 1)]):
             regions = [resized_region(images, size, down, each, views.antialias) for each in across[first:last]]
             logits = forward(torch.cat(regions), cells=True, **views.options()).chunk(len(regions))
             for (left, column_weights), own in zip(columns[first:last], logits, strict=True):

@@ -66,8 +66,8 @@ class Run(Generic[Config, Split]):
 
     def recorded_config(self) -> dict:
         """The configuration for checkpoints and results, in which `trainer.capture` is what was decided."""
-        self.plain_config["trainer"]["capture"] = self.learner.captured is not None
-        return self.plain_config
+        trainer = self.plain_config["trainer"] | {"capture": self.learner.captured is not None}
+        return self.plain_config | {"trainer": trainer}
 
     def start(self, make: Callable[[], nn.Module]) -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.

@@ -66,7 +66,7 @@ class CountedStep(MadeTensors):
     def __init__(self, timed: bool = False) -> None:
         super().__init__()
         self.timed, self.seconds = timed, 0.0
-        self.forward = 0  # number of changes when the last forward pass ended
+        self.forward_changes = 0  # number of changes when the last forward pass ended
         self.part, self.gradients = "forward", set[int | None]()  # numbers
 
     def place(self) -> str:
@@ -74,7 +74,7 @@ class CountedStep(MadeTensors):
 
     def forward_ends(self, loss: Tensor) -> Tensor:
         """Note that only the loss's backward pass follows; returns the loss."""
-        self.forward = len(self.changes)
+        self.forward_changes = len(self.changes)
         return loss
 
     def backward_ends(self, parameters: Iterable[Tensor]) -> None:
@@ -86,7 +86,7 @@ class CountedStep(MadeTensors):
         """The step's memory, beside `resident` bytes by category, gradients among them."""
         totals = list(accumulate(change.bytes for change in self.changes))
         moment = totals.index(max(totals))
-        kinds: dict[int | None, str] = dict.fromkeys(_alive(self.changes[: self.forward]), "activations")
+        kinds: dict[int | None, str] = dict.fromkeys(_alive(self.changes[: self.forward_changes]), "activations")
         kinds |= dict.fromkeys(self.gradients, "gradients")
         at_peak = resident | {"activations": 0, "temporary": 0}
         for number, size in _alive(self.changes[: moment + 1]).items():

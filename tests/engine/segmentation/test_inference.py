@@ -134,7 +134,7 @@ def test_many_scores_are_made_a_few_rows_at_a_time_to_the_bit(size, precision, m
     """Three rows of cells at a time, then all of them. The last cells reach beyond the image."""
     network, images, found = small_network(), pictures(*size, count=2), []
     for most, at_once in ((2**26, 0), (0, 2 * 5 * 3 * 4 * 64), (0, 2**26)):
-        monkeypatch.setattr(inference, "_MOST_AT_ONCE", most)
+        monkeypatch.setattr(inference, "_MOST_SCORES", most)
         monkeypatch.setattr(inference, "_SCORES_AT_ONCE", at_once)
         forward = forward_of(network, precision)
         found.append([predict(forward, images), predict(forward, images, probabilities=True)])
