@@ -27,9 +27,9 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
 
     `values`: a composed `engine.schema.classification.ClassificationRun`. For the rest see `train_seg.train`.
     """
-    config = planner.fitted(configuration.typed(values, ClassificationRun))
+    config, eager_because = planner.fitted(configuration.typed(values, ClassificationRun))
     with opened(config, command, assemble.classified_splits) as run:
-        run.start(partial(assemble.network_of, config, len(run.train_set.classes)))
+        run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
         evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
         images = assemble.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)
         steps, start_step = run.schedule.total_steps, run.start_step

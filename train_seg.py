@@ -44,10 +44,10 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         OSError: a checkpoint cannot be written, reading data timed out, or another process was lost.
         Preempted: SIGTERM or SIGUSR1 stopped the run; it can be resumed.
     """
-    config = planner.fitted(configuration.typed(values, SegmentationRun))
+    config, eager_because = planner.fitted(configuration.typed(values, SegmentationRun))
     with opened(config, command, assemble.labelled_splits) as run:
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
-        run.start(partial(assemble.network_of, config, len(train_set.classes)))
+        run.start(partial(assemble.network_of, config, len(train_set.classes)), eager_because)
 
         with counted(run.console, "indexing the classes") as progress:
             index = assemble.class_index(config, train_set, world, progress)

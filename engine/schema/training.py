@@ -319,7 +319,7 @@ class TrainingRun:
             return f"norm.sync=true over {processes} processes has not been tried in a CUDA graph"
         return None
 
-    def capture_doubt(self, processes: int, steps: int = FEWEST_CAPTURED) -> str | None:
+    def capture_doubt(self, processes: int, steps: int) -> str | None:
         """Why trainer.capture=auto does not capture a run of so many steps that could be; None if it does."""
         if processes > 1:
             return f"{processes} processes were not measured with CUDA graphs (trainer.capture=true takes them)"

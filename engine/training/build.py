@@ -10,19 +10,21 @@ from engine.assemble.network import forward
 from engine.process.distributed import World, data_parallel
 from engine.process.forward import Forward
 from engine.schema.schedule import Schedule
-from engine.schema.training import CAPTURE_ADVICE, TrainingRun
+from engine.schema.training import CAPTURE_ADVICE, Trainer, TrainingRun
 from engine.training.capture import CapturedMicroBatches, drawing, listed_few
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
 from models.dilated_groups import correct_gradients, dilated_groups
 
 
-def learner(config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedule, world: World) -> Learner:
+def learner(
+    config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedule, world: World, eager_because: str = ""
+) -> Learner:
     """Build the network on its device, initialised from `config.seed`, with everything that trains it.
 
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
-    `make` builds the network on the CPU.
+    `make` builds the network on the CPU. `eager_because`: see `planner.fitted`.
     ValueError: the network is to be compiled but there is no compiler; PyTorch would compute wrong gradients of it; or
     see `lr_schedule`, `make`.
     """
@@ -39,13 +41,15 @@ def learner(config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedu
             )
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
-    return learner_of(config, plain, schedule, world)
+    return learner_of(config, plain, schedule, world, eager_because)
 
 
-def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: World) -> Learner:
-    """The learner of a network on its device, with optimiser, schedule, loss scale, average. Errors: see `learner`."""
-    trainer, eager_because = config.trainer, why_eager(config, plain.network, schedule, world)
-    captures = eager_because is None
+def learner_of(
+    config: TrainingRun, plain: Forward, schedule: Schedule, world: World, eager_because: str = ""
+) -> Learner:
+    """The learner of a network on its device, with optimiser, schedule, loss scale, average. See `learner`."""
+    trainer, because = config.trainer, eager_because or why_eager(config, plain.network, schedule.total_steps, world)
+    captures = because is None
     if captures:  # without DDP
         world.share_parameters(plain.network)
     average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
@@ -55,8 +59,7 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     captured = None
     if captures:
-        repeats = f"trainer.recompute={trainer.recompute}" if trainer.recompute in ("blocks", "sqrt") else None
-        captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, repeats, requested=trainer.capture is True)
+        captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, _repeats(trainer), trainer.capture is True)
     elif world.size > 1:
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
         trained = data_parallel(trained, world.device, fixed_buckets)
@@ -71,18 +74,24 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         average=average,
         max_gradient_norm=config.optim.max_gradient_norm,
         captured=captured,
-        eager_because=eager_because or "",
+        eager_because=because or "",
     )
 
 
-def why_eager(config: TrainingRun, network: nn.Module, schedule: Schedule, world: World) -> str | None:
-    """Why micro-batches are not captured in a CUDA graph, empty if `trainer.capture` says so; None if they are."""
-    trainer, kind = config.trainer, world.device.type
-    if trainer.capture != "auto":
-        return None if trainer.capture else ""
-    if problem := config.capture_problem(kind, world.size) or config.capture_doubt(world.size, schedule.total_steps):
+def why_eager(config: TrainingRun, network: nn.Module, steps: int, world: World) -> str | None:
+    """Why a run of so many steps is not captured in CUDA graphs, empty if `trainer.capture` says so; None if it is."""
+    trainer = config.trainer
+    if trainer.capture is False:
+        return ""
+    problem = config.capture_problem(world.device.type, world.size)
+    if problem or trainer.capture is True:
         return problem
-    repeats = f"trainer.recompute={trainer.recompute}" if trainer.recompute in ("blocks", "sqrt") else ""
-    repeats = repeats or (f"body={config.body.name}" if config.body.is_reversible() else "")
-    drawn = drawing(getattr(network, "body", network)) if repeats else []
-    return f"{repeats} repeats modules that draw random numbers{listed_few(drawn)}" if drawn else None
+    drawn = drawing(getattr(network, "body", network)) if _repeats(trainer) else []
+    if drawn:
+        return f"{_repeats(trainer)} repeats modules that draw random numbers{listed_few(drawn)}"
+    return config.capture_doubt(world.size, steps)
+
+
+def _repeats(trainer: Trainer) -> str:
+    """The key that makes backward passes run blocks again; empty if none does. (Reversible bodies draw no numbers.)"""
+    return f"trainer.recompute={trainer.recompute}" if trainer.recompute in ("blocks", "sqrt") else ""

@@ -27,8 +27,8 @@ from engine.schema.memory import Memory
 from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.optim import Poly
 from engine.schema.schedule import Schedule
-from engine.schema.training import TrainingRun
-from engine.training.build import learner_of
+from engine.schema.training import CAPTURE_ADVICE, FEWEST_CAPTURED, TrainingRun
+from engine.training.build import learner_of, why_eager
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
 from keepless.fit.sizes import largest
@@ -264,26 +264,33 @@ def all_images(config: TrainingRun, devices: int) -> str:
     return f"; a minibatch has no more than the {images} training images" if is_limited else ""
 
 
-def fitted(config: Config) -> Config:
+def fitted(config: Config) -> tuple[Config, str]:
     """The configuration to train, with `memory.fit` turned into plain numbers. A resumed run already has them.
 
-    If the run can be captured, it also fits a CUDA graph. Where nothing would fit, trainer.capture=auto becomes false.
+    If the run will be captured, it also fits a CUDA graph. With trainer.capture=auto, where no graph would fit, the
+    second value says so, for `Run.start`; otherwise it is empty.
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
-    trainer, processes = config.trainer, world_size()
-    kind = "cpu" if config.memory.budget is None else device_of(trainer.device, key="trainer.device").type
-    doubt = config.capture_problem(kind, processes) or (trainer.capture == "auto" and config.capture_doubt(processes))
-    if trainer.capture is False or doubt:
-        return _fitted(config, captured=False)
+    captured = config.memory.budget is not None and _would_capture(config)
     try:
-        return _fitted(config, captured=True)
+        return _fitted(config, captured), ""
     except ValueError:
-        config = deepcopy(config)
-        config.trainer.capture = trainer.capture is True
-        chosen, taken = _fitted(config, captured=False), str(config.trainer.capture).lower()
-        logger.info(f"trainer.capture={taken}: memory.budget={config.memory.budget} leaves nothing for a CUDA graph")
-        return chosen
+        if not captured:
+            raise
+    eager = _fitted(config, captured=False)
+    because = f"memory.budget={config.memory.budget} leaves nothing for a CUDA graph"
+    if config.trainer.capture is True:
+        raise ValueError(f"trainer.capture=true: {because}; {CAPTURE_ADVICE}")
+    return eager, because
+
+
+def _would_capture(config: TrainingRun) -> bool:
+    """Whether a training captures its micro-batches, as far as its keys say it."""
+    world = World(size=world_size(), device=device_of(config.trainer.device, key="trainer.device"))
+    with FakeTensors():
+        network = network_of(config, classes_of(config.data))
+    return why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is None
 
 
 def _fitted(config: Config, captured: bool) -> Config:

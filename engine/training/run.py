@@ -69,12 +69,12 @@ class Run(Generic[Config, Split]):
         trainer = self.plain_config["trainer"] | {"capture": self.learner.captured is not None}
         return self.plain_config | {"trainer": trainer}
 
-    def start(self, make: Callable[[], nn.Module]) -> None:
+    def start(self, make: Callable[[], nn.Module], eager_because: str = "") -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
 
         ValueError: see `build.learner`, `initialise`; or the checkpoint does not fit.
         """
-        learner, best = build.learner(self.config, make, self.schedule, self.world), None
+        learner, best = build.learner(self.config, make, self.schedule, self.world, eager_because), None
         if self.resumed is not None:
             self._resume(learner, self.resumed)
             best = self.resumed["best"]

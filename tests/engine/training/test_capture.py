@@ -129,8 +129,8 @@ def capture_on_the_cpu(patch: pytest.MonkeyPatch, fails: bool) -> None:
 
         return recorded
 
-    def captured(network: nn.Module, *about: str | None, requested: bool) -> CapturedMicroBatches:
-        return CapturedMicroBatches(network, *about, requested, record_on(network))
+    def captured(network: nn.Module, *about: Any) -> CapturedMicroBatches:
+        return CapturedMicroBatches(network, *about, record_on(network))
 
     for name in ("capture_problem", "capture_doubt"):
         patch.setattr(TrainingRun, name, lambda *_, **__: None)
@@ -291,7 +291,7 @@ def test_combinations_that_cannot_be_captured_are_refused(options, processes, pr
             config.check_capture("cuda", processes)
     config = run_config(*words, "trainer.capture=auto")
     world = World(size=processes, device=torch.device(config.trainer.device))
-    assert re.match(problem, build.why_eager(config, nn.Identity(), one_epoch(50), world))
+    assert re.match(problem, build.why_eager(config, nn.Identity(), 50, world))
 
 
 REPEATED = (*NARROW_A2, "norm=std", "trainer.recompute=blocks")
@@ -318,7 +318,7 @@ REPEATED = (*NARROW_A2, "norm=std", "trainer.recompute=blocks")
 def test_auto_captures_where_that_pays(options, processes, steps, reason):
     config = run_config("trainer.device=cuda", *options)
     network = assemble.network_of(config, 5)
-    assert build.why_eager(config, network, one_epoch(steps), World(0, processes, torch.device("cuda"))) == reason
+    assert build.why_eager(config, network, steps, World(0, processes, torch.device("cuda"))) == reason
 
 
 class Fails(nn.Module):

@@ -7,11 +7,13 @@ import pytest
 import torch
 import yaml
 
+import train_imagenet
 import train_seg
 from datasets import cityscapes
 from engine.schema.memory import Memory, deductions, device_memory
 from engine.schema.segmentation import SegmentationRun
-from engine.training import planner
+from engine.schema.training import TrainingRun
+from engine.training import loop, planner
 from keepless.recompute.step import costs
 from keepless.saved import size_text
 from scripts import plan_memory
@@ -47,7 +49,7 @@ def modelled(monkeypatch):
 def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
     root = trees.cityscapes(tmp_path)
     config = planned("data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std")
-    chosen, images = planner.fitted(config), len(cityscapes(root, "train"))
+    (chosen, _), images = planner.fitted(config), len(cityscapes(root, "train"))
     assert chosen.data.crops_per_minibatch == images
     assert planner.fitting(config, devices=2).data.crops_per_minibatch == images - images % 2
     assert planner.share_of(planned("data.crops_per_minibatch=5"), devices=2) == 3  # the largest
@@ -93,32 +95,47 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     assert written["data"]["crops_per_minibatch"] == crops > 2 and written["memory"]["fit"] is None
     # Whatever fits now, a resumed run keeps its minibatch.
     more = (leaving(60), "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    config = planner.fitted(planned(*run, *more))
+    config, _ = planner.fitted(planned(*run, *more))
     assert config.data.crops_per_minibatch == crops
     # Without memory.fit nothing is taken from the run.
     plain = (leaving(60), "data.crops_per_minibatch=2", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    config = planner.fitted(planned(*run, *plain))
+    config, _ = planner.fitted(planned(*run, *plain))
     assert config.data.crops_per_minibatch == 2
 
 
 @pytest.mark.usefixtures("modelled")
-def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch, capsys):
-    """A size that is given, and leaves none, is trained eagerly. On a CPU, or by plan_memory, nothing is left."""
+def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch):
+    """A run that is not captured, on a CPU or for another reason, has all of it."""
     fit = (leaving(46), "memory.fit=batch")
     eager = planner.fitting(planned(*fit), devices=1).data.crops_per_minibatch
-    assert planner.fitted(planned(*fit)).data.crops_per_minibatch == eager  # on a CPU
+    assert planner.fitted(planned(*fit))[0].data.crops_per_minibatch == eager  # on a CPU
     monkeypatch.setattr(planner, "device_of", lambda *_, **__: torch.device("cuda"))
-    assert planner.fitted(planned(*fit, "trainer.capture=false")).data.crops_per_minibatch == eager
-    assert planner.fitted(planned(*fit, "trainer.profile=2")).data.crops_per_minibatch == eager  # it is not captured
+    for own in ("trainer.capture=false", "trainer.profile=2", "trainer.steps=49"):
+        assert planner.fitted(planned(*fit, own))[0].data.crops_per_minibatch == eager, own
+    drawing = planned(*fit, *runs.NARROW_A2, "trainer.recompute=blocks")
+    assert planner.fitted(drawing)[0].data.crops_per_minibatch == eager
     fewer = planner.fitting(planned(leaving(40), "memory.fit=batch"), devices=1).data.crops_per_minibatch
     assert fewer < eager
-    for capture in ("auto", True):
-        own = f"trainer.capture={str(capture).lower()}"
-        chosen = planner.fitted(planned(*fit, own))
-        assert (chosen.data.crops_per_minibatch, chosen.trainer.capture) == (fewer, capture)
-        given = planner.fitted(planned(leaving(46), f"data.crops_per_minibatch={eager}", own))
-        assert given.trainer.capture is (capture is True)
-    assert capsys.readouterr().out.count("leaves nothing for a CUDA graph") == 2
+    for own in ("trainer.capture=auto", "trainer.capture=true", "trainer.steps=50"):
+        chosen, because = planner.fitted(planned(*fit, own))
+        assert (chosen.data.crops_per_minibatch, because) == (fewer, ""), own
+
+
+@pytest.mark.usefixtures("modelled")
+@pytest.mark.parametrize("entry, short", [(train_seg, runs.SHORT), (train_imagenet, runs.SHORT_SHAPES)])
+def test_a_minibatch_that_leaves_nothing_for_a_graph_is_trained_eagerly(entry, short, monkeypatch, tmp_path):
+    """The learner knows why, for the log's first line, and the configuration is the one that was given."""
+    for name in ("capture_problem", "capture_doubt"):
+        monkeypatch.setattr(TrainingRun, name, lambda *_: None)
+    monkeypatch.setattr(loop, "train", lambda run, *_: pytest.fail(f"eager, as {run.learner.eager_because}"))
+    given = ("trainer.steps=50", "data.crop_size=64", "data.crops_per_minibatch=10", f"run_dir={tmp_path / 'run'}")
+    words = (entry.__name__, *short, *given, leaving(13))
+    with pytest.raises(pytest.fail.Exception, match=f"^eager, as {leaving(13)} leaves nothing for a CUDA graph$"):
+        entry.train(runs.composed(*words))
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["capture"] == "auto"
+    message = f"^trainer.capture=true: {leaving(13)} leaves nothing for a CUDA graph; give trainer.capture=auto or"
+    with pytest.raises(ValueError, match=message):
+        entry.train(runs.composed(*words, "trainer.capture=true"))
 
 
 @pytest.mark.usefixtures("modelled")
