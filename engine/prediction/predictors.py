@@ -47,10 +47,9 @@ class Predictor(nn.Module):
         """The forward pass, on the device where the module is."""
         return replace(self._made, mean=self.mean, std=self.std)
 
-    def shown(self, image: Picture) -> Tensor:
-        """An image, uint8 (3, H, W), in memory from which it can be copied to the device without a wait."""
-        planes = torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels_of(image, self.range16), -1, 0)))
-        return planes.pin_memory() if self.mean.is_cuda else planes
+    def planes(self, image: Picture) -> Tensor:
+        """An image, uint8 (3, H, W)."""
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels_of(image, self.range16), -1, 0)))
 
     def forward(self, images: Tensor) -> Tensor:
         """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, float32, or float64 if the module is.
@@ -101,7 +100,7 @@ class Segmenter(Predictor):
 
     def started(self, image: Picture, probabilities: bool = False) -> Callable[[], np.ndarray]:
         """Start `predict` or `probabilities`; the function that is returned waits for the result, in any thread."""
-        shown, passes = self.shown(image)[None], self.passes
+        shown, passes = pinned(self.planes(image), self.mean.device)[None], self.passes
 
         def attempt(part: dict, windows: int) -> tuple[Tensor, Tensor]:
             unscored = torch.zeros(2, dtype=torch.int64, device=self.mean.device)
@@ -143,7 +142,8 @@ class Classifier(Predictor):
 
     def started(self, image: Picture) -> Callable[[], np.ndarray]:
         """Start `probabilities`; the function that is returned waits for them, in any thread."""
-        shown, passes = self.view(self.shown(image))[None], self.passes  # (1, 3, h, w) or (1, 10, 3, h, w)
+        crops, passes = self.view(self.planes(image)), self.passes  # (3, h, w) or (10, 3, h, w)
+        shown = pinned(crops, self.mean.device)[None]
         with memory_errors(f"while an image was classified. {passes.memory_advice}"), torch.inference_mode():
             logits = class_logits(passes, shown)[0]
             arrived = arriving((logits.softmax(dim=0), logits.max().isfinite()))
@@ -154,6 +154,11 @@ class Classifier(Predictor):
             return probabilities.numpy()
 
         return finished
+
+
+def pinned(image: Tensor, device: torch.device) -> Tensor:
+    """The image in memory from which it can be copied to `device` without a wait."""
+    return image.pin_memory() if device.type == "cuda" else image
 
 
 def arriving(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:

@@ -13,8 +13,10 @@ from datasets.reading import decode_image
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
+from engine.prediction import predictors
 from engine.prediction.opening import open_network, predictor
 from engine.prediction.programs import exported
+from engine.process.forward import Forward
 from engine.schema.evaluation import Prediction
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
@@ -96,6 +98,32 @@ def test_a_prediction_starts_without_a_wait_for_the_device(file, views, tmp_path
             finish = network.started(image, probabilities)
             assert reads == []
             assert np.array_equal(finish(), expected) and reads
+
+
+@pytest.mark.parametrize("task", ["segmentation", "ten crops"])
+def test_what_is_copied_to_the_device_is_pinned(task, file, tmp_path, monkeypatch):
+    """Crops of an image are other memory than the image."""
+    if task == "ten crops":
+        config = classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", "body=resnext_tiny")
+        saved(file := tmp_path / "net.pt", config, ["bee", "cat"])
+        network = open_network(file, Prediction(view="ten_crop", device="cpu"))
+    else:
+        network = open_network(file, Prediction(device="cpu"))
+    places: list[int] = []
+    move = Forward.normalised
+
+    def pinned(image: torch.Tensor, device: torch.device) -> torch.Tensor:
+        places.append((image := image.clone()).untyped_storage().data_ptr())
+        return image
+
+    def moved(forward: Forward, images: torch.Tensor) -> torch.Tensor:
+        assert images.untyped_storage().data_ptr() == places[-1]
+        return move(forward, images)
+
+    monkeypatch.setattr(predictors, "pinned", pinned)
+    monkeypatch.setattr(Forward, "normalised", moved)
+    network.predict(trees.picture(tmp_path / "a.png", (50, 72)))
+    assert len(places) == 1
 
 
 def test_images_that_cannot_be_levels_are_refused(file):
