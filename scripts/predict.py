@@ -21,7 +21,6 @@ from io import StringIO
 from pathlib import Path
 
 import numpy as np
-import torch
 from omegaconf import DictConfig
 from PIL import Image
 
@@ -36,7 +35,6 @@ from engine.configuration.command_line import configured
 from engine.prediction.opening import open_checkpoint
 from engine.prediction.predictors import Segmenter
 from engine.process.console import log_to, logger, make_console, progress_bar, speed_of, tracked
-from engine.process.forward import searching_repeated_shapes
 from engine.process.output_files import WrittenBehind, check_outside, npy, png, short_name, writable_file, write_file
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
@@ -73,7 +71,7 @@ def predict(values: DictConfig) -> list[Path]:
             writable_file("report", Path(options.report))
         if isinstance(network, Segmenter):
             write_classes(output / CLASSES, network)
-        with progress_bar(console) as progress, WrittenBehind() as files, searching_repeated_shapes() as search:
+        with progress_bar(console) as progress, WrittenBehind() as files:
             for name, file in tracked(progress, images.items(), "predicting"):
                 places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
                 try:
@@ -86,7 +84,6 @@ def predict(values: DictConfig) -> list[Path]:
                 started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
                 add = partial(page.add, shown, image) if options.report else None
-                search(torch.Size(image.shape))
                 if isinstance(network, Segmenter):
                     written.append(places["ids"])
                     make = partial(segmented, network, image, network.started(image, options.probabilities), options)

@@ -1,7 +1,7 @@
 """uint8 images -> logits, the same way in training, evaluation, prediction and benchmarks."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,22 +51,3 @@ class Forward:
     def through(self, network: nn.Module) -> "Forward":
         """A copy with another network."""
         return replace(self, network=network)
-
-
-@contextmanager
-def searching_repeated_shapes() -> Iterator[Callable[[torch.Size], None]]:
-    """Yields a function to call before each pass, with the images' shape.
-
-    If the shape repeats, cuDNN looks for the fastest kernels, except with deterministic algorithms.
-    """
-    before, last = torch.backends.cudnn.benchmark, None
-
-    def search(shape: torch.Size) -> None:
-        nonlocal last
-        torch.backends.cudnn.benchmark = shape == last and not torch.are_deterministic_algorithms_enabled()
-        last = shape
-
-    try:
-        yield search
-    finally:
-        torch.backends.cudnn.benchmark = before

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from datasets import SegmentationDataset
 from engine.process.console import logger, speed_of, table_of, tracked
 from engine.process.distributed import World
-from engine.process.forward import Forward, searching_repeated_shapes
+from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
@@ -50,7 +50,6 @@ def evaluate_split(
     counts, predicted, at_once = Counts(dataset.table, world.device), 0, at_once or AtOnce()
 
     def counted(batch: dict, windows: int) -> Tensor:
-        search(batch["image"].shape)
         unscored = torch.zeros_like(counts.unscored)
         predictions = predict(forward, batch["image"], views, unscored=unscored, windows=windows)
         if "label" in batch:
@@ -60,12 +59,11 @@ def evaluate_split(
 
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
     together = of_equal_size(prefetched(loaded, world.device), lambda size: at_once.fitting(forward, views, size)[0])
-    with searching_repeated_shapes() as search:
-        for batch in together:
-            for part, predictions in at_once.attempts(forward, views, batch, counted):
-                predicted += len(predictions)
-                on_prediction(part, predictions)
-                first, since_s = first or len(predictions), since_s or time.perf_counter()
+    for batch in together:
+        for part, predictions in at_once.attempts(forward, views, batch, counted):
+            predicted += len(predictions)
+            on_prediction(part, predictions)
+            first, since_s = first or len(predictions), since_s or time.perf_counter()
     counts.add_up(world)
     if predicted > first:
         logger.info(speed_of(predicted - first, since_s))

@@ -179,22 +179,6 @@ def test_out_of_memory_halves_the_windows(streets, forward, monkeypatch):
     assert limited.tried[:3] == [8, 4, 2] and max(limited.tried[3:]) == 2
 
 
-def test_cudnn_searches_while_sizes_repeat(streets, forward):
-    searched: list[bool] = []
-    forward.network.register_forward_pre_hook(lambda *_: searched.append(torch.backends.cudnn.benchmark))
-    before, sizes = torch.backends.cudnn.benchmark, [(32, 48)] * 6 + [(40, 40)] * 3
-    for deterministic in (False, True):
-        torch.backends.cudnn.benchmark = deterministic
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            evaluated(streets, forward, WHOLE_IMAGE, AtOnce(2), sizes)
-            assert torch.backends.cudnn.benchmark == deterministic
-        finally:
-            torch.use_deterministic_algorithms(False)
-            torch.backends.cudnn.benchmark = before
-    assert searched == [False, True, True, False, False] + [False] * 5
-
-
 def test_a_batch_has_the_pixels_of_a_micro_batch(forward):
     given = ("data.crop_size=64", "data.crop_aspect=2", "data.crops_per_minibatch=12", "trainer.accumulation_steps=2")
     config, cuda = run_config(*given), torch.device("cuda")

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -71,3 +72,12 @@ def test_a_float32_training_on_a_device_for_bfloat16_is_told_what_it_gains():
         assert re.search(rf"\b{milliseconds}\b", said)
     assert half in said and run_config(half).precision_advice() is None
     assert run_config("norm=package").precision_advice() is None
+
+
+def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):
+    """It would search for every size of an image."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    own, seen = MagicMock(world=World()), []
+    own.config.score, own.metrics.best = "miou", None
+    Run.evaluate(own, 1, lambda: seen.append(torch.backends.cudnn.benchmark) or SimpleNamespace(scores={"miou": 0.5}))
+    assert seen == [False] and torch.backends.cudnn.benchmark
