@@ -11,6 +11,7 @@ device is the host's, such as a flag for the other processes. Reading it is no r
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,7 +95,8 @@ class _Reads(TorchDispatchMode):
         return counted
 
     def count(self, read: str) -> None:
-        self.reads.append(f"{_line()}: {read}")
+        if threading.current_thread() is threading.main_thread():  # others may wait
+            self.reads.append(f"{_line()}: {read}")
 
 
 def needs_values(operator: Any, args: tuple) -> bool:

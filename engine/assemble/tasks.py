@@ -19,7 +19,7 @@ from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.process.output_files import check_outside, writable_folder
+from engine.process.output_files import WrittenBehind, check_outside, writable_folder
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
@@ -72,7 +72,7 @@ def segment(
     `processes`: of the training.
     """
     folders = _writable("predictions", options.predictions, dataset), _writable("overlays", options.overlays, dataset)
-    with progress_bar(console) as progress:
+    with progress_bar(console) as progress, WrittenBehind() as files:
         return segmentation.evaluate_split(
             forward,
             dataset,
@@ -80,7 +80,7 @@ def segment(
             views=replace(views(options, config.data), upsampling=options.upsampling),
             world=world,
             progress=progress,
-            on_prediction=partial(write_predictions, dataset, *folders),
+            on_prediction=partial(write_predictions, dataset, *folders, files),
             at_once=at_once(config, world.device, processes),
         )
 

@@ -101,16 +101,11 @@ def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False
     write_file(path, encoded.getvalue())
 
 
-def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None) -> None:
-    """Write uint8 (H, W) or RGB (H, W, 3) pixels, like `write_file`.
+def png(pixels: np.ndarray, palette: np.ndarray | None = None) -> bytes:
+    """A PNG of uint8 (H, W) or RGB (H, W, 3) pixels.
 
     `palette`: uint8 (256, 3) RGB, for a palette PNG with indices `pixels` (H, W).
     """
-    write_file(path, png(pixels, palette))
-
-
-def png(pixels: np.ndarray, palette: np.ndarray | None = None) -> bytes:
-    """What `write_png` writes."""
     image, encoded = Image.fromarray(pixels), BytesIO()
     if palette is not None:
         image.putpalette(palette.tobytes())  # unlike convert("P"), keeps the indices

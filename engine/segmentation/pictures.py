@@ -1,5 +1,6 @@
 """Pictures of labels and predictions, and files for the official evaluation scripts."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from datasets import IGNORED, SegmentationDataset
-from engine.process.output_files import short_name, write_png
+from engine.process.output_files import WrittenBehind, png, short_name, write_file
 from engine.process.transfers import HostCopy
 
 OVERLAY_OPACITY = 0.6
@@ -35,18 +36,30 @@ class PictureCollector:
 
 
 def write_predictions(
-    dataset: SegmentationDataset, folder: Path | None, overlays: Path | None, minibatch: dict, predictions: Tensor
+    dataset: SegmentationDataset,
+    folder: Path | None,
+    overlays: Path | None,
+    files: WrittenBehind,
+    minibatch: dict,
+    predictions: Tensor,
 ) -> None:
-    """Write predictions as PNGs. Writing an image waits for its prediction; images without a file cost nothing.
+    """Write predictions as PNGs, in the threads of `files`, which wait for the device.
 
     `folder`: for the dataset's official encoding; None writes none. `overlays`: for image | ground truth | prediction.
     """
-    for number, name in enumerate(map(short_name, minibatch["name"])):
-        if folder is not None:
-            encoded = dataset.table.official(predictions[number].cpu().numpy())
-            write_png(folder / f"{name}.png", encoded, dataset.prediction_palette)
-        if overlays is not None:
-            write_png(overlays / f"{name}.png", _picture(dataset, *_compared(minibatch, predictions, number)))
+    kinds = [(make, place) for make, place in ((_official, folder), (_overlaid, overlays)) if place is not None]
+    for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):
+        copied, size = HostCopy(_compared(minibatch, predictions, number)), predictions[number].nbytes
+        for make, place in kinds:  # an overlay has nine bytes a pixel; the copy has five
+            files.add(partial(make, dataset, copied), partial(write_file, place / f"{name}.png"), 14 * size)
+
+
+def _official(dataset: SegmentationDataset, compared: HostCopy) -> bytes:
+    return png(dataset.table.official(compared.wait()[2].numpy()), dataset.prediction_palette)
+
+
+def _overlaid(dataset: SegmentationDataset, compared: HostCopy) -> bytes:
+    return png(_picture(dataset, *compared.wait()))
 
 
 def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -69,9 +82,9 @@ def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, 
 
     The last two are blended over the image. Ignored pixels show the plain image.
     """
-    pixels, parts = image.permute(1, 2, 0).cpu().numpy(), [prediction.cpu().numpy()]
+    pixels, parts = image.permute(1, 2, 0).numpy(), [prediction.numpy()]
     if label is not None:
-        parts.insert(0, label.cpu().numpy())
+        parts.insert(0, label.numpy())
     return np.concatenate([pixels, *(labelled(pixels, part, dataset) for part in parts)], axis=1)
 
 

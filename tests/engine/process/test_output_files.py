@@ -16,11 +16,11 @@ from engine.checkpoint import files as checkpoint
 from engine.process import output_files
 from engine.process.output_files import (
     WrittenBehind,
+    png,
     writable_file,
     writable_folder,
     write_figure,
     write_file,
-    write_png,
 )
 from scripts.predict import write_classes
 from tests.engine.checkpoint.test_files import files_of_at_most
@@ -50,8 +50,7 @@ def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
     writers = {
         "a.txt": lambda path: write_file(path, 100 * "ä"),
         "a.bin": lambda path: write_file(path, bytes(101)),
-        "a.png": lambda path: write_png(path, np.stack(3 * [pixels], axis=2)),
-        "ids.png": lambda path: write_png(path, pixels, palette),
+        "ids.png": lambda path: write_file(path, png(pixels, palette)),
         "figure.png": lambda path: write_figure(path, Figure((1, 1)), dpi=50),
         "classes.json": lambda path: write_classes(path, network),
         "model.pt": lambda path: checkpoint.write_alone(path, {"w": torch.zeros(100)}),

@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from datasets.workers import Loader
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward
+from engine.process.output_files import WrittenBehind
 from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce
@@ -71,23 +71,24 @@ def streets(tmp_path) -> SegmentationDataset:
 
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
-def test_the_host_waits_for_no_image(streets, views, at_once):
-    """Two images are shown, none is written; the scores are read at the end, as often for four images as for two."""
+def test_the_host_waits_for_no_image(streets, views, at_once, tmp_path):
+    """Two images are shown, all are written; the scores are read at the end, as often for four images as for two."""
     counts, forward = [], forward_for(streets)
     for images in (2, 4):
-        shown, nothing = PictureCollector(streets, 2), partial(write_predictions, streets, None, None)
-        until_the_last = []
+        folders, until_the_last = (tmp_path / f"{images}", tmp_path / f"overlays {images}"), []
+        shown = PictureCollector(streets, 2)
 
-        def seen(minibatch: dict, predictions: Tensor, consumers=(shown, nothing), ends=until_the_last) -> None:
-            for consumer in consumers:
-                consumer(minibatch, predictions)
+        def seen(minibatch: dict, predictions: Tensor, shown=shown, folders=folders, ends=until_the_last) -> None:
+            shown(minibatch, predictions)
+            write_predictions(streets, *folders, files, minibatch, predictions)
             ends.append(len(reads))
 
-        with host_reads() as reads:
+        with host_reads() as reads, WrittenBehind() as files:
             result = evaluated(streets, forward, images, seen, views, at_once=at_once)
         assert until_the_last[0] == until_the_last[-1]  # what comes before the first prediction comes once
         assert sum("add_up: Tensor.cpu" in read for read in reads) == 1
         assert result.images == images and len(shown.pictures()) == 2
+        assert [len([*folder.rglob("*.png")]) for folder in folders] == [images, images]
         counts.append(len(reads))
     assert counts[0] == counts[1]
 
