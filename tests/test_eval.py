@@ -12,9 +12,15 @@ import torch
 
 from datasets import cityscapes
 from engine import assemble
+from engine.assemble import tasks
+from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
+from engine.process.forward import Forward
 from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
+from engine.segmentation import evaluation
+from engine.segmentation.batches import AtOnce
+from engine.segmentation.inference import Views
 from eval import evaluate
 from tests.runs import SHORT, classification_config, composed, run_config
 from train_seg import train
@@ -143,6 +149,30 @@ def test_files_have_official_ids_and_overlays_show_image_label_and_prediction(ru
             shown = np.where((ids == 255)[..., None], image, 0.6 * dataset.table.colour(ids) + 0.4 * image)
             assert np.abs(part - shown).max() <= 1
     assert confusion.tolist() == results["confusion_matrix"] and len(np.unique(predicted)) > 1
+
+
+def test_images_of_one_size_pass_through_the_network_together(run_dir, drawn, tmp_path, monkeypatch):
+    """In a training and in eval.py. auto depends on how many ranks the training had, which its checkpoint says."""
+    passes, ranks, predict, choose = [], [], evaluation.predict, tasks.at_once
+
+    def predicted(forward: Forward, images: torch.Tensor, *views: Views, **options) -> torch.Tensor:
+        passes.append(len(images))
+        return predict(forward, images, *views, **options)
+
+    def chosen(config: SegmentationRun, device: torch.device, processes: int) -> AtOnce:
+        ranks.append(processes)
+        return choose(config, device, processes)
+
+    monkeypatch.setattr(evaluation, "predict", predicted)
+    monkeypatch.setattr(tasks, "at_once", chosen)
+    state = checkpoint.load(run_dir / "checkpoints" / "last.pt")
+    checkpoint.save(tmp_path / "net.pt", {**state, "random": {"cpu": 3 * state["random"]["cpu"], "cuda": []}})
+    evaluate_run(tmp_path / "net.pt", "batch_size=2")
+    assert (passes, ranks) == ([2, 1], [3])
+    passes.clear()
+    options = ("data=cityscapes", f"data.root={drawn}", "trainer.steps=1", "trainer.evaluate_batch_size=2")
+    train(composed("train_seg", f"run_dir={tmp_path / 'run'}", *SHORT, *options, "trainer.evaluate_images=null"))
+    assert passes == [2, 1]
 
 
 def test_the_batch_size_is_the_commands_or_else_the_trainings():

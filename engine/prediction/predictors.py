@@ -67,7 +67,7 @@ class Segmenter(Predictor):
     """Segments images: logits (N, classes, H, W).
 
     `palette`: uint8 (classes, 3) RGB. `label_ids`: uint8 (classes,), the ids in labels. `views`: the scales, windows
-    and flips of each image that the network sees.
+    and flips of each image that the network sees. `at_once`: how many windows are in a pass.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Segmenter(Predictor):
         palette: Sequence[Sequence[int]],
         label_ids: Sequence[int],
         views: inference.Views,
-        at_once: AtOnce | None = None,
+        at_once: AtOnce,
     ):
         super().__init__(forward, classes)
         self.palette = np.array(palette, np.uint8)
         self.label_ids = np.array(label_ids, np.uint8)
         self.views = views
-        self.at_once = at_once or AtOnce()  # windows
+        self.at_once = at_once
         self._last_size: tuple[int, ...] = ()
         self._changes = 0  # of the size, from one image to the next
 

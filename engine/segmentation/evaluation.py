@@ -31,7 +31,7 @@ def evaluate_split(
     world: World,
     progress: Progress,
     on_prediction: Callable[[dict, Tensor], None],
-    at_once: AtOnce | None = None,
+    at_once: AtOnce,
 ) -> Evaluated:
     """Evaluate a split with `segmentation_scores`. Details: the views, and the confusion matrix (K, K) of K classes.
 
@@ -42,12 +42,12 @@ def evaluate_split(
             Images without labels are predicted but not counted.
         on_prediction: called with every batch and its predictions, uint8 (N, H, W), both on the device. If it reads
             an image there, the host waits.
-        at_once: how many images of equal size are a batch; None: one. Images of other sizes may overtake.
+        at_once: how many images of equal size are a batch. Images of other sizes may overtake.
 
     MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
     first, since_s = 0, 0.0
-    counts, predicted, at_once = Counts(dataset.table, world.device), 0, at_once or AtOnce()
+    counts, predicted = Counts(dataset.table, world.device), 0
 
     def counted(batch: dict, windows: int) -> Tensor:
         unscored = torch.zeros_like(counts.unscored)

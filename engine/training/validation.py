@@ -17,9 +17,7 @@ from engine.segmentation.pictures import PictureCollector
 from engine.training.run import Run
 
 
-def segment_in_run(
-    run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader, at_once: AtOnce | None = None
-) -> Evaluated:
+def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader, at_once: AtOnce) -> Evaluated:
     """Evaluate the current network of a run, and show its predictions.
 
     Args:

@@ -17,9 +17,10 @@ from engine.prediction import predictors
 from engine.prediction.opening import open_network, predictor
 from engine.prediction.programs import exported
 from engine.process.forward import Forward
-from engine.schema.evaluation import Prediction
+from engine.schema.evaluation import Prediction, Window
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
+from engine.segmentation.batches import AtOnce
 from keepless import InPlaceABN
 from tests import trees
 from tests.checkpoints import saved
@@ -124,6 +125,27 @@ def test_what_is_copied_to_the_device_is_pinned(task, file, tmp_path, monkeypatc
     monkeypatch.setattr(Forward, "normalised", moved)
     network.predict(trees.picture(tmp_path / "a.png", (50, 72)))
     assert len(places) == 1
+
+
+def test_windows_of_an_image_pass_together_as_far_as_memory_allows(file, tmp_path, monkeypatch):
+    """auto depends on how many ranks the training had."""
+    ranks, windows, predict = [], [], inference.predict
+    monkeypatch.setattr(assemble, "at_once", lambda config, device, processes: ranks.append(processes) or AtOnce(8))
+    state = checkpoint.load(file)
+    checkpoint.save(tmp_path / "net.pt", {**state, "random": {"cpu": [torch.zeros(1), torch.zeros(1)], "cuda": []}})
+    network = open_network(tmp_path / "net.pt", Prediction(device="cpu", window=Window(size=32)))
+    image = trees.picture(tmp_path / "a.png", (64, 200))
+    expected = network.predict(image)
+
+    def limited(*given, **options) -> torch.Tensor:
+        windows.append(options["windows"])
+        if windows[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return predict(*given, **options)
+
+    monkeypatch.setattr(inference, "predict", limited)
+    assert np.array_equal(network.predict(image), expected)
+    assert ranks == [2] and windows == [2, 1]
 
 
 def test_images_that_cannot_be_levels_are_refused(file):

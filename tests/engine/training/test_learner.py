@@ -124,6 +124,12 @@ def test_an_average_stays_after_a_step_of_float16_that_is_not_finite():
     average.update(network, torch.tensor(True))
     assert torch.equal(average.module.weight, torch.lerp(before.weight, network.weight, 1 - 0.9))
 
+    learner = small_learner("float16", averaged=True)
+    before = copy.deepcopy(learner.average.module)
+    one_step(learner, torch.inf)
+    assert same(before.state_dict(), learner.average.module.state_dict())
+    assert not torch.equal(before.weight, learner.network.weight)
+
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_an_average_on_a_card_needs_a_copy_of_all_weights_in_float16_alone():

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from keepless import InPlaceABN
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import learner_of, minibatch
 from tests.host_reads import host_reads
+from tests.runs import run_config
 
 
 def step(learner: Learner) -> tuple[float, float]:
@@ -68,6 +70,15 @@ def test_a_step_that_fails_after_a_request_to_stop_is_a_stop(requested):
         with pytest.raises(expected[0], match=expected[1].replace("+", r"\+")):
             _explain(error, 3, given, run)
             raise error
+
+
+@pytest.mark.parametrize("captured", [None, "a graph"])
+def test_a_step_that_runs_out_of_memory_is_told_what_its_graph_takes(captured):
+    learner = replace(learner_of(nn.Conv2d(3, 5, 1)), captured=captured)
+    run = SimpleNamespace(learner=learner, config=run_config(), stop=SimpleNamespace(requested=False), world=World())
+    with pytest.raises(MemoryError, match="out of memory in step 3 with 2 crops of 4x4 pixels at a time") as error:
+        _explain(torch.OutOfMemoryError("no memory"), 3, {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}, run)
+    assert ("trainer.capture=false saves what a CUDA graph adds" in str(error.value)) is (captured is not None)
 
 
 def with_broken_gradient() -> nn.Sequential:

@@ -74,6 +74,23 @@ def test_a_float32_training_on_a_device_for_bfloat16_is_told_what_it_gains():
     assert run_config("norm=package").precision_advice() is None
 
 
+def test_a_record_says_whether_steps_were_captured_and_the_configuration_stays():
+    own = SimpleNamespace(
+        plain_config={"trainer": {"capture": "auto", "steps": 9}}, learner=learner_of(nn.Conv2d(3, 5, 1))
+    )
+    assert Run.recorded_config(own) == {"trainer": {"capture": False, "steps": 9}}
+    assert own.plain_config == {"trainer": {"capture": "auto", "steps": 9}}
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_the_log_says_what_bfloat16_gains_where_a_device_computes_it(computes, monkeypatch):
+    own, said = MagicMock(config=run_config(), world=World(rank=1, device=torch.device("cuda"))), []
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: computes)
+    monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(info=said.append))
+    Run._announce(own, learner_of(nn.Conv2d(3, 5, 1)))
+    assert len(said) > 1 and (own.config.precision_advice() in said) is computes
+
+
 def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):
     """It would search for every size of an image."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
