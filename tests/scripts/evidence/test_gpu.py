@@ -1,11 +1,13 @@
 """The list of measurements on a GPU, and records that are added to pages. No test asserts a time."""
 
 import json
+import re
 import shlex
 
 import pytest
 
 from engine.configuration.command_line import composed
+from engine.configuration.config import typed
 from scripts import gpu_evidence
 from scripts.evidence import documents
 from scripts.reports import frame
@@ -14,31 +16,33 @@ from tests.test_commands import checked
 
 
 def listed(*words: str) -> list[list[str]]:
-    return [shlex.split(line) for line in gpu_evidence.run(composed("gpu_evidence", "out=OUT", *words))]
+    arguments = typed(composed("gpu_evidence", "out=OUT", *words), gpu_evidence.GpuArguments)
+    return [shlex.split(line) for line in gpu_evidence.listed(arguments)]
 
 
-def test_every_listed_command_is_one_that_its_program_takes(monkeypatch):
+def test_every_listed_command_is_one_that_its_program_takes(monkeypatch, tmp_path):
+    (tmp_path / "FILE").touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(frame, "device_of", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for lines in (listed(), listed("rehearse=true")):
-        assert len(lines) >= 6 and all(words[0] == "timeout" for words in lines)
-        for words in lines:
-            checked(words[2:])
-    places = ("roots={camvid: CAMVID}", "weights={table3_trained: FILE}")
-    first, again = (listed("only=[train_seg]", *places, *more) for more in ((), ("equal_steps=500",)))
-    assert (len(first), len(again)) == (4, 7) and again[:4] == first
-    for number, words in enumerate(again[4:]):
+    places = ("roots={camvid: a b, cityscapes: c}", "weights={table3_trained: FILE}")
+    lines, rehearsed = listed("equal_steps=500", *places), listed("equal_steps=500", "rehearse=true", *places)
+    assert len(lines) == len(rehearsed) == len(gpu_evidence.COMMANDS) == len(listed()) + 3
+    for words in lines + rehearsed:
+        assert words[0] == "timeout"
         checked(words[2:])
-        own = {"trainer.steps=500", "data.root=CAMVID", "body.weights=FILE", f"seed={number}", "trainer.capture=true"}
-        assert own <= {*words} and f"run_dir=OUT/runs/equal_time/std_equal_time_seed{number}" in words
-    rehearsed = listed("only=[train_seg]", "rehearse=true", *places)
-    assert not {"data.root=CAMVID", "body.weights=FILE"} & {*rehearsed[0]}
-    trained = next(word for word in first[0] if word.startswith("run_dir=")).replace("run_dir", "checkpoint")
-    predicting = listed("only=[eval,predict]", "images=a")
-    assert all(trained in words for words in predicting) and "input=a" in predicting[-1]
-    (trained,) = listed("only=[run_table]", "roots={camvid: a b}")
-    assert "roots={camvid: a b}" in trained and "runs=OUT/runs" in trained
-    with pytest.raises(ValueError, match=r"only=\[steps\]: expected some of tests, train_seg, run_table, "):
+    for one, tiny in zip(lines, rehearsed, strict=True):
+        own = {word for word in one if not re.search("a b|FILE", word)}
+        assert own < {*tiny} and not {*tiny} & {'data.root="a b"', "body.weights=FILE"}
+    for words in lines[1:8]:
+        assert words.count('data.root="a b"') == words.count("body.weights=FILE") == 1
+    assert len({*re.findall(r"run_dir=\S+|results=\S+", " ".join(sum(lines, [])))}) == 7 + 4  # none is replaced
+    trained = lines[1][-1].replace("run_dir", "checkpoint")
+    predicting = listed("only=[eval,predict]", "images=OUTSIDE/IMAGES")
+    assert all(trained in words for words in predicting) and "input=OUTSIDE/IMAGES" in predicting[-1]
+    (table,) = listed("only=[run_table]", *places)
+    assert "runs=OUT/runs" in table and 'roots={camvid:"a b"}' in table
+    with pytest.raises(ValueError, match=r"only=.*steps.*: expected a list, each one of tests, train_seg, networks, "):
         listed("only=[steps]")
 
 
