@@ -52,7 +52,7 @@ REHEARSED = {  # arguments to add
     "networks": "device=cpu captured=false only=[squeezenet1_1] images=2 image_size=32 shares=[.5] rounds=1",
     "training": "device=cpu recipe=null parts=[norms] crop_size=48 crops=2 rounds=1 overrides=[norm.backend=eager]",
     "fit": "device=cpu tiny=true only=[cityscapes_resnext101]",
-    "eval": "device=cpu data.split=val",
+    "eval": "device=cpu data.split=val data.base_size=64",
     "layers": "device=cpu captured=false only=[CONV1] batch=2 rounds=1 sample_ms=0.01 compiler=null",
 }
 

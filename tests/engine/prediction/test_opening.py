@@ -101,30 +101,16 @@ def test_a_prediction_starts_without_a_wait_for_the_device(file, views, tmp_path
             assert np.array_equal(finish(), expected) and reads
 
 
-@pytest.mark.parametrize("task", ["segmentation", "ten crops"])
-def test_what_is_copied_to_the_device_is_pinned(task, file, tmp_path, monkeypatch):
+def test_what_is_copied_to_the_device_is_pinned(file, tmp_path, monkeypatch):
     """Crops of an image are other memory than the image."""
-    if task == "ten crops":
-        config = classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", "body=resnext_tiny")
-        saved(file := tmp_path / "net.pt", config, ["bee", "cat"])
-        network = open_network(file, Prediction(view="ten_crop", device="cpu"))
-    else:
-        network = open_network(file, Prediction(device="cpu"))
-    places: list[int] = []
-    move = Forward.normalised
-
-    def pinned(image: torch.Tensor, device: torch.device) -> torch.Tensor:
-        places.append((image := image.clone()).untyped_storage().data_ptr())
-        return image
-
-    def moved(forward: Forward, images: torch.Tensor) -> torch.Tensor:
-        assert images.untyped_storage().data_ptr() == places[-1]
-        return move(forward, images)
-
-    monkeypatch.setattr(predictors, "pinned", pinned)
-    monkeypatch.setattr(Forward, "normalised", moved)
-    network.predict(trees.picture(tmp_path / "a.png", (50, 72)))
-    assert len(places) == 1
+    config = classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", "body=resnext_tiny")
+    saved(tmp_path / "net.pt", config, ["bee", "cat"])
+    pinned, copied, move = [], [], Forward.normalised
+    monkeypatch.setattr(predictors, "pinned", lambda image, device: pinned.append(image.clone()) or pinned[-1])
+    monkeypatch.setattr(Forward, "normalised", lambda own, images: copied.append(images) or move(own, images))
+    for network in (open_network(file), open_network(tmp_path / "net.pt", Prediction(view="ten_crop"))):
+        network.predict(trees.picture(tmp_path / "a.png", (50, 72)))
+    assert [one.untyped_storage().data_ptr() for one in pinned] == [one.untyped_storage().data_ptr() for one in copied]
 
 
 def test_windows_of_an_image_pass_together_as_far_as_memory_allows(file, tmp_path, monkeypatch):

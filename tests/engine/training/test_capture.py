@@ -206,13 +206,6 @@ def test_gradients_keep_their_place_and_the_memory_format_of_their_weights():
     assert all(place % 512 == places[0] % 512 for place in places)  # aligned as an allocator would
 
 
-class Reads(nn.Module):
-    """Raises PyTorch's error for a host that waits for a captured value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with …")
-
-
 class Draws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * (random.random() if self.training else 1.0)
@@ -228,29 +221,6 @@ class Sometimes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x if self.calls <= 6 else x * self.weight
-
-
-@pytest.mark.parametrize(
-    "extra, message",
-    [
-        (nn.Dropout(0.5), r"draws random numbers on the CPU \(4\), and a CUDA graph would repeat them: "),
-        (Draws(), "draws random numbers on the CPU, and a CUDA graph would repeat them: "),
-        (Sometimes(), "^4.weight has a gradient in some steps only, and a CUDA graph in all: "),
-    ],
-)
-def test_what_a_graph_would_do_otherwise_is_refused(extra, message):
-    with pytest.raises(ValueError, match=f"{message}{ADVICE}"):
-        losses_of(small_learner(True, extra=extra), 4)
-
-
-def test_a_module_that_reads_a_value_is_named():
-    learner = small_learner(True)
-    losses_of(learner, 3)
-    learner.network[4] = nn.Sequential(Reads())
-    learner.captured.begin()
-    expected = rf"^4\.0 \(Reads\) cannot be captured .* \(CUDA error: operation not .* capturing\): {ADVICE}"
-    with pytest.raises(ValueError, match=expected):
-        losses_of(learner, 1)
 
 
 def test_crops_of_another_size_are_refused():
@@ -357,25 +327,37 @@ def loss_through(module: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     return CROSS_ENTROPY(module(logits), labels)
 
 
+def failing_learner(place: str, captured: bool, precision: str = "float32") -> tuple[Learner, Loss]:
+    number, failing, _ = FAILURES[place]
+    own = copy.deepcopy(failing)
+    learner = small_learner(captured, precision, own if number == 4 else None)
+    if number in (0, 2, 5):
+        learner.network[number] = nn.Sequential(own, learner.network[number])
+    return learner, CROSS_ENTROPY if number is not None else partial(loss_through, own)
+
+
+@pytest.mark.parametrize("place", [place for place in FAILURES if place != "memory"])
+def test_what_cannot_be_captured_is_an_error_where_that_is_asked_for(place):
+    learner, loss = failing_learner(place, captured=True)
+    with pytest.raises(ValueError, match=f"^{FAILURES[place][2]}.*: {ADVICE}$"):
+        losses_of(learner, 4, loss)
+
+
 @pytest.mark.parametrize("place, precision", [*((place, "float32") for place in FAILURES), ("backward", "float16")])
 def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(place, precision, caplog):
     """To the bit, with two micro-batches a step and averaged weights."""
-    number, failing, reason = FAILURES[place]
     states, losses = [], []
     for captured in (False, True):
-        own = copy.deepcopy(failing)
-        learner = small_learner(captured, precision, own if number == 4 else None)
-        if number in (0, 2, 5):
-            learner.network[number] = nn.Sequential(own, learner.network[number])
+        learner, loss = failing_learner(place, captured, precision)
         learner.average = WeightAverage(learner.network, 0.9)
         if captured:
             learner.captured.requested = False
-        losses.append(losses_of(learner, 8, CROSS_ENTROPY if number is not None else partial(loss_through, own)))
+        losses.append(losses_of(learner, 8, loss))
         states.append({**learner.network.state_dict(), **learner.evaluated.network.state_dict(prefix="average.")})
     assert losses[0] == losses[1] and same(*states)
     assert learner.captured is None
     (said,) = (record.message for record in caplog.records if record.message.startswith("capture off"))
-    assert re.match(f"capture off: {reason}.*; this run goes on eagerly$", said)
+    assert re.match(f"capture off: {FAILURES[place][2]}.*; this run goes on eagerly$", said)
 
 
 def gradients_of(rank: int, flat: bool) -> list[Tensor]:
