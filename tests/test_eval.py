@@ -15,12 +15,9 @@ from engine import assemble
 from engine.assemble import tasks
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
-from engine.process.forward import Forward
 from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import evaluation
-from engine.segmentation.batches import AtOnce
-from engine.segmentation.inference import Views
 from eval import evaluate
 from tests.runs import SHORT, classification_config, composed, run_config
 from train_seg import train
@@ -155,16 +152,8 @@ def test_images_of_one_size_pass_through_the_network_together(run_dir, drawn, tm
     """In a training and in eval.py. auto depends on how many ranks the training had, which its checkpoint says."""
     passes, ranks, predict, choose = [], [], evaluation.predict, tasks.at_once
 
-    def predicted(forward: Forward, images: torch.Tensor, *views: Views, **options) -> torch.Tensor:
-        passes.append(len(images))
-        return predict(forward, images, *views, **options)
-
-    def chosen(config: SegmentationRun, device: torch.device, processes: int) -> AtOnce:
-        ranks.append(processes)
-        return choose(config, device, processes)
-
-    monkeypatch.setattr(evaluation, "predict", predicted)
-    monkeypatch.setattr(tasks, "at_once", chosen)
+    monkeypatch.setattr(evaluation, "predict", lambda *of, **more: passes.append(len(of[1])) or predict(*of, **more))
+    monkeypatch.setattr(tasks, "at_once", lambda *given: ranks.append(given[2]) or choose(*given))
     state = checkpoint.load(run_dir / "checkpoints" / "last.pt")
     checkpoint.save(tmp_path / "net.pt", {**state, "random": {"cpu": 3 * state["random"]["cpu"], "cuda": []}})
     evaluate_run(tmp_path / "net.pt", "batch_size=2")

@@ -1,8 +1,7 @@
 """Configuration keys -> norms, bodies, forward passes and their arithmetic."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -85,13 +84,3 @@ def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
     # A debugging aid that fills every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a property
     torch.backends.cudnn.benchmark = fixed_sizes and not config.deterministic
-
-
-@contextmanager
-def varying_sizes() -> Iterator[None]:
-    """Context for images of many sizes: cuDNN does not search, which it would repeat for each size."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

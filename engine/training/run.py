@@ -14,7 +14,7 @@ from torch import nn
 
 from datasets import reading_errors, shared_images, verify
 from engine.assemble.data import workers_of
-from engine.assemble.network import arithmetic, varying_sizes
+from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
 from engine.checkpoint.files import first_difference
 from engine.checkpoint.initial_weights import initialise
@@ -192,8 +192,9 @@ class Run(Generic[Config, Split]):
             self.metrics.note_memory(peak_memory_mib(self.world.device))
         if self.learner.captured is not None:
             self.learner.captured.release()
-        with varying_sizes():
-            evaluated = evaluate()
+        arithmetic(self.config.trainer)  # or cuDNN would search for kernels for every size of an image
+        evaluated = evaluate()
+        arithmetic(self.config.trainer, fixed_sizes=True)
         self.directory.check_in_place()
         forget_peak(self.world.device)  # an evaluation may need more than training
         score, best = evaluated.scores[self.config.score], self.metrics.best

@@ -94,7 +94,7 @@ def test_the_log_says_what_bfloat16_gains_where_a_device_computes_it(computes, m
 def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):
     """It would search for every size of an image."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    own, seen = MagicMock(world=World()), []
-    own.config.score, own.metrics.best = "miou", None
+    own, seen = MagicMock(config=run_config(), world=World()), []
+    own.metrics.best = None
     Run.evaluate(own, 1, lambda: seen.append(torch.backends.cudnn.benchmark) or SimpleNamespace(scores={"miou": 0.5}))
     assert seen == [False] and torch.backends.cudnn.benchmark
