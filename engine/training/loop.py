@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,12 +175,13 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
         learner.scaler.scale(part_loss).backward()
         return part_loss.detach()
 
+    run = micro_batch if learner.captured is None else partial(learner.take_captured, micro_batch)
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     images = minibatch["image"].tensor_split(learner.accumulation_steps)
     labels = minibatch["label"].tensor_split(learner.accumulation_steps)
     for number, part in enumerate(zip(images, labels, strict=True), start=1):
         with nullcontext() if number == learner.accumulation_steps else learner.more_follow():
-            total_loss += learner.take_captured(micro_batch, *part)
+            total_loss += run(*part)
     if learner.captured is not None:
         learner.captured.average_gradients(world)
     return total_loss
