@@ -81,15 +81,12 @@ def learner_of(
 def why_eager(config: TrainingRun, network: nn.Module, steps: int, world: World) -> str | None:
     """Why a run of so many steps is not captured in CUDA graphs, empty if `trainer.capture` says so; None if it is."""
     trainer = config.trainer
-    if trainer.capture is False:
-        return ""
-    problem = config.capture_problem(world.device.type, world.size)
-    if problem or trainer.capture is True:
+    if trainer.capture != "auto":
+        return None if trainer.capture else ""
+    if problem := config.capture_problem(world.device.type, world.size) or config.capture_doubt(world.size, steps):
         return problem
     drawn = drawing(getattr(network, "body", network)) if _repeats(trainer) else []
-    if drawn:
-        return f"{_repeats(trainer)} repeats modules that draw random numbers{listed_few(drawn)}"
-    return config.capture_doubt(world.size, steps)
+    return f"{_repeats(trainer)} repeats modules that draw random numbers{listed_few(drawn)}" if drawn else None
 
 
 def _repeats(trainer: Trainer) -> str:
