@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.evidence import documents, numbers, tables, training
-from scripts.evidence.training import DEFAULT, GROUPS
+from scripts.evidence import documents, numbers, steps, tables
+from scripts.evidence.steps import DEFAULT, GROUPS
 from scripts.reports import papers
 from scripts.reports.markdown import ratio_of
 
@@ -89,10 +89,10 @@ def test_results_are_few_pages_and_small():
 
 
 def test_the_loops_overhead_is_in_its_record():
-    rows = json.loads((RESULTS / "training" / "overhead.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "steps" / "overhead.json").read_text())["rows"]
     times = {row["loop"]: row["times_ms"] for row in rows}
     median, bare = ratio_of(times["real"], times["bare"]), statistics.median(times["bare"])
-    assert f"{median:.3f} of the time of a bare step of {bare:.0f} ms" in (RESULTS / "training.md").read_text()
+    assert f"{median:.3f} of the time of a bare step of {bare:.0f} ms" in (RESULTS / "steps.md").read_text()
 
 
 @pytest.mark.slow
@@ -105,12 +105,12 @@ def test_every_block_is_marked_and_every_switch_is_measured():
     marked = [name for path in documents.DOCUMENTS for name, *_ in documents.BLOCK.findall(path.read_text())]
     written = sorted(name for name in marked if name != documents.KEPT)
     assert written == sorted(documents.BLOCKS.keys() - {documents.KEPT}) and papers.TABLES.keys() < {*marked}
-    calls = json.loads((RESULTS / "training.json").read_text())["calls"]
+    calls = json.loads((RESULTS / "steps.json").read_text())["calls"]
     known = {each for own in GROUPS.values() for each in own}
     on_cpus = {each for part in CPU_PARTS for each in GROUPS[part]}
-    measured = {name for call in calls for name in training.switches_of(call)}
+    measured = {name for call in calls for name in steps.switches_of(call)}
     assert on_cpus <= measured <= known and DEFAULT in on_cpus
-    recomputed = next(training.switches_of(call) for call in calls if call["arguments"]["parts"] == ["recompute"])
+    recomputed = next(steps.switches_of(call) for call in calls if call["arguments"]["parts"] == ["recompute"])
     ours, default = (recomputed[name][0]["saved_bytes"] for name in ("norm=std trainer.recompute=activations", DEFAULT))
     assert abs(ours / default - 1) < 0.02
 
@@ -121,7 +121,7 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
     def other_numbers(block: re.Match) -> str:
         return re.sub(r"(\| |-->)\d+\.\d+", r"\g<1>7.77", block[0]) if block[1] in from_records else block[0]
 
-    from_records = {"training", "reversible"}
+    from_records = {"steps", "reversible"}
     changed_blocks = set()
     for path in documents.DOCUMENTS:
         text = path.read_text()

@@ -1,8 +1,8 @@
 """Measure speed and memory of training steps under every switch:
 
-    python -m scripts.evidence.training [device=cpu|cuda] out=FILE.json
-    python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
-    python -m scripts.evidence.training parts=[recompute] device=cuda out=FILE.json
+    python -m scripts.evidence.steps [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.steps rounds=3 starts=1 out=FILE.json
+    python -m scripts.evidence.steps parts=[recompute] device=cuda out=FILE.json
 
 `parts` chooses groups of switches.
 """
@@ -304,7 +304,7 @@ SWITCHES: Columns = [
 ]
 
 
-BENCHMARK = frame.Benchmark("training", TrainingArguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark("steps", TrainingArguments, items, measure, about, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":
