@@ -16,6 +16,7 @@ from engine.configuration.config import typed
 from scripts import plan_memory, run_table
 from scripts.evidence import documents
 from scripts.reports import frame, papers
+from scripts.reports.markdown import unfolded
 from tests.runs import REPOSITORY, composed
 
 DOCS, RESULTS = REPOSITORY / "docs", REPOSITORY / "docs" / "results"
@@ -31,7 +32,7 @@ COMMAND = re.compile(r"(python|torchrun|sbatch|make|init\.weights=\S+) ")  # or 
 
 def commands(page: Path) -> list[str]:
     """The commands in the blocks and the text of a page, or in the docstring of a program."""
-    text = page.read_text()
+    text = page.read_text() if page.suffix == ".py" else unfolded(page.read_text())
     if page.suffix == ".py":
         text = re.sub(r"((?:^ {4}.*\n)+)", r"```\n\1```\n", ast.get_docstring(ast.parse(text)), flags=re.MULTILINE)
     if page == RESULTS / "README.md":  # its tables have the experiments' commands
