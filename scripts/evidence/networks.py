@@ -73,7 +73,7 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
 def within_budgets(
     arguments: NetworksArguments, precision: str, steps: Steps, counted: Callable, plain: nn.Module, inputs: Tensor
 ) -> None:
-    """Add the network with budgets: shares of its peak, and the checkpoints' peak and time."""
+    """Add the network with budgets: shares of its peak, and the peak and time of activation checkpointing."""
     checkpoints = steps.rows.get(BLOCKS, {}).get("peak_bytes")
     asked: dict[str, float | int] = {f"{share:.0%} of plain": share for share in arguments.shares}
     asked |= {AS_BLOCKS: checkpoints} if checkpoints else {}
@@ -112,7 +112,7 @@ def sections(call: dict, picture: str) -> Iterator[str]:
         yield f"{len(plans)} plans: measured peaks are at most {over:.1%} above budgets. Relative to *{BLOCKS}*:"
         yield medians(networks, "method", BLOCKS)
     if drawn_of(call):
-        drawn = f"![peak and time of a step under byte budgets, and of its rivals]({picture}.png)"
+        drawn = f"![peak and time of a step under byte budgets, and of activation checkpointing]({picture}.png)"
         yield f"{drawn}\n*{DRAWN}: lower left is better.*"
     yield compared(networks, "method", PLAIN)
 
@@ -136,7 +136,7 @@ def drawn_of(call: dict) -> dict[str, dict]:
 
 
 def picture(call: dict) -> Figure | None:
-    """The picture for the README: peak and time of a network's budgets, as a line, beside each rival's point."""
+    """The picture for the README: peak and time of a network's budgets, as a line, beside the other methods."""
     rows, arguments = drawn_of(call), call["arguments"]
     if not rows:
         return None
@@ -155,7 +155,7 @@ def picture(call: dict) -> Figure | None:
             axes.plot(*points[method], marker, color=colour, label=method, markersize=4)
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
     title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {device.upper()}"
-    axes.set(title=title, xlabel="peak memory, relative to plain PyTorch", ylabel="time, relative to plain PyTorch")
+    axes.set(title=title, xlabel="peak memory, relative to the baseline", ylabel="time, relative to the baseline")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
     axes.set(xlim=(0.2, 1.25), ylim=(0.85, max(1.4, 0.05 + max(time for _, time in points.values() if time < SLOWEST))))
     axes.locator_params(axis="x", nbins=6)
