@@ -1,8 +1,8 @@
 """Count memory and operations of reversible networks, against stored activations and checkpointing:
 
-python -m scripts.evidence.reversible out=FILE.json
-python -m scripts.evidence.reversible only=[depths] out=FILE.json
-python -m scripts.evidence.reversible only=[activations/RevNet-38] out=FILE.json
+    python -m scripts.evidence.reversible out=FILE.json
+    python -m scripts.evidence.reversible only=[depths] out=FILE.json
+    python -m scripts.evidence.reversible only=[activations/RevNet-38] out=FILE.json
 """
 
 import math
