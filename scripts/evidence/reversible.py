@@ -3,6 +3,8 @@
     python -m scripts.evidence.reversible out=FILE.json
     python -m scripts.evidence.reversible only=[depths] out=FILE.json
     python -m scripts.evidence.reversible only=[activations/RevNet-38] out=FILE.json
+
+`only` chooses networks, or the part with stacks of units of growing depth.
 """
 
 import math
