@@ -160,13 +160,24 @@ def visible(text: str) -> str:
     return re.sub(r"\]\([^)]*\)|[|*#`\[\]→–]|(?<=\s)-+(?=\s)", " ", text)
 
 
+NUMBERS = re.compile(r"(?<![\w.-])(?<!Table )\d[\d.,]*")
+
+
 def test_the_readme_is_read_in_two_minutes():
     text = (REPOSITORY / "README.md").read_text()
     assert len(visible(text).split()) <= 700
-    assert len(re.findall(r"(?<![\w.-])(?<!Table )\d[\d.,]*", visible(text))) <= 35
+    assert len(NUMBERS.findall(visible(text))) <= 35
     for what, most in (("```\n", 90), ("![", 160), ("recompute_activations(", 350)):
         assert len(visible(text[: text.index(what)]).split()) <= most, what
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 160
+
+
+def test_each_finding_is_read_in_half_a_minute():
+    text = (RESULTS / "README.md").read_text()
+    findings = re.split(r"(?m)^\d\. ", text[text.index("## Findings") : text.index("## Every claim")])[1:]
+    assert len(findings) == 5
+    for finding in map(visible, findings):
+        assert len(finding.split()) <= 110 and len(NUMBERS.findall(finding)) <= 12, finding
 
 
 def test_the_documents_are_short_and_so_are_their_lines():
