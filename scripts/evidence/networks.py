@@ -28,8 +28,8 @@ from scripts.reports.measuring import PRECISIONS, Steps, autocast, reason, timed
 
 AS_BLOCKS, IN_TIME_OF_BLOCKS = "peak of the checkpoints", "time of the checkpoints"
 LEAST = "the least"
-TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the plain peak to try for plans within a time
-HOST = 0.04  # of a plain step's time: estimate of a plan's overhead in Python
+TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the baseline's peak to try for plans within a time
+HOST = 0.04  # of a baseline step's time: estimate of a plan's overhead in Python
 
 
 @dataclass
@@ -38,7 +38,7 @@ class NetworksArguments(frame.CapturedArguments):
     images: int = key(8, least=2)  # per step (an eighth as many texts); some norms have one value per image
     image_size: int = key(224, above=0)  # pixels
     precisions: list[str] = key(["float32"], one_of=PRECISIONS)  # bfloat16 is autocast
-    shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the plain network's peak: budgets
+    shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the baseline's peak: budgets
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
 
 
@@ -51,7 +51,7 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
     """A row for each method and budget of a network, or the reason why it fails.
 
     {"network", "precision", "method", "peak_bytes", "times_ms", "kept_bytes": of known methods, "deviation": largest
-    of a gradient from the plain network's, relative to the largest, "budget_bytes", "planned_bytes": of budgets}
+    of a gradient from the baseline's, relative to the largest, "budget_bytes", "planned_bytes": of budgets}
     """
     plain, inputs = zoo.made(name, arguments.device, arguments.images, arguments.image_size)
     steps = Steps(arguments.device, "method", network=name, precision=precision)

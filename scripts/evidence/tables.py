@@ -130,7 +130,7 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
 
 def as_markdown(rows: list[Row], out: Path) -> str:
     """A table of the rows that have runs, the other rows in a line, and runs that changed keys."""
-    titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
+    titles = ["experiment", "score", "published", "ours", "difference", "estimated, GiB", "measured, GiB", "run"]
     has_run = [row for row in rows if row.runs]
     parts = [table(titles, (cells for row in has_run for cells in _cells(row, out)), left=2)] * bool(has_run)
     if missing := [_missing(row) for row in rows if not row.runs]:

@@ -56,7 +56,7 @@ class TimedArguments(DeviceArguments):
 
 @dataclass
 class CapturedArguments(TimedArguments):
-    captured: bool = False  # also time each step as a CUDA graph, where the host's time does not count
+    captured: bool = False  # also time each step as a CUDA graph, without CPU overhead
 
     def check(self) -> None:
         super().check()
