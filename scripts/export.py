@@ -4,7 +4,7 @@
     python -m scripts.export checkpoint=FILE.pt output=FILE.onnx format=onnx argmax=true
     python -m scripts.export checkpoint=FILE.pt output=FILE.pt2 precision=float16
 
-The program (exported, onnx) takes float32 RGB images (N, 3, H, W) with pixel values in [0, 255], any N, H, W, and returns
+The program (exported, onnx) takes float32 RGB images (N, 3, H, W) in [0, 255], any N, H and W, and returns
 float32 logits (N, classes, H, W), or (N, classes) for a classifier. Normalisation is included. The program does not
 check its images: multiply images of 0 to 1, as torchvision's ToTensor makes them, by 255. Before it is written, it is
 compared with the network at other sizes than its example.
