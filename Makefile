@@ -15,7 +15,7 @@ help:  ## show this list
 
 install: $(INSTALLED)  ## create .venv with everything that this checkout needs (some minutes, 6 GB)
 
-demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes (2 minutes on two cores)
+demo: $(INSTALLED)  ## train and evaluate a small network on synthetic street scenes (2 minutes on two cores)
 	$(VENV)/bin/python train_seg.py run_dir=$(DEMO) resume=auto trainer.epochs=24 optim=adamw optim.lr=4e-3 lr_schedule.warmup_steps=40
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 	@echo "look at $$(ls -d $(DEMO)/overlays/* | head -n 1) (image, label, prediction); next: $(VENV)/bin/python train_seg.py norm=std"

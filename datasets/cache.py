@@ -1,4 +1,4 @@
-"""The cache folder. Everything in it can be made again: drawn images, class indices, checks."""
+"""The cache folder. Everything in it can be made again: synthetic images, class indices, checks."""
 
 import fcntl
 import os

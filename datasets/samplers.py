@@ -71,7 +71,7 @@ class ShuffledMinibatches(_Minibatches):
 
 
 class ClassUniformMinibatches(_Minibatches):
-    """The paper's class-uniform sampling (section 4.2): rare classes are drawn as often as frequent ones.
+    """The paper's class-uniform sampling (section 4.2): rare classes are sampled as often as frequent ones.
 
     The share `fraction` of an epoch's draws is class-uniform: draw a class, an
     image that contains it, a pixel of the class, then a crop that contains the pixel. The other draws are images
@@ -79,7 +79,7 @@ class ClassUniformMinibatches(_Minibatches):
 
     Classes come in rounds: each round holds every class once, in random order. So the counts of any two classes differ
     by at most one, in the whole list and in any prefix, such as the part that fills minibatches. Likewise, a class uses
-    all images that contain it before repeating one. Classes without pixels are not drawn. ValueError if no class has a
+    all images that contain it before repeating one. Classes without pixels are left out. ValueError if no class has a
     pixel.
     """
 

@@ -24,7 +24,7 @@ def shapes(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
     if split not in IMAGES:
         raise ValueError(f"split {split!r} is unknown to shapes; expected one of {', '.join(IMAGES)}")
     if root is not None:
-        raise ValueError(f"shapes are drawn, not read from {root}: give no folder")
+        raise ValueError(f"shapes are synthetic, not read from {root}: give no folder")
     count = IMAGES[split]
     labels = np.arange(count) % len(CLASSES)
     pixels = np.stack(

@@ -32,7 +32,7 @@ def synthetic(
     draw: bool = True,
     own_images: str = "choose the dataset folder",
 ) -> SegmentationDataset:
-    """One split, "train" or "val", of a drawn Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
+    """One split, "train" or "val", of a synthetic Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
 
     `images`: numbers of (train, val) images. The first call writes the pictures into `root`, which must be new, empty
     or written by this function; the default is the user's cache folder. The pictures depend only on `images` and
@@ -47,13 +47,13 @@ def synthetic(
     folder = Path(os.path.expanduser(root)) if root else drawn
     is_written = (folder / _MARKER).is_file()
     if not is_written and not draw:
-        raise ValueError(f"the synthetic dataset has not been drawn at {folder} yet; a training draws it")
+        raise ValueError(f"the synthetic dataset is not yet in {folder}: a training writes it")
     if not is_written:
         _write_once(folder, settings, own_images)
     try:
         written = json.loads((folder / _MARKER).read_text())
     except ValueError as error:
-        raise ValueError(f"{folder / _MARKER} is damaged ({error}): delete {folder}, which is drawn again") from error
+        raise ValueError(f"{folder / _MARKER} is damaged ({error}): delete {folder}, which is written again") from error
     if written != settings:
         raise ValueError(
             f"{folder} holds synthetic streets written with {written}, expected {settings}. "
@@ -93,7 +93,7 @@ def _write_once(folder: Path, settings: dict, own_images: str) -> None:
             alone_in(folder.parent, ".") if in_cache else nullcontext(),
             tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary,
         ):
-            if (folder / _MARKER).is_file():  # another process has drawn it in the meantime
+            if (folder / _MARKER).is_file():  # another process has written it in the meantime
                 return
             streets = Path(temporary) / "streets"
             write_streets(streets, {split: settings[split] for split in _CITIES}, seed=settings["seed"])

@@ -103,7 +103,7 @@ def padded_share(
     scale: tuple[float, float],
     base_size: int | None = None,
 ) -> float:
-    """The expected share of padding in the crops of a `TrainingTransform` if each image is drawn equally often.
+    """The expected share of padding in the crops of a `TrainingTransform` if each image is sampled equally often.
 
     `sizes`: (width, height, number of images) for each size of an image.
     """

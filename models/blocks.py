@@ -59,7 +59,7 @@ class IdentityResidualBlock(nn.Module):
     """Pre-activation residual block: z = phi(BN(x)); y = F(z) + shortcut (He et al., Identity Mappings, 2016).
 
     The shortcut is x itself or, if the stride or the number of channels changes, a 1x1 convolution of z without a norm
-    of its own. This is the block of the in-place ABN paper's Figure 1. For the backward pass a bottleneck keeps x, the
+    of its own. This is the block of the in-place ABN paper's Figure 1. For the backward pass a bottleneck saves x, the
     two inner convolution outputs and three activations with a standard norm, but only the activations with an in-place
     norm.
 
@@ -107,9 +107,9 @@ class ResidualBlock(nn.Module):
     A norm follows every convolution of F. All but the last are activated by phi; phi follows the sum instead. The
     shortcut is x itself or, if the stride or the number of channels changes, a 1x1 convolution of x and a norm.
 
-    For the backward pass a bottleneck of C, C and 4C channels keeps its three convolution outputs, two activations and
+    For the backward pass a bottleneck of C, C and 4C channels saves its three convolution outputs, two activations and
     y with standard norms (12C values per pixel), but only its three norm outputs and y with in-place norms (10C). The
-    sum keeps neither operand, so a norm without activation keeps one buffer with every strategy.
+    sum saves neither operand, so a norm without activation saves one buffer with every strategy.
 
     Args:
         convs: the first 3x3 convolution and the projection stride; there is no dropout.

@@ -53,7 +53,7 @@ class DilatedGroups(nn.Conv2d):
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution that computes the gradient of its weight from contiguous copies; it keeps input and weight."""
+    """A convolution that computes the gradient of its weight from contiguous copies; it saves input and weight."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, *geometry: Any) -> Tensor:

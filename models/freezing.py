@@ -12,7 +12,7 @@ def freeze(network: nn.Module, trained: Collection[str], body: bool, norms: str)
     """Freeze a network's body, or only its norms.
 
     Frozen parameters need no gradient. `training_mode` leaves frozen parts in evaluation mode: norms use their running
-    statistics and keep them, and dropout is off. A frozen body keeps nothing for the backward pass.
+    statistics and keep them, and dropout is off. A frozen body saves nothing for the backward pass.
 
     Args:
         trained: names of the network's top modules that are not its body.

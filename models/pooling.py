@@ -1,4 +1,4 @@
-"""Max-pooling that keeps a byte per result for the backward pass."""
+"""Max-pooling that saves a byte per result for the backward pass."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from keepless.torch_internals import transform_level
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """`nn.MaxPool2d`, equal bit for bit, that keeps each result's position in its window as one byte.
+    """`nn.MaxPool2d`, bitwise identical, that saves each result's position in its window as one byte.
 
-    PyTorch's keeps its whole input, though the gradient reads only the shape, and an 8-byte index per result: 24
-    bytes per result with stride 2 in float32. Before a WideResNet-38's stages that is a sixth of all kept bytes.
+    PyTorch's saves its whole input, though the gradient reads only the shape, and an 8-byte index per result: 24
+    bytes per result with stride 2 in float32. Before a WideResNet-38's stages that is a sixth of all saved bytes.
 
     Args:
         kernel_size: side of the windows, at most 16.
@@ -33,7 +33,7 @@ class MaxPool2d(nn.MaxPool2d):
         """(N, C, H, W) -> (N, C, (H + 2 padding - kernel_size) // stride + 1, …)."""
         if not torch.is_grad_enabled() or not x.requires_grad or x.dim() != 4 or x.shape[3] < self.kernel_size:
             return super().forward(x)
-        if torch.compiler.is_compiling():  # Inductor keeps a byte itself
+        if torch.compiler.is_compiling():  # Inductor saves a byte itself
             return super().forward(x)
         if x.device.type not in ("cpu", "cuda") or torch.jit.is_tracing() or transform_level() is not None:
             return super().forward(x)

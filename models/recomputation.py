@@ -1,4 +1,4 @@
-"""Which activations a network keeps: `trainer.recompute`.
+"""Which activations a network saves: `trainer.recompute`.
 
 A body's blocks can be checkpointed by `torch.utils.checkpoint`, with any norm: their activations are computed again in
 the backward pass. The stem, the final norm and everything after the body keep their activations.
@@ -26,7 +26,7 @@ Block = nn.Module | partial  # tensors -> a tensor or several; the arguments of 
 
 
 def choose_recomputation(network: nn.Module, body: Any, recompute: str, budget: int | None = None) -> None:
-    """Choose which activations a network with a body of `models.bodies` keeps.
+    """Choose which activations a network with a body of `models.bodies` saves.
 
     Outputs of `CheckpointedABN` layers are recomputed in any case.
     `recompute`: "activations", or "budget" for a `budget` in bytes (None: no limit): see `recompute_activations`;
@@ -59,7 +59,7 @@ def recompute_blocks(body: Any, recompute: str) -> None:
 
 
 def units_of(stages: Iterable[nn.Module], recompute: str) -> list[Block]:
-    """The units for `run_blocks`: all blocks, or whole stages if all activations are kept, so that their hooks fire."""
+    """The units for `run_blocks`: all blocks, or whole stages if all activations are saved, so that hooks fire."""
     if recompute == "none":
         return list(stages)
     return [block for stage in stages for block in (stage if isinstance(stage, nn.Sequential) else [stage])]

@@ -11,7 +11,7 @@ RELEASED_ACTIVATIONS = ("leaky_relu", "elu", "identity")
 def released_abn() -> type[nn.Module]:
     """The released InPlaceABN, adapted to work anywhere in a network.
 
-    It overwrites its input, which residual blocks need for their shortcut, so it gets a copy; the bytes kept for the
+    It overwrites its input, which residual blocks need for their shortcut, so it gets a copy; the bytes saved for the
     backward pass are the same. Its scale is |weight| + eps, so the sign of a weight has no effect. It supports float32
     and float64. The released synchronised layer is not offered: version 1.1.0 silently does not synchronise over the
     default group.

@@ -29,7 +29,7 @@ from engine.process.console import printable
 from engine.process.output_files import write_file
 from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
-from scripts.reports.markdown import conditions, mean_of, table
+from scripts.reports.markdown import conditions, in_lines, mean_of, table
 from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
 
 
@@ -91,8 +91,18 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         lines += ["", "Not in the table:"]
         lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]
     lines += ["", f"![training loss and validation {best} over steps]({picture})", ""]
-    lines += [f"- {run.name}: {conditions(run.results['environment'])}" for run in runs]
-    return "\n".join(lines) + "\n"
+    lines += environments(runs)
+    return in_lines("\n".join(lines)) + "\n"
+
+
+def environments(runs: list[Run]) -> list[str]:
+    """Hardware and versions, once for all runs with the same."""
+    shared: dict[str, list[str]] = {}
+    for run in runs:
+        shared.setdefault(conditions(run.results["environment"]), []).append(run.name)
+    if len(shared) == 1:
+        return [f"{'All runs' if len(runs) > 1 else runs[0].name}: {about}." for about in shared]
+    return [f"- {', '.join(names)}: {about}" for about, names in shared.items()]
 
 
 @rc_context(charts.TEXTS)

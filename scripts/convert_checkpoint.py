@@ -10,7 +10,7 @@ recognised from the file. A file states neither its scale, which is known only f
 Without classes or data.root, classes are called 0, 1, 2, …, and an evaluation compares only their number. Otherwise it
 compares names: for ImageNet the names of the class folders (n01440764, …) in sorted order. The third command writes the
 weights of either kind of input as a state dict for networks with standard batch normalisation and the same names. It
-lacks the norms' eps and activation, so the command prints them. The last makes a checkpoint to share: the (averaged)
+lacks the norms' eps and activation, so the command prints them. The last makes a checkpoint to share: the (EMA)
 weights, classes and configuration of a run, without its optimiser, random states and folders.
 """
 
@@ -110,8 +110,8 @@ def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
     parts = {name: state[name] for name in (*checkpoint.NEEDED, *checkpoint.OPTIONAL) if name in state}
     parts |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}
     checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **parts})
-    averaged = "averaged " if "ema" in state else ""
-    return [f"input {source}", f"the {averaged}weights of step {state['step']}, for evaluations and init.weights"]
+    ema = "EMA " if "ema" in state else ""
+    return [f"input {source}", f"the {ema}weights of step {state['step']}, for evaluations and init.weights"]
 
 
 def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, source: Path, output: Path) -> list[str]:
@@ -132,7 +132,7 @@ def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, sourc
     if options.classes is not None and not segments:
         lines.append(NAMES)
     if architecture.kind == "wider_resnet" and not segments:
-        lines.append("plain WideResNet was assumed: the A2 variant has the same tensors, but computes another function")
+        lines.append("WideResNet-38 was assumed: its A2 variant has the same tensors, but computes another function")
     return lines
 
 

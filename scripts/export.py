@@ -4,7 +4,7 @@
     python -m scripts.export checkpoint=FILE.pt output=FILE.onnx format=onnx argmax=true
     python -m scripts.export checkpoint=FILE.pt output=FILE.pt2 precision=float16
 
-The program (exported, onnx) takes float32 RGB images (N, 3, H, W) with levels of 0 to 255, any N, H and W, and returns
+The program (exported, onnx) takes float32 RGB images (N, 3, H, W) in [0, 255], any N, H and W, and returns
 float32 logits (N, classes, H, W), or (N, classes) for a classifier. Normalisation is included. The program does not
 check its images: multiply images of 0 to 1, as torchvision's ToTensor makes them, by 255. Before it is written, it is
 compared with the network at other sizes than its example.
@@ -51,7 +51,7 @@ class Export:
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
     output: str = MISSING  # the file to write, such as n.pt2 or n.onnx
     format: str = key("exported", one_of=("exported", "onnx"))
-    averaged: bool = True  # the averaged weights, if the checkpoint has them
+    averaged: bool = True  # the EMA weights, if the checkpoint has them
     argmax: bool = False  # return the class of each pixel, int64 (N, H, W), or of each image, (N,), instead of logits
     precision: str = key("float32", one_of=tuple(LARGEST))  # of the program's weights and features, but not its norms
     # Height and width of all images, for a network that can only be exported for one size; null: any.

@@ -5,7 +5,7 @@
     python -m scripts.plan_memory experiment=… memory.budget=12GiB memory.fit=crop trainer.recompute=budget
     python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std
 
-Prints the tensors on one device at the peak of a step, the pass of the peak, and the bytes kept for the backward pass.
+Prints the tensors on one device at the peak of a step, the pass of the peak, and the bytes saved for backward.
 memory.fit also finds, for standard, checkpointed and in-place norms, the largest minibatch within memory.budget: the
 most crops of data.crop_size (batch; the paper's FIXED CROP) or the largest data.crops_per_minibatch crops (crop; its
 FIXED BATCH). With trainer.recompute=budget, a step recomputes as many activations as the budget requires, and
@@ -62,7 +62,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
     console.print(f"{share} crops of {crop} pixels {each}: {size_text(trace.peak)}, most in: {trace.place}")
     at_peak = ([kind, size_text(size)] for kind, size in trace.at_peak.items() if size)
     console.print(table_of(["at the peak", "memory"], at_peak))
-    console.print(f"kept for the backward pass: {size_text(trace.kept)}")
+    console.print(f"saved for backward: {size_text(trace.kept)}")
     if config.memory.fit is not None:
         found, paper = fits(config, devices, console), FITS[config.memory.fit].replace("_", " ")
         limit = max(planner.all_images(chosen, devices) for chosen in found.values())
@@ -71,7 +71,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
-        console.print("trainer.compile=true is planned as without it: compiled graphs keep about as much.")
+        console.print("trainer.compile=true is estimated as without it: compiled graphs save about as much.")
     if fails and not found:
         raise ValueError(
             f"memory.budget={config.memory.budget}: this step needs {size_text(trace.peak)}; memory.fit=batch or "

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.evidence import documents, numbers, tables, training
-from scripts.evidence.training import DEFAULT, GROUPS
+from scripts.evidence import documents, numbers, steps, tables
+from scripts.evidence.steps import DEFAULT, GROUPS
 from scripts.reports import papers
 from scripts.reports.markdown import ratio_of
 
@@ -83,16 +83,16 @@ def test_every_record_is_of_a_clean_commit_of_the_history_or_says_that_it_is_los
 def test_results_are_few_pages_and_small():
     """Each record has a page, and no record is a rehearsal."""
     pages, records = ({file.stem for file in RESULTS.glob(f"*.{suffix}")} for suffix in ("md", "json"))
-    assert len(pages) <= 12 and records < pages
-    assert sum(file.stat().st_size for file in RESULTS.rglob("*") if file.is_file()) <= 4 * 2**20
+    assert len(pages) <= 10 and records < pages
+    assert sum(file.stat().st_size for file in RESULTS.rglob("*") if file.is_file()) <= 3 * 10**6
     assert not [name for name in records if '"rehearsal": true' in (RESULTS / f"{name}.json").read_text()]
 
 
 def test_the_loops_overhead_is_in_its_record():
-    rows = json.loads((RESULTS / "training" / "overhead.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "steps" / "overhead.json").read_text())["rows"]
     times = {row["loop"]: row["times_ms"] for row in rows}
     median, bare = ratio_of(times["real"], times["bare"]), statistics.median(times["bare"])
-    assert f"{median:.3f} of the time of a bare step of {bare:.0f} ms" in (RESULTS / "training.md").read_text()
+    assert f"{median:.3f} of the time of a bare step of {bare:.0f} ms" in (RESULTS / "steps.md").read_text()
 
 
 @pytest.mark.slow
@@ -105,12 +105,12 @@ def test_every_block_is_marked_and_every_switch_is_measured():
     marked = [name for path in documents.DOCUMENTS for name, *_ in documents.BLOCK.findall(path.read_text())]
     written = sorted(name for name in marked if name != documents.KEPT)
     assert written == sorted(documents.BLOCKS.keys() - {documents.KEPT}) and papers.TABLES.keys() < {*marked}
-    calls = json.loads((RESULTS / "training.json").read_text())["calls"]
+    calls = json.loads((RESULTS / "steps.json").read_text())["calls"]
     known = {each for own in GROUPS.values() for each in own}
     on_cpus = {each for part in CPU_PARTS for each in GROUPS[part]}
-    measured = {name for call in calls for name in training.switches_of(call)}
+    measured = {name for call in calls for name in steps.switches_of(call)}
     assert on_cpus <= measured <= known and DEFAULT in on_cpus
-    recomputed = next(training.switches_of(call) for call in calls if call["arguments"]["parts"] == ["recompute"])
+    recomputed = next(steps.switches_of(call) for call in calls if call["arguments"]["parts"] == ["recompute"])
     ours, default = (recomputed[name][0]["saved_bytes"] for name in ("norm=std trainer.recompute=activations", DEFAULT))
     assert abs(ours / default - 1) < 0.02
 
@@ -121,7 +121,7 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
     def other_numbers(block: re.Match) -> str:
         return re.sub(r"(\| |-->)\d+\.\d+", r"\g<1>7.77", block[0]) if block[1] in from_records else block[0]
 
-    from_records = {"training", "reversible"}
+    from_records = {"steps", "reversible"}
     changed_blocks = set()
     for path in documents.DOCUMENTS:
         text = path.read_text()
@@ -160,10 +160,29 @@ def visible(text: str) -> str:
     return re.sub(r"\]\([^)]*\)|[|*#`\[\]→–]|(?<=\s)-+(?=\s)", " ", text)
 
 
+NUMBERS = re.compile(r"(?<![\w.-])(?<!Table )\d[\d.,]*")
+
+
 def test_the_readme_is_read_in_two_minutes():
     text = (REPOSITORY / "README.md").read_text()
     assert len(visible(text).split()) <= 700
-    assert len(re.findall(r"(?<![\w.-])(?<!Table )\d[\d.,]*", visible(text))) <= 35
+    assert len(NUMBERS.findall(visible(text))) <= 35
     for what, most in (("```\n", 90), ("![", 160), ("recompute_activations(", 350)):
         assert len(visible(text[: text.index(what)]).split()) <= most, what
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 160
+
+
+def test_each_finding_is_read_in_half_a_minute():
+    text = (RESULTS / "README.md").read_text()
+    findings = re.split(r"(?m)^\d\. ", text[text.index("## Findings") : text.index("## Every claim")])[1:]
+    assert len(findings) == 5
+    for finding in map(visible, findings):
+        assert len(finding.split()) <= 110 and len(NUMBERS.findall(finding)) <= 12, finding
+
+
+def test_the_documents_are_short_and_so_are_their_lines():
+    own = [REPOSITORY / "CONTRIBUTING.md", *(page for page in PAGES if page.parent != RESULTS)]
+    assert sum(len(page.read_text().splitlines()) for page in own) <= 1_250
+    for page in [*own, *RESULTS.glob("*.md")]:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            assert len(line) <= 200 or line.lstrip().startswith("|"), f"{page.name}:{number}"

@@ -25,6 +25,7 @@ from scripts.browse_data import browse
 from scripts.export import export
 from scripts.make_classes import make_classes
 from scripts.predict import predict
+from scripts.reports.markdown import unfolded
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
@@ -67,7 +68,7 @@ def under_other_names(camvid: Path, root: Path) -> None:
 def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
     """The commands of the walk, their keys with paths in `folder`, and whether the text says that one resumes."""
     commands = []
-    for language, block in BLOCK.findall(TOUR.read_text()):
+    for language, block in BLOCK.findall(unfolded(TOUR.read_text())):
         for line in () if language else block.splitlines():
             words = shlex.split(line, comments=True)
             if words[0] == "python" and "# instead" not in line:  # not TensorBoard

@@ -56,7 +56,7 @@ ANSWERS = {
     f"train_seg.py head.dilations=[{','.join(2000 * ['1'])}]": "has 2,000 numbers: expected at most 1,000",
     # What must be given.
     "scripts.verify_data splits=[train,foo]": "splits=['train', 'foo']: expected some of train, val",
-    "scripts.verify_data data.root=gone": "the synthetic dataset has not been drawn at gone yet; a training draws it",
+    "scripts.verify_data data.root=gone": "the synthetic dataset is not yet in gone: a training writes it",
     "eval.py": "checkpoint has no value: give checkpoint=…",
     "eval.py checkpoint=gone.pt": "does not exist: expected a file such as RUN_DIR/checkpoints/last.pt",
     "train_seg.py data=camvid": "give data.root=DIR",

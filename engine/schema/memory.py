@@ -7,7 +7,7 @@ from keepless.fit.device import CONTEXT, FRAGMENTATION, WORKSPACE
 from keepless.units import UNITS, bytes_of
 
 NCCL = "0.2GiB"  # its buffers, with several devices
-CAPTURED = 0.15  # of the tensors' bytes, for a CUDA graph's pool: 4 to 14 % (docs/results/training.md, reserved)
+CAPTURED = 0.15  # of the tensors' bytes, for a CUDA graph's pool: 4 to 14 % (docs/results/steps.md, reserved)
 MOST_BYTES = 2**50
 
 

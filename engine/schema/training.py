@@ -267,7 +267,7 @@ class TrainingRun:
             )
 
     def precision_advice(self) -> str | None:
-        """A line for the log of float32 trainings on a device that computes bfloat16 (docs/results/training.md)."""
+        """A line for the log of float32 trainings on a device that computes bfloat16 (docs/results/steps.md)."""
         if self.trainer.precision != "float32" or isinstance(self.norm, ReleasedNorm):
             return None
         return (

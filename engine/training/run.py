@@ -269,7 +269,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                     verify_with_progress(run.val_set, run.console)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
-                keep_freed_memory()  # saves a quarter of the time per step: docs/results/training.md
+                keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
             yield run
 
 

@@ -22,7 +22,7 @@ class DenseModule(nn.Module):
     """Layers that each see the outputs of all layers before them: x_j = F_j([x_0, …, x_j-1]).
 
     F is a norm and activation, a 1x1 convolution to 4 growth channels, a norm and activation, and a 3x3 convolution to
-    `growth` channels. For the backward pass a layer keeps its concatenated input, the first convolution's output and
+    `growth` channels. For the backward pass a layer saves its concatenated input, the first convolution's output and
     the activations of both with a standard norm, but only the activations with an in-place norm.
 
     Args:
@@ -50,7 +50,7 @@ class DenseModule(nn.Module):
     def layers(self, transition: nn.Module | None = None) -> list[Block]:
         """Each layer: [x_0, …, x_j-1] -> [x_0, …, x_j]. The first one begins with a transition, if there is one.
 
-        A checkpointed layer keeps only x_j, so a module's bytes grow in proportion to its layers.
+        A checkpointed layer saves only x_j, so a module's bytes grow in proportion to its layers.
         """
         starts = [transition] + [None] * (len(self.convs1) - 1)
         return [partial(_layer, *parts) for parts in zip(starts, self.convs1, self.convs3, strict=True)]
@@ -123,7 +123,7 @@ def _transition(in_channels: int, stride: int, norm_act: NormAct) -> nn.Sequenti
     layers: OrderedDict[str, nn.Module] = OrderedDict(bn=norm_act(in_channels))
     if stride == 2:
         # The release pools after the convolution. Averaging before it gives the same function for a quarter of the
-        # work, and the pooling keeps the activation, which an in-place norm keeps anyway. It drops the last row and
+        # work, and the pooling saves the activation, which an in-place norm saves anyway. It drops the last row and
         # column of odd sizes; ours round up, like every other body.
         layers["pool"] = nn.AvgPool2d(2, ceil_mode=True)
     layers["conv"] = nn.Conv2d(in_channels, in_channels // 2, 1, bias=False)

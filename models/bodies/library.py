@@ -109,7 +109,7 @@ class LibraryBody(Body):
             return self.classified(_run([getattr(self, name) for name in self.order], images))
         parts = self.parts()
         blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
-        # Layers belong to the block after them: an activation may overwrite its input, which is not to be kept.
+        # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
         units = [partial(_chain, *parts[one + 1 : other + 1]) for one, other in pairwise([blocks[0] - 1, *blocks])]
         (x,) = run_blocks(units, _run(parts[: blocks[0]], images), self.recompute)
         return self.classified(_run(parts[blocks[-1] + 1 :], x))

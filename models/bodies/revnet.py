@@ -20,7 +20,7 @@ class RevNet(Body):
     """A stem (mod1), stages of residual units (mod2, mod3, …) and a final norm (bn_out).
 
     In a RevNet each half of the channels is updated by a residual function of the other, and the backward pass restores
-    every unit's input from its output. Only the images and the last output of every stage are kept.
+    every unit's input from its output. Only the images and the last output of every stage are saved.
 
     Under autocast the residual functions compute in low precision, but the sums that they are added to are in float32:
     their rounding errors would add up in the restored inputs.
@@ -85,7 +85,7 @@ class RevNet(Body):
         if not self.reversible:
             return []
         units: list[Any] = [unit for stage in self.stage_modules() for unit in stage]
-        # A first unit without inverse would keep the stem's output; with the stem, it keeps only the images.
+        # A first unit without inverse would save the stem's output; with the stem, it saves only the images.
         if units[0].invertible or self.keep_activations or torch.compiler.is_compiling():
             return [(self.mod1,), *units]
         return [(self.mod1, units[0]), *units[1:]]

@@ -98,27 +98,27 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def state_dict_in(content: object) -> tuple[object, tuple[str, ...]]:
-    """The state dict in another program's file, averaged weights if they are complete, and remarks about these.
+    """The state dict in another program's file, EMA weights if they are complete, and remarks about these.
 
-    It may lie below state_dict or model; averaged weights below a key such as state_dict_ema or model_ema.
+    It may lie below state_dict or model; EMA weights below a key such as state_dict_ema or model_ema.
     """
     if not isinstance(content, Mapping):
         return content, ()
     raw = content.get("state_dict", content.get("model", content))
     if "current_model_state" in content:
-        return raw, ("averaged weights, as Lightning stores them in state_dict",)
+        return raw, ("EMA weights, as Lightning stores them in state_dict",)
     remarks: tuple[str, ...] = ()
     for key, value in content.items():
         if isinstance(value, Tensor) or not _is_average(key) or not any(map(torch.is_tensor, tree_leaves(value))):
             continue
         average = _state_dict_below(value) or {}  # none if it is a list
-        if "steps" in average:  # mmengine's counter; it stores the averaged weights as state_dict
-            return raw, ("averaged weights (EMA), as mmengine stores them in state_dict",)
+        if "steps" in average:  # mmengine's counter; it stores the EMA weights as state_dict
+            return raw, ("EMA weights, as mmengine stores them in state_dict",)
         missing = {*map(_plain, _state_dict_below(raw) or {})} - {*map(_plain, average)}
         missing = {name for name in missing if not name.endswith("num_batches_tracked")}
         if average and not missing:
-            return average, (f"averaged weights (EMA), of {key}",)
-        remarks += (f"left out {key}, averaged weights without {listed(sorted(missing))}",)
+            return average, (f"EMA weights, of {key}",)
+        remarks += (f"left out {key}, EMA weights without {listed(sorted(missing))}",)
     return raw, remarks
 
 
@@ -158,7 +158,7 @@ def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[di
     below = {".".join(name[len(prefix) :]): t for name, t in found.items() if name[: len(prefix)] == prefix}
     others = [".".join(name) for name in found if name[: len(prefix)] != prefix]
     remarks = [f"names without {', '.join(f'{part}.' for part in taken)}, which other programs add"] * bool(taken)
-    remarks += [f"averaged weights (EMA), of {'.'.join(prefix)}"] * any(map(_is_average, prefix))
+    remarks += [f"EMA weights, of {'.'.join(prefix)}"] * any(map(_is_average, prefix))
     remarks += [f"skipped {listed(others)}: not below {'.'.join(prefix)}"] * bool(others)
     return below, tuple(remarks)
 
@@ -166,7 +166,7 @@ def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[di
 def _prefix(names: Sequence[tuple[str, ...]], parts: Collection[str]) -> tuple[str, ...]:
     """What precedes the network's parts in most names, if these are most below it; or what all names share.
 
-    If averaged weights are as many, they are taken.
+    If EMA weights are as many, they are taken.
     """
     ahead = Counter(
         tuple(takewhile(lambda part: part not in parts, name)) for name in names if not {*name}.isdisjoint(parts)

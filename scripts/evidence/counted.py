@@ -1,7 +1,7 @@
-"""Tables of docs/results/memory_plan.md, counted when `scripts.evidence.documents` writes them.
+"""Tables of docs/results/memory_plan.md, estimated when `scripts.evidence.documents` writes them.
 
-They show what each strategy of the paper's Figure 2 keeps in whole networks of the release, and what checkpointed
-blocks keep. Networks run on fake tensors: little time and memory.
+They show what each strategy of the paper's Figure 2 saves in whole networks of the release, and what checkpointed
+blocks save. Networks run on fake tensors: little time and memory.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def cost(build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recom
 
 
 def bytes_per_pixel(norm: str, body: str) -> int:
-    """Bytes per input pixel that a whole network keeps for the backward pass in float32, images included."""
+    """Bytes per input pixel that a whole network saves for the backward pass in float32, images included."""
     crops = 2
     with FakeTensorMode():
         network = segmentation_network(BODIES[body], STRATEGIES[norm])
@@ -94,7 +94,7 @@ def recomputation_table() -> str:
         for name, own in costs.items():
             *memory, operations = zip(own, costs["none"], strict=True)
             rows.append([norm, name, *starmap(_relative, memory), f"{operations[0] / operations[1]:.2f}"])
-    return table(["`norm=`", "`trainer.recompute=`", "kept", "peak", "operations"], rows, left=2)
+    return table(["`norm=`", "`trainer.recompute=`", "saved", "peak", "operations"], rows, left=2)
 
 
 def _relative(value: int, stored: int) -> str:

@@ -19,14 +19,15 @@ from omegaconf import DictConfig
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from scripts.compare_runs import compared, report
-from scripts.evidence import counted, fit, layers, memory_plan, networks, numbers, reversible, tables, training
+from scripts.evidence import counted, fit, layers, memory_plan, networks, numbers, reversible, steps, tables
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS, Benchmark, calls_text
+from scripts.reports.markdown import unfolded
 
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # name, mark, text
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
-BENCHMARKS = [module.BENCHMARK for module in (fit, layers, memory_plan, networks, reversible, training)]
+BENCHMARKS = [module.BENCHMARK for module in (fit, layers, memory_plan, networks, reversible, steps)]
 RECORDS = {own.name: RESULTS / f"{own.name}.json" for own in BENCHMARKS}
 RECORDS["fit"] = RESULTS / "memory_plan" / "fit.json"
 KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it
@@ -46,7 +47,7 @@ def written(text: str, only: Callable[[str], bool] = lambda name: True) -> str:
 
 def comparison(name: str, before: str) -> str:
     """What `scripts.compare_runs` reports for the command in the block."""
-    command = re.search(r"(?m)^python -m scripts.compare_runs .*$", before)
+    command = re.search(r"(?m)^python -m scripts.compare_runs .*$", unfolded(before))
     assert command is not None, name
     runs, _, title = (word.partition("=")[2] for word in shlex.split(command[0])[3:])
     folder = COMPARISONS[name]

@@ -25,7 +25,7 @@ from engine.process.distributed import World
 from engine.training import build, loop, planner
 from keepless.fit.sizes import largest
 from keepless.units import bytes_of
-from scripts.evidence.training import ENDLESS
+from scripts.evidence.steps import ENDLESS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, MIB, Rows
 

@@ -90,7 +90,7 @@ PACKAGE = "released package"
 def batch_norm_leaky_relu(channels: int) -> nn.Module:
     """The standard layers in the form that compiles to the fastest code.
 
-    Given an *in-place* activation, TorchInductor 2.12 keeps a mask of the signs as well, in a loop over BN + ACT that
+    Given an *in-place* activation, TorchInductor 2.12 saves a sign mask as well, in a loop over BN + ACT that
     takes ten times as long on the CPU.
     """
     return nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01))
@@ -161,7 +161,7 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dic
 
     for _ in range(WARM_UP_STEPS):
         step()
-    # x counts if it is kept, because that keeps it alive.
+    # x counts if it is saved, because that keeps it alive.
     saved, peak = kept_bytes(block, output, []), peak_bytes(partial(step, owned=True), cell.device)
     return {"backend": backend, "saved_bytes": saved, "peak_bytes": peak}, step
 
@@ -194,7 +194,7 @@ def picture(call: dict) -> Figure | None:
             kinds.setdefault("{layout}, {dtype}".format_map(cell[STANDARD]), []).append(cell)
     if not kinds:
         return None
-    # As CUDA graphs if there are some: the host's time does not count there, as in the paper.
+    # As CUDA graphs if there are some: CPU overhead does not count there, as in the paper.
     is_graph = any("captured_ms" in cell[STANDARD] for cells in kinds.values() for cell in cells)
     times, label = ("captured_ms", ", as a CUDA graph") if is_graph else ("times_ms", "")
     figure, panels = charts.panels(len(kinds), 1, (12, 0.8 + 3.4 * len(kinds)))

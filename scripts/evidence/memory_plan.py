@@ -133,7 +133,7 @@ EXPERIMENT: Columns = [
     ("devices", "{devices}"),
     ("crops on each", "{share} x {crop_size}²"),
     ("memory", lambda row: _gib(row["peak"])),
-    ("kept", lambda row: _gib(row["kept"])),
+    ("saved", lambda row: _gib(row["kept"])),
     ("by tiles", lambda row: row["by_tiles"] and _gib(row["by_tiles"]) or ""),
     ("most in", "{place}"),
 ]
@@ -141,11 +141,11 @@ FIT: Columns = [
     ("", "{column}"),
     ("", lambda row: FITS[row["fit"]].replace("_", " ")),
     ("norm", "{norm}"),
-    ("planned", "{crops} x {crop_size}²"),
+    ("estimated", "{crops} x {crop_size}²"),
     ("/ std", lambda row: _more(row, row["standard"])),
     ("published", "{paper_crops} x {paper_crop_size}²"),
     ("/ std", lambda row: _more(row, row["standard"], "paper_")),
-    ("planned / published", lambda row: f"{_pixels(row) / _pixels(row, 'paper_') - 1:+.0%}"),
+    ("estimated / published", lambda row: f"{_pixels(row) / _pixels(row, 'paper_') - 1:+.0%}"),
 ]
 
 
@@ -154,7 +154,7 @@ def _pixels(row: dict, by: str = "") -> int:
 
 
 def _more(row: dict, standard: dict | None, by: str = "") -> str:
-    """How many more pixels a minibatch has than with standard norms, if they were planned too."""
+    """How many more pixels a minibatch has than with standard norms, if those were estimated too."""
     return f"{_pixels(row, by) / _pixels(standard, by) - 1:+.0%}" if standard else ""
 
 

@@ -1,4 +1,4 @@
-"""Methods to train a network in less memory, and how close their gradients are to the plain network's."""
+"""Methods to train a network in less memory, and how close their gradients are to the baseline's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -60,9 +60,9 @@ def forward_of(network: nn.Module, method: str, compiler: str | None = None) -> 
 
 
 def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block that keeps only its inputs. They are passed one by one, so that those in lists also count as kept.
+    """A block that saves only its inputs. They are passed one by one, so that those in lists also count as saved.
 
-    While a CUDA graph is captured, the state of random numbers cannot be set back: a replay may draw others again.
+    While a CUDA graph is captured, the state of random numbers cannot be set back: a replay may take others again.
     """
     leaves, structure = tree_flatten((args, kwargs))
 
@@ -102,7 +102,7 @@ def deviation(gradients: Tensor, reference: Tensor) -> float:
 def counted(
     network: WithLoss, method: str, inputs: Tensor, precision: str, reference: Tensor, **facts: int
 ) -> tuple[dict, Step]:
-    """What a method keeps, its peak and how far its gradients are from the `reference`; and its step, warmed up."""
+    """What a method saves, its peak and how far its gradients are from the `reference`; and its step, warmed up."""
     step, device = partial(training_step, network, inputs, precision), inputs.device.type
     for _ in range(WARM_UP_STEPS):
         step()
@@ -110,6 +110,6 @@ def counted(
     if method in METHODS and method != ON_CPU:
         with autocast(device, precision):
             row["kept_bytes"] = kept_bytes(network.network, partial(network.run, inputs), [inputs])
-    if method not in (COMPILED, BUDGET):  # a second plain run shows the noise
+    if method not in (COMPILED, BUDGET):  # a second run of the baseline shows the noise
         row["deviation"] = deviation(gradients_of(network, inputs, precision), reference)
     return row, step

@@ -28,8 +28,8 @@ from scripts.reports.measuring import PRECISIONS, Steps, autocast, reason, timed
 
 AS_BLOCKS, IN_TIME_OF_BLOCKS = "peak of the checkpoints", "time of the checkpoints"
 LEAST = "the least"
-TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the plain peak to try for plans within a time
-HOST = 0.04  # of a plain step's time: estimate of a plan's overhead in Python
+TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the baseline's peak to try for plans within a time
+HOST = 0.04  # of a baseline step's time: estimate of a plan's overhead in Python
 
 
 @dataclass
@@ -38,7 +38,7 @@ class NetworksArguments(frame.CapturedArguments):
     images: int = key(8, least=2)  # per step (an eighth as many texts); some norms have one value per image
     image_size: int = key(224, above=0)  # pixels
     precisions: list[str] = key(["float32"], one_of=PRECISIONS)  # bfloat16 is autocast
-    shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the plain network's peak: budgets
+    shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the baseline's peak: budgets
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
 
 
@@ -51,7 +51,7 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
     """A row for each method and budget of a network, or the reason why it fails.
 
     {"network", "precision", "method", "peak_bytes", "times_ms", "kept_bytes": of known methods, "deviation": largest
-    of a gradient from the plain network's, relative to the largest, "budget_bytes", "planned_bytes": of budgets}
+    of a gradient from the baseline's, relative to the largest, "budget_bytes", "planned_bytes": of budgets}
     """
     plain, inputs = zoo.made(name, arguments.device, arguments.images, arguments.image_size)
     steps = Steps(arguments.device, "method", network=name, precision=precision)
@@ -73,7 +73,7 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
 def within_budgets(
     arguments: NetworksArguments, precision: str, steps: Steps, counted: Callable, plain: nn.Module, inputs: Tensor
 ) -> None:
-    """Add the network with budgets: shares of its peak, and the checkpoints' peak and time."""
+    """Add the network with budgets: shares of its peak, and the peak and time of activation checkpointing."""
     checkpoints = steps.rows.get(BLOCKS, {}).get("peak_bytes")
     asked: dict[str, float | int] = {f"{share:.0%} of plain": share for share in arguments.shares}
     asked |= {AS_BLOCKS: checkpoints} if checkpoints else {}
@@ -112,7 +112,7 @@ def sections(call: dict, picture: str) -> Iterator[str]:
         yield f"{len(plans)} plans: measured peaks are at most {over:.1%} above budgets. Relative to *{BLOCKS}*:"
         yield medians(networks, "method", BLOCKS)
     if drawn_of(call):
-        drawn = f"![peak and time of a step under byte budgets, and of its rivals]({picture}.png)"
+        drawn = f"![peak and time of a step under byte budgets, and of activation checkpointing]({picture}.png)"
         yield f"{drawn}\n*{DRAWN}: lower left is better.*"
     yield compared(networks, "method", PLAIN)
 
@@ -125,6 +125,7 @@ STYLES = {
     COMPILED: (charts.GREY, "^"),
     BUDGET: (charts.GREEN, "v"),
 }
+SHOWN_AS = {PLAIN: "baseline", BLOCKS: "activation checkpointing of every block"}  # in the picture
 DRAWN = "resnet50"
 SLOWEST = 3  # times the baseline's: slower methods are outside of the picture
 
@@ -136,7 +137,7 @@ def drawn_of(call: dict) -> dict[str, dict]:
 
 
 def picture(call: dict) -> Figure | None:
-    """The picture for the README: peak and time of a network's budgets, as a line, beside each rival's point."""
+    """The picture for the README: peak and time of a network's budgets, as a line, beside the other methods."""
     rows, arguments = drawn_of(call), call["arguments"]
     if not rows:
         return None
@@ -152,14 +153,14 @@ def picture(call: dict) -> Figure | None:
     axes.plot(peaks, times, ".-", color=charts.BLUE, label="recompute_activations with budgets", markersize=4)
     for method, (colour, marker) in STYLES.items():
         if method in points and points[method][1] < SLOWEST:
-            axes.plot(*points[method], marker, color=colour, label=method, markersize=4)
+            axes.plot(*points[method], marker, color=colour, label=SHOWN_AS.get(method, method), markersize=4)
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
     title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {device.upper()}"
-    axes.set(title=title, xlabel="peak memory, relative to plain PyTorch", ylabel="time, relative to plain PyTorch")
+    axes.set(title=title, xlabel="peak memory, relative to the baseline", ylabel="time, relative to the baseline")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
     axes.set(xlim=(0.2, 1.25), ylim=(0.85, max(1.4, 0.05 + max(time for _, time in points.values() if time < SLOWEST))))
     axes.locator_params(axis="x", nbins=6)
-    charts.legend(figure, columns=3)
+    charts.legend(figure, columns=2)
     return figure
 
 

@@ -1,8 +1,10 @@
 """Count memory and operations of reversible networks, against stored activations and checkpointing:
 
-python -m scripts.evidence.reversible out=FILE.json
-python -m scripts.evidence.reversible only=[depths] out=FILE.json
-python -m scripts.evidence.reversible only=[activations/RevNet-38] out=FILE.json
+    python -m scripts.evidence.reversible out=FILE.json
+    python -m scripts.evidence.reversible only=[depths] out=FILE.json
+    python -m scripts.evidence.reversible only=[activations/RevNet-38] out=FILE.json
+
+`only` chooses networks, or the part with stacks of units of growing depth.
 """
 
 import math
@@ -55,7 +57,7 @@ def loss_of(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def activations(title: str) -> Iterator[dict]:
-    """Megabytes (10^6 bytes) that a step on 100 CIFAR images keeps, such as of "ResNet-32"."""
+    """Megabytes (10^6 bytes) that a step on 100 CIFAR images saves, such as of "ResNet-32"."""
     build = getattr(bodies, f"{title.lower().replace('-', '')}_cifar")
     row: dict = {"network": title}
     with FakeTensorMode():
@@ -114,13 +116,13 @@ PARTS: dict[str, Callable[..., Iterable[dict]]] = {"activations": activations, "
 
 
 def about(arguments: dict) -> tuple[str, str]:
-    return "Memory and operations", "Bytes and operations are counted"
+    return "Memory and operations", "Bytes and operations are exact"
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
     if kept := frame.rows_of(call, "activations"):
         rows = [{**row, "MemCNN's README": PUBLISHED[row["network"]]} for row in kept]
-        yield section("Activations kept of a step on 100 CIFAR images, in MB", compared([rows]))
+        yield section("Activation memory of a step on 100 CIFAR images, in MB", compared([rows]))
     if chains := [rows for name, rows in call["items"].items() if name.startswith("depths/")]:
         yield section("RevNet's Table 1, measured", compared(chains, "method", "naive"))
 

@@ -28,7 +28,7 @@ from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from engine.schema.keys import as_list, key
 from scripts.reports import frame, papers
-from scripts.reports.markdown import GIB, MIB, mean_of, section, table
+from scripts.reports.markdown import GIB, MIB, in_lines, mean_of, section, table
 from scripts.reports.runs import TITLES, Run, found_runs
 
 LEFT_OUT = "left_out"  # name of the block of run directories that are in no table
@@ -63,7 +63,7 @@ def write(values: DictConfig) -> Path:
 
 @cache
 def of_results() -> dict[str, str]:
-    """The blocks of docs/results/README.md."""
+    """The blocks of docs/results/tables.md."""
     return tables_of([str(frame.RESULTS)], frame.RESULTS)
 
 
@@ -129,9 +129,13 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
 
 
 def as_markdown(rows: list[Row], out: Path) -> str:
-    """A table, and runs that changed keys."""
-    titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
-    parts = [table(titles, (cells for row in rows for cells in _cells(row, out)), left=2)]
+    """A table of the rows that have runs, the other rows in a line, and runs that changed keys."""
+    titles = ["experiment", "score", "published", "ours", "difference", "estimated, GiB", "measured, GiB", "run"]
+    has_run = [row for row in rows if row.runs]
+    parts = [table(titles, (cells for row in has_run for cells in _cells(row, out)), left=2)] * bool(has_run)
+    if missing := [_missing(row) for row in rows if not row.runs]:
+        command = f"python -m scripts.run_table table={rows[0].experiment.split('/')[0]} dry_run=true"
+        parts.append(f"Not run, with their published scores: {', '.join(missing)}. Their commands: `{command}`.")
     if others := [other for row in rows for other in row.others]:
         parts.append("Runs that changed keys of their experiment, and so are not rows of it:")
         lines = []
@@ -139,7 +143,14 @@ def as_markdown(rows: list[Row], out: Path) -> str:
             score = f"{TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
             lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
         parts.append("\n".join(lines))
-    return "\n\n".join(filter(None, parts))
+    return in_lines("\n\n".join(parts))
+
+
+def _missing(row: Row) -> str:
+    """An experiment without runs, with the scores published for its own evaluation."""
+    own = [entry for entry in papers.published(row.experiment) if entry.file == "results"]
+    first = " / ".join(f"{entry.percent:.2f}" for entry in own if entry.source == own[0].source)
+    return f"`{row.experiment.split('/')[1]}`" + (f" {first}" if own else "")
 
 
 def _cells(row: Row, out: Path) -> Iterator[list[str]]:
@@ -161,11 +172,11 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
             row.experiment if not number else "",
             about,
             " / ".join(f"{entry.percent:.2f}" for entry in entries) or "–",
-            "; ".join(ours) or ("not evaluated" if row.runs else "not run"),
+            "; ".join(ours) or "not evaluated",
             "; ".join(filter(None, differences)) or "–",
             "–" if row.planned is None or number else f"{row.planned / GIB:.2f}",
             "" if number else _measured(row.runs.get("", [])),
-            _runs(row, out) if not number else "",
+            "" if number else ", ".join(_link(run, out) for run in itertools.chain(*row.runs.values())),
         ]
 
 
@@ -187,14 +198,6 @@ def _values(runs: list[Run], file: str, score: str) -> list[float]:
 
 def _measured(runs: list[Run]) -> str:
     return ", ".join(f"{run.training['peak_memory_mib'] * MIB / GIB:.2f}" for run in runs if run.on_gpu()) or "–"
-
-
-def _runs(row: Row, out: Path) -> str:
-    if row.runs:
-        return ", ".join(_link(run, out) for run in itertools.chain(*row.runs.values()))
-    shared = papers.sharing(row.experiment)
-    same = f"; the same training as {', '.join(shared)}" if shared else ""
-    return f"`{papers.command_of(row.experiment)}`{same}"
 
 
 def _link(run: Run, out: Path) -> str:

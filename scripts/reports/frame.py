@@ -25,7 +25,7 @@ from engine.process.output_files import replace_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts
-from scripts.reports.markdown import Rows, compared, conditions, section
+from scripts.reports.markdown import Rows, compared, conditions, in_lines, section
 from scripts.reports.measuring import reason
 
 RESULTS = CONFIGS.parent / "docs" / "results"
@@ -56,7 +56,7 @@ class TimedArguments(DeviceArguments):
 
 @dataclass
 class CapturedArguments(TimedArguments):
-    captured: bool = False  # also time each step as a CUDA graph, where the host's time does not count
+    captured: bool = False  # also time each step as a CUDA graph, without CPU overhead
 
     def check(self) -> None:
         super().check()
@@ -131,7 +131,7 @@ def calls_text(benchmark: Benchmark, record: dict, name: str) -> str:
         parts.append(section(title, f"```\n{call['command']}\n```", took, level=2))
         parts += benchmark.sections(call, picture_of(name, number))
         parts += [section("Not measured", "\n".join(failed))] * bool(failed)
-    return "\n\n".join(filter(None, parts))
+    return in_lines("\n\n".join(filter(None, parts)))
 
 
 def _named(row: dict) -> str:

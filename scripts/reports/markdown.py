@@ -1,11 +1,14 @@
 """Tables and sections of pages in Markdown, and the numbers in them: bytes, and ratios of times."""
 
 import itertools
+import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 MIB, GIB = 2**20, 2**30
+WIDTH = 140  # of the lines of pages, in characters
 Rows = list[dict[str, Any]]
 Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
 
@@ -27,6 +30,41 @@ def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
     kept = [number for number in range(len(shown)) if number < left or any(line[number] for line in lines[1:])]
     titles, *others = ([line[number] for number in kept] for line in lines)
     return table(titles, others, left)
+
+
+def in_lines(text: str) -> str:
+    """A text whose prose and commands have lines of at most `WIDTH` characters, where they have a space or a comma.
+
+    A shell reads the lines of a command as one.
+    """
+    lines, is_code = [], False
+    for line in text.splitlines():
+        is_code ^= line.startswith("```")
+        if len(line) <= WIDTH or line.startswith(("|", "!", "#")):
+            lines.append(line)
+        elif is_code:
+            lines.append(_folded(line))
+        else:
+            indent = "  " if line.startswith("- ") else ""
+            lines += textwrap.wrap(
+                line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+    return "\n".join(lines)
+
+
+def _folded(command: str) -> str:
+    """Not within quotes, where a backslash is one of the text."""
+    lines = [""]
+    for part in re.findall(r"(?:'[^']*'|[^ ,'])*[ ,]?", command):
+        if lines[-1] and len(lines[-1] + part) >= WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return "\\\n".join(lines)
+
+
+def unfolded(text: str) -> str:
+    """Commands in one line each."""
+    return text.replace("\\\n", "")
 
 
 Items = Iterable[Rows]  # what was measured in turns, item by item

@@ -25,7 +25,7 @@ TABLES = {  # folders of configs/experiment
     "revnet": "RevNet, Tables 3 and 4: CIFAR and ImageNet",
     "memcnn": "MemCNN, Table 1: CIFAR",
     "camvid_table3": "Table 3's protocol on CamVid, two processes",
-    "camvid_table3_trained": "Table 3's protocol on CamVid from a trained body",
+    "camvid_table3_trained": "Table 3's protocol on CamVid from a pretrained backbone",
     "camvid": "CamVid, not in the papers",
     "cifar10": "CIFAR-10 in few steps, not in the papers",
 }

@@ -1,4 +1,4 @@
-"""Max-pooling with a byte per result: equal to PyTorch's to the bit, and the bytes that it keeps."""
+"""Max-pooling with a byte per result: bitwise identical to PyTorch's, and the bytes that it saves."""
 
 import pytest
 import torch

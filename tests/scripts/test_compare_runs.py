@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from datasets.synthetic import write_streets
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare, curves
+from scripts.reports.markdown import unfolded
 from scripts.reports.runs import Run, found_runs
 from tests.runs import SHORT, composed
 from tests.scripts.evidence.records import CIFAR, changed, copied
@@ -104,7 +105,7 @@ def test_seeds_share_a_column_named_by_their_folders(tmp_path):
     assert "- runs/2026-11-22_18-00-00: it has not ended (step 40)\n" in page
     kept = sorted(path.name for path in (folder / "report").iterdir())
     assert kept == [f"optim.lr={lr},seed={seed}" for lr, seed in sorted(scores)]
-    command = next(line for line in page.splitlines() if "compare_runs" in line)
+    command = next(line for line in unfolded(page).splitlines() if "compare_runs" in line)
     assert sorted(composed("compare_runs", *shlex.split(command)[3:]).runs) == [f"OUT/{name}" for name in kept]
     assert report(folder / "report", folder) == page  # the copies are below the same folder
     again = report(tmp_path / "again", folder / "report").replace("again.png", "report.png")

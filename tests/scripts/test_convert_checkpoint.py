@@ -1,4 +1,4 @@
-"""Converted checkpoints: the same outputs, all that other commands need, and the way back to the bit."""
+"""Converted checkpoints: the same outputs, all that other commands need, and the way back, bitwise identical."""
 
 import importlib
 import json
@@ -144,17 +144,17 @@ def test_a_wide_resnet_of_two_kinds_is_said_to_be_plain(tmp_path):
     released.classified(released.wider(IMAGES, **files.WIDER), 3)
     path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors)
     printed = run(path, tmp_path / "net.pt", "scale=released")
-    assert "plain WideResNet was assumed: the A2 variant" in printed
+    assert "WideResNet-38 was assumed: its A2 variant" in printed
 
 
 def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, monkeypatch):
-    """They hold the averaged weights if there are any, and nothing that only a training needs."""
+    """They hold the EMA weights if there are any, and nothing that only a training needs."""
     monkeypatch.setitem(IMAGES_OF_SHAPES, "val", 40)
     folders = (f"run_dir={tmp_path}", f"init.weights={tmp_path / 'start.pt'}")
     config = classification_config(*SHORT_SHAPES, *folders, "trainer.ema_decay=0.9", "trainer.steps=2")
     average = assemble.network_of(config, 8).state_dict()
     saved(tmp_path / "last.pt", config, CLASSES, ema=average, optimizer={}, random={})
-    assert "the averaged weights of step 2" in run(tmp_path, tmp_path / "net.pt")
+    assert "the EMA weights of step 2" in run(tmp_path, tmp_path / "net.pt")
     alone = checkpoint.load(tmp_path / "net.pt")
     assert alone.keys() == {"format", "task", "step", "classes", "config", "network"}
     assert same(alone["network"], average) and str(tmp_path) not in str(alone["config"])

@@ -243,7 +243,7 @@ def test_averaged_weights_of_other_programs_are_taken_and_said(tmp_path, trained
     options = {"scale": "raw"} if format == "released" else {}
     tuned, report = tuned_from(tmp_path / "net.pth", format=format, **options)
     assert same(without_counts(tuned.state_dict()), average)
-    assert "averaged weights" in str(report)
+    assert "EMA weights" in str(report)
 
 
 @pytest.mark.parametrize("has_names", [True, False])
@@ -257,7 +257,7 @@ def test_averaged_weights_that_are_incomplete_are_left_out_and_said(tmp_path, tr
     tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn")
     assert same(without_counts(tuned.state_dict()), raw)
     remark, *_ = report.remarks
-    assert remark.startswith("left out model_ema, averaged weights without ")
+    assert remark.startswith("left out model_ema, EMA weights without ")
 
 
 def test_the_format_is_never_guessed(file, tmp_path):

@@ -60,9 +60,9 @@ def test_the_first_line_says_why_a_run_is_not_captured(device, because, said):
 
 
 def test_a_float32_training_on_a_device_for_bfloat16_is_told_what_it_gains():
-    """The message quotes docs/results/training.md; this compares the two."""
+    """The message quotes docs/results/steps.md; this compares the two."""
     said = run_config().precision_advice()
-    table = (REPOSITORY / "docs" / "results" / "training.md").read_text()
+    table = (REPOSITORY / "docs" / "results" / "steps.md").read_text()
     part = table[table.index("## Card of table3/cityscapes_resnext101_inplace_fixed_crop") :]
     half = "trainer.precision=bfloat16"
     for switch in ("default", "`trainer.capture=true`", f"`{half}`", f"`{half} trainer.capture=true`"):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.evidence import training
+from scripts.evidence import steps
 from scripts.reports import frame
 
 
 @pytest.fixture
 def in_process(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(training, "process", here)
+    monkeypatch.setattr(steps, "process", here)
     monkeypatch.setattr(frame, "keep_freed_memory", lambda: True)
     threads = torch.get_num_threads()
     yield

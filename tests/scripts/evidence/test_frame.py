@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from engine.configuration.command_line import composed
-from scripts.evidence import layers, methods, networks, reversible, training
+from scripts.evidence import layers, methods, networks, reversible, steps
 from scripts.reports import frame
 from scripts.reports.measuring import captured, interleaved
 from tests.cuda import NEEDS_CUDA
@@ -67,9 +67,9 @@ def test_a_process_that_starts_after_its_parent_has_ended_ends_too():
 
 def test_a_recorded_command_gives_the_same_arguments():
     options = ["recipe=null", "parts=[compile]", 'overrides=["norm.backend=eager","data.workers=0"]']
-    typed = frame.configuration.typed(composed("training", "out=x.json", *options), training.TrainingArguments)
-    words = shlex.split(frame.command_of(training.BENCHMARK, typed, ["start1"]))
-    assert words[:3] == ["python", "-m", "scripts.evidence.training"]
+    typed = frame.configuration.typed(composed("steps", "out=x.json", *options), steps.TrainingArguments)
+    words = shlex.split(frame.command_of(steps.BENCHMARK, typed, ["start1"]))
+    assert words[:3] == ["python", "-m", "scripts.evidence.steps"]
     assert {*words[3:]} == {*options, "only=[start1]", "out=FILE.json"}
 
 
@@ -78,7 +78,7 @@ IMPOSSIBLE = [  # (command, options, message)
     (layers, "dtypes=[float16]", "each one of float32, bfloat16"),
     (layers, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (layers, "out=page.md", "ends in .json"),
-    (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, capture, arms"),
+    (steps, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, capture, arms"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[depths/]", "only=depths/: there is no such item; the nearest names are depths/"),
 ]

@@ -89,6 +89,13 @@ def test_what_is_in_no_row_is_named(tmp_path):
     assert "- ../runs/two: it has not ended (step 7800)\n- ../runs/mine: it is of no experiment\n" in text
 
 
+def test_rows_without_runs_are_in_one_line_with_their_published_scores():
+    rows = [tables.Row(f"table1/{name}", {}, {}, [], 5) for name in ("resnext101_relu", "resnext101_relu")]
+    score = "`resnext101_relu` 77.74 / 93.86"
+    text = tables.as_markdown(rows, Path("."))
+    assert " ".join(text.split()).startswith(f"Not run, with their published scores: {score}, {score}. Their commands:")
+
+
 @pytest.mark.usefixtures("of_few_tables")
 def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch):
     commands, calls = [], []

@@ -1,6 +1,8 @@
 """Tables of what was measured in turns."""
 
-from scripts.reports.markdown import compared, medians
+import subprocess
+
+from scripts.reports.markdown import WIDTH, compared, in_lines, medians, unfolded
 
 ITEMS = [
     [
@@ -31,3 +33,16 @@ def test_medians_are_of_the_items_that_have_both():
         "|---|---:|---:|---:|",
         "| new | 2 | 0.75 (0.50 – 1.00) | 1.38 (1.25 – 1.50) |",
     ]
+
+
+def test_lines_are_short_and_a_shell_reads_the_same_command():
+    names = ",".join(f"network{number}" for number in range(40))
+    command = f'printf %s\\\\n only=[{names}] \'a=["{"long, " * 30}"]\' "title={"of words " * 30}"'
+    prose = "- one: " + "word " * 80
+    text = in_lines(f"```\n{command}\n```\n\n{prose}\n| {'a table, ' * 40}|")
+    lines = text.splitlines()
+    assert unfolded(text).splitlines()[1] == command and command not in text
+    assert all(len(line) <= WIDTH or "'" in line for line in lines[:-1]) and len(lines[-1]) > 300
+    assert [line[:2] for line in lines if "word " in line and "title" not in line][:3] == ["- ", "  ", "  "]
+    said = [subprocess.check_output(["bash", "-c", each]) for each in (command, text.split("```")[1])]
+    assert said[0] == said[1] and said[0].count(b"\n") == 3

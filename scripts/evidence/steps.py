@@ -1,8 +1,8 @@
 """Measure speed and memory of training steps under every switch:
 
-    python -m scripts.evidence.training [device=cpu|cuda] out=FILE.json
-    python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
-    python -m scripts.evidence.training parts=[recompute] device=cuda out=FILE.json
+    python -m scripts.evidence.steps [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.steps rounds=3 starts=1 out=FILE.json
+    python -m scripts.evidence.steps parts=[recompute] device=cuda out=FILE.json
 
 `parts` chooses groups of switches.
 """
@@ -149,7 +149,7 @@ class Training:
         }
 
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps of the first micro-batch for its backward pass, without parameters."""
+        """Bytes that autograd saves of the first micro-batch for its backward pass, without parameters."""
         minibatch = next(self.minibatches)
         parts = self.config.trainer.accumulation_steps
         images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
@@ -182,7 +182,7 @@ class TrainingArguments(frame.TimedArguments):
     overrides: list[str] = field(default_factory=list)  # further ones of train_seg.py, for everything
 
     def words(self) -> tuple[str, ...]:
-        """The overrides of train_seg.py shared by everything measured: float32, drawn street scenes."""
+        """The overrides of train_seg.py shared by everything measured: float32, synthetic street scenes."""
         experiment = () if self.recipe is None else (f"experiment={self.recipe}",)
         # With CamVid's crops, as wide as its pictures.
         data = ("data=synthetic", f"data.base_size={2 * self.crop_size}", f"data.crop_size={self.crop_size}")
@@ -304,7 +304,7 @@ SWITCHES: Columns = [
 ]
 
 
-BENCHMARK = frame.Benchmark("training", TrainingArguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark("steps", TrainingArguments, items, measure, about, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.evidence import training
-from scripts.evidence.training import DEFAULT, TrainingArguments
+from scripts.evidence import steps
+from scripts.evidence.steps import DEFAULT, TrainingArguments
 from scripts.reports.papers import configured_as
 from tests.scripts.evidence.records import measured
 
@@ -18,8 +18,8 @@ def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_pr
     """A whole run on tiny crops: three switches that run, and one that cannot work."""
     options = ["recipe=null", "threads=1", "crop_size=48", "crops=4", "starts=1", "rounds=2", "parts=[switches]"]
     names = ("trainer.accumulation_steps=2", "optim.fused=false")
-    monkeypatch.setitem(training.GROUPS, "switches", (DEFAULT, *names, "optim.lr=1e30"))
-    call, text = measured("training", tmp_path, *options, 'overrides=["norm.backend=eager"]')
+    monkeypatch.setitem(steps.GROUPS, "switches", (DEFAULT, *names, "optim.lr=1e30"))
+    call, text = measured("steps", tmp_path, *options, 'overrides=["norm.backend=eager"]')
     rows = {row["switch"]: row for row in call["items"]["start1"]}
     for name in (DEFAULT, *names):
         row = rows[name]
@@ -35,11 +35,11 @@ def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_pr
 def test_convolutions_use_the_algorithms_of_a_training(monkeypatch, switch, searches):
     """cuDNN looks for the fastest: `engine.training.run.opened` says so too."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not searches)
-    monkeypatch.setattr(training, "synthetic", lambda *_: SimpleNamespace(classes=["road"]))
-    monkeypatch.setattr(training.build, "learner", stop)
+    monkeypatch.setattr(steps, "synthetic", lambda *_: SimpleNamespace(classes=["road"]))
+    monkeypatch.setattr(steps.build, "learner", stop)
     try:
         with pytest.raises(KeyboardInterrupt):
-            training.Training(TINY.words(), switch, threads=1)
+            steps.Training(TINY.words(), switch, threads=1)
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.backends.cudnn.benchmark == searches
@@ -54,9 +54,9 @@ def test_every_switch_changes_the_training_that_it_is_compared_with():
     default = configured_as(None, *shared)
     own = {
         override
-        for part, switches in training.GROUPS.items()
+        for part, switches in steps.GROUPS.items()
         for each in switches
-        for override in training.overrides_of(each)
+        for override in steps.overrides_of(each)
         if part != "arms"
     }
     for override in own:  # the arms have a recipe of their own
