@@ -1,6 +1,6 @@
 """Train a classification network; writes checkpoints, scores and curves to run_dir:
 
-    python train_imagenet.py                    # drawn shapes, two minutes
+    python train_imagenet.py                    # synthetic shapes, two minutes
     python train_imagenet.py experiment=cifar10/resnet14 data.root=DIR
     torchrun --nproc-per-node 4 train_imagenet.py … run_dir=RUN_DIR resume=auto  # on four devices
 

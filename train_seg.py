@@ -1,6 +1,6 @@
 """Train a segmentation network; writes checkpoints, scores and curves to run_dir:
 
-    python train_seg.py                         # drawn street scenes, minutes
+    python train_seg.py                         # synthetic street scenes, minutes
     python train_seg.py experiment=camvid/resnext_small data.root=DIR norm=std
     torchrun --nproc-per-node 4 train_seg.py … run_dir=RUN_DIR resume=auto  # on four devices
 

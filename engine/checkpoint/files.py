@@ -247,7 +247,7 @@ def load_network(
 ) -> nn.Module:
     """Build the network of the checkpoint's configuration with `make`, and load the checkpoint's weights.
 
-    `averaged` takes the averaged weights if the checkpoint has them. `order_key`: the key that chooses the order of
+    `averaged` takes the EMA weights if the checkpoint has them. `order_key`: the key that chooses the order of
     `classes`; None: it was chosen, or there is only one.
 
     ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`,

@@ -122,7 +122,7 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
     norm, body = config.norm, config.body
     return Weights(
         state["ema" if averaged else "network"],
-        f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
+        f"{path}, step {state['step']}{', EMA weights' if averaged else ''}",
         None if "unnamed_classes" in state else list(state["classes"]),
         norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,

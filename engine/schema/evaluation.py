@@ -67,7 +67,7 @@ class TrainedNetwork:
     """A checkpoint, and how its network predicts."""
 
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
-    averaged: bool = True  # the averaged weights, if the checkpoint has them
+    averaged: bool = True  # the EMA weights, if the checkpoint has them
     head: TrainedHead = field(default_factory=TrainedHead)
     window: Window = field(default_factory=Window)
     tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)

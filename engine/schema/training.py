@@ -39,8 +39,8 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 @dataclass
 class Trainer:
-    # Length of the run; if steps are given too, the shorter counts. Fewer for more images: from a trained body the
-    # paper's segmentations take 360 epochs of 3,000 images, 90 of 18,000, 30 of 40,000; random weights take longer.
+    # Length of the run; if steps are given too, the shorter counts. Fewer for more images: from a pretrained backbone
+    # the paper's segmentations take 360 epochs of 3,000 images, 90 of 18,000, 30 of 40,000; random weights take longer.
     epochs: int | None = key(None, above=0)
     steps: int | None = key(None, above=0)  # length of the run, instead of epochs
     # Evaluate on the validation split this often; the end of the run is always evaluated.
@@ -356,8 +356,8 @@ class TrainingRun:
     def lacks_weights(self, experiment: str) -> str:
         """A warning if a run of an experiment that starts from trained weights has none."""
         return (
-            f"experiment={experiment} starts from a trained body, and this run from random weights: it will count for "
-            f"no row of a table. Give init.weights=FILE, as the comment in configs/experiment/{experiment}.yaml says"
+            f"experiment={experiment} starts from a pretrained backbone, and this run from random weights: it will "
+            f"count for no row of a table. Give init.weights=FILE; see the head of configs/experiment/{experiment}.yaml"
         )
 
     def new_run_advice(self, checkpoint: Path) -> str:

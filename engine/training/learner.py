@@ -1,4 +1,4 @@
-"""A network with everything that changes in training: optimiser, schedule, loss scale, averaged weights."""
+"""A network with everything that changes in training: optimiser, schedule, loss scale, EMA weights."""
 
 import copy
 import gc
@@ -30,7 +30,7 @@ class WeightAverage:
     """An average of the weights of `network`, updated after every step.
 
     Used instead of PyTorch's AveragedModel, which waits for the device and copies all buffers at every update.
-    `module` is a copy of the network with the averaged weights; `take_buffers` gives it the network's buffers.
+    `module` is a copy of the network with the EMA weights; `take_buffers` gives it the network's buffers.
     """
 
     def __init__(self, network: nn.Module, decay: float):
@@ -120,7 +120,7 @@ class Learner:
         return micro_batch(images, labels)
 
     def step(self, loss: Tensor, asked: Tensor) -> "Outcome":
-        """Clip the gradients; update the weights, the learning rate and the averaged weights. Nothing is waited for.
+        """Clip the gradients; update the weights, the learning rate and the EMA weights. Nothing is waited for.
 
         If loss or gradient is not finite, weights and momentum stay, in float16 the average too, and `read` tells it
         later: fused optimisers skip a step by a flag on the device. Before others the host waits for the flag.
@@ -172,7 +172,7 @@ class Learner:
         return loss, gradient_norm, asked > 0, next_scale if self.scaler.is_enabled() else None
 
     def state_dict(self, step: int) -> dict:
-        """The state after `step` steps, as tensors in plain containers; averaged weights have the network's names.
+        """The state after `step` steps, as tensors in plain containers; EMA weights have the network's names.
 
         FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
         """

@@ -48,7 +48,7 @@ _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2,
 
 
 class FakeTensors(FakeTensorMode):
-    """Context of fake tensors. Copies of networks (averaged weights) belong to the same mode."""
+    """Context of fake tensors. Copies of networks (EMA weights) belong to the same mode."""
 
     def __deepcopy__(self, memo: dict) -> "FakeTensors":
         return self

@@ -39,7 +39,7 @@ def main(given: list[str]) -> Fit:
     )
     parser.add_argument("--grow", choices=("batch", "size"), help="find the largest batch, or images or texts")
     parser.add_argument(
-        "--time", type=float, help="with --grow: longest step within a budget, as a multiple of the plain step (1.15)"
+        "--time", type=float, help="with --grow: longest step within a budget, as a multiple of the baseline (1.15)"
     )
     options = parser.parse_args(given)
     network, example = _made(options.function)

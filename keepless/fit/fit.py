@@ -58,9 +58,9 @@ def fit(
 ) -> Fit:
     """Count the memory of a training step, and find the largest step that fits on a device.
 
-    Four ways are compared: the plain network; `recompute_activations(network)`; the same with all the memory that the
-    device has left as budget; and PyTorch's checkpoints of repeated blocks (`keepless.fit.steps.repeated_blocks`). A
-    copy runs on fake tensors: nothing is computed or changed, and a network made under `torch.device("meta")` may be
+    Four ways are compared: the unmodified network; `recompute_activations(network)`; the same with all the memory that
+    the device has left as budget; and activation checkpointing of repeated blocks (`fit.steps.repeated_blocks`).
+    A copy runs on fake tensors: nothing is computed or changed, and a network made under `torch.device("meta")` may be
     larger than this machine's memory. Call it under autocast to count a step under autocast.
 
     Bytes are exact: weights, gradients, optimiser states, the example, and all tensors of the forward and backward
@@ -77,7 +77,7 @@ def fit(
         optimizer: "sgd", "momentum", "adam", "adamw", "none", or bytes of optimiser states per trained weight.
         grow: find the largest example that fits: "batch" grows dimension 0, "size" the sides of images or the length
             of texts; see `keepless.fit.sizes.growth`.
-        time: with `grow`: longest step within a budget, as a multiple of the plain step; by default 1.15.
+        time: with `grow`: longest step within a budget, as a multiple of the baseline step; by default 1.15.
 
     Raises:
         ValueError: an argument is not valid; the network asks for values of tensors; a recurrent layer does not run on

@@ -45,7 +45,7 @@ class Way(NamedTuple):
     held: int  # bytes before and after the step: weights, gradients, optimiser states, the example
     peak: int  # bytes, during this step or the optimiser's
     fits: bool
-    time: float  # as a multiple of the plain step's on this example
+    time: float  # as a multiple of the baseline step's on this example
 
 
 def size_of(shape: tuple[int, ...]) -> str:
@@ -57,7 +57,7 @@ class Steps:
 
     Args:
         available: bytes for tensors.
-        time: longest step with a plan, as a multiple of the plain step.
+        time: longest step with a plan, as a multiple of the baseline step.
     """
 
     def __init__(self, network: nn.Module, growing: Growth, available: int, optimizer: str | float, time: float):
@@ -110,7 +110,7 @@ class Steps:
         return Way(name, shape, step.held, needed, needed <= self.available, time)
 
     def _step(self, name: str, value: int) -> PlannedStep:
-        """A way's step; within a budget with all plans that keep to the time, the plain and the recomputed step too."""
+        """A way's step; within a budget with all plans that keep to the time; baseline and recomputed step too."""
         example, plain = self.growing.resized(value), self.count(PLAIN, value)
         if name == PLANNED:
             logger.info("%s: trying %s", name, size_of(shape_of(example)))  # many seconds each
