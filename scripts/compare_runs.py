@@ -73,7 +73,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     rows += [
         ["images evaluated", *(str(group.runs[0].results["images"]) for group in groups)],
         ["training images / s, median", *(f"{group.training('images_per_second'):.1f}" for group in groups)],
-        ["peak memory, MiB (on CUDA of the tensors alone)", *(f"{group.training('peak_memory_mib'):,.0f}" for group in groups)],
+        ["peak memory, MiB (CUDA: of tensors)", *(f"{group.training('peak_memory_mib'):,.0f}" for group in groups)],
         ["training, minutes", *(f"{group.training('minutes'):.1f}" for group in groups)],
     ]
     folders = ",".join(quoted(f"OUT/{named_after([run.name])}") for run in runs)  # names of sweeps have = and commas
