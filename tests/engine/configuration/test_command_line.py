@@ -3,6 +3,7 @@
 import importlib
 import logging
 import re
+import shlex
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -13,6 +14,7 @@ from hydra._internal.config_repository import CachingConfigRepository
 
 from engine.configuration.choices import CONFIGS, choices, groups_in
 from engine.configuration.command_line import composed
+from engine.configuration.config import typed
 from engine.configuration.help import as_text, sentences
 from engine.process import stopping
 from engine.process.console import logger
@@ -41,12 +43,20 @@ def test_choices_that_refer_to_others_are_followed(tmp_path):
     assert choices("data", SegmentationRun, tmp_path) == ["streets"]
 
 
-def test_tests_compose_what_hydra_composes(monkeypatch):
-    overrides = ("experiment=revnet/cifar10_resnet32", "optim.lr=0.5", "lr_schedule.steps=[1,2]", "run_dir='a b'")
-    quickly = composed("train_imagenet", *overrides)
+@pytest.mark.parametrize(
+    "entry, overrides",
+    [
+        ("train_imagenet", "experiment=revnet/cifar10_resnet32 optim.lr=0.5 lr_schedule.steps=[1,2] run_dir='a b'"),
+        ("train_seg", "norm=checkpoint body=revnet_tiny data=vistas sampler=class_uniform optim=adamw optim.lr=0.5"),
+    ],
+)
+def test_tests_compose_what_hydra_composes(entry, overrides, monkeypatch):
+    words, schema = shlex.split(overrides), {"train_imagenet": ClassificationRun, "train_seg": SegmentationRun}[entry]
+    quickly = composed(entry, *words)
     monkeypatch.setattr(hydra, "compose", _compose)
     monkeypatch.setattr(config_loader_impl, "CachingConfigRepository", CachingConfigRepository)
-    assert quickly == composed("train_imagenet", *overrides)
+    in_full = composed(entry, *words)
+    assert quickly == in_full and typed(quickly, schema) == typed(in_full, schema)
 
 
 COMMANDS = {
