@@ -50,15 +50,12 @@ ANSWERS = {
     "train_seg.py data.root=/my streets": "streets: expected key=value without spaces",
     "train_seg.py 'run_dir=${nope}'": "Interpolation key 'nope' not found",
     # Numbers that nobody needs, which no loop is to count to.
-    "train_seg.py memory.budget=100MiB memory.fit=batch trainer.compile=true": "expected more than 0.5GiB for CUDA",
     f"train_seg.py memory.budget={10**28}GiB": "a number and one of KiB, MiB, GiB, TiB, kB, MB, GB, TB, such as 12GiB",
     "train_seg.py body.structure=[1000000,1,1,1]": "expected a list, each a whole number above 0, at most 1000",
     f"train_seg.py head.dilations=[{','.join(2000 * ['1'])}]": "has 2,000 numbers: expected at most 1,000",
     # What must be given.
     "scripts.verify_data splits=[train,foo]": "splits=['train', 'foo']: expected some of train, val",
     "scripts.verify_data data.root=gone": "the synthetic dataset is not yet in gone: a training writes it",
-    "eval.py": "checkpoint has no value: give checkpoint=…",
-    "eval.py checkpoint=gone.pt": "does not exist: expected a file such as RUN_DIR/checkpoints/last.pt",
     "train_seg.py data=camvid": "give data.root=DIR",
 }
 # Not wrong, though unusual: Hydra takes them.
