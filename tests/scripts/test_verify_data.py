@@ -40,7 +40,7 @@ def test_complete_data_has_exact_counts_and_no_problem(tmp_path, capsys):
     assert re.findall(r"class .* pixels .* share % .* (\w+) ", capsys.readouterr().out) == ["labels", "labels"]
 
 
-@pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 4095, 16), (0, 16_383, 64)])
+@pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 16_383, 64)])
 @pytest.mark.parametrize("task", ["folder", "image_folder"])
 def test_16_bit_images_that_use_few_levels_are_named_with_a_cure(task, low, high, levels, tmp_path):
     """Broken pixels do not count, nor black and white borders, where there is no value."""
