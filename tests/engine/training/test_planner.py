@@ -14,6 +14,7 @@ from engine.schema.memory import Memory, deductions, device_memory
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import loop, planner
+from keepless.fit.step_memory import PlannedStep
 from keepless.recompute.step import costs
 from keepless.saved import size_text
 from scripts import plan_memory
@@ -200,11 +201,17 @@ def test_the_experiment_decides_whose_keys_are_taken():
 WITHIN = ("trainer.recompute=budget", "norm=std", "norm.backend=eager", "data.crop_size=128")
 
 
-def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
+def within_budget(config: SegmentationRun, devices: int, patch: pytest.MonkeyPatch) -> tuple[tuple, PlannedStep]:
+    """What `planner.within_budget` returns, and the step that it plans."""
+    steps, plan = [], planner.planned_step
+    patch.setattr(planner, "planned_step", lambda *given: steps.append(plan(*given)) or steps[-1])
+    return planner.within_budget(config, devices), *steps
+
+
+def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take(monkeypatch):
     config = planned(*WITHIN, leaving(29), "data.crops_per_minibatch=4", "trainer.ema_decay=0.9")
-    memory, needed, about = planner.within_budget(config, devices=1)
+    (memory, needed, about), step = within_budget(config, 1, monkeypatch)
     plain = planner.step_memory(replace(config, trainer=replace(config.trainer, recompute="none")), 4, 128)
-    step = planner.planned_step(config, 4, 128)
     kinds = ("weights", "average", "momentum")
     assert {kind: step.resident[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
     assert step.resident["gradients"] == plain.at_peak["momentum"]
@@ -215,17 +222,15 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
     assert trace.peak <= needed <= config.memory.available(1) < plain.peak
 
 
-def test_ranks_choose_by_the_same_times(monkeypatch):
-    monkeypatch.setattr(costs, "seconds_again", lambda *_: pytest.fail("each rank measures other times"))
-    costs._rates.cache_clear()
-    assert planner.planned_step(planned(*WITHIN, leaving(30)), 4, 128, devices=2).plans
-
-
-def test_a_budget_leaves_room_for_the_buckets_of_several_devices():
-    """DDP copies the sums of several micro-batches' gradients into them."""
+def test_ranks_choose_by_the_same_times_and_leave_room_for_buckets(monkeypatch):
+    """DDP copies the sums of several micro-batches' gradients into buckets."""
     run = (*WITHIN, leaving(30, devices=2), "data.crops_per_minibatch=8", "trainer.accumulation_steps=2")
     config = planned(*run)
-    memory, needed, _ = planner.within_budget(config, devices=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(costs, "seconds_again", lambda *_: pytest.fail("each rank measures other times"))
+        costs._rates.cache_clear()
+        (memory, needed, _), step = within_budget(config, 2, patch)
+    assert step.resident["gradients"] == 2 * step.resident["momentum"]
     trace = planner.step_memory(replace(config, memory=memory), 4, 128, devices=2)
     assert trace.peak <= needed
 
