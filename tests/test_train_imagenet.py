@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,7 +37,6 @@ from tests.ranks import Ranks
 from tests.runs import SHORT_SHAPES, classification_config, composed
 from train_imagenet import train
 
-MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
 IMAGES = importlib.import_module("datasets.shapes").IMAGES  # the package exports a function of the module's name
 
 
@@ -102,33 +100,38 @@ def test_two_processes_train_and_evaluate_together(tmp_path):
     assert all(result["confusion_matrix"] == alone["confusion_matrix"] for result in together)
 
 
-REVERSIBLE = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[8,8],[8,8],[8,8]]", "body.stem_channels=8")
+@pytest.fixture(scope="module")
+def revnet_s(tmp_path_factory) -> tuple[Path, tuple[str, ...], dict]:
+    """A folder with cifar.zip, initial.pt and a run of revnet/cifar10_resnet32 from it, its words and its results.
 
-
-def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
-    """Four steps of revnet/cifar10_resnet32, over both steps of the rate, beside a loop of its own from the paper.
-
-    The network is ours, which tests/models/bodies/test_revnet.py compares with the paper's. The rate is lower, so that
-    other processors' rounding does not grow, and the decay so high that it shows.
+    It takes four steps, over both steps of the rate. The rate is lower, so that other processors' rounding does not
+    grow, and the decay so high that it shows.
     """
-    root = classification_trees.cifar_zip(tmp_path / "cifar.zip")
-    options = ("experiment=revnet/cifar10_resnet32", f"data.root={root}", "data.crops_per_minibatch=10")
-    options += ("lr_schedule.steps=[2,3]", "trainer.steps=4", "trainer.evaluate_images=2")
-    options += ("optim.lr=0.001", "optim.weight_decay=0.2")
-    config = classification_config(*options)
-    network = assemble.network_of(config, 10)
-    torch.save(network.state_dict(), tmp_path / "initial.pt")
-    options += (f"init.weights={tmp_path / 'initial.pt'}", "init.format=standard_bn", f"run_dir={tmp_path / 'run'}")
-    train(composed("train_imagenet", *options))
+    folder = tmp_path_factory.mktemp("revnet")
+    root = classification_trees.cifar_zip(folder / "cifar.zip")
+    words = ("experiment=revnet/cifar10_resnet32", f"data.root={root}", "data.crops_per_minibatch=10")
+    words += ("lr_schedule.steps=[2,3]", "trainer.steps=4", "optim.lr=0.001", "optim.weight_decay=0.2")
+    torch.save(assemble.network_of(classification_config(*words), 10).state_dict(), folder / "initial.pt")
+    start = (f"init.weights={folder / 'initial.pt'}", "init.format=standard_bn", "trainer.evaluate_images=null")
+    return folder, words, train(composed("train_imagenet", *words, *start, f"run_dir={folder / 'run'}"))
 
+
+def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(revnet_s):
+    """Beside a loop of its own from the paper.
+
+    The network is ours, which tests/models/bodies/test_revnet.py compares with the paper's.
+    """
+    folder, words, _ = revnet_s
+    config, initial = classification_config(*words), torch.load(folder / "initial.pt")
+    network = assemble.network_of(config, 10)
+    network.load_state_dict(initial)
     network.train().to(memory_format=torch.channels_last)  # in float32, which rounds gradients by 0.1 %
-    initial = {name: value.clone() for name, value in network.state_dict().items()}
     groups = [
         {"params": [p for p in network.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.2 * decays}
         for decays in (True, False)
     ]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
-    images = cifar10(root, "train")
+    images = cifar10(folder / "cifar.zip", "train")
     mean = torch.from_numpy(images.pixels).double().mean(0)
     crops = assemble.classified_crops(config, images.minus(mean.numpy()), 4, World())
     for rate, minibatch in zip((1e-3, 1e-3, 1e-4, 1e-5), crops, strict=True):
@@ -138,25 +141,19 @@ def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
         shown = minibatch["image"].contiguous(memory_format=torch.channels_last)
         F.cross_entropy(network(shown), minibatch["label"]).backward()
         optimizer.step()
-    trained = checkpoint.load(last_of(tmp_path / "run"))
+    trained = checkpoint.load(last_of(folder / "run"))
     torch.testing.assert_close(trained["mean_image"], mean)
     for name, theirs in network.state_dict().items():
         change = (theirs - initial[name]).double()
         assert (trained["network"][name] - theirs).double().norm() <= 0.01 * change.norm(), name  # here: to the bit
 
 
-def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(tmp_path):
+def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(revnet_s, tmp_path):
     """It does not need the training images."""
-    root = classification_trees.cifar_zip(tmp_path / "cifar.zip")
-    data = ("data=cifar10", f"data.root={root}", "data.crops_per_minibatch=10", "trainer.evaluate_images=null")
-    steps = ("trainer.epochs=null", "trainer.steps=4", "trainer.evaluate_every_epochs=null", "trainer.device=cpu")
-    trained = train(composed("train_imagenet", *data, *REVERSIBLE, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
-    state = checkpoint.load(last_of(tmp_path / "run"))
-    pixels = cifar10(root, "train").pixels
-    assert np.array_equal(state["mean_image"].numpy(), pixels.mean(axis=0, dtype=np.float64))
-    classification_trees.cifar_zip(root, splits=("test",))
-    options = ("workers=0", "device=cpu", "results=" + str(tmp_path / "again.json"))
-    again = evaluate(composed("eval", f"checkpoint={last_of(tmp_path / 'run')}", *options))
+    folder, _, trained = revnet_s
+    root = classification_trees.cifar_zip(tmp_path / "cifar.zip", splits=("test",))
+    options = ("workers=0", "device=cpu", f"data.root={root}", f"results={tmp_path / 'again.json'}")
+    again = evaluate(composed("eval", f"checkpoint={last_of(folder / 'run')}", *options))
     assert again["confusion_matrix"] == trained["confusion_matrix"] and again["images"] == 10
 
     with pytest.raises(ValueError, match="data.mean_image=true with data.mean=.0.485.*give data.mean=.0,0,0."):

@@ -155,13 +155,12 @@ def test_bad_files_stop_a_run(streets, tmp_path):
     assert not (tmp_path / "unlabelled").exists()
 
 
-def test_a_finished_run_resumes_to_its_results_and_not_on_other_data(streets, tmp_path):
+def test_a_run_does_not_resume_on_other_data(streets, tmp_path):
+    """tests/engine/process/test_distributed.py resumes a finished run to its results."""
     root, data = streets
-    options = (*data, "data.crop_size=16", "trainer.steps=2")
-    first = train_short(tmp_path / "run", *options)
+    options = (*data, "data.crop_size=16", "trainer.steps=1")
+    train_short(tmp_path / "run", *options)
     before = weights(tmp_path / "run")
-    again = train_short(tmp_path / "run", *options, "resume=auto")
-    assert again["confusion_matrix"] == first["confusion_matrix"]
     for entry in cityscapes(root, "train").files[:6]:
         entry.image.unlink()
         entry.label.unlink()

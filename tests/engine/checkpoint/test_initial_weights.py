@@ -21,6 +21,7 @@ from engine.schema.training import Init
 from keepless import ABN
 from keepless.norms.conversion_report import listed
 from models.bodies import resnext101
+from models.checkpoints.loading import state_dict_in, unwrapped
 from models.checkpoints.released import load_released
 from tests import released_files
 from tests.checkpoints import saved
@@ -228,22 +229,27 @@ def averaged_file(program: str, raw: dict, average: dict) -> dict:
     }[program]
 
 
-@pytest.mark.parametrize("format", ["standard_bn", "released"])
-@pytest.mark.parametrize(
-    "program",
-    [
-        *("timm", "timm in parallel", "torchvision", "nested", "average alone", "mmengine", "Lightning"),
-        *("a module of Lightning", "flat"),
-    ],
+PROGRAMS = (
+    *("timm", "timm in parallel", "torchvision", "nested", "average alone", "mmengine", "Lightning"),
+    *("a module of Lightning", "flat"),
 )
-def test_averaged_weights_of_other_programs_are_taken_and_said(tmp_path, trained, program, format):
-    raw = without_counts(trained.state_dict())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_averaged_weights_of_other_programs_are_taken_and_said(program):
+    raw = {"body.mod1.conv1.weight": torch.zeros(2), "cls.bias": torch.zeros(3)}
     average = {name: tensor + 1 for name, tensor in raw.items()}
-    torch.save(averaged_file(program, raw, average), tmp_path / "net.pth")
-    options = {"scale": "raw"} if format == "released" else {}
+    tensors, said = state_dict_in(averaged_file(program, raw, average))
+    found, more = unwrapped(tensors, {"body", "head", "cls"})
+    assert same(found, average) and "EMA weights" in str((*said, *more))
+
+
+@pytest.mark.parametrize("format, options", [("standard_bn", {}), ("released", {"scale": "raw"})])
+def test_averaged_weights_of_every_format_start_a_run(tmp_path, trained, format, options):
+    average = {name: tensor + 1 for name, tensor in without_counts(trained.state_dict()).items()}
+    torch.save(averaged_file("timm in parallel", trained.state_dict(), average), tmp_path / "net.pth")
     tuned, report = tuned_from(tmp_path / "net.pth", format=format, **options)
-    assert same(without_counts(tuned.state_dict()), average)
-    assert "EMA weights" in str(report)
+    assert same(without_counts(tuned.state_dict()), average) and "EMA weights" in str(report)
 
 
 @pytest.mark.parametrize("has_names", [True, False])

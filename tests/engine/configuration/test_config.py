@@ -3,7 +3,7 @@
 import functools
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -217,25 +217,30 @@ def step_on_fake_tensors(config: SegmentationRun | ClassificationRun) -> None:
 KINDS = ("densenet121", "resnet34", "resnext_cifar_small", "preact_resnet101", "revnet_tiny", "wider_resnet38_a2")
 GROUPS = ("norm", "head", "data", "sampler", "loss", "optim", "lr_schedule", "trainer", "debug")
 SHARED = ("data", "optim", "lr_schedule", "trainer", "debug")  # that both entries have, besides body and norm
-ENTRY_GROUPS = [(SegmentationRun, GROUPS), (ClassificationRun, SHARED)]
 
 
 def choices_without_package(group: str, schema: type) -> list[str]:
     return [name for name in choices_of.choices(group, schema) if name != "package"]  # not installed everywhere
 
 
-MOST_CHOICES = max(len(choices_without_package(group, schema)) for schema, groups in ENTRY_GROUPS for group in groups)
+def combinations(schema: type, groups: tuple[str, ...], bodies: tuple[str, ...]) -> Iterator[tuple[type, list[str]]]:
+    """Each choice with some of the other groups, which do not know each other."""
+    names = {"body": bodies} | {group: choices_without_package(group, schema) for group in groups}
+    for number in range(max(map(len, names.values()))):
+        yield schema, [f"{group}={own[number % len(own)]}" for group, own in names.items()]
 
 
-@pytest.mark.parametrize("number", range(max(len(KINDS), MOST_CHOICES)))
-@pytest.mark.parametrize("schema, groups", ENTRY_GROUPS)
-def test_every_choice_composes_builds_and_steps(schema, groups, number):
-    """Each choice with some of the other groups, which do not know each other. Choices must fit the entry's task."""
-    overrides = [f"body={KINDS[number % len(KINDS)]}", "norm.sync=true"]
-    for group in groups:
-        names = choices_without_package(group, schema)
-        overrides.append(f"{group}={names[number % len(names)]}")
-    config = ENTRIES[schema](*overrides)
+# A classifier of each kind takes a step in tests/models/test_bodies.py.
+COMBINATIONS = [
+    *combinations(SegmentationRun, ("norm", "head", "sampler", "loss", *SHARED), KINDS),
+    *combinations(ClassificationRun, SHARED, ("resnext_cifar_small",)),
+]
+
+
+@pytest.mark.parametrize("schema, overrides", COMBINATIONS)
+def test_every_choice_composes_builds_and_steps(schema, overrides):
+    """Choices must fit the entry's task."""
+    config = ENTRIES[schema](*overrides, "norm.sync=true")
     assert cfg.from_plain(cfg.plain(config), schema) == config
     step_on_fake_tensors(config)
 

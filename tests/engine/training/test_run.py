@@ -40,6 +40,16 @@ def test_an_experiment_of_a_trained_body_warns_without_weights(tmp_path, monkeyp
     assert (f"experiment={experiment} starts from a pretrained backbone, and this run from random" in log) == warned
 
 
+def test_a_run_computes_with_the_arithmetic_of_its_keys(tmp_path):
+    keys = ("trainer.deterministic=true", "trainer.tf32=true", f"run_dir={tmp_path}", "data.verify=false")
+    try:
+        with opened(run_config(*SHORT, *keys), "train_seg.py", assemble.labelled_splits):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(
     "device, because, said",
     [
