@@ -1,7 +1,7 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and dataclasses to plain dictionaries and back."""
 
 import os
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar, cast
 
 from hydra.core.config_store import ConfigStore
@@ -34,7 +34,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
     config = _instance(values, schema)
-    unknown = flat(OmegaConf.to_container(values)).keys() - flat(plain(config)).keys()
+    unknown = flat(OmegaConf.to_container(values)).keys() - flat(asdict(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --help lists them all")
     # In a training, ~ is kept in keys that ranks and resumed runs compare: home folders differ between machines.
