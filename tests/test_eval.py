@@ -74,17 +74,17 @@ def test_what_an_evaluation_changes_reaches_the_results(run_dir, tmp_path):
     plain = json.loads((run_dir / "results.json").read_text())
     one_view = {"window": None, "overlap": 0.25, "scales": [1.0], "flip": False}
     assert plain["views"] == one_view
-    file, network = f"results={tmp_path / 'results.json'}", ("head.pooling_size=[2,2]", "precision=bfloat16")
+    file = f"results={tmp_path / 'results.json'}"
     views = ("window.size=128", "window.overlap=0.5", "tta.scales=[0.7,1]", "tta.flip=true")
-    first = evaluate_run(run_dir, *network, *views, file)
+    first = evaluate_run(run_dir, "head.pooling_size=[2,2]", *views, file)
     assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32  # as in the training
     assert first["views"] == {"window": 128, "overlap": 0.5, "scales": [0.7, 1.0], "flip": True}
-    written = cfg.flat(first["config"])
-    assert (written["head.pooling_size"], written["trainer.precision"]) == ([2, 2], "bfloat16")
-    second = evaluate_run(run_dir, "data.base_size=90", "data.antialias=false", "upsampling=stretched", file)
+    assert cfg.flat(first["config"])["head.pooling_size"] == [2, 2]
+    small = ("data.base_size=90", "data.antialias=false", "precision=bfloat16")
+    second = evaluate_run(run_dir, *small, "upsampling=stretched", file)
     assert second["views"] == {**one_view, "upsampling": "stretched"}
-    written = cfg.flat(second["config"])
-    assert (written["data.base_size"], written["data.antialias"]) == (90, False)
+    keys = ("data.base_size", "data.antialias", "trainer.precision")
+    assert [cfg.flat(second["config"])[key] for key in keys] == [90, False, "bfloat16"]
     matrices = [results["confusion_matrix"] for results in (plain, first, second)]
     assert len({np.sum(matrix) for matrix in matrices}) == 1  # every pixel once
     assert len({str(matrix) for matrix in matrices}) == 3

@@ -89,7 +89,6 @@ def test_a_sweep_fails_if_a_job_has_failed(swept):
         ("seed=0,1,0", "seed=0 and seed=0 are the same job: leave one of them out"),
         ("optim.lr=interval(0,1)", r"optim.lr=interval\(0,1\): expected values with commas between them, as in"),
         ("seed=0,1 --config-dir=.", "--config-dir=.: keys have no dashes"),
-        ("seed=0,1 hydra.sweep.dir=a", "hydra.sweep.dir=a: options of Hydra have no effect here"),
     ],
 )
 def test_what_is_no_sweep_is_refused_before_anything_runs(arguments, message, swept, tmp_path):

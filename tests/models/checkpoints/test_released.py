@@ -214,7 +214,6 @@ FOREIGN = {
     # In the old format; tests/engine/checkpoint/test_files.py has files of the new one.
     "cut": (lambda path: path.write_bytes(files.small_resnext(path)[0].read_bytes()[:-100]), "is damaged, or no file"),
     "page": (lambda path: path.write_text("<!DOCTYPE html><html>Not found</html>"), "begins with b'<!DOCTYPE html>"),
-    "pointer": (lambda path: path.write_text("version https://git-lfs.github.com"), "begins with b'version https://"),
     "script": (
         partial(zipped, members=("code/net.py", "constants.pkl")),
         "is a program of TorchScript, not a checkpoint",
@@ -224,7 +223,6 @@ FOREIGN = {
     # Its time, among the bytes that are shown, may have a quotation mark.
     "zip": (partial(archive, kind="zip"), r"is damaged, or no file of torch.save \(RuntimeError; begins with b.PK"),
     "global": (lambda path: torch.save({"best_prec1": path}, path), r"\(pathlib.*Path\).*weights_only=False"),
-    "folder": (lambda path: path.mkdir(), "is a folder: expected a checkpoint of the in-place ABN release"),
     "missing": (lambda path: None, "does not exist: expected .*not unpacked, although it is called .pth.tar"),
     "torchvision": (
         lambda path: torch.save({"conv1.weight": torch.zeros(64, 3, 7, 7)}, path),
