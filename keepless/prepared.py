@@ -176,6 +176,7 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), _Hooks)
 
 
+_FEW = 16  # a step is not learned anew if the recorder makes one call in so many
 _PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
 
 
@@ -204,7 +205,7 @@ class _Hooks:
         self.checkpointed_only = checkpointed_only
         self.plans = plans
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
-        self.forms = InputForms()
+        self.forms = InputForms(sizes=plans is not None)
         self.awaited: RemovableHandle | None = None  # of a parameter's hook, until the module is called
         self.is_compiled = False  # a compiled graph has called the module
 
@@ -321,7 +322,7 @@ def _conclude(recording: Recording, form: InputForm, followed: Script | None, ou
     if isinstance(recording, Following):
         if followed is not None:
             form.now = followed
-        else:
+        elif recording.policy is not None or _FEW * recording.differs_in > len(recording.script.entries):
             form.left()
     elif recording.lesson is not None and output is not None:
         policy, plan = recording.policy, None

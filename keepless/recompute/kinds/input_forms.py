@@ -16,7 +16,7 @@ _SIMPLE = (bool, str, type(None))
 
 
 class InputForm:
-    """The scripts for inputs of one form: shapes, dtypes, devices, modes."""
+    """The scripts for inputs of one form: dimensions, dtypes, devices, modes."""
 
     def __init__(self) -> None:
         self.scripts: list[Script] = []
@@ -40,9 +40,10 @@ class InputForm:
 
 
 class InputForms:
-    """The last forms of inputs of a network."""
+    """The last forms of inputs of a network. `sizes`: each size has its own, as plans do; scripts hold for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: bool) -> None:
+        self._sizes = sizes
         self._forms: dict[Hashable, InputForm] = {}
         self._parameters: list[Any] = []
 
@@ -72,7 +73,8 @@ class InputForms:
     def _key(self, module: nn.Module, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Hashable:
         """It need not tell everything, because a script notices what differs. It tells what plans depend on."""
         return (
-            tuple([(one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in inputs]),
+            tuple([(one.dim(), one.dtype, one.device, one.requires_grad) for one in inputs]),
+            self._sizes and tuple([(one.shape, one.stride()) for one in inputs]),
             tuple([one if isinstance(one, _SIMPLE) else 0 for one in args]),
             tuple([(name, one if isinstance(one, _SIMPLE) else 0) for name, one in kwargs.items()]),
             self._frozen(module),

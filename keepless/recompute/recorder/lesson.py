@@ -36,6 +36,12 @@ def same(learned: Any, given: Any) -> bool:
     return learned is given or (type(learned) is type(given) and learned == given and repr(learned) == repr(given))
 
 
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """On what the way of a product depends, or of a call that saves tensors inside: not the size."""
+    aligned = tensor.storage_offset() * tensor.itemsize % 16 == 0
+    return tensor.dtype, tensor.dim(), tensor.is_contiguous(), aligned
+
+
 def at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument with a path. IndexError, KeyError or TypeError if there is none."""
     if type(path) is int:
@@ -213,14 +219,13 @@ class Taught:
         self.consts: list[tuple[Path, Any]] = []
         self.names: tuple[str, ...] = ()
         self.count = 0
-        # Of the tensors among the arguments: whether they need gradients; dtype, strides and offset.
-        self.forms: list[tuple[Path, bool, Any]] = []
+        self.layouts: list[tuple[Path, bool, Any]] = []  # tensors among the arguments: whether they need gradients
         self.alike: list[tuple[Path, Path]] = []  # arguments that are the same tensor
         self.counts: list[tuple[Path, int]] = []  # lengths of lists with tensors
         self.own: Any = None
         self.base: Any = None
         self.stream = -1
-        self.copied: list[weakref.ref[Value]] = []  # values that are copied before the call overwrites them
+        self.parameter: weakref.ref[nn.Parameter] | None = None  # the first that it reads
         self.opening: Opening | None = None  # of an opened function, if a script can repeat its calls
 
 
@@ -241,7 +246,6 @@ class Lesson:
         """The running call has written over kept tensors."""
         if write.memory.is_saved or write.memory.earlier is not None:
             self.why_not = "memory of saved tensors that is overwritten"
-        self.taught[-1].copied += [weakref.ref(value) for value, *_ in write.copied]
 
     def ends(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
         """A call has run with our hooks. `find`: finds the value of a tensor."""
@@ -269,8 +273,7 @@ class Lesson:
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
         for path, one in _tensors(call.args, call.kwargs):
             has_layout = is_ordinary(one) and not isinstance(one, nn.Parameter)
-            layout = (one.dtype, one.stride(), one.storage_offset()) if has_layout else None
-            taught.forms.append((path, one.requires_grad, layout))
+            taught.layouts.append((path, one.requires_grad, layout(one) if has_layout else None))
         taught.consts = list(_constants(call.args, call.kwargs))
         tensors = [(path, paths[id(one)]) for path, one in _tensors(call.args, call.kwargs)]
         taught.alike = [(path, first) for path, first in tensors if path != first]

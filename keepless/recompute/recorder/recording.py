@@ -33,10 +33,12 @@ Rule 13. Either these rules decide what is kept, or a plan does, call by call. A
     the forward pass has made (`decide_by_plan` in recipes.py).
 Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
     passes with inputs of this form follow it (following.py): they compare each call's function, and where something is
-    dropped, modes, arguments and the result's form (code.py). Hooks are only around calls that save a dropped tensor;
-    or around the pass, if autograd functions of the program save one outside of calls. Functions written in Python that
-    have no rule, such as attention, do not run: the calls that they made are made again. From the first call that
-    differs on, the rest of the pass is recorded.
+    dropped, modes and arguments (code.py). Hooks are only around calls that save a dropped tensor; or around the pass,
+    if autograd functions of the program save one outside of calls. Functions written in Python that have no rule, such
+    as attention, do not run: the calls that they made are made again. A call that differs from its entry is recorded
+    alone: the script and the recorder find each other's values by the tensor (`Interpreter.find`, `Handles.adopted`).
+    If calls have gone or come, the pass goes on at the entry that has read the same parameter. Within a budget, and if
+    gradients are switched otherwise, the rest of the pass is recorded.
 
 An example, and what autograd holds for each tensor:
 
@@ -49,12 +51,13 @@ With a plan that keeps y and recomputes z, nothing is recomputed for the activat
 it, and z's recipe reads the same y.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -206,6 +209,7 @@ class Recording(TorchFunctionMode):
         taught.asks = row.only_asks
         taught.only = args if function is set_gradients else None
         taught.opened = row.is_opened
+        taught.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
         taught.writes = may_overwrite(function, args, kwargs)
         if (
             function == _SETS_DATA
