@@ -85,7 +85,7 @@ from .plan import ByPlan
 from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
 from .report import KeptTensor
 
-_SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Recording(TorchFunctionMode):
@@ -212,7 +212,7 @@ class Recording(TorchFunctionMode):
         taught.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
         taught.writes = may_overwrite(function, args, kwargs)
         if (
-            function == _SETS_DATA
+            function == SETS_DATA
             or not PLAIN.issuperset(types)
             or any([issubclass(kind, FakeTensor) for kind in types])
         ):

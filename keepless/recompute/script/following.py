@@ -24,7 +24,7 @@ from ...torch_internals import (
 from ..held.values import Again, Recipe, Value
 from ..recorder.known_values import KnownValues
 from ..recorder.plan import ByPlan
-from ..recorder.recording import Recording
+from ..recorder.recording import SETS_DATA, Recording
 from ..table.functions import body, row_of
 from ..table.rules import may_overwrite, overwritten
 from .code import as_code
@@ -242,6 +242,8 @@ class Following(Recording):
     def interpret(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the recorder make a call."""
         self._note_difference()
+        if function == SETS_DATA:
+            self.handles.forget(args[0])
         if may_overwrite(function, args, kwargs):
             self.handles.before_writing(overwritten(function, args, kwargs))
         outer, ours = self.hooks, saved_tensors_hooks(self.known.pack, unpack)

@@ -116,6 +116,11 @@ class Handles:
         one = self.found.get(id(tensor))
         return one[2] if one is not None and _is_of(one, tensor) else None
 
+    def forget(self, tensor: Tensor) -> None:
+        """The program gives a tensor other memory, in the same version."""
+        self.found.pop(id(tensor), None)
+        self.masks.clear()
+
     def _known(self, tensor: Tensor) -> Any:
         """The handle of a tensor, also of one that the recorder knows."""
         handle = self.find(tensor)

@@ -1143,7 +1143,15 @@ def _kept_in_place_of_an_argument(x: Tensor, differs: bool) -> Tensor:
     return z + y.sin()
 
 
-DIFFERING = [_masked, _computed_over_another, _kept_for_both, _kept_in_place_of_an_argument]
+def _given_other_memory(x: Tensor, differs: bool) -> Tensor:
+    """A tensor gets other data in the same version."""
+    y = F.silu(x)
+    if differs:
+        y.data = y.data * 2
+    return y.sin() + y.cos()
+
+
+DIFFERING = [_masked, _computed_over_another, _kept_for_both, _kept_in_place_of_an_argument, _given_other_memory]
 
 
 @pytest.mark.parametrize("function", DIFFERING)
