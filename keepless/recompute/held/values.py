@@ -108,6 +108,11 @@ class Value(Holder):
         self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
 
     @property
+    def depth(self) -> int:
+        """The recipes in the longest chain that computes the value."""
+        return self.source.depth if isinstance(self.source, Recipe) else 0
+
+    @property
     def unread(self) -> bool:
         """True while the value has no reader; then its memory is freed with the tensor."""
         return not (self.readers or isinstance(self.source, Recipe) or self.may_be_read())

@@ -12,7 +12,7 @@ from ...inputs import tensors_in
 from ...saved import PLAIN
 from ...torch_internals import address, current_hooks, is_any_autocast_enabled, raw_stream, transform_level
 from ..recorder.lesson import Path, argument_code, layout, same, unpacking
-from .handles import keep
+from .handles import DEEPEST, keep
 from .script import Act, Keep, Slot, Take
 
 _SEQUENCES = frozenset([list, tuple])
@@ -67,6 +67,7 @@ class _Code:
         self.lines: list[str] = []
         self.objects: list[Any] = []  # which the code names
         self.arguments = ["None"] * len(act.blank)  # of the recipes
+        self.depths: list[str] = []  # of handles among them
         if act.only is not None:
             self.lines += [f"if args != {self.name(act.only)}:", "    follows.leave()", f"    {_DIFFERS}"]
             self.lines.append("return function(*args, **kwargs)")
@@ -145,6 +146,7 @@ class _Code:
         self.arguments[position] = handle
         lines.append(f"tensor = {argument_code(path)}")
         if is_noted:
+            self.depths.append(f"{handle}.depth")
             lines += ["key = id(tensor)", "one = found[key] if key in found else None"]
             lines += [f"if one is not None and {_IS_THIS}:", f"    {handle} = one[2]"]
             lines += [f"    if type({handle}) is Slot:", f"        {handle}.taken += 1"]
@@ -192,7 +194,8 @@ class _Code:
             self.note_result()
         elif act.conditions is not None or act.makes:
             lines.append(f"arguments = [{', '.join(self.arguments)}]")
-            lines.append(f"follows.handles.drop({self.name(act)}, result, own, arguments, functions, packing)")
+            lines.append(f"if not follows.handles.drop({self.name(act)}, result, own, arguments, functions, packing):")
+            lines.append(f"    {_SURPRISED}")
         lines.append("return result")
 
     def check_result(self) -> None:
@@ -213,6 +216,11 @@ class _Code:
         for saved_by, position in act.saved:
             lines.append(f"handle_{position} = {self.name(saved_by)}(node)")
             self.arguments[position] = f"handle_{position}"
+            self.depths += [] if act.packs is None else [f"getattr(handle_{position}, 'depth', 0)"]
+        if self.depths:
+            deepest = self.depths[0] if len(self.depths) == 1 else f"max({', '.join(self.depths)})"
+            lines.append(f"own.depth = 1 + {deepest}")
+            lines += [f"if own.depth > {DEEPEST}:", f"    {_SURPRISED}"]
         lines.append(f"own.function = {self.name(act.simple)}")
         lines += [f"own.spare = {self.name(act.makes[0].spare)}"] if act.makes[0].spare is not None else []
         lines.append(f"own.arguments = [{', '.join(self.arguments)}]")

@@ -28,7 +28,7 @@ from ..recorder.recording import SETS_DATA, Recording
 from ..table.functions import body, row_of
 from ..table.rules import may_overwrite, overwritten
 from .code import as_code
-from .handles import Handles, Packing, depth_of
+from .handles import Handles, Packing
 from .script import END, WRITES, Act, Entry, Keep, Script, Slot
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -54,7 +54,7 @@ class Interpreter(KnownValues):
         else:
             handle.taken += 1
             recipe = Recipe(Again(handle.look, ()), tensor)
-            recipe.depth = depth_of(handle)
+            recipe.depth = handle.depth
             value = self.remember(tensor, Value(recipe))
         return value
 

@@ -11,13 +11,12 @@ from ...norms.bn_act import is_node
 from ...saved import PLAIN, ShapeOnly, copied, form_of, is_ordinary, laid_out, view
 from ...torch_internals import address, argument_copied_by
 from ..held.signs import Positive, Signs
-from ..held.values import Recipe, Value
 from ..recorder.known_values import KnownValues, checkpointed_output, saved_in
 from ..recorder.lesson import Path, at
 from ..table.rules import any_values, itself, overwritten
 from .script import OWN, USUAL, Act, Conditions, Group, Keep, Slot, Take, unknown
 
-_DEEPEST = 200  # recipes in a chain
+DEEPEST = 250  # recipes in a chain: a plan has up to 200, and views and casts may lengthen it. They call each other.
 
 
 class Packing:
@@ -162,8 +161,11 @@ class Handles:
         arguments: list[Any],
         functions: Sequence[Callable[..., Any]],
         packing: Packing | None,
-    ) -> None:
-        """Note how to compute what the call has dropped. `arguments`, `functions`: of all recipes."""
+    ) -> bool:
+        """Note how to compute what the call has dropped; False if the chain would be too long.
+
+        `arguments`, `functions`: of all recipes.
+        """
         for saved_by, position in act.saved:
             arguments[position] = saved_by(result.grad_fn)
         for number, position, is_copy in act.packed:
@@ -173,11 +175,14 @@ class Handles:
                 one.taken += 1
             if is_copy and not (type(one) is Keep and one.tensor.stride() == result.stride()):
                 arguments[position] = Slot(USUAL, result, laid_out, (one, result.stride()))
+        depth = 1 + max([getattr(one, "depth", 0) for one in arguments], default=0)
+        if depth > DEEPEST:
+            return False
         for make, function in zip(act.makes, functions, strict=True):
             given = arguments[make.begin : make.end]
             if make.rerun is None:
                 assert own is not None
-                own.function, own.arguments, own.spare = function, given, make.spare
+                own.function, own.arguments, own.spare, own.depth = function, given, make.spare, depth
                 continue
             assert packing is not None
             slots = [own if one == OWN else packing.inside.get(one) for one in make.outputs]
@@ -185,17 +190,19 @@ class Handles:
             forms = [None if slot is None else originals[id(slot)] for slot in slots]
             group = Group(make.rerun.around(function, forms), given, slots)
             for slot in filter(None, slots):
-                slot.group = group
+                slot.group, slot.depth = group, depth
         handle: Any = keep(self, result.detach()) if act.is_kept else own
         if packing is not None and packing.given:
             packing.keep_unknown()
             for slot in packing.instead:
                 slot.arguments, slot.dtype, slot.stride = [handle], result.dtype, result.stride()
+                slot.depth = 1 + handle.depth
         if own is None:
-            return
+            return True
         self.found[id(result)] = ref(result), result._version, handle
         if act.base is not None and (base := result._base) is not None and _is_flattened(base, result):
             self.found[id(base)] = ref(base), base._version, Slot(act.base, base, Tensor.view, (own, base.shape))
+        return True
 
     def may_write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call writes over nothing that autograd has saved and the script has dropped.
@@ -242,19 +249,6 @@ class Handles:
 def _is_of(one: tuple[ref[Tensor], int, Any], tensor: Tensor) -> bool:
     """Whether a handle is for a tensor in its present version."""
     return one[0]() is tensor and one[1] == tensor._version
-
-
-def depth_of(slot: Slot) -> int:
-    """The length of the longest chain of recipes that computes a slot, about."""
-    depth, below = 0, {slot}
-    while below and depth < _DEEPEST:
-        depth += 1
-        arguments = [one for slot in below for one in (slot.group or slot).arguments]
-        values = [one.source.depth for one in arguments if type(one) is Value and isinstance(one.source, Recipe)]
-        if values:
-            return depth + max(values)
-        below = {one for one in arguments if type(one) is Slot}
-    return depth
 
 
 def _is_flattened(base: Tensor, result: Tensor) -> bool:

@@ -29,6 +29,7 @@ class Keep:
     """A tensor that is kept, for autograd or a recipe."""
 
     __slots__ = ("tensor", "version")
+    depth = 0
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.version = tensor, tensor._version
@@ -69,6 +70,7 @@ class Slot(Holder):
     __slots__ = (
         "arguments",
         "conditions",
+        "depth",
         "dtype",
         "function",
         "group",
@@ -93,9 +95,12 @@ class Slot(Holder):
         self.tensor, self.is_saved = None, False  # autograd holds it
         self.spare: Callable[..., Any] | None = None  # computes it over its first argument, if nothing else reads that
         self.taken = 0  # so many recipes read it, or tensors that autograd has saved
+        self.depth = 1  # recipes in the longest chain that computes it
         for one in arguments:
-            if type(one) is Slot:
-                one.taken += 1
+            if type(one) in HANDLES:
+                self.depth = max(self.depth, 1 + one.depth)
+                if type(one) is Slot:
+                    one.taken += 1
         self.memory: Memory | None = None  # of the forward tensor, if the recorder has made a call that writes over it
         self.group: Group | None = None
 

@@ -222,6 +222,32 @@ def test_without_a_budget_one_recorded_step_is_enough_for_all_sizes(monkeypatch)
         monkeypatch.setattr(prepared, "Lesson", None)
 
 
+class Repeating(nn.Module):
+    """Takes as many steps as it is told, with one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.steps = nn.Parameter(torch.ones(4)), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.steps):
+            x = F.silu(x * self.weight)
+        return x.sin()
+
+
+def test_entries_that_a_pass_repeats_make_no_endless_chain():
+    """A chain is computed by recursion."""
+    plain = Repeating()
+    ours = recompute_activations(copy.deepcopy(plain))
+    for steps in (2, 2, 800, 2, 2):
+        x = torch.randn(3, 4)
+        for network in (plain, ours):
+            network.steps = steps
+            network.zero_grad()
+            network(x).sum().backward()
+        assert torch.equal(ours.weight.grad, plain.weight.grad)
+
+
 class Differing(Following):
     """Takes calls for others than those of the script: one, or all from a number on."""
 
