@@ -21,7 +21,7 @@ from .recompute.kinds.plans import Budget, Plans, arguments_of, checked
 from .recompute.recorder.lesson import Lesson
 from .recompute.recorder.recording import Recording, is_ours, is_running, may_differ_when_repeated
 from .recompute.recorder.report import KeptTensor, Report, summary
-from .recompute.script.compiler import script_of
+from .recompute.script.compiler import grown, script_of
 from .recompute.script.following import Following
 from .recompute.script.script import Script
 from .recompute.step.sharded import is_sharded
@@ -176,7 +176,6 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), _Hooks)
 
 
-_FEW = 16  # a step is not learned anew if the recorder makes one call in so many
 _PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
 
 
@@ -322,8 +321,11 @@ def _conclude(recording: Recording, form: InputForm, followed: Script | None, ou
     if isinstance(recording, Following):
         if followed is not None:
             form.now = followed
-        elif recording.policy is not None or _FEW * recording.differs_in > len(recording.script.entries):
+        elif recording.policy is not None:
             form.left()
+        elif output is not None and not recording.leaves and recording.lesson is not None:
+            script = recording.script
+            form.grow(script, grown(script, recording.lesson, recording.places, recording.kept))
     elif recording.lesson is not None and output is not None:
         policy, plan = recording.policy, None
         if policy is not None:

@@ -11,7 +11,9 @@ from ...torch_internals import is_any_autocast_enabled, is_capturing
 from ..recorder.plan import ByPlan
 from ..script.script import Script
 
-_MOST = 16  # forms of inputs whose scripts are kept; also branches of a form, and passes from which one is learned
+_MOST = (
+    16  # forms of inputs whose scripts are kept; also plans of a form, and recorded passes from which one is learned
+)
 _SIMPLE = (bool, str, type(None))
 
 
@@ -33,6 +35,12 @@ class InputForm:
             self.scripts = [one for one in self.scripts if one.functions != script.functions][-_MOST + 1 :]
             self.scripts.append(script)
             self.now = script
+
+    def grow(self, script: Script, grown: Script | None) -> None:
+        """A pass has differed from a script. None: it could learn nothing new."""
+        if grown is not None:
+            self.scripts = [grown if one is script else one for one in self.scripts]
+            self.now = grown
 
     def left(self) -> None:
         """A pass has left all scripts: another branch may be learned."""

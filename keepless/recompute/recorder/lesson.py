@@ -65,7 +65,7 @@ def unpacking(count: int, otherwise: str) -> list[str]:
 class _Step(NamedTuple):
     """A call inside an opened function, as code."""
 
-    entry: int  # number of its entry in the script
+    entry: int  # number of its entry, counted from that of the function
     args: str
     kwargs: str
     read: list[str]  # names of tensors
@@ -80,9 +80,10 @@ class Opening:
     have this form again, the calls can be made without the code around them.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.number = number  # of the function's entry in the lesson; other numbers are counted from it
         self.steps: list[_Step] = []
-        self.end = 0  # number of the entry after the last call
+        self.end = 0  # of the entry after the last call
         self.result = ""  # as code
         self.values: dict[str, Any] = {}  # functions and constants in the code
         self.count, self.names = len(args), tuple(kwargs)
@@ -129,6 +130,7 @@ class Opening:
         if taught.asks and not isinstance(result, Tensor):
             return  # the answer follows from the arguments, and so does what the function makes of it
         several = isinstance(result, (list, tuple)) and all([isinstance(one, Tensor) for one in result])
+        entry -= self.number
         if taught.opened or not (several or isinstance(result, Tensor)):
             self.is_known = False
             return
@@ -140,8 +142,8 @@ class Opening:
         self.steps.append(_Step(entry, f"({given})", f"{{{named}}}", read, made, several))
 
     def ends(self, entry: int, result: Any) -> None:
-        """The function has returned. `entry`: the number of the next one in the script."""
-        self.end, self._left = entry, list[str]()
+        """The function has returned. `entry`: the number of the next one in the lesson."""
+        self.end, self._left = entry - self.number, list[str]()
         self.result = self._code(result, self._left)
         self._tensors.clear()
 
@@ -167,14 +169,14 @@ class Opening:
 
         It returns NotImplemented if the function may make other calls with these arguments.
 
-        `followed`: numbers of entries that are no mere calls: `follows.inside(number, args, kwargs)` makes them.
+        `followed`: numbers in the lesson of entries that are no mere calls, which `follows.inside` makes.
         """
         lines, needed = [f"    return {self.result}"], {*self._left}
         for step in reversed(self.steps):
             done = {*step.read, *step.made} - needed  # tensors are freed as early as in the function itself, or earlier
             lines += [f"    del {', '.join(sorted(done))}"] if done else []
             call = f"call_{step.entry}(*{step.args}, **{step.kwargs})"
-            if step.entry in followed:
+            if self.number + step.entry in followed:
                 call = f"follows.inside({step.entry}, {step.args}, {step.kwargs})"
             made = f"[{', '.join(step.made)}]" if step.several else step.made[0]
             lines.append(f"    {made} = {call}")
@@ -211,7 +213,6 @@ class Taught:
         self.row: Row | None = None
         self.opened = self.asks = self.written = self.given = self.writes = False
         self.only: tuple[Any, ...] | None = None
-        self.calls, self.total = -1, 0
         # What autograd holds for each saved tensor; the storage's address; whether it is the result; the argument of
         # which it, or the base of which it is a view, is a copy.
         self.packs: list[tuple[Any, int, bool, CopyOf | None]] = []

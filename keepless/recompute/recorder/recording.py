@@ -36,9 +36,10 @@ Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list
     dropped, modes and arguments (code.py). Hooks are only around calls that save a dropped tensor; or around the pass,
     if autograd functions of the program save one outside of calls. Functions written in Python that have no rule, such
     as attention, do not run: the calls that they made are made again. A call that differs from its entry is recorded
-    alone: the script and the recorder find each other's values by the tensor (`Interpreter.find`, `Handles.adopted`).
-    If calls have gone or come, the pass goes on at the entry that has read the same parameter. Within a budget, and if
-    gradients are switched otherwise, the rest of the pass is recorded.
+    alone, and gets an entry beside it (`grown`). Script and recorder find each other's values by the tensor
+    (`Interpreter.find`, `Handles.adopted`). If calls have gone or come, the pass goes on at the entry that has read the
+    same parameter. The rest of a pass is recorded if gradients are switched otherwise, or within a budget if over a
+    quarter of its calls differ.
 
 An example, and what autograd holds for each tensor:
 
@@ -217,17 +218,10 @@ class Recording(TorchFunctionMode):
             or any([issubclass(kind, FakeTensor) for kind in types])
         ):
             lesson.why_not = "tensors that change unseen"
-        policy = self.policy
-        try:
-            if policy is not None and row.is_opened:  # the calls inside come after it
-                taught.calls, taught.total = policy.call, policy.total
-            result = self._seen(function, row, types, args, kwargs)
-            if lesson.opening is not None:
-                lesson.opening.add(entry, taught, args, kwargs, result)
-            return result
-        finally:
-            if policy is not None and not row.is_opened:
-                taught.calls, taught.total = policy.call, policy.total
+        result = self._seen(function, row, types, args, kwargs)
+        if lesson.opening is not None:
+            lesson.opening.add(entry, taught, args, kwargs, result)
+        return result
 
     def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         are_plain = PLAIN.issuperset(types)
@@ -268,7 +262,7 @@ class Recording(TorchFunctionMode):
         lesson, opening = self.lesson, None
         if lesson is not None:
             taught, around = lesson.taught[-1], lesson.opening
-            lesson.opening = opening = Opening(args, kwargs)
+            lesson.opening = opening = Opening(len(lesson.taught) - 1, args, kwargs)
         super().__enter__()
         try:
             result = body(function)(*args, **kwargs)

@@ -36,7 +36,7 @@ _SPACE: dict[str, Any] = {
     "transform_level": transform_level,
 }
 _IS_THIS = "one[0]() is tensor and one[1] == tensor._version"
-_DIFFERS = "return follows.differs(function, types, args, kwargs)"
+_DIFFERS = "return follows.unlike(function, types, args, kwargs)"
 _SURPRISED = "return follows.surprised(packing, result)"
 
 
@@ -67,7 +67,7 @@ class _Code:
         self.lines: list[str] = []
         self.objects: list[Any] = []  # which the code names
         self.arguments = ["None"] * len(act.blank)  # of the recipes
-        self.depths: list[str] = []  # of handles among them
+        self.handles: list[str] = []  # those among them that may be slots
         if act.only is not None:
             self.lines += [f"if args != {self.name(act.only)}:", "    follows.leave()", f"    {_DIFFERS}"]
             self.lines.append("return function(*args, **kwargs)")
@@ -146,7 +146,7 @@ class _Code:
         self.arguments[position] = handle
         lines.append(f"tensor = {argument_code(path)}")
         if is_noted:
-            self.depths.append(f"{handle}.depth")
+            self.handles.append(handle)
             lines += ["key = id(tensor)", "one = found[key] if key in found else None"]
             lines += [f"if one is not None and {_IS_THIS}:", f"    {handle} = one[2]"]
             lines += [f"    if type({handle}) is Slot:", f"        {handle}.taken += 1"]
@@ -161,8 +161,11 @@ class _Code:
         )
         self.differs_if(["type(tensor) not in PLAIN", *writes_over], indent)
         if make is keep:
-            lines.append(f"{indent}{handle} = Keep(tensor)")
+            lines += [f"{indent}try:", f"{indent}    {handle} = Keep(tensor)"]
+            lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # it was made in inference mode
         else:
+            if is_noted:  # others are copied
+                self.differs_if(["tensor.is_inference()"], indent)
             lines.append(f"{indent}{handle} = {self.name(make)}(follows.handles, tensor)")
             self.differs_if([f"{handle} is None"], indent)
         if is_noted:
@@ -216,11 +219,10 @@ class _Code:
         for saved_by, position in act.saved:
             lines.append(f"handle_{position} = {self.name(saved_by)}(node)")
             self.arguments[position] = f"handle_{position}"
-            self.depths += [] if act.packs is None else [f"getattr(handle_{position}, 'depth', 0)"]
-        if self.depths:
-            deepest = self.depths[0] if len(self.depths) == 1 else f"max({', '.join(self.depths)})"
-            lines.append(f"own.depth = 1 + {deepest}")
-            lines += [f"if own.depth > {DEEPEST}:", f"    {_SURPRISED}"]
+            self.handles += [] if act.packs is None else [f"handle_{position}"]
+        for handle in self.handles:
+            lines += [f"if type({handle}) is Slot and {handle}.depth >= own.depth:"]
+            lines += [f"    own.depth = 1 + {handle}.depth", f"    if own.depth > {DEEPEST}:", f"        {_SURPRISED}"]
         lines.append(f"own.function = {self.name(act.simple)}")
         lines += [f"own.spare = {self.name(act.makes[0].spare)}"] if act.makes[0].spare is not None else []
         lines.append(f"own.arguments = [{', '.join(self.arguments)}]")

@@ -21,8 +21,10 @@ from ..recorder.report import KeptTensor
 from ..table.functions import PRODUCTS, Row
 from ..table.rules import ByName, attention, by_present_backends
 from . import handles
-from .script import END, OWN, UNREAD, WRITES, Act, Conditions, Entry, Make, Script, Take
+from .script import END, OWN, UNREAD, WRITES, Act, Conditions, Entry, Make, Script, Slot, Take
 
+_GROWS = 4  # a script grows to so many times the entries of the recorded pass
+_VARIANTS = 4  # entries in a row for calls of one function that differ in their arguments
 _IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
 
 
@@ -38,25 +40,70 @@ def script_of(lesson: Lesson, kept: Sequence[KeptTensor], plan: Plan | None = No
     outside = [one.value for one in (reference() for reference in lesson.outside) if one is not None]
     if lesson.why_not:
         return None
+    compiler = _Compiler(lesson.taught, outside)
     try:
-        return _Compiler(lesson.taught, outside).script(kept, plan)
+        entries = compiler.entries(plan is not None and plan.fits)
     except _Unlearnable as error:
         lesson.why_not = str(error)
         return None
+    return _script(entries, len(entries), kept, plan, compiler.has_hooks)
+
+
+def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[KeptTensor]) -> Script | None:
+    """The script with the calls that the recorder has made in a pass; None if there are none, or it learns none.
+
+    `places`: of each call, the number of the entry before which it has come. `kept`: in that pass.
+    """
+    old = [_without_opening(one, number, places) for number, one in enumerate(script.entries[:-1])]
+    if not lesson.taught or lesson.why_not or len(old) >= _GROWS * script.learned:
+        return None
+    try:
+        new = _Compiler(lesson.taught, [], script.has_hooks).entries()
+    except _Unlearnable:
+        return None
+    entries: list[Entry] = []
+    begin = 0
+    for place, entry in sorted(zip(places, new, strict=True), key=lambda one: one[0]):
+        entries += old[begin:place]
+        begin = place
+        if [one.function for one in entries[-_VARIANTS:]] != [entry.function] * _VARIANTS:
+            entries.append(entry)
+    entries += old[begin:]
+    return _script(entries, script.learned, kept, script.plan, script.has_hooks)
+
+
+def _without_opening(entry: Entry, number: int, places: Sequence[int]) -> Entry:
+    """An entry that does not make the calls of an opened function by itself, if others come between these calls."""
+    if entry.opening is None or not any([number < place < number + entry.opening.end for place in places]):
+        return entry
+    return entry._replace(opening=None, run=None)
+
+
+def _script(
+    entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], plan: Plan | None, has_hooks: bool
+) -> Script:
+    readers: dict[int, tuple[Any, int]] = {}
+    for number, one in enumerate(entries):
+        if one.parameter is not None and (parameter := one.parameter()) is not None:
+            readers.setdefault(id(parameter), (one.parameter, number))
+    functions = [one.function or one.opened for one in entries]
+    return Script([*entries, END], functions, learned, kept, plan, has_hooks, readers)
 
 
 class _Compiler:
     """Makes a script of the notes, at the end of their pass, when it is certain what is kept."""
 
-    def __init__(self, taught: list[Taught], outside: list[Value]):
+    def __init__(self, taught: list[Taught], outside: list[Value], has_hooks: bool = False):
         self.taught = taught
         # Dropped values that autograd functions of the program save, outside of calls, or whose views they save
         self.outside = [value for value in map(_base, outside) if isinstance(value.source, (Recipe, Signs))]
+        self.has_hooks = has_hooks or bool(self.outside)
         self.seen: set[Value] = set()  # what an earlier entry makes
         self.inside: dict[Value, int] = {}  # what the present call saves inside and an entry makes: its number there
 
-    def script(self, kept: Sequence[KeptTensor], plan: Plan | None) -> Script:
-        entries, fits = [], plan is not None and plan.fits
+    def entries(self, fits: bool = False) -> list[Entry]:
+        """An entry for each call. `fits`: the plain network is within the budget."""
+        entries = []
         for one in self.taught:
             function, opened = (None, one.function) if one.opened else (one.function, None)
             act = None if fits else self._act(one)
@@ -65,7 +112,7 @@ class _Compiler:
             if one.only is not None:
                 act = Act(function, Row())
                 act.only = one.only
-            entries.append(Entry(function, act, opened, None, None, one.asks, one.calls, one.total))
+            entries.append(Entry(function, act, opened, one.parameter, asks=one.asks))
         if not self.seen.issuperset(self.outside):
             raise _Unlearnable("a tensor saved outside calls")
         followed = {number for number, entry in enumerate(entries) if entry.act is not None}
@@ -73,12 +120,7 @@ class _Compiler:
             if one.opening is not None:
                 run = one.opening.compiled(followed)
                 entries[number] = entries[number]._replace(opening=one.opening, run=run)
-        functions = [one.function or one.opened for one in entries]
-        readers: dict[int, tuple[Any, int]] = {}
-        for number, one in enumerate(self.taught):
-            if one.parameter is not None and one.parameter() is not None:
-                readers.setdefault(id(one.parameter()), (one.parameter, number))
-        return Script([*entries, END], functions, kept, plan, bool(self.outside), readers)
+        return entries
 
     def _act(self, taught: Taught) -> Act | None:
         if taught.row is None:
@@ -92,7 +134,7 @@ class _Compiler:
             act.packs = packs
         if act.packs is None and not act.makes:
             return None
-        hooked = act.packs is not None or bool(self.outside)
+        hooked = act.packs is not None or self.has_hooks
         act.saved = [(saved_as(name, not hooked and name != "other"), position) for name, position in act.saved]
         self.seen |= made
         if taught.base is not None and (base := taught.base()) is not None and own is not None:
@@ -228,7 +270,8 @@ class _Compiler:
             return Take(handles.keep)
         if isinstance(source, Signs):
             raise _Unlearnable("signs that a recipe reads")
-        if value in self.seen:
+        is_of_script = getattr(source.function, "__func__", None) is Slot.look  # see `Interpreter.find`
+        if is_of_script or value in self.seen:
             return Take()
         if source.function is view:
             base = source.arguments[0]

@@ -23,6 +23,7 @@ from ...torch_internals import (
 )
 from ..held.values import Again, Recipe, Value
 from ..recorder.known_values import KnownValues
+from ..recorder.lesson import Lesson
 from ..recorder.plan import ByPlan
 from ..recorder.recording import SETS_DATA, Recording
 from ..table.functions import body, row_of
@@ -34,6 +35,7 @@ from .script import END, WRITES, Act, Entry, Keep, Script, Slot
 _is_compiling = torch.compiler.is_dynamo_compiling
 _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
+_FEW = 4  # a pass leaves its plan if one call in so many differs
 _NEAR = 8  # entries: calls that have gone are looked for among so many
 
 
@@ -65,7 +67,7 @@ class Following(Recording):
     Args:
         script: of an earlier pass with inputs of this form.
         others: scripts for the same form of inputs, for passes that take another branch.
-        make_policy: makes the policy for calls that differ. None: it needs none.
+        make_policy: makes the policy for calls that differ from a plan. None: there is no budget.
         inputs, frame: see `Recording`.
     """
 
@@ -86,7 +88,11 @@ class Following(Recording):
         self.handles = Handles()
         self.stream = 0
         self.leaves = False  # the rest of the pass is recorded
-        self.differs_in = 0  # so many calls: made by the recorder, not as expected, or again by an earlier entry
+        self.first = 0  # number of the entry of the opened function that is running
+        self.has_sought = False  # the running call has been looked for among all entries
+        self.differences = 0  # calls that the recorder has made, or an earlier entry again
+        self.lesson = Lesson()  # of the calls that the recorder makes: see `grown`
+        self.places: list[int] = []  # of each, the number of the next entry
 
     def __enter__(self) -> "Following":
         self.outside = {address(one.untyped_storage()) for one in self.inputs if is_ordinary(one)}
@@ -104,6 +110,8 @@ class Following(Recording):
         if self.handles.known is not None:
             super().forget()
             kept = self.kept if self.leaves else [*kept, *self.kept]
+        if not self.leaves:
+            self.policy = None  # the pass has followed its plan, but for few calls
         self.kept, self.frame = kept, None
         self.entries, self.next = [END], 0  # after Ctrl-C, it may still see calls
         self.handles.clear()
@@ -116,7 +124,7 @@ class Following(Recording):
     @property
     def has_followed(self) -> bool:
         """Whether an entry has made each call of the pass."""
-        return not self.differs_in
+        return not self.differences
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -131,7 +139,7 @@ class Following(Recording):
             if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
                 return function(*args, **kwargs) if kwargs else function(*args)
             if act is WRITES:
-                return self.differs(function, types, args, kwargs or {})
+                return self.unlike(function, types, args, kwargs or {})
             return (act.run or as_code(act))(self, function, types, args, kwargs or {})
         return self._other(function, types, args, kwargs or {})
 
@@ -163,13 +171,15 @@ class Following(Recording):
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the calls of an opened function, and return its result. NotImplemented: see `Opening.compiled`."""
         assert entry.opening is not None and entry.run is not None
+        self.first = first = self.next
         result = entry.run(self, args, kwargs)
         if result is not NotImplemented and not self.leaves:
-            self.next = entry.opening.end
+            self.next = first + entry.opening.end
         return result
 
     def inside(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call of the entry with this number, which is inside an opened function."""
+        """Make the call of the entry with this number, counted from that of the opened function which makes it."""
+        number += self.first
         self.next = 0 if self.leaves else number
         return self.__torch_function__(self.script.entries[number].function, (), args, kwargs)  # type: ignore[arg-type]
 
@@ -191,14 +201,14 @@ class Following(Recording):
         return place is not None
 
     def _go_to(self, place: int) -> None:
-        """Go on with another entry. Entries that make more calls than they have learned are not within a budget."""
+        """Go on with another entry."""
         if place < self.next:
             self._note_difference()
         if not self.leaves:
             self.next = place
 
     def leave(self) -> None:
-        """Record the rest of the pass: within a budget, or where gradients are switched otherwise."""
+        """Record the rest of the pass."""
         self.leaves, self.entries, self.next = True, [END], 0
 
     def _place(self, function: Any, args: tuple[Any, ...]) -> int | None:
@@ -225,11 +235,19 @@ class Following(Recording):
             pop_hooks()
             ours.packing = None
 
-    def differs(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that differs from its entry, before it has run."""
-        if not self.leaves and (place := self._place(function, args)) is not None and place != self.next - 1:
-            self._go_to(place)
+    def unlike(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that differs from its entry, before it has run: the next entry may be for it, or another one."""
+        if self.leaves:
+            return self.interpret(function, types, args, kwargs)
+        if self.entries[self.next].function == function:
             return self.__torch_function__(function, types, args, kwargs)
+        if not self.has_sought and (place := self._place(function, args)) is not None and place != self.next - 1:
+            self.has_sought = True
+            try:
+                self._go_to(place)
+                return self.__torch_function__(function, types, args, kwargs)
+            finally:
+                self.has_sought = False
         return self.interpret(function, types, args, kwargs)
 
     def surprised(self, packing: Packing | None, result: Any) -> Any:
@@ -257,13 +275,19 @@ class Following(Recording):
             ours.__exit__()
             self.hooks = outer
 
+    def _taught(self, *call: Any) -> Any:
+        self.places.append(self.next)
+        return super()._taught(*call)
+
     def _note_difference(self) -> None:
-        self.differs_in += 1
-        if self.handles.known is not None:
-            return
-        policy = self.policy = None if self.make_policy is None else self.make_policy()
-        if policy is not None:
-            policy.plans, policy.left = [], calling_module()
+        self.differences += 1
+        if self.handles.known is None:
+            policy = self.policy = None if self.make_policy is None else self.make_policy()
+            if policy is not None:
+                policy.plans, policy.left = [], calling_module()
+            self.known = self.handles.known = Interpreter(self.handles, policy is not None)
+            self.known.start, self.known.outside = self.start, self.outside
+            if self.lesson is not None:
+                self.lesson.outside = self.known.saved_outside
+        if self.policy is not None and not self.leaves and _FEW * self.differences > self.script.learned:
             self.leave()
-        self.known = self.handles.known = Interpreter(self.handles, policy is not None)
-        self.known.start, self.known.outside = self.start, self.outside

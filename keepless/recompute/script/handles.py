@@ -129,7 +129,8 @@ class Handles:
         """The handle of a tensor that is seen for the first time; None if it is not the expected one."""
         if self.known is not None and take.is_noted and (handle := self.adopted(tensor)) is not None:
             return handle
-        handle = None if take.make is None or type(tensor) not in PLAIN else take.make(self, tensor)
+        is_known = type(tensor) in PLAIN and not tensor.is_inference()
+        handle = take.make(self, tensor) if is_known and take.make is not None else None
         if handle is not None and take.is_noted:
             self.found[id(tensor)] = ref(tensor), tensor._version, handle
         return handle
@@ -175,7 +176,10 @@ class Handles:
                 one.taken += 1
             if is_copy and not (type(one) is Keep and one.tensor.stride() == result.stride()):
                 arguments[position] = Slot(USUAL, result, laid_out, (one, result.stride()))
-        depth = 1 + max([getattr(one, "depth", 0) for one in arguments], default=0)
+        depth = 1
+        for one in arguments:
+            if type(one) is Slot and one.depth >= depth:
+                depth = 1 + one.depth
         if depth > DEEPEST:
             return False
         for make, function in zip(act.makes, functions, strict=True):
@@ -238,7 +242,11 @@ class Handles:
         """Copy what recipes read of the memory with this address."""
         while self.unnoted:
             kept = self.unnoted.pop()
-            self.read.setdefault(address(kept.tensor.untyped_storage()), []).append(kept)
+            try:
+                place = address(kept.tensor.untyped_storage())
+            except NotImplementedError:  # sparse
+                continue
+            self.read.setdefault(place, []).append(kept)
         for kept in self.read.pop(where, ()):
             if kept.tensor._version == kept.version:
                 with torch.inference_mode(False):

@@ -4,7 +4,8 @@ A `Keep` is to a script what `Kept` is to a recording, and a `Slot` what a `Valu
 
 Every check of a script is made where it matters: a call must be of the expected function, a tensor that a recipe reads
 must be the object that the script expects, in the expected version. Shapes, dtypes and strides are those of the pass's
-own tensors. So the values that a script computes are right whatever the program does; a call that differs is recorded.
+own tensors. So the values that a script computes are right whatever the program does. A call that differs is recorded,
+and gets an entry of its own.
 """
 
 import weakref
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...saved import autocast_as, check_version, laid_out
 from ..held.values import Holder, Memory, Value
@@ -239,11 +240,10 @@ class Entry(NamedTuple):
     function: Callable[..., Any] | None  # None: it is `opened`
     act: Act | None  # None: it only runs
     opened: Callable[..., Any] | None = None  # a function whose inner calls are entries of their own
+    parameter: weakref.ref[nn.Parameter] | None = None  # the first that the call reads
     opening: Opening | None = None  # these calls, if they can be made without it,
     run: Callable[..., Any] | None = None  # and a function that makes them
     asks: bool = False  # it only asks for an attribute, and may come and go
-    calls: int = -1  # number of the plan's last call so far
-    total: int = 0  # bytes of all results so far
 
 
 END = Entry(None, None)  # after the last call
@@ -254,6 +254,7 @@ class Script(NamedTuple):
 
     entries: list[Entry]
     functions: list[Any]  # of the entries without the last, `END`
+    learned: int  # number of entries that come from the recorded pass
     kept: Sequence[KeptTensor]
     plan: Plan | None  # that the learned pass has followed
     has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
