@@ -179,7 +179,7 @@ def _is_ours(hook: Any) -> bool:
 _PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
 
 
-class _Pass(NamedTuple):
+class _ForwardPass(NamedTuple):
     """A forward pass of a prepared module."""
 
     module: nn.Module
@@ -191,7 +191,7 @@ class _Open(threading.local):
     """The forward passes that run in a thread, innermost last."""
 
     def __init__(self) -> None:
-        self.passes: list[_Pass] = []
+        self.passes: list[_ForwardPass] = []
 
 
 _open = _Open()
@@ -256,7 +256,7 @@ class _Hooks:
             recording = self._recording(module, args, kwargs, frame)
             recording.__enter__()
         # A frame keeps its callers' variables, and so keeps checkpoints around from ending after Ctrl-C (torch 2.11).
-        _open.passes.append(_Pass(module, recording, frame if recording is None else None))
+        _open.passes.append(_ForwardPass(module, recording, frame if recording is None else None))
 
     def _recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType

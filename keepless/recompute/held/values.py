@@ -39,14 +39,14 @@ class Again(NamedTuple):
     draws: bool = False
 
 
-class _Pass(threading.local):
+class _BackwardPass(threading.local):
     """The backward pass that this thread runs, and what holds tensors for it."""
 
     number = -1
     held: list[weakref.ref["Holder"]] = []  # noqa: RUF012  # replaced before it is changed
 
 
-_pass = _Pass()
+_pass = _BackwardPass()
 
 
 class Holder:
