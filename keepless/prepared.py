@@ -23,7 +23,6 @@ from .recompute.recorder.recording import Recording, is_ours, is_running, may_di
 from .recompute.recorder.report import KeptTensor, Report, summary
 from .recompute.script.compiler import grown, script_of
 from .recompute.script.following import Following
-from .recompute.script.script import Script
 from .recompute.step.sharded import is_sharded
 from .reversible.couplings import Coupling
 from .saved import PLAIN
@@ -301,13 +300,12 @@ class _Hooks:
         if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
             recording = _open.passes.pop().recording
             if recording is not None:
-                followed = recording.script if isinstance(recording, Following) and recording.has_followed else None
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
                 if self.plans is not None:
                     self.plans.pass_has_ended(recording.policy, has_raised=output is None)
                 if recording.form is not None:
-                    _conclude(recording, recording.form, followed, output)
+                    _conclude(recording, recording.form, output)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
@@ -316,14 +314,14 @@ class _Hooks:
         )
 
 
-def _conclude(recording: Recording, form: InputForm, followed: Script | None, output: object) -> None:
-    """A pass has ended: learn its script, or note that it has left it. `followed`: the script that it has followed."""
+def _conclude(recording: Recording, form: InputForm, output: object) -> None:
+    """A pass has ended: learn its script, or what has differed from it."""
     if isinstance(recording, Following):
-        if followed is not None:
-            form.now = followed
-        elif recording.policy is not None:
+        if recording.has_followed:
+            form.now = recording.script
+        elif recording.leaves:
             form.left()
-        elif output is not None and not recording.leaves and recording.lesson is not None:
+        elif recording.lesson is not None and output is not None:
             script = recording.script
             form.grow(script, grown(script, recording.lesson, recording.places, recording.kept))
     elif recording.lesson is not None and output is not None:

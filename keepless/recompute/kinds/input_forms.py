@@ -1,4 +1,4 @@
-"""The scripts of a prepared network: one for each exact form of its inputs, and for each branch that it takes."""
+"""The scripts of a prepared network: one for each form of its inputs; with a budget also for each plan."""
 
 import weakref
 from collections.abc import Hashable, Sequence
@@ -43,7 +43,7 @@ class InputForm:
             self.now = grown
 
     def left(self) -> None:
-        """A pass has left all scripts: another branch may be learned."""
+        """A pass has left all scripts: its path may be learned."""
         self.learns = self.lessons < _MOST
 
 

@@ -66,7 +66,7 @@ class Following(Recording):
 
     Args:
         script: of an earlier pass with inputs of this form.
-        others: scripts for the same form of inputs, for passes that take another branch.
+        others: scripts for the same form of inputs, by other plans.
         make_policy: makes the policy for calls that differ from a plan. None: there is no budget.
         inputs, frame: see `Recording`.
     """
@@ -184,7 +184,7 @@ class Following(Recording):
         return self.__torch_function__(self.script.entries[number].function, (), args, kwargs)  # type: ignore[arg-type]
 
     def _goes_on_elsewhere(self, function: Any, args: tuple[Any, ...]) -> bool:
-        """Find the entry of a call that is not the next one: some calls have gone, or the pass takes another branch."""
+        """Find the entry of a call that is not the next one: calls have gone, or another script goes on with it."""
         now, script = self.next, self.script
         if (place := self._place(function, args)) is None:
             near = self.entries[now + 1 : now + _NEAR]

@@ -34,6 +34,7 @@ from keepless.recompute.step.counting import Counting
 from keepless.saved import Kept, copied, saved_for_backward
 from keepless.torch_internals import address, current_hooks
 from tests.keepless.recompute.ahead import planned_sizes
+from tests.keepless.recompute.test_host_time import counted
 
 # In evaluation without gradients, transformers have a kernel that rounds otherwise, which no function mode sees.
 torch.backends.mha.set_fastpath_enabled(False)
@@ -224,6 +225,36 @@ def test_without_a_budget_one_recorded_step_is_enough_for_all_sizes(monkeypatch)
         for expected, found in zip(plain.parameters(), ours.parameters(), strict=True):
             assert torch.equal(found.grad, expected.grad)
         monkeypatch.setattr(prepared, "Lesson", None)
+
+
+class Unfreezing(nn.Module):
+    """Its first layers are trained only if it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU())
+        self.last, self.trains_all = nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.trains_all):
+            x = self.first(x)
+        return self.last(x)
+
+
+def test_a_step_that_records_more_gradients_is_learned_anew():
+    """Its calls without gradients have had entries that drop nothing."""
+    plain, x, dropped = Unfreezing(), torch.randn(64, 4), []
+    for steps in ([False, False, True, True], [True, True]):
+        ours = recompute_activations(copy.deepcopy(plain))
+        for trains_all in steps:
+            for network in (plain, ours):
+                network.trains_all = trains_all
+                network.zero_grad()
+                network(x).square().sum().backward()
+            for expected, found in zip(plain.parameters(), ours.parameters(), strict=True):
+                assert expected.grad is found.grad or torch.equal(found.grad, expected.grad)
+        dropped.append(counted(partial(ours, x))["Slot"])
+    assert dropped[0] == dropped[1] > 0
 
 
 class Repeating(nn.Module):
