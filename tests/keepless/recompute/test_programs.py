@@ -26,7 +26,7 @@ from keepless.recompute.held.values import Value
 from keepless.recompute.recorder.lesson import Lesson
 from keepless.recompute.recorder.plan import ByPlan, Flag, Plan
 from keepless.recompute.recorder.recording import Recording
-from keepless.recompute.script.compiler import script_of
+from keepless.recompute.script.compiler import grown, script_of
 from keepless.recompute.script.following import Following
 from keepless.recompute.script.script import Script
 from keepless.recompute.step.costs import peak_bytes
@@ -297,7 +297,10 @@ class Differing(Following):
 
 
 def agrees_wherever_it_differs(make: Make, plan: Plan | None, most: int, may_refuse: bool = False) -> int:
-    """Compare the plain pass with passes that differ from their script, each in other calls; return how many calls."""
+    """Compare the plain pass with passes that differ from their script, each in other calls; return how many calls.
+
+    What each has learned is followed by another pass.
+    """
     plain, learning = run(make, nullcontext()), Learning(plan)
     agrees(plain, run(make, learning), may_refuse)
     if learning.script is None:
@@ -308,6 +311,10 @@ def agrees_wherever_it_differs(make: Make, plan: Plan | None, most: int, may_ref
             differing = Differing(learning.script, [], partial(_policy_of, plan))
             differing.numbers = range(number, end)
             agrees(plain, run(make, differing), may_refuse)
+            learned = grown(learning.script, differing.lesson, differing.places, differing.kept)
+            if learned is not None and not differing.leaves:
+                follows = Following(learned, [], partial(_policy_of, plan))
+                agrees(plain, run(make, follows), may_refuse)
     return len(numbers)
 
 
