@@ -246,8 +246,11 @@ class Handles:
                 place = address(kept.tensor.untyped_storage())
             except NotImplementedError:  # sparse
                 continue
-            self.read.setdefault(place, []).append(kept)
-        for kept in self.read.pop(where, ()):
+            if place in self.read:
+                self.read[place].append(kept)
+            else:
+                self.read[place] = [kept]
+        for kept in self.read.pop(where) if where in self.read else ():
             if kept.tensor._version == kept.version:
                 with torch.inference_mode(False):
                     kept.tensor = kept.tensor.detach().clone()
