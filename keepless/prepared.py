@@ -21,9 +21,8 @@ from .recompute.kinds.plans import Budget, Plans, arguments_of, checked
 from .recompute.recorder.lesson import Lesson
 from .recompute.recorder.recording import Recording, is_ours, is_running, may_differ_when_repeated
 from .recompute.recorder.report import KeptTensor, Report, summary
-from .recompute.script.compiler import script_of
+from .recompute.script.compiler import grown, script_of
 from .recompute.script.following import Following
-from .recompute.script.script import Script
 from .recompute.step.sharded import is_sharded
 from .reversible.couplings import Coupling
 from .saved import PLAIN
@@ -179,7 +178,7 @@ def _is_ours(hook: Any) -> bool:
 _PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
 
 
-class _Pass(NamedTuple):
+class _ForwardPass(NamedTuple):
     """A forward pass of a prepared module."""
 
     module: nn.Module
@@ -191,7 +190,7 @@ class _Open(threading.local):
     """The forward passes that run in a thread, innermost last."""
 
     def __init__(self) -> None:
-        self.passes: list[_Pass] = []
+        self.passes: list[_ForwardPass] = []
 
 
 _open = _Open()
@@ -204,7 +203,7 @@ class _Hooks:
         self.checkpointed_only = checkpointed_only
         self.plans = plans
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
-        self.forms = InputForms()
+        self.forms = InputForms(sizes=plans is not None)
         self.awaited: RemovableHandle | None = None  # of a parameter's hook, until the module is called
         self.is_compiled = False  # a compiled graph has called the module
 
@@ -256,7 +255,7 @@ class _Hooks:
             recording = self._recording(module, args, kwargs, frame)
             recording.__enter__()
         # A frame keeps its callers' variables, and so keeps checkpoints around from ending after Ctrl-C (torch 2.11).
-        _open.passes.append(_Pass(module, recording, frame if recording is None else None))
+        _open.passes.append(_ForwardPass(module, recording, frame if recording is None else None))
 
     def _recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -301,13 +300,12 @@ class _Hooks:
         if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
             recording = _open.passes.pop().recording
             if recording is not None:
-                followed = recording.script if isinstance(recording, Following) and recording.has_followed else None
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
                 if self.plans is not None:
                     self.plans.pass_has_ended(recording.policy, has_raised=output is None)
                 if recording.form is not None:
-                    _conclude(recording, recording.form, followed, output)
+                    _conclude(recording, recording.form, output)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
@@ -316,13 +314,16 @@ class _Hooks:
         )
 
 
-def _conclude(recording: Recording, form: InputForm, followed: Script | None, output: object) -> None:
-    """A pass has ended: learn its script, or note that it has left it. `followed`: the script that it has followed."""
+def _conclude(recording: Recording, form: InputForm, output: object) -> None:
+    """A pass has ended: learn its script, or what has differed from it."""
     if isinstance(recording, Following):
-        if followed is not None:
-            form.now = followed
-        else:
+        if recording.has_followed:
+            form.now = recording.script
+        elif recording.leaves:
             form.left()
+        elif recording.lesson is not None and output is not None:
+            script = recording.script
+            form.grow(script, grown(script, recording.lesson, recording.places, recording.kept))
     elif recording.lesson is not None and output is not None:
         policy, plan = recording.policy, None
         if policy is not None:

@@ -39,14 +39,14 @@ class Again(NamedTuple):
     draws: bool = False
 
 
-class _Pass(threading.local):
+class _BackwardPass(threading.local):
     """The backward pass that this thread runs, and what holds tensors for it."""
 
     number = -1
     held: list[weakref.ref["Holder"]] = []  # noqa: RUF012  # replaced before it is changed
 
 
-_pass = _Pass()
+_pass = _BackwardPass()
 
 
 class Holder:
@@ -106,6 +106,11 @@ class Value(Holder):
         self.positive: Positive | None = None  # the function by which they find out
         self.tensor = None
         self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
+
+    @property
+    def depth(self) -> int:
+        """The recipes in the longest chain that computes the value."""
+        return self.source.depth if isinstance(self.source, Recipe) else 0
 
     @property
     def unread(self) -> bool:

@@ -1,4 +1,4 @@
-"""The scripts of a prepared network: one for each exact form of its inputs, and for each branch that it takes."""
+"""The scripts of a prepared network: one for each form of its inputs; with a budget also for each plan."""
 
 import weakref
 from collections.abc import Hashable, Sequence
@@ -11,12 +11,14 @@ from ...torch_internals import is_any_autocast_enabled, is_capturing
 from ..recorder.plan import ByPlan
 from ..script.script import Script
 
-_MOST = 16  # forms of inputs whose scripts are kept; also branches of a form, and passes from which one is learned
+_MOST = (
+    16  # forms of inputs whose scripts are kept; also plans of a form, and recorded passes from which one is learned
+)
 _SIMPLE = (bool, str, type(None))
 
 
 class InputForm:
-    """The scripts for inputs of one form: shapes, dtypes, devices, modes."""
+    """The scripts for inputs of one form: dimensions, dtypes, devices, modes."""
 
     def __init__(self) -> None:
         self.scripts: list[Script] = []
@@ -34,15 +36,22 @@ class InputForm:
             self.scripts.append(script)
             self.now = script
 
+    def grow(self, script: Script, grown: Script | None) -> None:
+        """A pass has differed from a script. None: it could learn nothing new."""
+        if grown is not None:
+            self.scripts = [grown if one is script else one for one in self.scripts]
+            self.now = grown
+
     def left(self) -> None:
-        """A pass has left all scripts: another branch may be learned."""
+        """A pass has left all scripts: its path may be learned."""
         self.learns = self.lessons < _MOST
 
 
 class InputForms:
-    """The last forms of inputs of a network."""
+    """The last forms of inputs of a network. `sizes`: each size has its own, as plans do; scripts hold for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: bool) -> None:
+        self._sizes = sizes
         self._forms: dict[Hashable, InputForm] = {}
         self._parameters: list[Any] = []
 
@@ -72,7 +81,8 @@ class InputForms:
     def _key(self, module: nn.Module, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Hashable:
         """It need not tell everything, because a script notices what differs. It tells what plans depend on."""
         return (
-            tuple([(one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in inputs]),
+            tuple([(one.dim(), one.dtype, one.device, one.requires_grad) for one in inputs]),
+            self._sizes and tuple([(one.shape, one.stride()) for one in inputs]),
             tuple([one if isinstance(one, _SIMPLE) else 0 for one in args]),
             tuple([(name, one if isinstance(one, _SIMPLE) else 0) for name, one in kwargs.items()]),
             self._frozen(module),

@@ -36,6 +36,12 @@ def same(learned: Any, given: Any) -> bool:
     return learned is given or (type(learned) is type(given) and learned == given and repr(learned) == repr(given))
 
 
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """On what the way of a product depends, or of a call that saves tensors inside: not the size."""
+    aligned = tensor.storage_offset() * tensor.itemsize % 16 == 0
+    return tensor.dtype, tensor.dim(), tensor.is_contiguous(), aligned
+
+
 def at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument with a path. IndexError, KeyError or TypeError if there is none."""
     if type(path) is int:
@@ -59,7 +65,7 @@ def unpacking(count: int, otherwise: str) -> list[str]:
 class _Step(NamedTuple):
     """A call inside an opened function, as code."""
 
-    entry: int  # number of its entry in the script
+    entry: int  # number of its entry, counted from that of the function
     args: str
     kwargs: str
     read: list[str]  # names of tensors
@@ -74,9 +80,10 @@ class Opening:
     have this form again, the calls can be made without the code around them.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.number = number  # of the function's entry in the lesson; other numbers are counted from it
         self.steps: list[_Step] = []
-        self.end = 0  # number of the entry after the last call
+        self.end = 0  # of the entry after the last call
         self.result = ""  # as code
         self.values: dict[str, Any] = {}  # functions and constants in the code
         self.count, self.names = len(args), tuple(kwargs)
@@ -123,6 +130,7 @@ class Opening:
         if taught.asks and not isinstance(result, Tensor):
             return  # the answer follows from the arguments, and so does what the function makes of it
         several = isinstance(result, (list, tuple)) and all([isinstance(one, Tensor) for one in result])
+        entry -= self.number
         if taught.opened or not (several or isinstance(result, Tensor)):
             self.is_known = False
             return
@@ -134,8 +142,8 @@ class Opening:
         self.steps.append(_Step(entry, f"({given})", f"{{{named}}}", read, made, several))
 
     def ends(self, entry: int, result: Any) -> None:
-        """The function has returned. `entry`: the number of the next one in the script."""
-        self.end, self._left = entry, list[str]()
+        """The function has returned. `entry`: the number of the next one in the lesson."""
+        self.end, self._left = entry - self.number, list[str]()
         self.result = self._code(result, self._left)
         self._tensors.clear()
 
@@ -161,14 +169,14 @@ class Opening:
 
         It returns NotImplemented if the function may make other calls with these arguments.
 
-        `followed`: numbers of entries that are no mere calls: `follows.inside(number, args, kwargs)` makes them.
+        `followed`: numbers in the lesson of entries that are no mere calls, which `follows.inside` makes.
         """
         lines, needed = [f"    return {self.result}"], {*self._left}
         for step in reversed(self.steps):
             done = {*step.read, *step.made} - needed  # tensors are freed as early as in the function itself, or earlier
             lines += [f"    del {', '.join(sorted(done))}"] if done else []
             call = f"call_{step.entry}(*{step.args}, **{step.kwargs})"
-            if step.entry in followed:
+            if self.number + step.entry in followed:
                 call = f"follows.inside({step.entry}, {step.args}, {step.kwargs})"
             made = f"[{', '.join(step.made)}]" if step.several else step.made[0]
             lines.append(f"    {made} = {call}")
@@ -205,7 +213,6 @@ class Taught:
         self.row: Row | None = None
         self.opened = self.asks = self.written = self.given = self.writes = False
         self.only: tuple[Any, ...] | None = None
-        self.calls, self.total = -1, 0
         # What autograd holds for each saved tensor; the storage's address; whether it is the result; the argument of
         # which it, or the base of which it is a view, is a copy.
         self.packs: list[tuple[Any, int, bool, CopyOf | None]] = []
@@ -213,14 +220,13 @@ class Taught:
         self.consts: list[tuple[Path, Any]] = []
         self.names: tuple[str, ...] = ()
         self.count = 0
-        # Of the tensors among the arguments: whether they need gradients; dtype, strides and offset.
-        self.forms: list[tuple[Path, bool, Any]] = []
+        self.layouts: list[tuple[Path, bool, Any]] = []  # tensors among the arguments: whether they need gradients
         self.alike: list[tuple[Path, Path]] = []  # arguments that are the same tensor
         self.counts: list[tuple[Path, int]] = []  # lengths of lists with tensors
         self.own: Any = None
         self.base: Any = None
         self.stream = -1
-        self.copied: list[weakref.ref[Value]] = []  # values that are copied before the call overwrites them
+        self.parameter: weakref.ref[nn.Parameter] | None = None  # the first that it reads
         self.opening: Opening | None = None  # of an opened function, if a script can repeat its calls
 
 
@@ -241,7 +247,6 @@ class Lesson:
         """The running call has written over kept tensors."""
         if write.memory.is_saved or write.memory.earlier is not None:
             self.why_not = "memory of saved tensors that is overwritten"
-        self.taught[-1].copied += [weakref.ref(value) for value, *_ in write.copied]
 
     def ends(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
         """A call has run with our hooks. `find`: finds the value of a tensor."""
@@ -269,8 +274,7 @@ class Lesson:
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
         for path, one in _tensors(call.args, call.kwargs):
             has_layout = is_ordinary(one) and not isinstance(one, nn.Parameter)
-            layout = (one.dtype, one.stride(), one.storage_offset()) if has_layout else None
-            taught.forms.append((path, one.requires_grad, layout))
+            taught.layouts.append((path, one.requires_grad, layout(one) if has_layout else None))
         taught.consts = list(_constants(call.args, call.kwargs))
         tensors = [(path, paths[id(one)]) for path, one in _tensors(call.args, call.kwargs)]
         taught.alike = [(path, first) for path, first in tensors if path != first]

@@ -70,14 +70,6 @@ class ByPlan:
         """The policy of another pass with these inputs."""
         return ByPlan(self.size.plans, self.size, self.given)
 
-    def catch_up(self, functions: Sequence[Callable[..., Any]], total: int) -> None:
-        """These calls have been made without this policy. `total`: bytes of their results."""
-        count = len(functions)
-        same = [one for one in self.plans if [known for known, _ in one.calls[:count]] == [*functions]]
-        self.plans = [one for one in same if not count or one.flag(count - 1, functions[-1], total) is not None]
-        self.left = None if self.plans else calling_module()
-        self.call, self.total = count - 1, total
-
     def next_flag(self, function: Callable[..., Any], bytes: int) -> int | None:
         """The plan's flag for the next call, whose result has so many bytes; None if no plan matches the calls."""
         self.call += 1

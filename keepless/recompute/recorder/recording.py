@@ -33,10 +33,13 @@ Rule 13. Either these rules decide what is kept, or a plan does, call by call. A
     the forward pass has made (`decide_by_plan` in recipes.py).
 Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
     passes with inputs of this form follow it (following.py): they compare each call's function, and where something is
-    dropped, modes, arguments and the result's form (code.py). Hooks are only around calls that save a dropped tensor;
-    or around the pass, if autograd functions of the program save one outside of calls. Functions written in Python that
-    have no rule, such as attention, do not run: the calls that they made are made again. From the first call that
-    differs on, the rest of the pass is recorded.
+    dropped, modes and arguments (code.py). Hooks are only around calls that save a dropped tensor; or around the pass,
+    if autograd functions of the program save one outside of calls. Functions written in Python that have no rule, such
+    as attention, do not run: the calls that they made are made again. A call that differs from its entry is recorded
+    alone, and gets an entry beside it (`grown`). Script and recorder find each other's values by the tensor
+    (`Interpreter.find`, `Handles.adopted`). If calls have gone or come, the pass goes on at the entry that has read the
+    same parameter. The rest of a pass is recorded if gradients are switched otherwise, or within a budget if over a
+    quarter of its calls differ.
 
 An example, and what autograd holds for each tensor:
 
@@ -49,12 +52,13 @@ With a plan that keeps y and recomputes z, nothing is recomputed for the activat
 it, and z's recipe reads the same y.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -82,7 +86,7 @@ from .plan import ByPlan
 from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
 from .report import KeptTensor
 
-_SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Recording(TorchFunctionMode):
@@ -206,24 +210,18 @@ class Recording(TorchFunctionMode):
         taught.asks = row.only_asks
         taught.only = args if function is set_gradients else None
         taught.opened = row.is_opened
+        taught.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
         taught.writes = may_overwrite(function, args, kwargs)
         if (
-            function == _SETS_DATA
+            function == SETS_DATA
             or not PLAIN.issuperset(types)
             or any([issubclass(kind, FakeTensor) for kind in types])
         ):
             lesson.why_not = "tensors that change unseen"
-        policy = self.policy
-        try:
-            if policy is not None and row.is_opened:  # the calls inside come after it
-                taught.calls, taught.total = policy.call, policy.total
-            result = self._seen(function, row, types, args, kwargs)
-            if lesson.opening is not None:
-                lesson.opening.add(entry, taught, args, kwargs, result)
-            return result
-        finally:
-            if policy is not None and not row.is_opened:
-                taught.calls, taught.total = policy.call, policy.total
+        result = self._seen(function, row, types, args, kwargs)
+        if lesson.opening is not None:
+            lesson.opening.add(entry, taught, args, kwargs, result)
+        return result
 
     def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         are_plain = PLAIN.issuperset(types)
@@ -264,7 +262,7 @@ class Recording(TorchFunctionMode):
         lesson, opening = self.lesson, None
         if lesson is not None:
             taught, around = lesson.taught[-1], lesson.opening
-            lesson.opening = opening = Opening(args, kwargs)
+            lesson.opening = opening = Opening(len(lesson.taught) - 1, args, kwargs)
         super().__enter__()
         try:
             result = body(function)(*args, **kwargs)

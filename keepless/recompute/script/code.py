@@ -11,8 +11,8 @@ from torch import Tensor
 from ...inputs import tensors_in
 from ...saved import PLAIN
 from ...torch_internals import address, current_hooks, is_any_autocast_enabled, raw_stream, transform_level
-from ..recorder.lesson import Path, argument_code, same, unpacking
-from .handles import keep
+from ..recorder.lesson import Path, argument_code, layout, same, unpacking
+from .handles import DEEPEST, keep
 from .script import Act, Keep, Slot, Take
 
 _SEQUENCES = frozenset([list, tuple])
@@ -27,6 +27,7 @@ _SPACE: dict[str, Any] = {
     "current_hooks": current_hooks,
     "is_any_autocast_enabled": is_any_autocast_enabled,
     "is_autocast_enabled": torch.is_autocast_enabled,
+    "layout": layout,
     "raw_stream": raw_stream,
     "ref": ref,
     "same": same,
@@ -34,15 +35,16 @@ _SPACE: dict[str, Any] = {
     "strided": torch.strided,
     "transform_level": transform_level,
 }
-_DIFFERS = "return follows.differs(function, types, args, kwargs)"
+_IS_THIS = "one[0]() is tensor and one[1] == tensor._version"
+_DIFFERS = "return follows.unlike(function, types, args, kwargs)"
 _SURPRISED = "return follows.surprised(packing, result)"
 
 
 def as_code(act: Act) -> Callable[..., Any]:
     """Write `act.run(follows, function, types, args, kwargs)`, which makes a call and notes what it drops.
 
-    It first compares modes and arguments, and at last looks at the result. If something differs, the recorder takes
-    over: before the call, or after it if the call has not done what the script expects.
+    It first compares modes and arguments; if something differs, the recorder makes the call. At last it looks at the
+    result: if the call has not done what the script expects, autograd keeps what it has saved.
     """
     act.run = _Code(act).made()
     return act.run
@@ -65,8 +67,9 @@ class _Code:
         self.lines: list[str] = []
         self.objects: list[Any] = []  # which the code names
         self.arguments = ["None"] * len(act.blank)  # of the recipes
+        self.handles: list[str] = []  # those among them that may be slots
         if act.only is not None:
-            self.differs_if([f"args != {self.name(act.only)}"])
+            self.lines += [f"if args != {self.name(act.only)}:", "    follows.leave()", f"    {_DIFFERS}"]
             self.lines.append("return function(*args, **kwargs)")
             return
         self.compare()
@@ -74,9 +77,10 @@ class _Code:
             self.lines.append("found = follows.handles.found")
         for path, take, position in act.takes:
             self.take(path, take, position)
-        self.lines += [f"follows.handles.copy({self.name(number)})" for number in act.copies]
         if act.guards:
-            self.differs_if(["not follows.handles.may_write(function, args, kwargs)"])
+            is_taken = act.written and any(path == 0 for path, *_ in act.takes)  # then it is an ordinary tensor
+            may_write = "may_write_over(arg_0)" if is_taken else "may_write(function, args, kwargs)"
+            self.differs_if([f"not follows.handles.{may_write}"])
         self.call()
 
     def made(self) -> Callable[..., Any]:
@@ -93,7 +97,7 @@ class _Code:
         return f"of_{len(self.objects) - 1}"
 
     def differs_if(self, conditions: list[str], indent: str = "") -> None:
-        """Let the recorder take over before the call."""
+        """Let the recorder make the call."""
         self.lines += [f"{indent}if {' or '.join(conditions)}:", f"{indent}    {_DIFFERS}"]
 
     def compare(self) -> None:
@@ -123,12 +127,11 @@ class _Code:
             found.append(f"type({given}) is not {self.name(type(one))}")
             if type(one) in _SEQUENCES:
                 found.append(f"({given} is not {self.name(one)} and tensors_in({given}))")
-        for path, needs, layout in act.forms:
+        for path, needs, learned in act.layouts:
             given = argument_code(path)
             found += [f"not isinstance({given}, Tensor)", f"{given}.requires_grad is not {needs}"]
-            if layout is not None:
-                present = f"({given}.dtype, {given}.stride(), {given}.storage_offset())"
-                found += [f"{given}.layout is not strided", f"{present} != {self.name(layout)}"]
+            if learned is not None:
+                found += [f"{given}.layout is not strided", f"layout({given}) != {self.name(learned)}"]
         self.differs_if(found)
         for position, one in enumerate(act.blank):
             if one is not None:
@@ -138,14 +141,17 @@ class _Code:
 
     def take(self, path: Path, take: Take, position: int) -> None:
         """Find the handle of a tensor that a recipe reads, or make it if the tensor is seen for the first time."""
-        number, make, _ = take
-        handle, known, lines, indent = f"handle_{position}", self.name(number), self.lines, ""
+        make, is_noted = take
+        handle, lines, indent = f"handle_{position}", self.lines, ""
         self.arguments[position] = handle
         lines.append(f"tensor = {argument_code(path)}")
-        if number >= 0:
-            lines += [f"if {known} in found:", f"    reference, version, {handle} = found[{known}]"]
-            self.differs_if(["reference() is not tensor", "version != tensor._version"], "    ")
-            lines.append("else:")
+        if is_noted:
+            self.handles.append(handle)
+            lines += ["key = id(tensor)", "one = found[key] if key in found else None"]
+            lines += [f"if one is not None and {_IS_THIS}:", f"    {handle} = one[2]"]
+            lines += [f"    if type({handle}) is Slot:", f"        {handle}.taken += 1"]
+            known = "follows.handles.known is None or "
+            lines.append(f"elif {known}({handle} := follows.handles.adopted(tensor)) is None:")
             indent = "    "
         if make is None:
             lines.append(f"{indent}{_DIFFERS}")
@@ -155,12 +161,15 @@ class _Code:
         )
         self.differs_if(["type(tensor) not in PLAIN", *writes_over], indent)
         if make is keep:
-            lines.append(f"{indent}{handle} = Keep(tensor)")
+            lines += [f"{indent}try:", f"{indent}    {handle} = Keep(tensor)"]
+            lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # it was made in inference mode
         else:
+            if is_noted:  # others are copied
+                self.differs_if(["tensor.is_inference()"], indent)
             lines.append(f"{indent}{handle} = {self.name(make)}(follows.handles, tensor)")
             self.differs_if([f"{handle} is None"], indent)
-        if number >= 0:
-            lines.append(f"    found[{known}] = ref(tensor), tensor._version, {handle}")
+        if is_noted:
+            lines.append(f"    found[key] = ref(tensor), tensor._version, {handle}")
             lines += [f"    follows.handles.unnoted.append({handle})"] if make is keep else []
 
     def call(self) -> None:
@@ -188,7 +197,8 @@ class _Code:
             self.note_result()
         elif act.conditions is not None or act.makes:
             lines.append(f"arguments = [{', '.join(self.arguments)}]")
-            lines.append(f"follows.handles.drop({self.name(act)}, result, own, arguments, functions, packing)")
+            lines.append(f"if not follows.handles.drop({self.name(act)}, result, own, arguments, functions, packing):")
+            lines.append(f"    {_SURPRISED}")
         lines.append("return result")
 
     def check_result(self) -> None:
@@ -209,8 +219,11 @@ class _Code:
         for saved_by, position in act.saved:
             lines.append(f"handle_{position} = {self.name(saved_by)}(node)")
             self.arguments[position] = f"handle_{position}"
+            self.handles += [] if act.packs is None else [f"handle_{position}"]
+        for handle in self.handles:
+            lines += [f"if type({handle}) is Slot and {handle}.depth >= own.depth:"]
+            lines += [f"    own.depth = 1 + {handle}.depth", f"    if own.depth > {DEEPEST}:", f"        {_SURPRISED}"]
         lines.append(f"own.function = {self.name(act.simple)}")
+        lines += [f"own.spare = {self.name(act.makes[0].spare)}"] if act.makes[0].spare is not None else []
         lines.append(f"own.arguments = [{', '.join(self.arguments)}]")
-        lines.append(f"found[{self.name(act.number)}] = ref(result), result._version, own")
-        if act.is_saved:
-            lines.append("follows.handles.note_saved(result, own)")
+        lines.append("found[id(result)] = ref(result), result._version, own")

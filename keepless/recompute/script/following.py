@@ -1,17 +1,17 @@
-"""Run a learned step: compare each call with its script, and hand over to the recorder where one differs."""
+"""Run a learned step: compare each call with its entry, and let the recorder make those that differ."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ...saved import PLAIN, is_ordinary
 from ...torch_internals import (
     address,
+    calling_module,
     current_hooks,
     hooks_are_allowed,
     next_node_number,
@@ -23,16 +23,42 @@ from ...torch_internals import (
 )
 from ..held.values import Again, Recipe, Value
 from ..recorder.known_values import KnownValues
+from ..recorder.lesson import Lesson
 from ..recorder.plan import ByPlan
-from ..recorder.recording import Recording
+from ..recorder.recording import SETS_DATA, Recording
 from ..table.functions import body, row_of
+from ..table.rules import may_overwrite, overwritten
 from .code import as_code
-from .handles import Handles, Packing, has_signs
+from .handles import Handles, Packing
 from .script import END, WRITES, Act, Entry, Keep, Script, Slot
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
+_FEW = 4  # a pass leaves its plan if one call in so many differs
+_NEAR = 8  # entries: calls that have gone are looked for among so many
+
+
+class Interpreter(KnownValues):
+    """The recorder's registry in a pass by a script, for single calls. It finds what the script has dropped or kept."""
+
+    def __init__(self, handles: Handles, by_plan: bool):
+        super().__init__((), None, False, by_plan)
+        self.handles = handles
+
+    def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
+        value = super().find(tensor, overwrites=overwrites)
+        if value is not None or overwrites or (handle := self.handles.find(tensor)) is None or not is_ordinary(tensor):
+            return value
+        if type(handle) is Keep:
+            value = self.keep(tensor)
+            value.count(1)  # the script's recipes read it
+        else:
+            handle.taken += 1
+            recipe = Recipe(Again(handle.look, ()), tensor)
+            recipe.depth = handle.depth
+            value = self.remember(tensor, Value(recipe))
+        return value
 
 
 class Following(Recording):
@@ -40,8 +66,8 @@ class Following(Recording):
 
     Args:
         script: of an earlier pass with inputs of this form.
-        others: scripts for the same form of inputs, for passes that take another branch.
-        make_policy: makes the policy of the recorder, if it has to take over. None: it needs none.
+        others: scripts for the same form of inputs, by other plans.
+        make_policy: makes the policy for calls that differ from a plan. None: there is no budget.
         inputs, frame: see `Recording`.
     """
 
@@ -55,32 +81,40 @@ class Following(Recording):
         frame: Any = None,
     ):
         super().__init__(None, inputs=inputs, frame=frame)
-        self.script: Script | None = script
+        self.script = script
         self.others, self.make_policy = others, make_policy
         self.entries = script.entries
         self.next = 0  # number of the next entry
         self.handles = Handles()
         self.stream = 0
-        self.sees_rest = False  # of the calls of an opened function: the recorder has taken over between them
-        self.waits = False  # the recorder has taken over, but cannot set its hooks yet
+        self.leaves = False  # the rest of the pass is recorded
+        self.first = 0  # number of the entry of the opened function that is running
+        self.has_sought = False  # the running call has been looked for among all entries
+        self.differences = 0  # calls that the recorder has made, or an earlier entry again
+        self.lesson = Lesson()  # of the calls that the recorder makes: see `grown`
+        self.places: list[int] = []  # of each, the number of the next entry
 
     def __enter__(self) -> "Following":
         self.outside = {address(one.untyped_storage()) for one in self.inputs if is_ordinary(one)}
         cuda = next((one for one in self.inputs if one.is_cuda), None)
         self.stream = 0 if cuda is None or raw_stream is None else raw_stream(cuda.device.index)
         self.inputs, self.start = (), next_node_number()
-        if self.script is not None and self.script.has_hooks:
+        if self.script.has_hooks:
             self.hooks = saved_tensors_hooks(self._saved_outside, unpack)
             self.hooks.__enter__()
         _enter(self)
         return self
 
     def forget(self) -> None:
-        if self.script is None:
+        kept = self.script.kept
+        if self.handles.known is not None:
             super().forget()
-        else:
-            self.kept, self.script, self.frame = self.script.kept, None, None
-            self.handles.clear()
+            kept = self.kept if self.leaves else [*kept, *self.kept]
+        if not self.leaves:
+            self.policy = None  # the pass has followed its plan, but for few calls
+        self.kept, self.frame = kept, None
+        self.entries, self.next = [END], 0  # after Ctrl-C, it may still see calls
+        self.handles.clear()
 
     def _saved_outside(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor, where `Handles.pack` does not decide it."""
@@ -89,31 +123,25 @@ class Following(Recording):
 
     @property
     def has_followed(self) -> bool:
-        """Whether the pass has made all calls of the script, and no other one."""
-        return self.script is not None and all(one.asks or one is END for one in self.entries[self.next :])
+        """Whether an entry has made each call of the pass."""
+        return not self.differences
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if _is_compiling():
             return function(*args, **kwargs) if kwargs else function(*args)
-        if self.script is not None:
-            entry = self.entries[self.next]
-            known = entry[0]
-            if known is function or known == function:  # Python makes `Tensor.shape`'s getter anew for each call
-                self.next += 1
-                act = entry[1]
-                if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
-                    return function(*args, **kwargs) if kwargs else function(*args)
-                if act is WRITES:
-                    return self.differs(function, types, args, kwargs or {})
-                return (act.run or as_code(act))(self, function, types, args, kwargs or {})
-            return self._other(function, types, args, kwargs or {})
-        if self.waits and not self.abandoned:
-            self._start_if_allowed()
-            if self.waits:
+        entry = self.entries[self.next]
+        known = entry[0]
+        if known is function or known == function:  # Python makes `Tensor.shape`'s getter anew for each call
+            self.next += 1
+            act = entry[1]
+            if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
                 return function(*args, **kwargs) if kwargs else function(*args)
-        return super().__torch_function__(function, types, args, kwargs)
+            if act is WRITES:
+                return self.unlike(function, types, args, kwargs or {})
+            return (act.run or as_code(act))(self, function, types, args, kwargs or {})
+        return self._other(function, types, args, kwargs or {})
 
     def _other(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is not the expected one, or whose function has to be opened."""
@@ -121,59 +149,76 @@ class Following(Recording):
             self.next += 1
         if entry.function == function:
             return self.__torch_function__(function, types, args, kwargs)
+        if self.is_abandoned():
+            return function(*args, **kwargs)
         row = row_of(function)
         if row.only_asks and PLAIN.issuperset(types):
             return function(*args, **kwargs)
-        if entry.opened == function and PLAIN.issuperset(types):
-            if entry.run is not None and (result := self._run(entry, args, kwargs)) is not NotImplemented:
-                return result
-            self.next += 1
+        if entry.opened != function and not self.leaves and self._goes_on_elsewhere(function, args):
+            return self.__torch_function__(function, types, args, kwargs)
+        if row.is_opened and PLAIN.issuperset(types):
+            if entry.opened == function:
+                if entry.run is not None and (result := self._run(entry, args, kwargs)) is not NotImplemented:
+                    return result
+                self.next += 1
             _enter(self)
             try:
                 return body(function)(*args, **kwargs)
             finally:
                 _leave(self, None, None, None)
-        if self._branches(function):
-            return self._other(function, types, args, kwargs)
-        self.hand_over()
-        return super().__torch_function__(function, types, args, kwargs)
+        return self.interpret(function, types, args, kwargs)
 
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the calls of an opened function, and return its result. NotImplemented: see `Opening.compiled`."""
         assert entry.opening is not None and entry.run is not None
-        try:
-            result = entry.run(self, args, kwargs)
-        finally:
-            if self.sees_rest:
-                self.sees_rest = False
-                _leave(self, None, None, None)
-        if self.script is not None and result is not NotImplemented:
-            self.next = entry.opening.end
+        self.first = first = self.next
+        result = entry.run(self, args, kwargs)
+        if result is not NotImplemented and not self.leaves:
+            self.next = first + entry.opening.end
         return result
 
     def inside(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call of the entry with this number, which is inside an opened function."""
-        function: Any = self.entries[number].function
-        if self.script is None:  # the recorder sees the call
-            return function(*args, **kwargs)
-        self.next = number
-        result = self.__torch_function__(function, (), args, kwargs)
-        if self.script is None:  # the recorder has taken over
-            _enter(self)
-            self.sees_rest = True
-        return result
+        """Make the call of the entry with this number, counted from that of the opened function which makes it."""
+        number += self.first
+        self.next = 0 if self.leaves else number
+        return self.__torch_function__(self.script.entries[number].function, (), args, kwargs)  # type: ignore[arg-type]
 
-    def _branches(self, function: Any) -> bool:
-        """Go on with another script that has the same calls so far, and then this function."""
-        now = self.next
-        assert self.script is not None
-        for other in self.others:
-            functions = other.functions
-            if other is not self.script and now < len(functions) and functions[now] == function:
-                if functions[:now] == self.script.functions[:now]:
-                    self.script, self.entries = other, other.entries
-                    return True
-        return False
+    def _goes_on_elsewhere(self, function: Any, args: tuple[Any, ...]) -> bool:
+        """Find the entry of a call that is not the next one: calls have gone, or another script goes on with it."""
+        now, script = self.next, self.script
+        if (place := self._place(function, args)) is None:
+            near = self.entries[now + 1 : now + _NEAR]
+            place = next((now + 1 + n for n, one in enumerate(near) if function in (one.function, one.opened)), None)
+        if place is None:
+            for other in self.others:
+                functions = other.functions
+                if other is not script and now < len(functions) and functions[now] == function:
+                    if functions[:now] == script.functions[:now]:
+                        self.script, self.entries, place = other, other.entries, now
+                        break
+        if place is not None:
+            self._go_to(place)
+        return place is not None
+
+    def _go_to(self, place: int) -> None:
+        """Go on with another entry."""
+        if place < self.next:
+            self._note_difference()
+        if not self.leaves:
+            self.next = place
+
+    def leave(self) -> None:
+        """Record the rest of the pass."""
+        self.leaves, self.entries, self.next = True, [END], 0
+
+    def _place(self, function: Any, args: tuple[Any, ...]) -> int | None:
+        """The number of the entry that has read the same parameter by the same function."""
+        for one in args:
+            if isinstance(one, nn.Parameter):
+                reference, place = self.script.readers.get(id(one), (None, -1))
+                is_it = reference is not None and reference() is one and self.entries[place].function == function
+                return place if is_it else None
+        return None
 
     def with_hooks(
         self, act: Act, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Slot | None
@@ -182,7 +227,7 @@ class Following(Recording):
         ours = self.handles
         ours.packing = packing = Packing()
         packing.act, packing.args, packing.kwargs, packing.slot = act, args, kwargs, own
-        packing.takes = iter(act.packs or ())
+        packing.takes, packing.inside = iter(act.packs or ()), {}
         try:
             push_hooks(ours.hook, unpack)  # inside the try, because Ctrl-C may come right after it
             return function(*args, **kwargs) if kwargs else function(*args), packing
@@ -190,71 +235,59 @@ class Following(Recording):
             pop_hooks()
             ours.packing = None
 
-    def differs(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that differs from the script, before it has run."""
-        self.next -= 1
-        self.hand_over()
-        return super().__torch_function__(function, types, args, kwargs)
+    def unlike(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that differs from its entry, before it has run: the next entry may be for it, or another one."""
+        if self.leaves:
+            return self.interpret(function, types, args, kwargs)
+        if self.entries[self.next].function == function:
+            return self.__torch_function__(function, types, args, kwargs)
+        if not self.has_sought and (place := self._place(function, args)) is not None and place != self.next - 1:
+            self.has_sought = True
+            try:
+                self._go_to(place)
+                return self.__torch_function__(function, types, args, kwargs)
+            finally:
+                self.has_sought = False
+        return self.interpret(function, types, args, kwargs)
 
     def surprised(self, packing: Packing | None, result: Any) -> Any:
-        """A call has not done what the script expects."""
+        """A call has not done what its entry expects."""
+        self._note_difference()
         if packing is not None:
             packing.keep_all()
-        self.hand_over()
         return result
 
-    def hand_over(self) -> None:
-        """Let the recorder go on with the rest of the pass."""
-        script, found, saved = self.script, self.handles.found, self.handles.slots
-        assert script is not None
-        if self.is_abandoned():
-            return
-        policy = None if self.make_policy is None else self.make_policy()
-        if policy is not None and script.plan is not None and self.next:
-            last = self.entries[self.next - 1]
-            policy.catch_up([one for one, _ in script.plan.calls[: last.calls + 1]], last.total)
-        self._start_recorder(policy)
-        _tell(self.known, found, saved)
+    def interpret(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the recorder make a call."""
+        self._note_difference()
+        if function == SETS_DATA:
+            self.handles.forget(args[0])
+        if may_overwrite(function, args, kwargs):
+            self.handles.before_writing(overwritten(function, args, kwargs))
+        outer, ours = self.hooks, saved_tensors_hooks(self.known.pack, unpack)
+        if not (self.is_innermost() or (current_hooks() is None and hooks_are_allowed())):
+            return super().__torch_function__(function, types, args, kwargs)
+        self.hooks = ours
+        try:
+            ours.__enter__()  # inside the try, because Ctrl-C may come right after it
+            return super().__torch_function__(function, types, args, kwargs)
+        finally:
+            ours.__exit__()
+            self.hooks = outer
 
-    def _start_recorder(self, policy: ByPlan | None) -> None:
-        self.script, self.policy = None, policy
-        self.known = KnownValues((), None, False, policy is not None)
-        self.known.start, self.known.outside = self.start, self.outside
-        self.handles.clear()
-        self.waits = True
-        self._start_if_allowed()
+    def _taught(self, *call: Any) -> Any:
+        self.places.append(self.next)
+        return super()._taught(*call)
 
-    def _start_if_allowed(self) -> None:
-        """Set our hooks, unless the program has set others inside this pass: then once these have gone."""
-        if self.is_innermost() or (current_hooks() is None and hooks_are_allowed()):
-            self.waits = False
-            self._end_hooks()
-            self._start_hooks()
-
-
-def _tell(known: KnownValues, found: dict[int, Any], saved: Any) -> None:
-    """Tell the recorder the values that a script knows. `saved`: see `Handles.slots`."""
-    slots = {one for _, _, one in found.values() if type(one) is Slot}.union(slot for _, slot in saved)
-    for reference, slot in saved:
-        storage = reference()
-        slot.memory = None if storage is None else known.memory_of(storage)
-    kept: dict[int, Value] = {}  # by id of the handle
-    for reference, version, handle in found.values():
-        tensor = reference()
-        if tensor is None or not is_ordinary(tensor) or tensor._version != version:
-            continue
-        if type(handle) is Keep:
-            kept[id(handle)] = known.find(tensor) or known.keep(tensor)
-        elif known.find(tensor) is None and not has_signs(handle):
-            known.remember(tensor, Value(Recipe(Again(handle.look, ()), tensor)))
-    for slot in slots:
-        holder = slot if slot.group is None else slot.group
-        values = [kept.get(id(one)) for one in holder.arguments]
-        if any(values):
-            # The recorder copies a value that a recipe reads, if the program overwrites it, and does not keep its signs
-            # alone: a slot reads it for as long as the slot exists.
-            pairs = zip(holder.arguments, values, strict=True)
-            holder.arguments = [value or one for one, value in pairs]
-            for value in filter(None, values):
-                value.recipes.append(ref(holder))
-                value.count(1)
+    def _note_difference(self) -> None:
+        self.differences += 1
+        if self.handles.known is None:
+            policy = self.policy = None if self.make_policy is None else self.make_policy()
+            if policy is not None:
+                policy.plans, policy.left = [], calling_module()
+            self.known = self.handles.known = Interpreter(self.handles, policy is not None)
+            self.known.start, self.known.outside = self.start, self.outside
+            if self.lesson is not None:
+                self.lesson.outside = self.known.saved_outside
+        if self.policy is not None and not self.leaves and _FEW * self.differences > self.script.learned:
+            self.leave()

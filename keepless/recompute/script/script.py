@@ -4,8 +4,8 @@ A `Keep` is to a script what `Kept` is to a recording, and a `Slot` what a `Valu
 
 Every check of a script is made where it matters: a call must be of the expected function, a tensor that a recipe reads
 must be the object that the script expects, in the expected version. Shapes, dtypes and strides are those of the pass's
-own tensors. So the values that a script computes are right whatever the program does; where something differs, the
-recorder takes over.
+own tensors. So the values that a script computes are right whatever the program does. A call that differs is recorded,
+and gets an entry of its own.
 """
 
 import weakref
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...saved import autocast_as, check_version, laid_out
 from ..held.values import Holder, Memory, Value
@@ -30,6 +30,7 @@ class Keep:
     """A tensor that is kept, for autograd or a recipe."""
 
     __slots__ = ("tensor", "version")
+    depth = 0
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.version = tensor, tensor._version
@@ -50,6 +51,7 @@ class Conditions(NamedTuple):
     readers: int = 0
     autocast: tuple[bool, torch.dtype | None] = (False, None)  # during the forward pass
     device: str = "cpu"
+    is_fresh: bool = False  # the computed tensor shares no memory with another
 
 
 USUAL = Conditions()
@@ -66,7 +68,19 @@ class Slot(Holder):
     is known from the pass in which the script was learned; a wrong number costs time or memory, never a wrong value.
     """
 
-    __slots__ = ("arguments", "conditions", "dtype", "function", "group", "memory", "stride")
+    __slots__ = (
+        "arguments",
+        "conditions",
+        "depth",
+        "dtype",
+        "function",
+        "group",
+        "is_saved",
+        "memory",
+        "spare",
+        "stride",
+        "taken",
+    )
 
     def __init__(
         self,
@@ -79,8 +93,16 @@ class Slot(Holder):
         self.conditions, self.function, self.arguments = conditions, function, arguments
         if like is not None:
             self.dtype, self.stride = like.dtype, like.stride()
-        self.tensor = None
-        self.memory: Memory | None = None  # of the forward tensor, once the recorder has taken over
+        self.tensor, self.is_saved = None, False  # autograd holds it
+        self.spare: Callable[..., Any] | None = None  # computes it over its first argument, if nothing else reads that
+        self.taken = 0  # so many recipes read it, or tensors that autograd has saved
+        self.depth = 1  # recipes in the longest chain that computes it
+        for one in arguments:
+            if type(one) in HANDLES:
+                self.depth = max(self.depth, 1 + one.depth)
+                if type(one) is Slot:
+                    one.taken += 1
+        self.memory: Memory | None = None  # of the forward tensor, if the recorder has made a call that writes over it
         self.group: Group | None = None
 
     def get(self) -> Tensor:
@@ -93,17 +115,21 @@ class Slot(Holder):
         """For recipes: the tensor as it was when the call was made."""
         if self.tensor is not None:
             return self.again(self.tensor)
-        (readers, autocast, device), group = self.conditions, self.group
+        (readers, autocast, device, _), group = self.conditions, self.group
         holder: Slot | Group = self if group is None else group
         given = [*holder.arguments]
         for position, one in enumerate(given):  # one frame of Python for each slot of a chain, which may be long
             if type(one) in HANDLES:
                 given[position] = one.read()
+        function = holder.function
+        if self.spare is not None and type(first := self.arguments[0]) is Slot:
+            is_spare = first.taken == 1 and first.conditions.is_fresh and first.tensor is None  # nothing holds it
+            function = self.spare if is_spare else function
         if _is_grad_enabled() or autocast[0] or _is_autocast_enabled(device):
             with torch.no_grad(), autocast_as(autocast, device):
-                found = holder.function(*given)
+                found = function(*given)
         else:
-            found = holder.function(*given)
+            found = function(*given)
         tensor = found if group is None else group.share(self, found)
         if tensor.dtype is not self.dtype:
             tensor = tensor.to(self.dtype)
@@ -120,7 +146,7 @@ class Slot(Holder):
         return self.read()
 
 
-HANDLES = {Keep, Slot, Value}  # what has a method `read`; values, once the recorder has taken over
+HANDLES = {Keep, Slot, Value}  # what has a method `read`; values, where the recorder has made a call
 
 
 class Group:
@@ -149,9 +175,11 @@ class Group:
 class Take(NamedTuple):
     """How to find the handle of a tensor."""
 
-    number: int  # of the value, whose handle is noted; -1: it is not
     make: Callable[[Any, Tensor], Any] | None = None  # makes it when the tensor is seen first; see `handles`
-    is_elsewhere: bool = False  # autograd's tensor is not in the memory of the value's tensor
+    is_noted: bool = True  # it is the tensor's handle from now on, and not made if the tensor has one
+
+
+OWN, UNREAD = -1, -2  # outputs of a recipe: the result of the call; one that nothing reads
 
 
 class Make(NamedTuple):
@@ -160,9 +188,10 @@ class Make(NamedTuple):
     function: Callable[..., Any]
     begin: int  # its arguments among all of the entry: from this position
     end: int  # to this one, excluded
-    outputs: Sequence[int]  # numbers of the values that it computes: one, or several if it is a group
+    outputs: Sequence[int]  # of a group: the numbers of what the call saves inside, `OWN` or `UNREAD`
     rerun: Rerun | None  # runs the function if it is a group
     prepared: Callable[[Any], Callable[..., Any]] | None = None  # makes the function anew for each call
+    spare: Callable[..., Any] | None = None  # computes the result over the first argument
 
     def ready(self, given: Any) -> Callable[..., Any]:
         """The function, before a call with these arguments."""
@@ -185,18 +214,15 @@ class Act:
         self.packed: list[tuple[int, int, bool]] = []
         self.consts: Sequence[tuple[Path, Any]] = ()  # arguments that must not change
         self.names: tuple[str, ...] = ()  # of keyword arguments
-        self.forms: Sequence[tuple[Path, bool, Any]] = ()  # of tensors among the arguments, if the way depends on them
+        self.layouts: Sequence[tuple[Path, bool, Any]] = ()  # of the arguments, if the way depends on them
         self.conditions: Conditions | None = None  # of the result, if it is dropped, or kept in place of an argument
-        self.number = -1  # of the result's value
         self.simple: Callable[..., Any] | None = None  # if the result alone is dropped: its function, a shorter way
         self.is_kept = False  # the result is kept in place of an argument
         self.device = "cpu"
         self.count = -1  # of positional arguments; -1: they are not compared
-        self.base: tuple[int, Conditions] | None = None  # the number of the result's base, of which it is a view
+        self.base: Conditions | None = None  # of the result's base
         self.written = False  # the result is the first argument
-        self.guards = False  # the call writes over a tensor that is not checked otherwise
-        self.copies: Sequence[int] = ()  # numbers of kept tensors that it overwrites: recipes read copies
-        self.is_saved = False  # autograd may hold the result's slot, or the slot of a view of it
+        self.guards = False  # the call writes over a tensor
         self.autocast: tuple[bool, torch.dtype | None] = (False, None)
         self.stream = -1  # index of the CUDA device; -1 for others
         self.only: tuple[Any, ...] | None = None  # the call only runs, but it must have these arguments
@@ -214,11 +240,10 @@ class Entry(NamedTuple):
     function: Callable[..., Any] | None  # None: it is `opened`
     act: Act | None  # None: it only runs
     opened: Callable[..., Any] | None = None  # a function whose inner calls are entries of their own
+    parameter: weakref.ref[nn.Parameter] | None = None  # the first that the call reads
     opening: Opening | None = None  # these calls, if they can be made without it,
     run: Callable[..., Any] | None = None  # and a function that makes them
     asks: bool = False  # it only asks for an attribute, and may come and go
-    calls: int = -1  # number of the plan's last call so far
-    total: int = 0  # bytes of all results so far
 
 
 END = Entry(None, None)  # after the last call
@@ -229,6 +254,8 @@ class Script(NamedTuple):
 
     entries: list[Entry]
     functions: list[Any]  # of the entries without the last, `END`
+    learned: int  # number of entries that come from the recorded pass
     kept: Sequence[KeptTensor]
     plan: Plan | None  # that the learned pass has followed
     has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
+    readers: dict[int, tuple[Any, int]]  # of parameters, by id: a reference, and the number of the first entry

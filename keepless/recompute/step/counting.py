@@ -48,7 +48,7 @@ _DEVICE = torch.ops.prim.device.default
 _SLOW = frozenset(f"native_{kind}_norm{end}" for kind in ("batch", "layer", "group") for end in ("", "_backward"))
 
 
-class _Ran(NamedTuple):
+class _RunOperator(NamedTuple):
     """An operator that has run."""
 
     operator: Operator | None  # None: it is estimated
@@ -93,7 +93,7 @@ class Counting(Trace):
     """
 
     def __init__(self, inputs: Sequence[Tensor], measures: bool) -> None:
-        self.made = _Memories(self)
+        self.made = _Allocations(self)
         super().__init__(inputs, self.made.memory)
         self.measures = measures
         self.called: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
@@ -143,12 +143,12 @@ class Counting(Trace):
         ]
 
 
-def _seconds(ran: _Ran) -> float:
+def _seconds(ran: _RunOperator) -> float:
     cost = None if ran.operator is None else cost_of(ran.operator)
     return seconds_for(ran.moved, ran.operations, ran.like) if cost is None else cost.seconds
 
 
-class _Memories(MadeTensors):
+class _Allocations(MadeTensors):
     """Notes what a step allocates and frees, and the operators that run, in a `Counting`."""
 
     def __init__(self, counting: Counting) -> None:
@@ -240,7 +240,7 @@ class _Memories(MadeTensors):
         temporaries = 0 if self.counting.measures else temporaries_of(function, args, kwargs)
         if operator is not None or temporaries:
             self.counting.events.append((Event.BUSY, len(self.counting.ran)))
-        self.counting.ran.append(_Ran(operator, moved, operations, spec_of(made[0]), temporaries))
+        self.counting.ran.append(_RunOperator(operator, moved, operations, spec_of(made[0]), temporaries))
 
 
 class _Recorded(Recording):

@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     last: list[int]  # event that last read it
 
 
-class _Memories:
+class _Levels:
     """Counts the references to each memory. Its bytes are held while there are any."""
 
     def __init__(self, sizes: Sequence[int]):
@@ -51,7 +51,7 @@ class _Memories:
 
 def plain_peak(step: Step, saves: bool = True) -> int:
     """Peak bytes of the step in plain PyTorch. `saves`: with the tensors that autograd saves."""
-    memories = _Memories(step.memories)
+    memories = _Levels(step.memories)
     for event, what in step.events:
         if event == _HOLD or (event == _SAVE and saves):
             memories.hold(what if event == _HOLD else step.saved[what].memory)
@@ -98,7 +98,7 @@ class Simulation:
         self._note_events()
 
     def _note_events(self) -> None:
-        alone, shared, before = _Memories(self.step.memories), {*self.kept_in}, 0
+        alone, shared, before = _Levels(self.step.memories), {*self.kept_in}, 0
         for now, (event, what) in enumerate(self.step.events):
             if now == self.step.forward:
                 self.forward, before, alone.most = len(self.events), alone.level, alone.level
@@ -142,7 +142,7 @@ class Simulation:
         return found
 
 
-class _Run(_Memories):
+class _Run(_Levels):
     """A simulation of one choice."""
 
     def __init__(self, whole: Simulation, kept: Sequence[bool]):

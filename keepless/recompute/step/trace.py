@@ -37,8 +37,8 @@ class _NotHeld(Kept):
         return True
 
 
-class _Ran(NamedTuple):
-    """A call that has run."""
+class _CallSpan(NamedTuple):
+    """The events and operators of a call that has run."""
 
     begin: int  # its events: from this number
     end: int  # to this one, excluded
@@ -71,7 +71,7 @@ class Trace(KnownValues):
         self.total = 0  # bytes of all results so far
         self.forward = -1  # number of events in the forward pass, once it has ended
         self.in_pass = False  # a backward pass is running
-        self.costly: list[tuple[int, _Ran]] = []  # values, and the calls that compute them
+        self.costly: list[tuple[int, _CallSpan]] = []  # values, and the calls that compute them
         self.open: list[Gone] = []  # saved tensors that autograd holds
         self.ran: list[Any] = []  # operators, as the subclass notes them
         self._before: ByStorage[int] = ByStorage()  # memories that existed before the step
@@ -180,7 +180,7 @@ class Trace(KnownValues):
         again = how_to_repeat(self, rule, call, result)
         mask = how_to_repeat(self, call.row.mask, call, result) if call.row.mask is not None and call.inside else None
         own = self.find(result) or self.keep(result)
-        ran = _Ran(call.began[0], len(self.events), call.began[1], len(self.ran))
+        ran = _CallSpan(call.began[0], len(self.events), call.began[1], len(self.ran))
         if call.overwrites:  # it is repeated out of place, and laid out with gaps if it has written over a part
             has_gaps = spec_of(result).size > result.nbytes
             ran = ran._replace(end=ran.begin, besides=result.nbytes if has_gaps else 0)

@@ -400,34 +400,3 @@ def test_a_script_runs_the_functions_that_a_program_gives_to_functions_of_pytorc
         found, expected = network(x), plain(x)
         found.backward()
         assert torch.equal(found, expected), power
-
-
-def test_a_program_s_own_function_does_not_get_the_signs_of_a_tensor():
-    """A ReLU's result is known by its signs alone, and a pass that differs gives it to a function of the program."""
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
-            ctx.save_for_backward(x, y)
-            return x * y
-
-        @staticmethod
-        def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
-            x, y = ctx.saved_tensors
-            return gradient * y, gradient * x
-
-    class Network(nn.Module):
-        is_other = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            a, b = x * 1.5, x + 1
-            product = Product.apply(a, b)
-            positive = F.relu(product)
-            return product + positive + Product.apply(positive if self.is_other else a, b)
-
-    network, plain = recompute_activations(Network()), Network()
-    x = torch.randn(3, 4, requires_grad=True)
-    for is_other in (False, False, True, False, True):
-        network.is_other = plain.is_other = is_other
-        gradients = [torch.autograd.grad(one(x).square().sum(), x)[0] for one in (network, plain)]
-        assert torch.equal(*gradients), is_other

@@ -108,7 +108,7 @@ class Deepened(nn.Module):
 
 
 def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
-    """Few of the long step's results are then kept, and the next step is rehearsed."""
+    """From a quarter of its calls on. Few of the long step's results are then kept, and the next step is rehearsed."""
     torch.manual_seed(0)
     plain, fits = Deepened(), {"planned", "cannot be computed again"}
     within = recompute_activations(copy.deepcopy(plain), budget="1GiB")
@@ -116,7 +116,7 @@ def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
         assert_like(plain, within, X)
         assert {line.why for line in report(within).lines} == why and plans(within) == [count]
         if why != fits:
-            assert report(within).bytes == 3 * X.nbytes  # of 13 results in a row one is kept
+            assert report(within).bytes == 2 * X.nbytes  # of 13 results in a row one is kept
 
 
 OUTPUTS = [(nn.ReLU(), None), (nn.ReLU(True), None), (nn.LeakyReLU(0.1), 1.0), (nn.LeakyReLU(0.1), "1GiB")]
