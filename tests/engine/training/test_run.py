@@ -40,6 +40,17 @@ def test_an_experiment_of_a_trained_body_warns_without_weights(tmp_path, monkeyp
     assert (f"experiment={experiment} starts from a pretrained backbone, and this run from random" in log) == warned
 
 
+def test_weights_for_images_of_another_scale_are_doubted_in_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.training.run.other_scale", lambda *_: 9e3)
+    weights, small = tmp_path / "net.pt", ("norm=std", "norm.backend=eager", "data.verify=false", "trainer.device=cpu")
+    config = run_config(*SHORT, *small, f"run_dir={tmp_path}/run", f"init.weights={weights}", "init.format=standard_bn")
+    with opened(config, "train_seg.py", assemble.labelled_splits) as run:
+        network = assemble.network_of(config, len(run.train_set.classes))
+        torch.save(network.state_dict(), weights)
+        run.start(lambda: network)
+    assert "the first norm sees 9.0e+03 times the variance" in (tmp_path / "run" / "log.txt").read_text()
+
+
 def test_a_run_computes_with_the_arithmetic_of_its_keys(tmp_path):
     keys = ("trainer.deterministic=true", "trainer.tf32=true", f"run_dir={tmp_path}", "data.verify=false")
     try:
