@@ -199,10 +199,10 @@ class Recording(TorchFunctionMode):
             return function(*args, **kwargs)
         row = row_of(function)
         if self.lesson is not None:
-            return self._taught(function, row, types, args, kwargs)
+            return self.run_noted(function, row, types, args, kwargs)
         return self._seen(function, row, types, args, kwargs)
 
-    def _taught(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_noted(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, and note it for a script."""
         lesson = self.lesson
         assert lesson is not None

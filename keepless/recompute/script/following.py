@@ -275,9 +275,9 @@ class Following(Recording):
             ours.__exit__()
             self.hooks = outer
 
-    def _taught(self, *call: Any) -> Any:
+    def run_noted(self, *call: Any) -> Any:
         self.places.append(self.next)
-        return super()._taught(*call)
+        return super().run_noted(*call)
 
     def _note_difference(self) -> None:
         self.differences += 1
