@@ -19,9 +19,9 @@ from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun, random_state
 from ..recorder.report import KeptTensor
 from ..table.functions import PRODUCTS, Row
-from ..table.rules import ByName, attention, by_present_backends
+from ..table.rules import INPLACE, ByName, attention, by_present_backends
 from . import handles
-from .script import END, OWN, UNREAD, WRITES, Act, Conditions, Entry, Make, Script, Slot, Take
+from .script import END, MAY_WRITE, OWN, UNREAD, WRITES, Act, Conditions, Entry, Make, Script, Slot, Take
 
 _GROWS = 4  # a script grows to so many times the entries of the recorded pass
 _VARIANTS = 4  # entries in a row for calls of one function that differ in their arguments
@@ -107,8 +107,8 @@ class _Compiler:
         for one in self.taught:
             function, opened = (None, one.function) if one.opened else (one.function, None)
             act = None if fits else self._act(one)
-            if one.writes and not fits:
-                act = act or WRITES
+            if act is None and not fits:
+                act = WRITES if one.writes else MAY_WRITE if one.function in INPLACE else None
             if one.only is not None:
                 act = Act(function, Row())
                 act.only = one.only

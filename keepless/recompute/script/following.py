@@ -30,7 +30,7 @@ from ..table.functions import body, row_of
 from ..table.rules import may_overwrite, overwritten
 from .code import as_code
 from .handles import Handles, Packing
-from .script import END, WRITES, Act, Entry, Keep, Script, Slot
+from .script import END, MAY_WRITE, WRITES, Act, Entry, Keep, Script, Slot
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _enter: Any = TorchFunctionMode.__enter__
@@ -136,10 +136,14 @@ class Following(Recording):
         if known is function or known == function:  # Python makes `Tensor.shape`'s getter anew for each call
             self.next += 1
             act = entry[1]
-            if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
+            if act is None and not (kwargs and "out" in kwargs):
                 return function(*args, **kwargs) if kwargs else function(*args)
-            if act is WRITES:
-                return self.unlike(function, types, args, kwargs or {})
+            if act is None or act is WRITES or act is MAY_WRITE:
+                given = kwargs or {}
+                writes = act is WRITES or may_overwrite(function, args, given)
+                if writes and not self.handles.may_write(function, args, given):
+                    return self.unlike(function, types, args, given)
+                return function(*args, **given)
             return (act.run or as_code(act))(self, function, types, args, kwargs or {})
         return self._other(function, types, args, kwargs or {})
 

@@ -1,6 +1,7 @@
 """The handles of the tensors that a pass by a script drops or keeps, and what autograd gets for saved tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -116,9 +117,12 @@ class Handles:
         return one[2] if one is not None and _is_of(one, tensor) else None
 
     def forget(self, tensor: Tensor) -> None:
-        """The program gives a tensor other memory, in the same version."""
+        """The program is about to give a tensor other memory, in the same version. Recipes read the present one."""
         self.found.pop(id(tensor), None)
         self.masks.clear()
+        for kept in chain(self.unnoted, *self.read.values()):
+            if kept.tensor is tensor:
+                kept.tensor = tensor.detach()
 
     def _known(self, tensor: Tensor) -> Any:
         """The handle of a tensor, also of one that the recorder knows."""

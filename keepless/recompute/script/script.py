@@ -232,6 +232,7 @@ class Act:
 
 
 WRITES = Act(None, Row())  # of calls that only write over a tensor
+MAY_WRITE = Act(None, Row())  # of calls that have written over nothing, but have an argument `inplace`
 
 
 class Entry(NamedTuple):

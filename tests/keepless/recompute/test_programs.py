@@ -1219,6 +1219,33 @@ def _given_other_memory(x: Tensor, differs: bool) -> Tensor:
     return y.sin() + y.cos()
 
 
+def _read_before_it_gets_other_memory(x: Tensor, differs: bool) -> Tensor:
+    """A recipe has read a saved tensor, which then gets other data."""
+    y = (x @ x.detach()).sigmoid()
+    z = F.silu(y * 1.5)
+    if differs:
+        y.data = torch.ones_like(y)
+    return z.sin()
+
+
+def _written_over_by_an_activation(x: Tensor, differs: bool) -> Tensor:
+    """A call that saves nothing works in place in another pass."""
+    part = x.detach().sigmoid()
+    z = F.silu(F.silu(x) + part) - part
+    with torch.no_grad():
+        other = F.relu(part, inplace=differs)
+    return F.gelu(z) * z.sin() + other
+
+
+def _written_over_as_out(x: Tensor, differs: bool) -> Tensor:
+    """A call that saves nothing gets `out` in another pass."""
+    part = x.detach().sigmoid()
+    z = F.silu(F.silu(x) + part) - part
+    with torch.no_grad():
+        torch.add(x, 1, **({"out": part} if differs else {}))
+    return F.gelu(z) * z.sin()
+
+
 def _part_without_versions(x: Tensor, differs: bool) -> Tensor:
     """A part of a concatenation is made in inference mode."""
     with torch.inference_mode(differs):
@@ -1233,6 +1260,9 @@ DIFFERING = [
     _kept_for_both,
     _kept_in_place_of_an_argument,
     _given_other_memory,
+    _read_before_it_gets_other_memory,
+    _written_over_by_an_activation,
+    _written_over_as_out,
 ]
 
 
