@@ -234,15 +234,16 @@ def reads_every_entry(dataset: SegmentationDataset, grown) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much memory processes share")
 def test_workers_share_the_list_of_files():
-    """A list of tuples grows each worker by 17 MiB here, and by 104 MiB with COCO-Stuff's 118,287 images."""
-    folder, count = Path("/data/coco_stuff/train2017"), 20_000
+    """COCO-Stuff's. A list of tuples would grow each worker by 40 to 100 MiB."""
+    folder, count = Path("/data/coco_stuff/train2017"), 118_287
     files = [Files(f"{n:012}", folder / f"{n:012}.jpg", folder / f"{n:012}.png") for n in range(count)]
     dataset = SegmentationDataset("coco_stuff", "train", files, coco_stuff_classes())
     assert len(dataset) == count and dataset.has_labels and dataset.files[-1] == files[-1]
     assert dataset.files[3] == files[3]
+    files.clear()  # or the worker's garbage collector copies their pages
     context = get_context("fork")
     received, grown = context.Pipe(duplex=False)
     worker = context.Process(target=reads_every_entry, args=(dataset, grown))
     worker.start()
     worker.join()
-    assert received.recv() < 8  # Python's own objects grow it by 2 to 7
+    assert received.recv() < 25  # Python's own objects grow it by 2 to 12
