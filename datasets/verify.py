@@ -133,7 +133,7 @@ def shared_images(one: Split, other: Split, read_files: bool = True) -> int:
 def _digests(split: Split, other: Split) -> np.ndarray:
     """Hashes of a split's images, uint64.
 
-    Files that `verify` has not read are read here, and only those that are as large as some file of `other`.
+    Reads the files that `verify` has not read, but only if `other` has a file of the same size.
     """
     if isinstance(split, ClassificationDataset) and split.pixels is not None:
         return np.array([digest(image) for image in split.pixels], np.uint64)

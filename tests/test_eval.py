@@ -148,7 +148,7 @@ def test_files_have_official_ids_and_overlays_show_image_label_and_prediction(ru
 
 
 def test_images_of_one_size_pass_through_the_network_together(run_dir, drawn, tmp_path, monkeypatch):
-    """In a training and in eval.py. auto depends on how many ranks the training had, which its checkpoint says."""
+    """Trainings and eval.py batch alike. For auto, eval.py reads from the checkpoint how many ranks trained."""
     passes, ranks, predict, choose = [], [], evaluation.predict, tasks.at_once
 
     monkeypatch.setattr(evaluation, "predict", lambda *of, **more: passes.append(len(of[1])) or predict(*of, **more))

@@ -65,7 +65,7 @@ def unpacking(count: int, otherwise: str) -> list[str]:
 class _Step(NamedTuple):
     """A call inside an opened function, as code."""
 
-    entry: int  # number of its entry, counted from that of the function
+    entry: int  # its entry, as an offset from the opened function's entry
     args: str
     kwargs: str
     read: list[str]  # names of tensors

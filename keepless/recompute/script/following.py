@@ -182,7 +182,7 @@ class Following(Recording):
         return result
 
     def inside(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call of the entry with this number, counted from that of the opened function which makes it."""
+        """Make a call of the opened function that is running. `number`: offset of its entry from the function's."""
         number += self.first
         self.next = 0 if self.leaves else number
         return self.__torch_function__(self.script.entries[number].function, (), args, kwargs)  # type: ignore[arg-type]

@@ -168,7 +168,7 @@ def learned_and_followed(
 
 
 class Blocks(nn.Module):
-    """Eight blocks. `order`: numbers of blocks; `doubled`: those that are followed by two more calls."""
+    """Runs its eight blocks in `order`, and makes two more calls after each block in `doubled`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,8 +186,8 @@ class Blocks(nn.Module):
         return x
 
 
-# Blocks, those that are followed by more calls, and how many calls the recorder makes then. Calls that have gone cost
-# none, and a call that has come is learned at once.
+# `order` and `doubled`, and how many calls the recorder makes in the first such pass. Removed calls cost nothing, and a
+# new call is learned at once.
 DIFFERENCES = [([*range(8)], (), 0), ([0, 1, 2, 4, 5, 6, 7], (), 0), ([0, 1, 4, 5, 7], (), 0), ([*range(8)], (4,), 2)]
 DIFFERENCES += [([0, 2, 3, 4, 5, 6, 7], (2, 5), 4), ([0, 3, 2, 1, 4, 5, 6, 7], (), 1)]
 
@@ -1176,7 +1176,7 @@ class Product(torch.autograd.Function):
 
 
 def _masked(x: Tensor, differs: bool) -> Tensor:
-    """Of a ReLU's result, the learned pass needs the signs alone."""
+    """The learned pass saves only the sign mask of a ReLU's result."""
     a, b = x * 1.5, x + 1
     product = Product.apply(a, b)
     positive = F.relu(product)
