@@ -16,13 +16,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
+from .recompute.entries.following import Following
+from .recompute.entries.learning import Lesson, grown, script_of
+from .recompute.entries.recording import Recording, is_ours, is_running, may_differ_when_repeated
+from .recompute.entries.report import KeptTensor, Report, summary
 from .recompute.kinds.input_forms import InputForm, InputForms
 from .recompute.kinds.plans import Budget, Plans, arguments_of, checked
-from .recompute.recorder.lesson import Lesson
-from .recompute.recorder.recording import Recording, is_ours, is_running, may_differ_when_repeated
-from .recompute.recorder.report import KeptTensor, Report, summary
-from .recompute.script.compiler import grown, script_of
-from .recompute.script.following import Following
 from .recompute.step.sharded import is_sharded
 from .reversible.couplings import Coupling
 from .saved import PLAIN
@@ -272,7 +271,7 @@ class _Hooks:
             last = form.policy
             if plans is None or (last is not None and last.size.is_settled_on(form.now.plan)):
                 make_policy = None if last is None else last.anew
-                following = Following(form.now, form.scripts, make_policy, inputs=inputs, frame=frame)
+                following = Following(form.now, make_policy, inputs=inputs, frame=frame)
                 following.form = form
                 return following
         if plans is not None and is_free:

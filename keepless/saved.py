@@ -95,13 +95,13 @@ def autocast_as(autocast: tuple[bool, torch.dtype | None], device: str) -> Abstr
 
 def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
     """Whether autocast is enabled for a type of device, and if so its dtype."""
-    if _has_autocast(device) and torch.is_autocast_enabled(device):
+    if has_autocast(device) and torch.is_autocast_enabled(device):
         return True, torch.get_autocast_dtype(device)
     return False, None
 
 
 @cache
-def _has_autocast(device: str) -> bool:
+def has_autocast(device: str) -> bool:
     """Whether a type of device has autocast; meta, for example, does not."""
     return torch.amp.is_autocast_available(device)
 
@@ -126,6 +126,14 @@ class ByStorage(Generic[T]):
     def get(self, storage: torch.UntypedStorage) -> T | None:
         reference, known = self._found.get(address(storage), (None, None))
         return known if reference is not None and reference() is storage else None
+
+    def got(self, storage: torch.UntypedStorage, make: Callable[[], T]) -> T:
+        """The entry of a storage, made if there is none."""
+        reference, known = self._found.get(key := address(storage), (None, None))
+        if reference is None or known is None or reference() is not storage:
+            known = make()
+            self._found[key] = weakref.ref(storage), known
+        return known
 
     def put(self, storage: torch.UntypedStorage, known: T) -> T:
         self._found[address(storage)] = weakref.ref(storage), known
@@ -163,14 +171,13 @@ class Kept:
 
     __slots__ = ("counter", "hooks", "name", "packed", "storage", "version", "__weakref__")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor"):
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor", detaches: bool = True):
+        """`detaches`: from its graph, with which an operation's own output would keep itself alive."""
         self.version, self.hooks, self.name = tensor._version, hooks, name
         if type(tensor) not in PLAIN and adds_metadata(type(tensor)):
             with without_subclasses():
                 tensor = tensor.detach()
-        if not tensor.is_leaf:  # with its graph, an operation's own output would keep itself alive
-            tensor = tensor.detach()
-        self.packed: Any = tensor
+        self.packed: Any = tensor.detach() if detaches and not tensor.is_leaf else tensor
         if hooks is not None:
             self._pack(tensor, hooks)
 

@@ -17,6 +17,7 @@ from ...saved import (
     autocast_of,
     check_version,
     current_stream,
+    has_autocast,
     is_ordinary,
     laid_out,
     wait_for,
@@ -39,63 +40,43 @@ class Again(NamedTuple):
     draws: bool = False
 
 
+class How(NamedTuple):
+    """Under which conditions a call is repeated. They are the same for all calls of an entry."""
+
+    device: str = "cpu"
+    autocast: tuple[bool, torch.dtype | None] = (False, None)  # during the forward pass
+    fresh: bool = False  # see `Again`
+    can_overwrite: bool = False
+
+
 class _BackwardPass(threading.local):
     """The backward pass that this thread runs, and what holds tensors for it."""
 
     number = -1
-    held: list[weakref.ref["Holder"]] = []  # noqa: RUF012  # replaced before it is changed
+    held: list[weakref.ref["Value"]] = []  # noqa: RUF012  # replaced before it is changed
 
 
 _pass = _BackwardPass()
+_is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 
 
-class Holder:
-    """Holds a tensor that a backward pass has computed, from its first reader until the last has read it."""
-
-    __slots__ = ("__weakref__", "left", "tensor", "version")
-
-    tensor: Tensor | None  # while it is held: with its version, and the number of readers left
-    version: int
-    left: int
-
-    def hold(self, tensor: Tensor, readers: int) -> None:
-        """Hold a tensor until so many readers have read it, or the pass ends: it may not reach all of them."""
-        if readers < 1 or (number := backward_number()) == -1:
-            return
-        if number != _pass.number:
-            _pass.number, _pass.held = number, []
-            at_end_of_backward(partial(_release, _pass.held))
-        self.tensor, self.version, self.left = tensor, tensor._version, readers
-        _pass.held.append(weakref.ref(self))  # weak, because holders keep what they are computed from
-
-    def again(self, tensor: Tensor) -> Tensor:
-        """The tensor that is held, for one more reader."""
-        if tensor._version != self.version:
-            check_version(tensor, self.version)  # a backward function may have overwritten its input
-        self.left -= 1
-        if self.left == 0:
-            self.tensor = None
-        return tensor
-
-
-def _release(holders: list[weakref.ref[Holder]]) -> None:
-    for holder in filter(None, (reference() for reference in holders)):
-        holder.tensor = None
-    holders.clear()
-
-
-class Value(Holder):
+class Value:
     """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
 
     It is recomputed (or unpacked) once per backward pass, for its first reader, and held until the last has read it.
     """
 
     __slots__ = (
-        *("bytes", "number", "positive", "readers", "recipes", "sign_readers", "source", "storage", "stream", "why"),
+        *("__weakref__", "bytes", "left", "number", "positive", "readers", "recipes", "sign_readers", "source"),
+        *("storage", "stream", "tensor", "version", "why"),
     )
 
-    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
-        self.source = source
+    tensor: Tensor | None  # while it is held in a backward pass: with its version, and the number of readers left
+    version: int
+    left: int
+
+    def __init__(self, source: "Kept | Recipe | Signs | None", storage: int = 0, bytes: int = 0):
+        self.source = source  # None: the call that makes it, by an entry, is still running
         self.storage = storage  # address, if the tensor is kept
         self.bytes = bytes  # of that storage; 0 for leaves with a gradient, which stay anyway
         self.recipes: list[weakref.ref[Any]] = []  # may still read it while they exist
@@ -117,6 +98,11 @@ class Value(Holder):
         """True while the value has no reader; then its memory is freed with the tensor."""
         return not (self.readers or isinstance(self.source, Recipe) or self.may_be_read())
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether it is computed for only one recipe, in its own memory."""
+        return self.readers == 1 and type(self.source) is Recipe and self.source.how.fresh
+
     def may_be_read(self) -> bool:
         """Whether a recipe may still read it."""
         while self.recipes and self.recipes[-1]() is None:
@@ -126,7 +112,7 @@ class Value(Holder):
     def count(self, change: int) -> None:
         """Count a reader that has come (1) or gone (-1)."""
         self.readers += change
-        if self.readers == max(change, 0) and isinstance(self.source, Recipe):
+        if type(self.source) is Recipe and self.readers == (change > 0):
             self.source.count(change)
 
     def become(self, recipe: "Recipe") -> None:
@@ -173,22 +159,53 @@ class Value(Holder):
         """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
         source = self.source
         if self.tensor is not None:
-            wait_for(self.stream, self.tensor)
-            return self.again(self.tensor)
-        if isinstance(source, Recipe):
-            spare, given = source.can_overwrite and _is_spare(source.arguments[0]), []
-            for argument in source.arguments:  # one frame of Python for each recipe of a chain, which may be long
-                given.append(argument.get() if isinstance(argument, (Value, Kept)) else argument)
-            tensor = source.computed(self, given, {"inplace": True} if spare else {})
+            if self.stream is not None:
+                wait_for(self.stream, self.tensor)
+            return self._again(self.tensor)
+        if type(source) is Recipe:
+            given = [*source.arguments]
+            is_over = source.how.can_overwrite and type(given[0]) is Value and given[0].is_spare
+            for position, one in enumerate(given):  # one frame of Python for each recipe of a chain, which may be long
+                if type(one) is Value:
+                    is_kept = type(one.source) is Kept and one.source.hooks is None
+                    given[position] = one.source.get() if is_kept else one.get()
+                elif type(one) is Kept:
+                    given[position] = one.get()
+            tensor = source.computed(self, given, is_over)
         else:
+            assert source is not None
             tensor = source.get()
-            if isinstance(source, Kept) and source.hooks is None:
+            if type(source) is Kept and source.hooks is None:
                 return tensor
-        self.hold(tensor, self.readers - 1)
-        self.stream = current_stream(tensor)
+        if self.readers > 1:
+            self.hold(tensor, self.readers - 1)
         return tensor
 
-    read = get
+    def hold(self, tensor: Tensor, readers: int) -> None:
+        """Hold a tensor until so many readers have read it, or the backward pass ends."""
+        if readers < 1 or (number := backward_number()) == -1:
+            return
+        if number != _pass.number:
+            _pass.number, _pass.held = number, []
+            at_end_of_backward(partial(_release, _pass.held))
+        self.tensor, self.version, self.left = tensor, tensor._version, readers
+        self.stream = current_stream(tensor) if tensor.is_cuda else None
+        _pass.held.append(weakref.ref(self))  # weak, because values hold what they are computed from
+
+    def _again(self, tensor: Tensor) -> Tensor:
+        """The tensor that is held, for one more reader."""
+        if tensor._version != self.version:
+            check_version(tensor, self.version)  # a backward function may have overwritten its input
+        self.left -= 1
+        if self.left == 0:
+            self.tensor = None
+        return tensor
+
+
+def _release(holders: list[weakref.ref[Value]]) -> None:
+    for holder in filter(None, (reference() for reference in holders)):
+        holder.tensor = None
+    holders.clear()
 
 
 def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
@@ -212,12 +229,9 @@ class Memory:
     `is_saved`: autograd has saved a tensor in it.
     """
 
-    __slots__ = ("earlier", "is_saved", "overwritten", "values")
-
-    def __init__(self) -> None:
-        self.values: list[weakref.ref[Value]] = []
-        self.is_saved = self.overwritten = False
-        self.earlier: Memory | None = None  # for the same storage, if a call did not overwrite it after all
+    values: tuple[weakref.ref[Value], ...] = ()
+    is_saved = overwritten = False
+    earlier: "Memory | None" = None  # for the same storage, if a call did not overwrite it after all
 
 
 class Saved:
@@ -230,7 +244,9 @@ class Saved:
         self.memory = memory
         self.number = -1  # in a counted step
         self.reads_signs = False  # the operation only needs to know which entries are positive
-        value.count(1)
+        value.readers += 1
+        if value.readers == 1 and type(value.source) is Recipe:
+            value.source.count(1)
 
     def read_instead(self, value: Value) -> None:
         """Replace the value."""
@@ -252,48 +268,78 @@ class Recipe:
     """
 
     __slots__ = (
-        *("__weakref__", "arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function"),
-        *("inputs", "outputs", "stream", "stride", "wanted"),
+        *("__weakref__", "arguments", "depth", "dtype", "function", "how", "outputs", "stream", "stride", "wanted"),
     )
 
-    def __init__(self, again: Again, like: Tensor):
-        """`like`: the original tensor; the result gets its dtype and strides."""
-        self.function, self.arguments, self.fresh, self.can_overwrite, _ = again
-        self.device = "cpu" if like.is_cpu else like.device.type
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        how: How,
+        like: Tensor,
+        stream: torch.cuda.Stream | None = None,
+        wanted: bool = False,
+    ):
+        """`like`: the original tensor; the result gets its dtype and strides. `stream`: on which it was made.
+
+        `wanted`: the value that it computes has readers already.
+        """
+        self.function, self.arguments, self.how, self.stream = function, arguments, how, stream
         self.dtype, self.stride = like.dtype, like.stride()
-        self.stream = current_stream(like) if like.is_cuda else None
-        self.autocast = autocast_of(self.device)
-        self.inputs: list[Value] = []
-        self.outputs: list[weakref.ref[Value]] = []
-        self.wanted = 0  # number of values that it computes and that have readers
+        self.outputs: Sequence[weakref.ref[Value]] = ()
+        self.wanted = int(wanted)  # number of values that it computes and that have readers
         self.depth = 1  # recipes in the longest chain from kept values to this one
-        for value in again.arguments:
-            if isinstance(value, Value):
-                self.inputs.append(value)
-                value.recipes.append(weakref.ref(self))
-                if isinstance(value.source, Recipe) and value.source.depth >= self.depth:
-                    self.depth = 1 + value.source.depth
+        for value in arguments:
+            if type(value) is Value:
+                if type(source := value.source) is not Recipe:
+                    value.recipes.append(weakref.ref(self))
+                elif source.depth >= self.depth:
+                    self.depth = 1 + source.depth
+                if wanted:  # `Value.count`
+                    value.readers += 1
+                    if value.readers == 1 and type(source) is Recipe:
+                        source.count(1)
+
+    @property
+    def inputs(self) -> list[Value]:
+        return [one for one in self.arguments if type(one) is Value]
+
+    @classmethod
+    def of(cls, again: Again, like: Tensor) -> "Recipe":
+        """The recipe of a call under the present conditions. `like`: its result."""
+        device = like.device.type if not like.is_cpu and has_autocast(like.device.type) else "cpu"
+        how = How(device, autocast_of(device), again.fresh, again.can_overwrite)
+        return cls(again.function, again.arguments, how, like, current_stream(like) if like.is_cuda else None)
 
     def count(self, change: int) -> None:
         """Count a value with readers that has come (1) or gone (-1). While there is one, the inputs have a reader."""
         self.wanted += change
-        if self.wanted == max(change, 0):
-            for value in self.inputs:
-                value.count(change)
+        if self.wanted == (change > 0):
+            for value in self.arguments:
+                if type(value) is Value:
+                    value.count(change)
 
-    def computed(self, value: Value, arguments: Sequence[Any], options: dict[str, bool]) -> Tensor:
-        """The tensor of one of its values."""
-        wait_for(self.stream, *arguments)
-        with torch.no_grad(), autocast_as(self.autocast, self.device):
-            result: Any = self.function(*arguments, **options)
-            if not self.outputs:
-                return laid_out(result.to(self.dtype), self.stride)
+    def computed(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:
+        """The tensor of one of its values. `over`: computed over the first argument."""
+        device, autocast, _, _ = self.how
+        if self.stream is not None:
+            wait_for(self.stream, *arguments)
+        function = self.function
+        if over:
+            function = torch.relu_ if function is torch.relu else partial(function, inplace=True)
+        if _is_grad_enabled() or autocast[0] or _is_autocast_enabled(device):
+            with torch.no_grad(), autocast_as(autocast, device):
+                result: Any = function(*arguments)
+        else:
+            result = function(*arguments)
+        if not self.outputs:
+            result = result if result.dtype is self.dtype else result.to(self.dtype)
+            return result if result.stride() == self.stride else laid_out(result, self.stride)
         for reference, tensor in zip(self.outputs, result, strict=True):
             if (other := reference()) is value:
                 found = tensor
             elif other is not None and other.tensor is None and other.source is self:
                 other.hold(tensor, other.readers)
-                other.stream = current_stream(tensor)
         return found
 
 
@@ -303,13 +349,6 @@ def saved_value(packed: Any) -> Any:
         return Kept(packed, None)
     saved = getattr(packed, "saved", packed)  # in a counted step, it stands in another's place
     return saved.value if isinstance(saved, Saved) else saved
-
-
-def _is_spare(argument: object) -> bool:
-    """Whether an argument was computed for only one recipe, in its own memory."""
-    if not isinstance(argument, Value) or argument.readers != 1:
-        return False
-    return isinstance(argument.source, Recipe) and argument.source.fresh
 
 
 class Inside(NamedTuple):
@@ -333,7 +372,8 @@ class Call:
         self.why = ""  # the result is kept
         self.random: Any = None  # the state of the generator before the call, if it may be needed
         self.saves = 0  # number of tensors saved so far
-        self.packed: list[tuple[Tensor, Any]] = []  # tensors that autograd saves, and what it holds instead
+        # Tensors that autograd saves, what it holds instead, and whether the tensor had a value already.
+        self.packed: list[tuple[Tensor, Any, bool]] = []
         self.copied: dict[int, Tensor] = {}  # arguments, by the ids of copies that the call saves
         self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
         self.replaceable: list[Saved] = []  # saved arguments that the result can stand for

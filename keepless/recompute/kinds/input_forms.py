@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ...saved import PLAIN, autocast_of, is_ordinary
 from ...torch_internals import is_any_autocast_enabled, is_capturing
-from ..recorder.plan import ByPlan
-from ..script.script import Script
+from ..entries.entry import Script
+from ..entries.plan import ByPlan
 
 _MOST = (
     16  # forms of inputs whose scripts are kept; also plans of a form, and recorded passes from which one is learned
@@ -32,8 +32,7 @@ class InputForm:
         self.lessons += 1
         self.learns = False
         if script is not None:
-            self.scripts = [one for one in self.scripts if one.functions != script.functions][-_MOST + 1 :]
-            self.scripts.append(script)
+            self.scripts = [script]
             self.now = script
 
     def grow(self, script: Script, grown: Script | None) -> None:

@@ -19,7 +19,7 @@ from ...inputs import check_module, check_one_example, tensors_in
 from ...saved import autocast_of, is_ordinary, size_text
 from ...torch_internals import is_capturing, is_compiled, profiler_runs, tree_map, warn
 from ...units import UNITS, bytes_of, share_of
-from ..recorder.plan import ByPlan, Plan
+from ..entries.plan import ByPlan, Plan
 from ..step.closures import has_hooks_of_users
 from ..step.rehearsal import rehearsed_step
 from ..step.search import Choice, frontier

@@ -23,8 +23,8 @@ from ...torch_internals import (
     tree_map,
     without_function_modes,
 )
+from ..entries.recording import Recording
 from ..held.values import Call
-from ..recorder.recording import Recording
 from ..table.rules import Rule
 from .costs import (
     Operator,

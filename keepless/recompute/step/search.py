@@ -5,7 +5,7 @@ from itertools import accumulate, islice, zip_longest
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..recorder.plan import Flag, Plan
+from ..entries.plan import Flag, Plan
 from .simulation import Outcome, Simulation, plain_peak
 from .step import Kind, Step, StepValue
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..recorder.recipes import LONGEST_PLANNED
+from ..entries.recipes import LONGEST_PLANNED
 from .step import Event, Kind, Step
 
 _HOLD, _LET, _SAVE, _READ, _RELEASE, _BUSY, _PASS = Event

@@ -10,11 +10,11 @@ from torch import Tensor
 from ...inputs import tensors_in
 from ...saved import ByStorage, Gone, Kept, ShapeOnly, is_ordinary
 from ...torch_internals import at_end_of_backward, backward_runs
+from ..entries.plan import Flag
+from ..entries.recipes import how_to_repeat
+from ..entries.registry import KnownValues
 from ..held.signs import unpacking_bytes
 from ..held.values import Again, Call, Recipe, Saved, Value
-from ..recorder.known_values import KnownValues
-from ..recorder.plan import Flag
-from ..recorder.recipes import how_to_repeat
 from ..table.rules import Rule, is_mask_alike
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order

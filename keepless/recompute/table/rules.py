@@ -274,7 +274,7 @@ def activation(function: Function) -> Rule:
             raise NotFollowed("an option is a tensor")
         if not named.keys() <= known or not all([isinstance(other, bool) for other in others[position - 1 :]]):
             raise NotFollowed(_UNKNOWN)  # F.elu_ has two more options, without names in Python
-        again = partial(function, **named) if named else function
+        again = partial(function, **named) if named else torch.relu if function is F.relu else function
         return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
 
     return rule

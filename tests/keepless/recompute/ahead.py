@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless.inputs import tensors_in
+from keepless.recompute.entries.plan import ByPlan, Plan
+from keepless.recompute.entries.recording import Recording
 from keepless.recompute.kinds.plans import Plans
-from keepless.recompute.recorder.plan import ByPlan, Plan
-from keepless.recompute.recorder.recording import Recording
 from keepless.recompute.step.costs import peak_bytes
 
 

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepless import recompute_activations
-from keepless.recompute.recorder.plan import ByPlan
-from keepless.recompute.recorder.recording import Recording
+from keepless.recompute.entries.plan import ByPlan
+from keepless.recompute.entries.recording import Recording
 from keepless.recompute.step.rehearsal import counted_step
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.step import Kind

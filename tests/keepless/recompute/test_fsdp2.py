@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from keepless import CheckpointedABN, recompute_activations, share_plans
-from keepless.recompute.recorder.plan import ByPlan, Plan
-from keepless.recompute.recorder.recording import Recording
+from keepless.recompute.entries.plan import ByPlan, Plan
+from keepless.recompute.entries.recording import Recording
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step
 from keepless.recompute.step.search import frontier

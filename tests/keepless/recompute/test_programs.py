@@ -22,13 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, InPlaceABN, prepared, recompute_activations, upsampled_cross_entropy
 from keepless.inputs import tensors_in
+from keepless.recompute.entries.entry import Script
+from keepless.recompute.entries.following import Following
+from keepless.recompute.entries.learning import Lesson, grown, script_of
+from keepless.recompute.entries.plan import ByPlan, Flag, Plan
+from keepless.recompute.entries.recording import Recording
 from keepless.recompute.held.values import Value
-from keepless.recompute.recorder.lesson import Lesson
-from keepless.recompute.recorder.plan import ByPlan, Flag, Plan
-from keepless.recompute.recorder.recording import Recording
-from keepless.recompute.script.compiler import grown, script_of
-from keepless.recompute.script.following import Following
-from keepless.recompute.script.script import Script
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.counting import Counting
 from keepless.saved import Kept, copied, saved_for_backward
@@ -163,7 +162,7 @@ def learned_and_followed(
     results = [run(make, learning, use, around)]
     if learning.script is None:
         return results
-    follow = partial(Following, learning.script, [], partial(_policy_of, plan))
+    follow = partial(Following, learning.script, partial(_policy_of, plan))
     return results + [run(other, follow(), use, around) for other in others]
 
 
@@ -253,7 +252,7 @@ def test_a_step_that_records_more_gradients_is_learned_anew():
                 network(x).square().sum().backward()
             for expected, found in zip(plain.parameters(), ours.parameters(), strict=True):
                 assert expected.grad is found.grad or torch.equal(found.grad, expected.grad)
-        dropped.append(counted(partial(ours, x))["Slot"])
+        dropped.append(counted(partial(ours, x))["Recipe"])
     assert dropped[0] == dropped[1] > 0
 
 
@@ -308,12 +307,12 @@ def agrees_wherever_it_differs(make: Make, plan: Plan | None, most: int, may_ref
     numbers = range(len(learning.script.entries))
     for number in Random(len(numbers)).sample(numbers, min(most, len(numbers))):
         for end in (number + 1, len(numbers)):
-            differing = Differing(learning.script, [], partial(_policy_of, plan))
+            differing = Differing(learning.script, partial(_policy_of, plan))
             differing.numbers = range(number, end)
             agrees(plain, run(make, differing), may_refuse)
             learned = grown(learning.script, differing.lesson, differing.places, differing.kept)
             if learned is not None and not differing.leaves:
-                follows = Following(learned, [], partial(_policy_of, plan))
+                follows = Following(learned, partial(_policy_of, plan))
                 agrees(plain, run(make, follows), may_refuse)
     return len(numbers)
 
@@ -1147,7 +1146,7 @@ def test_a_script_holds_for_every_size(flag):
     learning = Learning(plan)
     run(of_size(4, 3, 16, 16), learning)
     for shape in ((4, 3, 16, 16), (2, 3, 8, 12), (1, 3, 12, 8)):
-        following = Noting(learning.script, [], partial(_policy_of, plan))
+        following = Noting(learning.script, partial(_policy_of, plan))
         assert agrees(run(of_size(*shape), nullcontext()), run(of_size(*shape), following)) and following.did
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keepless import recompute_activations, report
-from keepless.recompute.recorder.recipes import random_state
+from keepless.recompute.entries.recipes import random_state
 from keepless.recompute.step.costs import peak_bytes
 from tests.keepless.recompute.ahead import Layers, assert_like, planned_sizes, plans, step
 from tests.keepless.recompute.networks import blocks
@@ -167,7 +167,7 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     monkeypatch.undo()
     assert_like(plain, within, X, X, X)
     assert plans(within) == [1]
-    monkeypatch.setattr("keepless.recompute.recorder.recipes.is_capturing", lambda: True)
+    monkeypatch.setattr("keepless.recompute.entries.recipes.is_capturing", lambda: True)
     assert random_state(torch.ones(2)) is None
 
 

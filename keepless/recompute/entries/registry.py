@@ -22,9 +22,11 @@ from ...torch_internals import (
     packed_by_function,
     without_function_modes,
 )
+from ..held.signs import Positive
 from ..held.values import (
     Again,
     Call,
+    How,
     Inside,
     Memory,
     Recipe,
@@ -40,6 +42,8 @@ _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan,
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
 # at most this many times its bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
+_OF_VIEWS = How()
+_NONE: Any = (None, 0, None, 0)
 
 
 class KnownValues:
@@ -72,10 +76,14 @@ class KnownValues:
         self.short_rows = _FEW  # so is a norm's statistic of each row
         self.log = Log()
         self.call: Call | None = None  # the running one
-        # By id of a tensor. Events: the id, the value, the version, and the storage's address; it may change alone.
-        self.entries: dict[int, Gone] = {}
+        # By id of a tensor: a reference to it, its version, its value, and the address of its storage, which may change
+        # alone (0 where an entry's code has noted it).
+        self.found: dict[int, tuple[weakref.ref[Tensor], int, Value, int]] = {}
         self.memories: ByStorage[Memory] = ByStorage()
-        self.dead: list[Gone] = []  # entries of freed tensors
+        self.unnoted: list[Value] = []  # kept by an entry's code, and not yet in `memories`
+        self.dead: list[Gone] = []  # references in `found` to freed tensors, with their ids
+        # Sign masks that entries have made, by id and function. None is in `found`: others need the tensor itself.
+        self.masks: dict[tuple[int, Positive], tuple[weakref.ref[Tensor], int, Value]] = {}
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs, in the order of these reads
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.without_gradient: ByStorage[bool] = ByStorage()  # made by recorded calls
@@ -86,25 +94,36 @@ class KnownValues:
         """The forward pass has ended."""
         for value in filter(None, (reference() for reference in self.signs)):
             value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
-        for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.without_gradient):
+        for found in (self.found, self.memories, self.unnoted, self.dead, self.masks, self.signs, self.gone):
             found.clear()
+        self.without_gradient.clear()
         self.outer = None
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         value = self.find(tensor)
         if value is None and not tensor.is_leaf and (found := self._followed(tensor)) is not None:
-            value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
+            value = self.remember(tensor, Value(Recipe.of(found, tensor)) if isinstance(found, Again) else found)
+        return value
+
+    def derived(self, tensor: Tensor) -> Value | None:
+        """`value_of` for an entry's code, in less time where a tensor is a view of a dropped one."""
+        base = tensor._base
+        one = None if base is None else self.found.get(id(base))
+        if base is None or one is None or one[0]() is not base or one[1] != tensor._version:
+            return self.value_of(tensor)
+        if (form := form_of(tensor, base)) is None:
+            return None
+        value = Value(Recipe(view, (one[2], *form), _OF_VIEWS, tensor))
+        self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
         return value
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
-        entry = self.entries.get(id(tensor))
-        if entry is None or entry() is not tensor:
+        reference, version, value, storage = self.found.get(id(tensor), _NONE)
+        if value is None or reference() is not tensor or version != tensor._version - overwrites:
             return None
-        _, value, version, storage = entry.event
-        is_now = version == tensor._version - overwrites and storage == address(tensor.untyped_storage())
-        return value if is_now else None
+        return value if storage in (0, address(tensor.untyped_storage())) else None
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this forward pass."""
@@ -115,8 +134,8 @@ class KnownValues:
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its current version."""
-        event = id(tensor), value, tensor._version, address(tensor.untyped_storage())
-        self.entries[id(tensor)] = Gone(tensor, self.dead, event)
+        reference = Gone(tensor, self.dead, id(tensor))
+        self.found[id(tensor)] = reference, tensor._version, value, address(tensor.untyped_storage())
         return value
 
     def keep(self, tensor: Tensor) -> Value:
@@ -131,8 +150,34 @@ class KnownValues:
                 self.call.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
-        self.memory_of(storage, is_saved=False).values.append(weakref.ref(value))
+        self.memory_of(storage, is_saved=False).values += (weakref.ref(value),)
         return self.remember(tensor, value)
+
+    def note_memories(self) -> None:
+        """Note the memories of what entries have kept: before a call that writes, and before rules ask."""
+        while self.unnoted:
+            value = self.unnoted.pop()
+            try:
+                storage = value.source.packed.untyped_storage()
+            except NotImplementedError:  # sparse
+                continue
+            value.storage, value.bytes = address(storage), storage.nbytes()
+            self.memories.got(storage, Memory).values += (weakref.ref(value),)
+
+    def has_memory(self, tensor: Tensor) -> bool:
+        """Whether anything kept or saved is in the memory of a tensor."""
+        if self.unnoted:
+            self.note_memories()
+        return self.memories.get(tensor.untyped_storage()) is not None
+
+    def forget(self, tensor: Tensor) -> None:
+        """The program is about to give a tensor other memory, in the same version. Recipes read the present one."""
+        self.note_memories()
+        for reference in (self.memories.get(tensor.untyped_storage()) or Memory()).values:
+            if (value := reference()) is not None and type(value.source) is Kept and value.source.packed is tensor:
+                value.source.packed = tensor.detach()
+        self.found.pop(id(tensor), None)
+        self.masks.clear()
 
     def copied(self, tensor: Tensor) -> Value:
         """Keep a copy of a tensor for a recipe, as the tensor may change."""
@@ -158,8 +203,9 @@ class KnownValues:
 
     def memory_of(self, storage: UntypedStorage, is_saved: bool = True) -> Memory:
         """The memory of a tensor with this storage. `is_saved`: autograd saves the tensor."""
-        memory = self.memories.get(storage) or self.memories.put(storage, Memory())
-        memory.is_saved = memory.is_saved or is_saved
+        memory = self.memories.got(storage, Memory)
+        if is_saved:
+            memory.is_saved = True
         return memory
 
     def _followed(self, tensor: Tensor) -> Again | Value | None:
@@ -234,13 +280,13 @@ class KnownValues:
                 self.remember(argument, kept)
             elif value is None:
                 again = Again(laid_out, (kept, argument.stride()))
-                self.remember(argument, Value(Recipe(again, argument)))
+                self.remember(argument, Value(Recipe.of(again, argument)))
             return kept
         if not is_alike:
             return Again(laid_out, (value, copy.stride()))
         if value.unread:
             value.source, value.storage = self.kept(copy, None), self.place(copy)
-            self.memory_of(copy.untyped_storage(), is_saved=False).values.append(weakref.ref(value))
+            self.memory_of(copy.untyped_storage(), is_saved=False).values += (weakref.ref(value),)
         return value
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
@@ -256,8 +302,9 @@ class KnownValues:
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
         if self.call is not None:
+            is_known = any([one is not None and self.find(one) is not None for one in (tensor, tensor._base)])
             saved = self.packed(tensor)
-            self.call.packed.append((tensor, saved))
+            self.call.packed.append((tensor, saved, is_known))
             return saved
         with without_function_modes():  # the recording sees no calls of ours
             saved = self.packed(tensor)
@@ -282,7 +329,7 @@ class KnownValues:
         value = self.find(tensor)
         if value is None:
             small = self.narrowed(tensor, row.narrow(call.args, call.kwargs))
-            value = self.remember(tensor, Value(Recipe(Again(Tensor.to, (small, torch.int64)), tensor)))
+            value = self.remember(tensor, Value(Recipe.of(Again(Tensor.to, (small, torch.int64)), tensor)))
         return Saved(value, self.memory_of(tensor.untyped_storage()))
 
     def _is_simple(self, tensor: Tensor) -> bool:
@@ -342,10 +389,10 @@ class KnownValues:
     def settle_gone(self) -> None:
         """Forget tensors that have been freed, and settle their values that are read for signs: see `Value.settle`."""
         while self.dead:
-            entry = self.dead.pop()
-            key, value, *_ = entry.event
-            if self.entries.get(key) is entry:
-                del self.entries[key]
+            reference = self.dead.pop()
+            known, _, value, _ = self.found.get(reference.event, _NONE)
+            if known is reference:
+                del self.found[reference.event]
                 if value.sign_readers:
                     self.gone.append(value)
         if self.gone:

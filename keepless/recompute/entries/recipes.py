@@ -15,8 +15,8 @@ from ...saved import Kept, ShapeOnly, is_ordinary, laid_out
 from ...torch_internals import FakeTensor, address, is_capturing, packed_by
 from ..held.values import Again, Call, Inside, Recipe, Value, kept_bytes_below, saved_value
 from ..table.rules import NotFollowed, Rule, any_values
-from .known_values import KnownValues, is_parameter
 from .plan import ByPlan, Flag
+from .registry import KnownValues, is_parameter
 
 _MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 # Most recipes in a chain where no plan decides, and in a plan; then a result is kept. They are computed by recursion.
@@ -80,7 +80,7 @@ class _Finder:
             raise NotFollowed("its input may change unseen")
         copy_it = self.known.copy_parameters and is_parameter(tensor)
         if tensor.requires_grad and not copy_it:
-            for saved, kept in self.call.packed:
+            for saved, kept, _ in self.call.packed:
                 if saved is tensor and isinstance(kept, Kept):  # such as a parameter
                     return kept
         value = self._available(tensor)
@@ -139,12 +139,12 @@ def follow(
 
     `whole`: the recipe also computes what the call has saved inside.
     """
-    recipe = Recipe(again, result)
+    recipe = Recipe.of(again, result)
     if recipe.depth > longest:
         call.why = f"{longest} recipes in a row"
         return None
     if whole:
-        recipe = _of_inside(again, call, result)
+        recipe = of_inside(again, call, result)
     else:
         call.recipes.append((recipe, again))
     own = known.find(result)
@@ -170,7 +170,7 @@ def _follow_base(known: KnownValues, call: Call, result: Tensor, base: Tensor, o
     is_new = not own.reads_storage(address(base.untyped_storage())) if call.overwrites else call.has_made(base)
     if not is_new:  # a view of an argument
         return
-    recipe, value = Recipe(Again(Tensor.view, (own, base.shape)), base), known.find(base)
+    recipe, value = Recipe.of(Again(Tensor.view, (own, base.shape)), base), known.find(base)
     if value is None:
         known.remember(base, Value(recipe))
     elif isinstance(value.source, Kept):
@@ -185,12 +185,12 @@ def leave_own_inside(known: KnownValues, call: Call, result: Tensor) -> None:
     ]
 
 
-def _of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
+def of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     """A recipe for what a call has saved inside, and last for its result, if given."""
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
     needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
     function: Any = Rerun(again.function, needs_grad, call.inside, originals)
-    recipe = Recipe(again._replace(function=function, can_overwrite=False), originals[0])
+    recipe = Recipe.of(again._replace(function=function, can_overwrite=False), originals[0])
     recipe.outputs = [weakref.ref(part.value) for part in call.inside]
     for part in call.inside:
         part.value.become(recipe)
@@ -212,7 +212,7 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
     again = how_to_repeat(known, rule, call, result) if computed & Flag.AGAIN else None
     if row.mask is not None and call.inside and computed & Flag.MASK:
         if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
-            _of_inside(mask, call, None)
+            of_inside(mask, call, None)
     own = None
     if again is not None:
         # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.

@@ -77,13 +77,14 @@ from ...torch_internals import (
     unpack,
     unwrapped,
 )
-from ..held.values import Call, after_overwriting, before_overwriting
+from ..held.values import Call, Overwriting, after_overwriting, before_overwriting
 from ..table.functions import Row, body, row_of
 from ..table.rules import Rule, may_overwrite, overwritten
-from .known_values import KnownValues
-from .lesson import Lesson, Opening
+from .learning import Lesson
+from .opening import Opening
 from .plan import ByPlan
 from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
+from .registry import KnownValues
 from .report import KeptTensor
 
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -206,12 +207,13 @@ class Recording(TorchFunctionMode):
         """Run a call, and note it for a script."""
         lesson = self.lesson
         assert lesson is not None
-        taught, entry = lesson.begins(function), len(lesson.taught) - 1
-        taught.asks = row.only_asks
-        taught.only = args if function is set_gradients else None
-        taught.opened = row.is_opened
-        taught.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
-        taught.writes = may_overwrite(function, args, kwargs)
+        entry, number = lesson.begins(function, row), len(lesson.entries) - 1
+        entry.asks = row.only_asks
+        entry.only = args if function is set_gradients else None
+        if row.is_opened:
+            entry.function, entry.opened = None, function
+        entry.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
+        entry.writes = may_overwrite(function, args, kwargs)
         if (
             function == SETS_DATA
             or not PLAIN.issuperset(types)
@@ -220,7 +222,7 @@ class Recording(TorchFunctionMode):
             lesson.why_not = "tensors that change unseen"
         result = self._seen(function, row, types, args, kwargs)
         if lesson.opening is not None:
-            lesson.opening.add(entry, taught, args, kwargs, result)
+            lesson.opening.add(number, entry, args, kwargs, result)
         return result
 
     def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,18 +235,37 @@ class Recording(TorchFunctionMode):
             return self._asked(function, types, args, kwargs)
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
+        if function == SETS_DATA and is_ordinary(args[0]):
+            self.known.forget(args[0])
         call = Call(function, row, args, kwargs)
         if not may_overwrite(function, args, kwargs):
             return self.run(call)
-        known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
         call.overwrites = True
-        writes = [before_overwriting(tensor, known.memories, known.outer) for tensor in tensors]
+        writes = self.begin_writing(function, args, kwargs)
         try:
             return self.run(call)
         finally:
-            for write in filter(None, writes):
-                if after_overwriting(write, known.memories) and self.lesson is not None:
-                    self.lesson.overwrites(write)
+            self.end_writing(writes)
+
+    def writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that only writes over tensors."""
+        writes = self.begin_writing(function, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.end_writing(writes)
+
+    def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
+        """A call may write over tensors: copy what recipes read of their memory."""
+        known = self.known
+        known.note_memories()
+        tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
+        writes = [before_overwriting(tensor, known.memories, known.outer) for tensor in tensors]
+        return [one for one in writes if one is not None]
+
+    def end_writing(self, writes: list[Overwriting]) -> None:
+        for write in writes:
+            after_overwriting(write, self.known.memories)
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Dispatch a call to subclasses of tensors, and see the functions that they call on plain tensors."""
@@ -261,8 +282,8 @@ class Recording(TorchFunctionMode):
         """Run a function written in Python that has no rule, and see the functions that it calls."""
         lesson, opening = self.lesson, None
         if lesson is not None:
-            taught, around = lesson.taught[-1], lesson.opening
-            lesson.opening = opening = Opening(len(lesson.taught) - 1, args, kwargs)
+            entry, around = lesson.entries[-1], lesson.opening
+            lesson.opening = opening = Opening(len(lesson.entries) - 1, args, kwargs)
         super().__enter__()
         try:
             result = body(function)(*args, **kwargs)
@@ -271,8 +292,8 @@ class Recording(TorchFunctionMode):
             if lesson is not None:
                 lesson.opening = around
         if lesson is not None and opening is not None:
-            opening.ends(len(lesson.taught), result)
-            taught.opening = opening if opening.is_known else None
+            opening.ends(len(lesson.entries), result)
+            entry.opening = opening if opening.is_known else None
         return result
 
     def run(self, call: Call) -> Any:

@@ -1,0 +1,242 @@
+"""An entry's call as code of its own. General code would take twice as long, and a step makes many small calls."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ...inputs import tensors_in
+from ...saved import PLAIN, Kept, copied
+from ...torch_internals import address, current_hooks, is_any_autocast_enabled, raw_stream, saved_as, transform_level
+from ..held.values import Recipe, Value, saved_value
+from ..table.rules import any_values, may_overwrite
+from .entry import OWN, Entry, Source, argument_code, layout, same, unpacking
+
+DEEPEST = 250  # recipes in a chain: a plan has up to 200, and views and casts may lengthen it. They call each other.
+_SEQUENCES = frozenset([list, tuple])
+_SPACE: dict[str, Any] = {
+    "Kept": Kept,
+    "PLAIN": PLAIN,
+    "Recipe": Recipe,
+    "SEQUENCES": _SEQUENCES,
+    "Tensor": Tensor,
+    "Value": Value,
+    "address": address,
+    "any_values": any_values,
+    "autocast_dtype": torch.get_autocast_dtype,
+    "copied": copied,
+    "current_hooks": current_hooks,
+    "is_any_autocast_enabled": is_any_autocast_enabled,
+    "is_autocast_enabled": torch.is_autocast_enabled,
+    "layout": layout,
+    "raw_stream": raw_stream,
+    "ref": ref,
+    "same": same,
+    "saved_value": saved_value,
+    "strided": torch.strided,
+    "tensors_in": tensors_in,
+    "transform_level": transform_level,
+}
+_DIFFERS = "return follows.unlike(function, types, args, kwargs)"
+_SURPRISED = "return follows.surprised(packing, result)"
+
+
+def write(follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The code of a call that only writes over a tensor."""
+    if not kwargs and type(first := args[0]) in PLAIN and not (first.ndim or first.requires_grad):
+        if first._base is None:
+            return function(*args)  # a count
+    return follows.writing(function, args, kwargs)
+
+
+def may_write(follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The code of a call that has written over nothing, but has an argument `inplace`."""
+    if may_overwrite(function, args, kwargs):
+        return follows.writing(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def as_code(entry: Entry, follows: Any, *call: Any) -> Any:
+    """The code of an entry when it runs first: write `entry.run`, and run it.
+
+    That first compares modes and arguments; if something differs, the rules decide about this call. At last it looks
+    at the result: if the call has not done what the entry expects, autograd keeps what it has saved.
+    """
+    entry.run = _Code(entry).made()
+    return entry.run(follows, *call)
+
+
+@lru_cache(2**8)
+def _maker(source: str) -> Callable[..., Any]:
+    """The function with this source; entries of the same kind share it."""
+    space = dict(_SPACE)
+    exec(source, space)
+    maker: Callable[..., Any] = space["make"]
+    return maker
+
+
+class _Code:
+    """The code of a call."""
+
+    def __init__(self, entry: Entry):
+        self.entry = entry
+        self.lines: list[str] = []
+        self.objects: list[Any] = []  # which the code names
+        self.count = 0  # of names for arguments
+        if entry.only is not None:
+            self.lines += [f"if args != {self.name(entry.only)}:", "    follows.leave()", f"    {_DIFFERS}"]
+            self.lines.append("return function(*args, **kwargs)")
+            return
+        self.compare()
+        self.lines += ["known = follows.known", "found = known.found"]
+        self.before = [[self.source(one) for one in make.sources] for make in entry.makes]
+        for path in entry.keeps:
+            self.source(Source("keep", path))
+        self.call()
+        self.conclude()
+
+    def made(self) -> Callable[..., Any]:
+        """The function."""
+        names = ", ".join([f"of_{number}" for number in range(len(self.objects))])
+        lines = [f"def make({names}):", "    def run(follows, function, types, args, kwargs):"]
+        lines += [f"        {line}" for line in self.lines]
+        run: Callable[..., Any] = _maker("\n".join([*lines, "    return run"]))(*self.objects)
+        return run
+
+    def name(self, one: Any) -> str:
+        """How the code names an object."""
+        self.objects.append(one)
+        return f"of_{len(self.objects) - 1}"
+
+    def differs_if(self, conditions: list[str], indent: str = "") -> None:
+        """Let the rules decide."""
+        self.lines += [f"{indent}if {' or '.join(conditions)}:", f"{indent}    {_DIFFERS}"]
+
+    def compare(self) -> None:
+        """Compare modes, and the arguments that no recipe reads as values."""
+        entry, found = self.entry, ["transform_level() is not None"]
+        if entry.stream >= 0 and raw_stream is not None:
+            found.append(f"follows.stream != raw_stream({entry.stream})")
+        if entry.packs or any(one.kind == "saved" for make in entry.makes for one in make.sources):
+            found.append("(current_hooks() is not None and not follows.is_innermost())")
+        for kind, (is_on, dtype), *_ in {make.how for make in entry.makes}:
+            device = self.name(kind)
+            if is_on:
+                found += [f"not is_autocast_enabled({device})", f"autocast_dtype({device}) != {self.name(dtype)}"]
+            else:
+                found.append(f"(is_any_autocast_enabled() and is_autocast_enabled({device}))")
+        self.lines += unpacking(entry.count, _DIFFERS)
+        found.append(f"tuple(kwargs) != {self.name(entry.names)}" if entry.names else "kwargs")
+        for path, count in entry.counts:
+            found += [f"type({argument_code(path)}) not in SEQUENCES", f"len({argument_code(path)}) != {count}"]
+        for path, one in entry.consts:
+            given, learned = argument_code(path), self.name(one)
+            found.append(f"({given} is not {learned} and not same({learned}, {given}))")
+        found += [f"{argument_code(path)} is not {argument_code(first)}" for path, first in entry.alike]
+        for make in entry.makes:
+            for path, one in [(source.what, source.learned) for source in make.sources if source.kind == "given"]:
+                given = argument_code(path)
+                found.append(f"type({given}) is not {self.name(type(one))}")
+                if type(one) in _SEQUENCES:
+                    found.append(f"({given} is not {self.name(one)} and tensors_in({given}))")
+        for path, needs, learned in entry.layouts:
+            given = argument_code(path)
+            found += [f"not isinstance({given}, Tensor)", f"{given}.requires_grad is not {needs}"]
+            if learned is not None:
+                found += [f"{given}.layout is not strided", f"layout({given}) != {self.name(learned)}"]
+        self.differs_if(found)
+
+    def source(self, source: Source) -> str:
+        """Find what a recipe reads, before the call; or how it is found afterwards."""
+        kind, what, learned = source
+        if kind == "constant":
+            return self.name(what)
+        if kind == "given":
+            return f"tuple({argument_code(what)})" if type(learned) is list else argument_code(what)
+        if kind == "saved":
+            is_tensor = not (self.entry.packs or self.entry.has_hooks or what == "other")
+            code = f"{self.name(saved_as(what, is_tensor))}(result.grad_fn)"
+            return code if is_tensor else f"saved_value({code})"
+        if kind == "packed":
+            return f"saved_value(packing.packed[{what}])"
+        if kind == "in a copy":
+            return "known.find(result, overwrites=1)"
+        self.count += 1
+        name, lines, tensor = f"value_{self.count}", self.lines, argument_code(what)
+        if kind in ("found", "keep"):
+            lines += [f"key = id({tensor})", "one = found[key] if key in found else None"]
+            lines += [f"if one is not None and one[0]() is {tensor} and one[1] == {tensor}._version:"]
+            lines += [f"    {name} = one[2]", "else:"]
+            if kind == "found":
+                lines += [f"    {name} = known.derived({tensor}) if type({tensor}) in PLAIN else None"]
+                self.differs_if([f"{name} is None"], "    ")
+                return name
+        indent = "    " if kind == "keep" else ""
+        made = {"keep": "Value(Kept({}, None, detaches=False))", "kept": "Kept({}, None)", "copy": "known.copied({})"}
+        lines += [f"{indent}if type({tensor}) not in PLAIN:", f"{indent}    {_DIFFERS}", f"{indent}try:"]
+        lines.append(f"{indent}    {name} = {made.get(kind, 'any_values({})').format(tensor)}")
+        lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # it was made in inference mode
+        if kind == "keep":
+            lines.append(f"    found[key] = ref({tensor}), {tensor}._version, {name}, 0")
+            lines.append(f"    known.unnoted.append({name})")
+        return name
+
+    def call(self) -> None:
+        """Make the call."""
+        entry, lines = self.entry, self.lines
+        lines += ["packing = None", "own = Value(None)" if OWN in entry.packs else "own = None"]
+        if entry.written:
+            lines.append("version = arg_0._version")
+        if entry.writes:
+            begin = "follows.begin_writing(function, args, kwargs)"
+            if entry.written and any(one.startswith("value_") for given in self.before for one in given):
+                lines += ["is_known = known.has_memory(arg_0)", f"writes = {begin} if is_known else ()", "try:"]
+            else:
+                lines += ["is_known = True", f"writes = {begin}", "try:"]
+        indent = "    " if entry.writes else ""
+        if entry.packs or entry.by_rules:
+            whole = self.name(entry)
+            lines.append(f"{indent}result, packing = follows.with_hooks({whole}, function, args, kwargs, own)")
+        else:
+            lines.append(f"{indent}result = function(*args{', **kwargs' if entry.names else ''})")
+        if entry.writes:
+            lines += ["finally:", "    if writes:", "        follows.end_writing(writes)"]
+        if entry.packs:
+            failed = "packing.own is not None and packing.own is not result"
+            if entry.reads_packed:
+                failed += f" or len(packing.packed) != {len(entry.packs)}"
+            lines += [f"if {failed}:", f"    {_SURPRISED}"]
+
+    def conclude(self) -> None:
+        """Check what the call has made, and note how what it drops is computed again."""
+        entry, lines = self.entry, self.lines
+        drops_own = any(make.is_whole or not make.is_inside for make in entry.makes)
+        if drops_own or entry.is_kept:
+            wrong = ["type(result) is not Tensor", "not result.requires_grad"]
+            if entry.written:
+                wrong += ["result is not arg_0", "result._version != version + 1"]
+                found = {one for given in self.before for one in given if one.startswith("value_")}
+                lost = [f"type({one}) is Value and known.is_lost({one}, result)" for one in sorted(found)]
+                wrong += [f"(is_known and ({' or '.join(lost)}))"] if lost else []
+            elif entry.count > 0:
+                wrong.append("result is arg_0")
+            lines += [f"if {' or '.join(wrong)}:", f"    {_SURPRISED}"]
+        if entry.by_rules:
+            given = ", ".join([f"[{', '.join(one)}]" for one in self.before])
+            lines.append(f"if not follows.concluded({self.name(entry)}, packing, result, [{given}]):")
+            lines.append(f"    {_SURPRISED}")
+        elif drops_own:
+            (make,), (given,) = entry.makes, self.before
+            of = f"{self.name(make.function)}, [{', '.join(given)}], {self.name(make.how)}"
+            wanted = ", own.readers > 0" if OWN in entry.packs else ""
+            lines.append(f"recipe = Recipe({of}, result, follows.on{wanted})")
+            lines += [f"if recipe.depth > {DEEPEST}:", f"    {_SURPRISED}"]
+            if OWN in entry.packs:
+                lines.append("own.source = recipe")
+            else:
+                lines.append("own = Value(recipe)")
+            lines.append("found[id(result)] = ref(result), result._version, own, 0")
+        lines.append("return result")

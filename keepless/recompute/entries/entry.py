@@ -1,0 +1,171 @@
+"""The entries of a learned step, one for each call.
+
+An entry is an inline cache, as in a just-in-time compiler: a function, guards, and code. A pass asks the next entry: is
+it this function, and do the guards hold? Then its code makes the call, and notes what is dropped, as the rules have
+decided when the call was learned. If not, the rules decide again, for this call alone. Both write the same values into
+the same registry: shapes, dtypes and strides are those of the pass's own tensors, and a tensor that a recipe reads is
+found by its identity and version. So what recipes compute is right whatever the program does.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..held.signs import Positive
+from ..held.values import How, Recipe
+from ..table.functions import Row
+from .plan import Plan
+from .report import KeptTensor
+
+Path = Any  # of an argument: its position, its name, or (position of a list, position in it)
+
+_NUMBERS = (bool, int, float, complex)
+CONSTANTS = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+
+
+def is_constant(one: Any) -> bool:
+    """Whether an argument, or each in a list, can be compared: numbers, names, functions, and tuples of these."""
+    return all([isinstance(part, CONSTANTS) or callable(part) for part in parts(one)])
+
+
+def parts(one: Any) -> list[Any]:
+    """The parts of an argument: of a list, and of tuples in it."""
+    listed = one if isinstance(one, (list, tuple)) else (one,)
+    return [inner for part in listed for inner in (part if isinstance(part, tuple) else (part,))]
+
+
+def same(learned: Any, given: Any) -> bool:
+    """Whether a constant argument is the learned one."""
+    return learned is given or (type(learned) is type(given) and learned == given and repr(learned) == repr(given))
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """On what the way of a product depends, or of a call that saves tensors inside: not the size."""
+    aligned = tensor.storage_offset() * tensor.itemsize % 16 == 0
+    return tensor.dtype, tensor.dim(), tensor.is_contiguous(), aligned
+
+
+def argument_code(path: Path) -> str:
+    """The argument with a path as code, after `unpacking`."""
+    if type(path) is tuple:
+        return f"arg_{path[0]}[{path[1]}]"
+    return f"arg_{path}" if type(path) is int else f"kwargs[{path!r}]"
+
+
+def unpacking(count: int, otherwise: str) -> list[str]:
+    """Code that names each of so many positional arguments. `otherwise`: code for another number of arguments."""
+    names = "".join([f"arg_{number}, " for number in range(count)])
+    return ["try:", f"    {names or '() '}= args", "except ValueError:", f"    {otherwise}"]
+
+
+def tensors_by_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
+    for number, one in enumerate(args):
+        if isinstance(one, Tensor):
+            yield number, one
+        elif isinstance(one, (list, tuple)):
+            yield from (((number, i), part) for i, part in enumerate(one) if isinstance(part, Tensor))
+    yield from ((name, one) for name, one in kwargs.items() if isinstance(one, Tensor))
+
+
+def constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The other arguments, with their paths."""
+    given: list[tuple[Path, Any]] = [*enumerate(args), *kwargs.items()]
+    for path, one in given:
+        if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
+            if not any([isinstance(part, Tensor) for part in one]):
+                yield path, [*one] if type(one) is list else one  # the program may change its list
+            elif type(path) is int:
+                yield from (((path, i), part) for i, part in enumerate(one) if not isinstance(part, Tensor))
+        elif not isinstance(one, Tensor):
+            yield path, one
+
+
+class Source(NamedTuple):
+    """Where an entry finds an argument of a recipe.
+
+    "constant"; "given": the present call's argument, no tensor; "found": the value that a tensor among the arguments
+    has; "keep": the same, or the tensor itself; "kept": the tensor itself, which stays anyway, such as a parameter;
+    "copy": a copy of it; "shape"; "in a copy": the value that the first argument had before the call wrote over it;
+    "saved": what the result's node has saved under a name; "packed": the saved tensor with a number.
+    """
+
+    kind: str
+    what: Any = None  # the constant, path, name or number
+    learned: Any = None  # the given argument when the call was learned
+
+
+class Make:
+    """How to compute what an entry drops: its result, or what the call saves inside, or both."""
+
+    def __init__(self, recipe: Recipe, function: Callable[..., Any], sources: list[Source], draws: bool):
+        self.recipe = weakref.ref(recipe)  # of the call when it was learned
+        self.function, self.sources, self.draws = function, sources, draws
+        self.how: How = recipe.how
+        self.outputs = len(
+            recipe.outputs
+        )  # 0: the result alone; else what the call saves inside, and perhaps the result
+        self.is_whole = False  # that, and the result
+
+    @property
+    def is_inside(self) -> bool:
+        return self.outputs > 0
+
+
+OWN, FOUND, RULES = "own", "found", "rules"  # see `Entry.packs`
+
+
+class Entry:
+    """A call of a learned step."""
+
+    def __init__(self, function: Callable[..., Any] | None, row: Row):
+        self.function = function  # None: it is `opened`
+        self.row = row
+        self.opened: Callable[..., Any] | None = None  # a function whose inner calls are entries of their own
+        self.opening: Any = None  # these calls, if they can be made without it: see `Opening`,
+        self.run_opening: Callable[..., Any] | None = None  # and a function that makes them
+        self.parameter: weakref.ref[nn.Parameter] | None = None  # the first that the call reads
+        self.asks = False  # it only asks for an attribute, and may come and go
+        self.writes = False  # it may write over a tensor
+        # The code: `run(follows, function, types, args, kwargs)`. None: the call only runs.
+        self.run: Callable[..., Any] | None = None
+        # The guards
+        self.only: tuple[Any, ...] | None = None  # all arguments of a call that nothing else is known of
+        self.names: tuple[str, ...] = ()  # of keyword arguments
+        self.count = -1  # of positional arguments; -1: they are not compared
+        self.consts: list[tuple[Path, Any]] = []  # arguments that must not change
+        self.compares = True  # these
+        self.layouts: list[tuple[Path, bool, Any]] = []  # tensors: whether they need gradients; on what the way depends
+        self.alike: list[tuple[Path, Path]] = []  # arguments that must be the same tensor
+        self.counts: list[tuple[int, int]] = []  # lengths of lists of tensors
+        self.stream = -1  # index of the CUDA device; -1 for others
+        # What is dropped
+        self.makes: list[Make] = []
+        # What autograd gets for each saved tensor. None: itself. "own": the value of the result. "found": the value
+        # that the tensor has. "rules": what the rules say. A function: signs. Empty: the call runs without hooks.
+        self.packs: Sequence[None | str | Positive] = ()
+        self.keeps: list[Path] = []  # arguments that are kept, because copies are computed from them
+        self.written = False  # the result is the first argument
+        self.is_kept = False  # the result is kept in place of an argument
+        self.by_rules = False  # what follows the call is done by the recorder
+        self.has_hooks = False  # there are hooks around the whole pass
+        self.reads_packed = False  # recipes read what autograd has got
+        self.asks_rules = False  # the same, or about a saved tensor
+        # While it is learned: see `_Notes` in learning.py
+        self.noted: Any = None
+
+
+class Script(NamedTuple):
+    """A learned step."""
+
+    entries: list[Entry]
+    learned: int  # number of entries that come from the recorded pass
+    kept: Sequence[KeptTensor]
+    plan: Plan | None  # that the learned pass has followed
+    has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
+    readers: dict[int, tuple[Any, int]]  # of parameters, by id: a reference, and the number of the first entry
+
+
+END = Entry(None, Row())  # after the last call

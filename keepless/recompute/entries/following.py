@@ -1,0 +1,360 @@
+"""Run a learned step: compare each call with its entry, and let the recorder make those that differ."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from ...saved import PLAIN, Kept, current_stream
+from ...torch_internals import (
+    calling_module,
+    current_hooks,
+    hooks_are_allowed,
+    pop_hooks,
+    push_hooks,
+    raw_stream,
+    unpack,
+)
+from ..held.signs import Signs
+from ..held.values import Again, Call, Memory, Saved, Value
+from ..table.functions import body, row_of
+from ..table.rules import ByName, attention, by_present_backends
+from .code import DEEPEST
+from .entry import END, FOUND, OWN, RULES, Entry, Script
+from .learning import Lesson
+from .plan import ByPlan
+from .recipes import follow, leave_own_inside, note_random, of_inside
+from .recording import Recording
+from .registry import KnownValues
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_enter: Any = TorchFunctionMode.__enter__
+_leave: Any = TorchFunctionMode.__exit__
+_FEW = 4  # a pass leaves its plan if one call in so many differs
+_NEAR = 8  # entries: calls that have gone are looked for among so many
+
+
+class _Packing:
+    """What autograd gets for the tensors that one call saves."""
+
+    kinds: Iterator[Any]  # for the tensors that are still to be saved: see `Entry.packs`
+    value: Value | None  # of the result
+    call: Call | None = None  # if rules are asked
+    own: Tensor | None = None  # the saved result
+    packed: list[Any] | None = None  # what autograd has got, if recipes read it
+
+
+class Following(Recording):
+    """Context of a forward pass that follows a script.
+
+    Args:
+        script: of an earlier pass with inputs of this form.
+        make_policy: makes the policy for calls that differ from a plan. None: there is no budget.
+        inputs, frame: see `Recording`.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        make_policy: Callable[[], ByPlan] | None,
+        *,
+        inputs: Sequence[Tensor] = (),
+        frame: Any = None,
+    ):
+        super().__init__(None, inputs=inputs, frame=frame)
+        self.script = script
+        self.make_policy = make_policy
+        self.entries = script.entries
+        self.next = 0  # number of the next entry
+        self.packing: Any = None  # of the running call
+        self.on: torch.cuda.Stream | None = None  # the current stream
+        self.stream = 0  # and its address
+        self.leaves = False  # the rest of the pass is recorded
+        self.first = 0  # number of the entry of the opened function that is running
+        self.has_sought = False  # the running call has been looked for among all entries
+        self.differences = 0  # calls that the recorder has made, or an earlier entry again
+        self.lesson = Lesson()  # of the calls that the recorder makes: see `grown`
+        self.places: list[int] = []  # of each, the number of the next entry
+
+    def __enter__(self) -> "Following":
+        cuda = next((one for one in self.inputs if one.is_cuda), None)
+        if cuda is not None and raw_stream is not None:
+            self.stream, self.on = raw_stream(cuda.device.index), current_stream(cuda)
+        self.differing = None if self.make_policy is None else self.make_policy()
+        self.known = KnownValues(self.inputs, None, False, self.differing is not None)
+        self.inputs, self.hook = (), self.pack  # made once
+        if self.script.has_hooks:
+            self.hooks = saved_tensors_hooks(self._pack_outside, unpack)
+            self.hooks.__enter__()
+        _enter(self)
+        return self
+
+    def forget(self) -> None:
+        super().forget()
+        if not self.leaves:
+            self.kept = [*self.script.kept, *self.kept]
+            self.policy = None  # the pass has followed its plan, but for few calls
+        self.entries, self.next = [END], 0  # after Ctrl-C, it may still see calls
+        del self.hook  # PyTorch keeps `pack`, and so this object, as long as the graph
+
+    @property
+    def has_followed(self) -> bool:
+        """Whether an entry has made each call of the pass."""
+        return not self.differences
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _is_compiling():
+            return function(*args, **kwargs) if kwargs else function(*args)
+        entry = self.entries[self.next]
+        known = entry.function
+        if known is function or known == function:  # Python makes `Tensor.shape`'s getter anew for each call
+            self.next += 1
+            if (run := entry.run) is not None:
+                return run(self, function, types, args, kwargs or {})
+            if kwargs and "out" in kwargs:
+                return self.writing(function, args, kwargs)
+            return function(*args, **kwargs) if kwargs else function(*args)
+        return self._other(function, types, args, kwargs or {})
+
+    def _other(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is not the expected one, or whose function has to be opened."""
+        while (entry := self.entries[self.next]).asks:
+            self.next += 1
+        if entry.function == function:
+            return self.__torch_function__(function, types, args, kwargs)
+        if self.is_abandoned():
+            return function(*args, **kwargs)
+        row = row_of(function)
+        if row.only_asks and PLAIN.issuperset(types):
+            return function(*args, **kwargs)
+        if entry.opened != function and not self.leaves and self._goes_on_elsewhere(function, args):
+            return self.__torch_function__(function, types, args, kwargs)
+        if row.is_opened and PLAIN.issuperset(types):
+            if entry.opened == function:
+                if entry.run_opening is not None and (result := self._run(entry, args, kwargs)) is not NotImplemented:
+                    return result
+                self.next += 1
+            _enter(self)
+            try:
+                return body(function)(*args, **kwargs)
+            finally:
+                _leave(self, None, None, None)
+        return self.interpret(function, types, args, kwargs)
+
+    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the calls of an opened function, and return its result. NotImplemented: see `Opening.compiled`."""
+        assert entry.run_opening is not None
+        self.first = first = self.next
+        result = entry.run_opening(self, args, kwargs)
+        if result is not NotImplemented and not self.leaves:
+            self.next = first + entry.opening.end
+        return result
+
+    def inside(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of the opened function that is running. `number`: offset of its entry from the function's."""
+        number += self.first
+        self.next = 0 if self.leaves else number
+        return self.__torch_function__(self.script.entries[number].function, (), args, kwargs)  # type: ignore[arg-type]
+
+    def _goes_on_elsewhere(self, function: Any, args: tuple[Any, ...]) -> bool:
+        """Find the entry of a call that is not the next one: calls have gone."""
+        now = self.next
+        if (place := self._place(function, args)) is None:
+            near = self.entries[now + 1 : now + _NEAR]
+            place = next((now + 1 + n for n, one in enumerate(near) if function in (one.function, one.opened)), None)
+        if place is not None:
+            self._go_to(place)
+        return place is not None
+
+    def _go_to(self, place: int) -> None:
+        """Go on with another entry."""
+        if place < self.next:
+            self._note_difference()
+        if not self.leaves:
+            self.next = place
+
+    def leave(self) -> None:
+        """Record the rest of the pass."""
+        self.leaves, self.entries, self.next = True, [END], 0
+
+    def _place(self, function: Any, args: tuple[Any, ...]) -> int | None:
+        """The number of the entry that has read the same parameter by the same function."""
+        for one in args:
+            if isinstance(one, nn.Parameter):
+                reference, place = self.script.readers.get(id(one), (None, -1))
+                is_it = reference is not None and reference() is one and self.entries[place].function == function
+                return place if is_it else None
+        return None
+
+    def with_hooks(
+        self, entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Value | None
+    ) -> tuple[Any, _Packing]:
+        """Run a call that saves what is dropped. `own`: the value of its result."""
+        if entry.asks_rules:
+            return self._asking(entry, function, args, kwargs, own)
+        self.packing = packing = _Packing()
+        packing.kinds, packing.value = iter(entry.packs), own
+        if entry.reads_packed:
+            packing.packed = []
+        try:
+            push_hooks(self.hook, unpack)  # inside the try, because Ctrl-C may come right after it
+            return function(*args, **kwargs) if kwargs else function(*args), packing
+        finally:
+            pop_hooks()
+            self.packing = None
+
+    def _asking(
+        self, entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Value | None
+    ) -> tuple[Any, _Packing]:
+        """The same for a call about whose saved tensors the rules are asked."""
+        known, logged = self.known, len(self.known.log.entries)
+        known.settle_gone()
+        known.call = call = Call(function, entry.row, args, kwargs)
+        call.overwrites = entry.writes
+        if any([make.draws for make in entry.makes]):
+            note_random(call)
+        self.packing = packing = _Packing()
+        packing.kinds, packing.value, packing.call, packing.packed = iter(entry.packs), own, call, []
+        try:
+            push_hooks(self.hook, unpack)
+            return function(*args, **kwargs), packing
+        finally:
+            pop_hooks()
+            self.packing = known.call = None
+            del known.log.entries[logged:]  # `script.kept` has them
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd gets for a tensor that the running call saves."""
+        packing, known = self.packing, self.known
+        kind = next(packing.kinds, None)  # None as well if the call saves more than when it was learned
+        value: Value | None = None
+        if kind is OWN:
+            packing.own, value = tensor, packing.value
+        elif kind is None or kind is FOUND:
+            one = known.found[key] if (key := id(tensor)) in known.found else None
+            if one is not None and one[0]() is tensor and one[1] == tensor._version:
+                value = one[2]
+            elif kind is FOUND:
+                value = known.derived(tensor)
+            if value is not None and type(value.source) is Kept:
+                value = None  # autograd gets its own: `forget` detaches a recipe's
+        elif kind is not RULES:
+            one = known.masks.get(mask := (id(tensor), kind))
+            if one is None or one[0]() is not tensor or one[1] != tensor._version:
+                one = known.masks[mask] = ref(tensor), tensor._version, Value(Signs(tensor, kind, None))
+            value = one[2]
+        if value is not None:
+            memory = known.memories.got(tensor.untyped_storage(), Memory)
+            memory.is_saved = True
+            saved: Any = Saved(value, memory)
+        else:
+            saved = known.packed(tensor) if kind is RULES else Kept(tensor, None)
+        if kind is not RULES and packing.call is not None:
+            packing.call.saves += 1
+        if packing.packed is not None:
+            packing.packed.append(saved)
+        return saved
+
+    def _pack_outside(self, tensor: Tensor) -> Any:
+        """What autograd gets for a tensor that is saved outside calls."""
+        logged = len(self.known.log.entries)
+        saved = self.known.pack(tensor)
+        del self.known.log.entries[logged:]
+        return saved
+
+    def concluded(self, entry: Entry, packing: _Packing, result: Tensor, given: list[list[Any]]) -> bool:
+        """Note what a call has dropped as the recorder does. False: it has not done what the entry expects.
+
+        `given`: the arguments of each recipe.
+        """
+        known, call = self.known, packing.call
+        assert call is not None
+        if packing.own is not None and packing.value is not None:
+            known.remember(result, packing.value)
+        if call.inside:
+            leave_own_inside(known, call, result)
+        for make, arguments in zip(entry.makes, given, strict=True):
+            sources = zip(make.sources, arguments, strict=True)
+            if any([one is None and source.kind in ("in a copy", "packed") for source, one in sources]):
+                return False
+            function = by_present(make.function) if entry.row.again is attention else make.function
+            if make.draws:
+                if call.random is None:
+                    return False
+                function = partial(call.random.call, function)
+            again = Again(function, arguments, make.how.fresh, make.how.can_overwrite)
+            if make.is_inside and len(call.inside) + make.is_whole != make.outputs:
+                return False
+            if make.is_inside and not make.is_whole:
+                of_inside(again, call, None)
+            elif follow(known, again, call, result, make.is_whole, DEEPEST) is None:
+                return False
+        if entry.is_kept:
+            own = known.find(result) or known.keep(result)
+            for saved in call.replaceable:
+                saved.read_instead(own)
+                own.recipes.append(ref(saved))
+        return True
+
+    def unlike(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that differs from its entry, before it has run: the next entry may be for it, or another one."""
+        if self.leaves:
+            return self.interpret(function, types, args, kwargs)
+        if self.entries[self.next].function == function:
+            return self.__torch_function__(function, types, args, kwargs)
+        if not self.has_sought and (place := self._place(function, args)) is not None and place != self.next - 1:
+            self.has_sought = True
+            try:
+                self._go_to(place)
+                return self.__torch_function__(function, types, args, kwargs)
+            finally:
+                self.has_sought = False
+        return self.interpret(function, types, args, kwargs)
+
+    def surprised(self, packing: _Packing | None, result: Any) -> Any:
+        """A call has not done what its entry expects: autograd holds the tensors themselves."""
+        self._note_difference()
+        if packing is not None and packing.own is not None and packing.value is not None:
+            packing.value.source = Kept(packing.own, None)
+        return result
+
+    def interpret(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the recorder make a call."""
+        self._note_difference()
+        self.known.note_memories()
+        outer, ours = self.hooks, saved_tensors_hooks(self.known.pack, unpack)
+        if not (self.is_innermost() or (current_hooks() is None and hooks_are_allowed())):
+            return super().__torch_function__(function, types, args, kwargs)
+        self.hooks = ours
+        try:
+            ours.__enter__()  # inside the try, because Ctrl-C may come right after it
+            return super().__torch_function__(function, types, args, kwargs)
+        finally:
+            ours.__exit__()
+            self.hooks = outer
+
+    def run_noted(self, *call: Any) -> Any:
+        self.places.append(self.next)
+        return super().run_noted(*call)
+
+    def _note_difference(self) -> None:
+        self.differences += 1
+        if self.policy is None and self.differing is not None:
+            self.policy = self.differing
+            self.policy.plans, self.policy.left = [], calling_module()
+        if self.policy is not None and not self.leaves and _FEW * self.differences > self.script.learned:
+            self.leave()
+
+
+def by_present(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A recipe's attention function, by the backends that are enabled now."""
+    named, now = getattr(function, "__self__", None), by_present_backends(F.scaled_dot_product_attention)
+    return named._replace(function=now).call if isinstance(named, ByName) else now

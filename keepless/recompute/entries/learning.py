@@ -1,0 +1,306 @@
+"""Learn entries: note what each call saves and which recipes it gets, and at the end of the pass, what is dropped."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...saved import Kept, ShapeOnly, is_ordinary, laid_out, view
+from ..held.signs import Signs
+from ..held.values import Call, Recipe, Saved, Value
+from ..table.functions import PRODUCTS, Row
+from ..table.rules import INPLACE, attention
+from .code import as_code, may_write, write
+from .entry import (
+    END,
+    FOUND,
+    OWN,
+    RULES,
+    Entry,
+    Make,
+    Path,
+    Script,
+    Source,
+    constants,
+    is_constant,
+    layout,
+    tensors_by_path,
+)
+from .opening import Opening
+from .plan import Plan
+from .registry import checkpointed_output
+from .report import KeptTensor
+
+_GROWS = 4  # a script grows to so many times the entries of the recorded pass
+_VARIANTS = 4  # entries in a row for calls of one function that differ in their arguments
+_IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
+
+
+class _Unlearnable(Exception):
+    """A step has something that no script can do."""
+
+
+class _Notes(NamedTuple):
+    """What an entry is made of at the end of the pass. It refers to tensors and values only weakly."""
+
+    own: Any  # the value of the result
+    base: Any  # and of its base
+    packs: list["_Pack"]
+
+
+class _Pack(NamedTuple):
+    """A saved tensor."""
+
+    held: Any  # by autograd: a reference, or "shape"; None: the tensor itself
+    is_result: bool
+    is_known: bool  # it, or its base, had a value already
+    copied: Path | None  # the argument of which it is a copy, or a view of one,
+    of: Any  # and that one's value
+
+
+class Lesson:
+    """The entries of a pass that is recorded."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.outside: list[Any] = []  # what autograd holds for tensors saved outside calls
+        self.why_not = ""  # a reason why there can be no script
+        self.opening: Opening | None = None  # of the opened function that is running
+
+    def begins(self, function: Callable[..., Any], row: Row) -> Entry:
+        self.entries.append(Entry(function, row))
+        return self.entries[-1]
+
+    def ends(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
+        """A call has run with our hooks. `find`: finds the value of a tensor."""
+        if not (call.packed or call.recipes):
+            return
+        entry, own, base = self.entries[-1], None, None
+        if isinstance(result, Tensor) and is_ordinary(result):
+            entry.written = bool(call.args) and result is call.args[0]
+            entry.stream = result.device.index if result.is_cuda else -1
+            own, base = find(result), None if result._base is None else find(result._base)
+        tensors = list(tensors_by_path(call.args, call.kwargs))
+        paths = {id(tensor): path for path, tensor in reversed(tensors)}
+        packs = []
+        for tensor, saved, is_known in call.packed:
+            held = weakref.ref(saved) if isinstance(saved, Saved) else "shape" if type(saved) is ShapeOnly else None
+            of = call.copied.get(id(tensor), call.copied.get(id(tensor._base)))
+            copied, value = (None, None) if of is None else (paths[id(of)], find(of))
+            packs.append(_Pack(held, tensor is result, is_known, copied, _reference(value)))
+        entry.noted = _Notes(_reference(own), _reference(base), packs)
+        entry.names, entry.count = tuple(call.kwargs), len(call.args)
+        for path, one in tensors:
+            has_layout = is_ordinary(one) and not isinstance(one, nn.Parameter)
+            entry.layouts.append((path, one.requires_grad, layout(one) if has_layout else None))
+        entry.consts = list(constants(call.args, call.kwargs))
+        entry.alike = [(path, paths[id(one)]) for path, one in tensors if path != paths[id(one)]]
+        entry.counts = [(n, len(call.args[n])) for n in sorted({path[0] for path, _ in tensors if type(path) is tuple})]
+        entry.compares = False  # a call that is repeated with its own arguments, whatever they are
+        for recipe, again in call.recipes:
+            make = Make(recipe, again.function.args[0] if again.draws else again.function, [], again.draws)  # type: ignore[attr-defined]
+            make.sources = [_source(one, call, paths, entry.written) for one in again.arguments]
+            make.is_whole = make.is_inside and own is not None and own in [one() for one in recipe.outputs]
+            is_same = not isinstance(make.function, partial) and len(make.sources) == len(call.arguments)
+            if is_same:
+                for number, (argument, one) in enumerate(zip(again.arguments, call.arguments, strict=True)):
+                    if argument is one or (isinstance(one, list) and argument == tuple(one)):
+                        path = [*range(len(call.args)), *call.kwargs][number]
+                        make.sources[number] = Source("given", path, dict(entry.consts)[path])
+            of_arguments = all([one.kind not in ("constant", "saved", "packed", "unknown") for one in make.sources])
+            entry.compares = entry.compares or make.is_inside or not (is_same and of_arguments)
+            entry.makes.append(make)
+
+
+def _reference(value: Any) -> Any:
+    return _nothing if value is None else weakref.ref(value)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _source(argument: Any, call: Call, paths: dict[int, Path], is_written: bool) -> Source:
+    """Where an entry finds an argument of a recipe."""
+    if isinstance(argument, ShapeOnly):
+        return Source("shape", next(paths[id(tensor)] for tensor, found in call.found if found is argument))
+    if isinstance(argument, (Value, Kept)):
+        names = [one for one, found in call.found if found is argument and isinstance(one, str)]
+        for tensor, found in call.found:
+            if found is argument and isinstance(tensor, Tensor) and id(tensor) in paths:
+                path = paths[id(tensor)]
+                return Source(_kind(argument, tensor, is_written and path == 0), path)
+        numbers = [n for n, (_, one, _) in enumerate(call.packed) if getattr(one, "value", one) is argument]
+        if names and (isinstance(argument, Kept) or isinstance(argument.source, Kept)):
+            return Source("saved", names[0])
+        return Source("packed", numbers[0]) if numbers else Source("unknown")
+    return Source("unknown") if isinstance(argument, Tensor) else Source("constant", argument)
+
+
+def _kind(argument: Value | Kept, tensor: Tensor, is_overwritten: bool) -> str:
+    """How an entry finds the value of a tensor among the arguments."""
+    if isinstance(argument, Kept):
+        return "kept"
+    source = argument.source
+    if isinstance(source, Recipe):
+        if source.function is laid_out and isinstance(source.inputs[0].source, Kept):  # `KnownValues.kept_in_copy`
+            return "in a copy" if is_overwritten else "keep"
+        return "keep" if _is_kept_view(argument) and not is_overwritten else "found"
+    if is_overwritten:
+        return "in a copy" if argument.storage else "found"
+    return "keep" if argument.storage else "copy"
+
+
+def script_of(lesson: Lesson, kept: Sequence[KeptTensor], plan: Plan | None = None) -> Script | None:
+    """The script of a pass that has just ended; None if there can be none: see `lesson.why_not`.
+
+    `kept`: of its recording. `plan`: that it has followed.
+    """
+    has_hooks = _drops_outside(lesson)
+    if not _settled(lesson, plan is not None and plan.fits, has_hooks):
+        return None
+    return _script(lesson.entries, len(lesson.entries), kept, plan, has_hooks)
+
+
+def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[KeptTensor]) -> Script | None:
+    """The script with the calls that the recorder has made in a pass; None if there are none, or it learns none.
+
+    `places`: of each call, the number of the entry before which it has come. `kept`: in that pass.
+    """
+    if not lesson.entries or len(script.entries) > _GROWS * script.learned:
+        return None
+    if not _settled(lesson, False, script.has_hooks):
+        return None
+    old = [_without_opening(one, number, places) for number, one in enumerate(script.entries[:-1])]
+    entries: list[Entry] = []
+    begin = 0
+    for place, entry in sorted(zip(places, lesson.entries, strict=True), key=lambda one: one[0]):
+        entries += old[begin:place]
+        begin = place
+        if [one.function for one in entries[-_VARIANTS:]] != [entry.function] * _VARIANTS:
+            entries.append(entry)
+    entries += old[begin:]
+    return _script(entries, script.learned, kept, script.plan, script.has_hooks)
+
+
+def _without_opening(entry: Entry, number: int, places: Sequence[int]) -> Entry:
+    """An entry that does not make the calls of an opened function by itself, if others come between these calls."""
+    if entry.opening is not None and any([number < place < number + entry.opening.end for place in places]):
+        entry.opening = entry.run_opening = None
+    return entry
+
+
+def _script(
+    entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], plan: Plan | None, has_hooks: bool
+) -> Script:
+    readers: dict[int, tuple[Any, int]] = {}
+    for number, one in enumerate(entries):
+        if one.parameter is not None and (parameter := one.parameter()) is not None:
+            readers.setdefault(id(parameter), (one.parameter, number))
+    return Script([*entries, END], learned, kept, plan, has_hooks, readers)
+
+
+def _drops_outside(lesson: Lesson) -> bool:
+    """Whether autograd functions of the program save dropped tensors outside of calls, or views of them."""
+    saved = [one for one in (reference() for reference in lesson.outside) if one is not None]
+    return any([isinstance(_base(one.value).source, (Recipe, Signs)) for one in saved])
+
+
+def _base(value: Value) -> Value:
+    """The value itself, or the one of which it is a view."""
+    source = value.source
+    return source.inputs[0] if isinstance(source, Recipe) and source.function is view else value
+
+
+def _is_kept_view(value: Value) -> bool:
+    """Whether a value is kept, or a view of one that is."""
+    return isinstance(_base(value).source, Kept)
+
+
+def _settled(lesson: Lesson, fits: bool, has_hooks: bool) -> bool:
+    """Write the entries, now that the pass has ended and it is certain what is dropped. False: they cannot be.
+
+    `fits`: the plain network is within the budget.
+    """
+    try:
+        for one in [] if lesson.why_not else lesson.entries:
+            _settle(one, fits, has_hooks)
+    except _Unlearnable as error:
+        lesson.why_not = str(error)
+    if lesson.why_not:
+        return False
+    followed = {number for number, one in enumerate(lesson.entries) if one.run is not None}
+    for entry in [one for one in lesson.entries if one.opening is not None]:
+        entry.run_opening = entry.opening.compiled(followed)
+    return True
+
+
+def _settle(entry: Entry, fits: bool, has_hooks: bool) -> None:
+    """Decide what an entry drops."""
+    notes, entry.noted = entry.noted, None
+    own = None if notes is None or fits else notes.own()
+    makes = [] if fits else [one for one in entry.makes if _is_read(one, own)]
+    drops_own = any([one.is_whole or not one.is_inside for one in makes])
+    packs = [] if notes is None or fits else [_pack(entry, one, own, drops_own) for one in notes.packs]
+    kinds = {source.kind for make in makes for source in make.sources}
+    if "unknown" in kinds:
+        raise _Unlearnable("an argument of a recipe whose origin is unknown")
+    is_inside = any([one.is_inside for one in makes])
+    is_special = is_inside or entry.row.again is attention or any([one.draws for one in makes])
+    is_run = bool(makes) or any(packs)
+    base = notes.base() if notes is not None and drops_own else None
+    is_base_made = base is not None and base is not own and isinstance(base.source, Recipe) and base.readers
+    serves = drops_own and RULES in packs and entry.row.result_serves is not None
+    entry.by_rules = entry.is_kept or (bool(makes) and (is_special or serves or bool(is_base_made)))
+    entry.reads_packed = "packed" in kinds
+    entry.asks_rules = entry.by_rules or RULES in packs
+    entry.makes = makes
+    entry.packs = packs if is_inside or "packed" in kinds or any(packs) else ()
+    if not (makes and entry.compares):
+        entry.consts = []
+    entry.consts = [(path, one) for path, one in entry.consts if path not in _IGNORED.get(entry.function, ())]  # type: ignore[call-overload]
+    if wrong := [one for _, one in entry.consts if not is_constant(one)]:
+        raise _Unlearnable(f"an argument {type(wrong[0]).__name__}")
+    if not (is_inside or (is_run and entry.function in PRODUCTS)):
+        entry.layouts = []
+    entry.has_hooks = has_hooks
+    if is_run or entry.only is not None:
+        entry.run = partial(as_code, entry)
+    elif not fits:
+        entry.run = write if entry.writes else may_write if entry.function in INPLACE else None
+
+
+def _is_read(make: Make, own: Value | None) -> bool:
+    """Whether a recipe computes something that is read."""
+    if (recipe := make.recipe()) is None:
+        return False
+    values = [one() for one in recipe.outputs] if make.is_inside else [own]
+    return any([one is not None and one.source is recipe and one.readers for one in values])
+
+
+def _pack(entry: Entry, noted: _Pack, own: Value | None, drops_own: bool) -> Any:
+    """What autograd gets for a saved tensor: see `Entry.packs`."""
+    if noted.held == "shape":
+        return RULES
+    if noted.held is None or (saved := noted.held()) is None:
+        return None
+    value, source = saved.value, saved.value.source
+    if noted.copied is not None:
+        source, of = _base(value).source, noted.of()
+        if isinstance(source, Recipe) and of in source.inputs and _is_kept_view(of):
+            entry.keeps.append(noted.copied)
+        return RULES
+    if isinstance(source, Signs):
+        return value.positive
+    if value is own and not noted.is_result:  # the result will do in its place
+        entry.is_kept = not drops_own
+        return RULES
+    if _is_kept_view(value):
+        return None
+    if value is own and drops_own:
+        return OWN
+    is_derived = noted.is_known or (isinstance(source, Recipe) and source.function is checkpointed_output)
+    return FOUND if is_derived else RULES

@@ -1,1 +1,0 @@
-"""A recorded pass as a list of calls, which later passes follow."""
