@@ -66,7 +66,6 @@ class Following(Recording):
 
     Args:
         script: of an earlier pass with inputs of this form.
-        others: scripts for the same form of inputs, by other plans.
         make_policy: makes the policy for calls that differ from a plan. None: there is no budget.
         inputs, frame: see `Recording`.
     """
@@ -74,7 +73,6 @@ class Following(Recording):
     def __init__(
         self,
         script: Script,
-        others: Sequence[Script],
         make_policy: Callable[[], ByPlan] | None,
         *,
         inputs: Sequence[Tensor] = (),
@@ -82,7 +80,7 @@ class Following(Recording):
     ):
         super().__init__(None, inputs=inputs, frame=frame)
         self.script = script
-        self.others, self.make_policy = others, make_policy
+        self.make_policy = make_policy
         self.entries = script.entries
         self.next = 0  # number of the next entry
         self.handles = Handles()
@@ -188,18 +186,11 @@ class Following(Recording):
         return self.__torch_function__(self.script.entries[number].function, (), args, kwargs)  # type: ignore[arg-type]
 
     def _goes_on_elsewhere(self, function: Any, args: tuple[Any, ...]) -> bool:
-        """Find the entry of a call that is not the next one: calls have gone, or another script goes on with it."""
-        now, script = self.next, self.script
+        """Find the entry of a call that is not the next one: calls have gone."""
+        now = self.next
         if (place := self._place(function, args)) is None:
             near = self.entries[now + 1 : now + _NEAR]
             place = next((now + 1 + n for n, one in enumerate(near) if function in (one.function, one.opened)), None)
-        if place is None:
-            for other in self.others:
-                functions = other.functions
-                if other is not script and now < len(functions) and functions[now] == function:
-                    if functions[:now] == script.functions[:now]:
-                        self.script, self.entries, place = other, other.entries, now
-                        break
         if place is not None:
             self._go_to(place)
         return place is not None
