@@ -86,6 +86,7 @@ class Following(Recording):
         self.handles = Handles()
         self.stream = 0
         self.leaves = False  # the rest of the pass is recorded
+        self.left_at: int | None = None  # the number of the next entry when too many calls had differed
         self.first = 0  # number of the entry of the opened function that is running
         self.has_sought = False  # the running call has been looked for among all entries
         self.differences = 0  # calls that the recorder has made, or an earlier entry again
@@ -271,7 +272,7 @@ class Following(Recording):
             self.hooks = outer
 
     def run_noted(self, *call: Any) -> Any:
-        self.places.append(self.next)
+        self.places.append(self.next if self.left_at is None else self.left_at)
         return super().run_noted(*call)
 
     def _note_difference(self) -> None:
@@ -285,4 +286,5 @@ class Following(Recording):
             if self.lesson is not None:
                 self.lesson.outside = self.known.saved_outside
         if self.policy is not None and not self.leaves and _FEW * self.differences > self.script.learned:
+            self.left_at = self.next
             self.leave()

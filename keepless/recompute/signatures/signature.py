@@ -144,7 +144,7 @@ class Signatures:
         if one.is_due or output is None:
             return
         if isinstance(recording, Following):
-            if recording.lesson is not None and not has_left:
+            if recording.lesson is not None and (recording.left_at is not None or not has_left):
                 script = grown(recording.script, recording.lesson, recording.places, recording.kept)
                 one.script = script or one.script
         elif recording.lesson is not None:

@@ -24,6 +24,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from keepless import InPlaceABN, recompute_activations, report
 from keepless.conversion.activated import merge
+from keepless.recompute.script.following import Following
 from keepless.recompute.signatures import plans as plans_module
 from keepless.recompute.step import copied
 from keepless.recompute.step.copied import LeftBehind
@@ -297,18 +298,28 @@ class Experts(nn.Module):
         return self.experts[self.chosen](x)
 
 
-def test_a_path_that_stays_gets_its_plan_and_each_path_is_within_the_budget(rehearsals):
-    """A step is rehearsed if the last one has left its plan, in over a quarter of its calls, but only once."""
+def test_a_path_that_stays_gets_its_plan_and_each_path_is_within_the_budget(rehearsals, monkeypatch):
+    """A step is rehearsed if the last one has left its plan, in over a quarter of its calls, but only once.
+
+    Other paths are then followed, too: from their second step on at most one call is interpreted.
+    """
     torch.manual_seed(0)
-    plain, x = Experts(), torch.randn(700, 32)
+    plain, x, interpreted, seen = Experts(), torch.randn(700, 32), [], set()
     budget = peak_bytes(lambda: gradients(plain, x), "cpu") // 2
     within = recompute_activations(plain, budget=budget)
+    interpret = Following.interpret
+    monkeypatch.setattr(
+        Following, "interpret", lambda self, *call: interpreted.append(call[0]) or interpret(self, *call)
+    )
     ahead = Ahead.of(within)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number, within.chosen in enumerate((0, 0, 1, 1, 1, 2, 0, 2, 1, 0, 2, 1)):
+            interpreted.clear()
             assert ahead.peak(within, x) <= 1.03 * budget
             assert len(rehearsals) == (1 if number < 3 else 2)
+            assert len(interpreted) <= 1 or within.chosen not in seen
+            seen |= {within.chosen} if number > 3 else set()
     (text,) = [str(one.message) for one in said]
     assert "steps take several paths, first in experts.2.1 (Tanh): only one has a plan" in text and plans(within) == [1]
 
