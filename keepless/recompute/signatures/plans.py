@@ -100,6 +100,8 @@ class Planner:
 
     def say_that_it_leaves(self, network: nn.Module, left: "ref[nn.Module] | None", is_new: bool) -> None:
         """Warn about a pass that has left its plan in a module. `is_new`: this was just made for the pass."""
+        if "paths" in self._said:
+            return
         names = {id(one): f"{name or 'the network'} ({type(one).__name__})" for name, one in network.named_modules()}
         place = names.get(id(left and left()), "code outside its modules")
         text = f"steps make other calls than their rehearsals, first in {place}, and may exceed the budget, because"
