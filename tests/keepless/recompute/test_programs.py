@@ -313,7 +313,7 @@ def agrees_wherever_it_differs(make: Make, plan: Plan | None, most: int, may_ref
             differing.numbers = range(number, end)
             agrees(plain, run(make, differing), may_refuse)
             learned = grown(learning.script, differing.lesson, differing.places, differing.kept)
-            if learned is not None and not differing.leaves:
+            if learned is not None:
                 follows = Following(learned, partial(_policy_of, plan))
                 agrees(plain, run(make, follows), may_refuse)
     return len(numbers)
