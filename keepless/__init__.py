@@ -22,7 +22,7 @@ from .prepared import (
     share_plans,
     undo,
 )
-from .recompute.kinds.plans import plan
+from .recompute.signatures.plans import plan
 from .reversible.checks import checking_repetitions
 from .reversible.couplings import (
     AdditiveCoupling,

@@ -16,15 +16,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
-from .recompute.entries.following import Following
-from .recompute.entries.learning import Lesson, grown, script_of
 from .recompute.entries.recording import Recording, is_ours, is_running, may_differ_when_repeated
 from .recompute.entries.report import KeptTensor, Report, summary
-from .recompute.kinds.input_forms import InputForm, InputForms
-from .recompute.kinds.plans import Budget, Plans, arguments_of, checked
+from .recompute.signatures.plans import Budget, arguments_of, checked
+from .recompute.signatures.signature import Signatures
 from .recompute.step.sharded import is_sharded
 from .reversible.couplings import Coupling
-from .saved import PLAIN
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level, warn
 
 
@@ -74,19 +71,20 @@ def recompute_activations(
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
     _check_not_lazy(network)
-    plans = None if budget is None else Plans(checked(budget))
-    if plans is not None and checkpointed_only:
+    signatures = Signatures(None if budget is None else checked(budget))
+    if budget is not None and checkpointed_only:
         raise ValueError(f"budget={budget} with checkpointed_only=True: expected only one of them")
-    if plans is None and example is not None:
+    if budget is None and example is not None:
         raise ValueError("an example is given without a budget: expected budget=…, such as '6GiB'")
     if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
-    if plans is not None and example is not None:
-        plans.plan_for(network, *arguments_of(example))
+    if example is not None:
+        signatures.plan_for(network, *arguments_of(example))
     for module in _recorded_by_themselves(network):
         _take_off(module)
-        _Hooks(checkpointed_only, plans if module is network else None).put_on(module, awaited=module is network)
+        hooks = _Hooks(checkpointed_only, signatures if module is network else Signatures())
+        hooks.put_on(module, awaited=module is network)
     return network
 
 
@@ -113,10 +111,10 @@ def share_plans(network: nn.Module) -> None:
     gradients. ValueError if the network has no budget.
     """
     hooks = _hooks_of(network, "share_plans")
-    if hooks is None or hooks.plans is None:
+    if hooks is None or hooks.signatures.budget is None:
         raise ValueError("share_plans got a network without a budget: call recompute_activations(network, budget=…)")
     if dist.is_initialized():
-        hooks.plans.share()
+        hooks.signatures.share()
 
 
 def report(network: nn.Module) -> Report:
@@ -198,17 +196,14 @@ _open = _Open()
 class _Hooks:
     """Module hooks that record a forward pass."""
 
-    def __init__(self, checkpointed_only: bool, plans: Plans | None = None):
-        self.checkpointed_only = checkpointed_only
-        self.plans = plans
+    def __init__(self, checkpointed_only: bool, signatures: Signatures):
+        self.checkpointed_only, self.signatures = checkpointed_only, signatures
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
-        self.forms = InputForms(sizes=plans is not None)
         self.awaited: RemovableHandle | None = None  # of a parameter's hook, until the module is called
         self.is_compiled = False  # a compiled graph has called the module
 
     def __getstate__(self) -> dict[str, Any]:
-        plans = None if self.plans is None else Plans(self.plans.budget)
-        return vars(_Hooks(self.checkpointed_only, plans))
+        return vars(_Hooks(self.checkpointed_only, Signatures(self.signatures.budget)))
 
     def put_on(self, module: nn.Module, awaited: bool) -> None:
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
@@ -251,46 +246,14 @@ class _Hooks:
             self.stop_awaiting()
         is_unsafe = not self.checkpointed_only and may_differ_when_repeated((args, kwargs))
         if _can_record() and not is_unsafe:
-            recording = self._recording(module, args, kwargs, frame)
+            if self.checkpointed_only:
+                inputs, has_shards = tensors_in((args, kwargs)), is_sharded(module)
+                recording = Recording(sees_calls=False, copy_parameters=has_shards, inputs=inputs, frame=frame)
+            else:
+                recording = self.signatures.recording(module, args, kwargs, frame)
             recording.__enter__()
         # A frame keeps its callers' variables, and so keeps checkpoints around from ending after Ctrl-C (torch 2.11).
         _open.passes.append(_ForwardPass(module, recording, frame if recording is None else None))
-
-    def _recording(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> Recording:
-        """Follow a script, if these inputs have one whose plan still stands. Otherwise record, and learn one."""
-        is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
-        inputs = [*args] if is_simple else tensors_in((args, kwargs))
-        plans, has_shards = self.plans, is_sharded(module)
-        form, policy = None, None
-        is_free = current_hooks() is None  # if there are hooks around the network, they decide what is kept
-        if is_free and not (self.checkpointed_only or has_shards):
-            form = self.forms.of(module, inputs, args, kwargs)
-        if form is not None and form.now is not None and not form.learns:
-            last = form.policy
-            if plans is None or (last is not None and last.size.is_settled_on(form.now.plan)):
-                make_policy = None if last is None else last.anew
-                following = Following(form.now, make_policy, inputs=inputs, frame=frame)
-                following.form = form
-                return following
-        if plans is not None and is_free:
-            policy = plans.of_pass(module, args, kwargs)
-        recording = Recording(
-            policy,
-            sees_calls=not self.checkpointed_only,
-            copy_parameters=has_shards,
-            inputs=inputs,
-            frame=frame,
-        )
-        if form is not None:
-            if form.now is not None and policy is not None:  # its plan has changed, or there is a new one
-                form.learns = True
-            if form.learns:
-                recording.lesson, recording.form = Lesson(), form
-                if policy is not None and policy.size is not None:
-                    form.policy = policy
-        return recording
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End the recording after the module's forward pass, even if it raised."""
@@ -301,35 +264,13 @@ class _Hooks:
             if recording is not None:
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
-                if self.plans is not None:
-                    self.plans.pass_has_ended(recording.policy, has_raised=output is None)
-                if recording.form is not None:
-                    _conclude(recording, recording.form, output)
+                self.signatures.pass_has_ended(module, recording, output)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
             "torch.jit.script cannot read the hooks of recompute_activations: call undo(network) first, "
             "or use torch.jit.trace"
         )
-
-
-def _conclude(recording: Recording, form: InputForm, output: object) -> None:
-    """A pass has ended: learn its script, or what has differed from it."""
-    if isinstance(recording, Following):
-        if recording.has_followed:
-            form.now = recording.script
-        elif recording.leaves:
-            form.left()
-        elif recording.lesson is not None and output is not None:
-            script = recording.script
-            form.grow(script, grown(script, recording.lesson, recording.places, recording.kept))
-    elif recording.lesson is not None and output is not None:
-        policy, plan = recording.policy, None
-        if policy is not None:
-            plan = policy.plans[0] if policy.plans else None
-            if plan is None or policy.call + 1 != len(plan.calls):
-                return
-        form.learn(script_of(recording.lesson, recording.kept, plan))
 
 
 def _can_record() -> bool:

@@ -34,7 +34,7 @@ from engine.training.loop import Loss, accumulate_gradients
 from keepless.fit.sizes import largest
 from keepless.fit.step_memory import CountedStep, PlannedStep, StepMemory
 from keepless.made_tensors import Change, bytes_of_tensors
-from keepless.recompute.kinds.plans import plan
+from keepless.recompute.signatures.plans import plan
 from keepless.recompute.step.costs import times_of
 from keepless.saved import kept_bytes, size_text
 from keepless.torch_internals import FakeTensorMode

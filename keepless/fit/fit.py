@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..inputs import check_has_forward, check_module, check_one_example
-from ..recompute.kinds.plans import arguments_of
+from ..recompute.signatures.plans import arguments_of
 from ..recompute.step.copied import on_copy
 from ..recompute.step.costs import times_of
 from ..saved import size_text

@@ -76,6 +76,7 @@ class Following(Recording):
         self.on: torch.cuda.Stream | None = None  # the current stream
         self.stream = 0  # and its address
         self.leaves = False  # the rest of the pass is recorded
+        self.left_at: int | None = None  # the number of the next entry when too many calls had differed
         self.first = 0  # number of the entry of the opened function that is running
         self.has_sought = False  # the running call has been looked for among all entries
         self.differences = 0  # calls that the recorder has made, or an earlier entry again
@@ -342,7 +343,7 @@ class Following(Recording):
             self.hooks = outer
 
     def run_noted(self, *call: Any) -> Any:
-        self.places.append(self.next)
+        self.places.append(self.next if self.left_at is None else self.left_at)
         return super().run_noted(*call)
 
     def _note_difference(self) -> None:
@@ -351,6 +352,7 @@ class Following(Recording):
             self.policy = self.differing
             self.policy.plans, self.policy.left = [], calling_module()
         if self.policy is not None and not self.leaves and _FEW * self.differences > self.script.learned:
+            self.left_at = self.next
             self.leave()
 
 

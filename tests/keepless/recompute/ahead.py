@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keepless.inputs import tensors_in
 from keepless.recompute.entries.plan import ByPlan, Plan
 from keepless.recompute.entries.recording import Recording
-from keepless.recompute.kinds.plans import Plans
+from keepless.recompute.signatures.signature import Signature, Signatures
 from keepless.recompute.step.costs import peak_bytes
 
 
@@ -73,37 +73,32 @@ def assert_like(plain: nn.Module, within: nn.Module, *inputs: Tensor) -> None:
         assert all(map(torch.equal, *found))
 
 
-def plans_of(network: nn.Module) -> Plans:
-    """The plans of a network that has been given a budget."""
+def plans_of(network: nn.Module) -> Signatures:
     (hooks,) = {hook.__self__ for hook in network._forward_hooks.values() if hasattr(hook, "__self__")}
-    return hooks.plans
+    return hooks.signatures
 
 
-def planned_sizes(network: nn.Module) -> list:
-    return [size for sizes in plans_of(network)._families.values() for size in sizes]
+def planned_sizes(network: nn.Module) -> list[Signature]:
+    """The sizes of inputs that a network with a budget knows."""
+    return plans_of(network).known
 
 
 def plans(network: nn.Module) -> list[int]:
-    """How many plans there are for each size."""
-    return [len(size.plans) for size in planned_sizes(network)]
+    """Of each size that borrows no plan, whether it has one."""
+    return [int(one.plan is not None) for one in planned_sizes(network) if one.is_own or one.plan is None]
 
 
-class Ahead(Plans):
+class Ahead:
     """Plans that are made before a pass, outside the profiler that measures it."""
 
     @classmethod
     def of(cls, network: nn.Module) -> "Ahead":
-        """Prepare a network that has been given a budget."""
-        (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
-        hooks.plans = cls(hooks.plans.budget)
-        return hooks.plans
+        """Of a network that has been given a budget."""
+        return cls()
 
     def peak(self, network: nn.Module, x: Tensor, step: Callable[[], object] | None = None) -> int:
         """Bytes at the peak of a step on x, with gradients already there."""
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self.policy = super().of_pass(network, (x,), {})
+        plans_of(network).of_pass(network, [x], (x,), {})
         return peak_bytes(step or (lambda: network(x).square().mean().backward()), x.device)
-
-    def of_pass(self, module, args, kwargs):
-        return self.policy

@@ -308,8 +308,8 @@ def test_networks_follow_a_script(make, budget, monkeypatch):
     network = recompute_activations(copy.deepcopy(plain), budget=budget)
     assert_like(plain, network, *torch.randn(3, 4, 8, 16, 16))
     (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
-    (form,) = hooks.forms._forms.values()
-    assert form.scripts and form.now is form.scripts[0] and not form.learns
+    (signature,) = hooks.signatures.known
+    assert signature.script is not None and not signature.is_due
 
 
 class Changing(nn.Module):

@@ -63,8 +63,8 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
     share_plans(within)  # the ranks' times differ, and their plans may
     same += [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(2)]
     owners = [getattr(hook, "__self__", None) for hook in within._forward_hooks.values()]
-    ((size,),) = next(owner.plans for owner in owners if hasattr(owner, "plans"))._families.values()
-    (plan,) = size.plans
+    (size,) = next(owner.signatures for owner in owners if hasattr(owner, "signatures")).known
+    plan = size.plan
 
     def holding() -> None:
         y = within(x)  # a rehearsal holds it, too
@@ -72,7 +72,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
 
     peak = peak_bytes(holding, "cpu")
     return (
-        all(map(all, same)) and size.rehearsals == 1,
+        all(map(all, same)) and size.attempts == 1,
         replace(plan, calls=len(plan.calls)),
         peak - plan.peak,
     )

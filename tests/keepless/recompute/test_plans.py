@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import fit, plan, recompute_activations, report
-from keepless.recompute.kinds import plans as plans_module
-from keepless.recompute.kinds.plans import checked
+from keepless.recompute.signatures import plans as plans_module
+from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import frontier

@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from keepless import CheckpointedABN, InPlaceABN, prepared, recompute_activations, upsampled_cross_entropy
+from keepless import CheckpointedABN, InPlaceABN, recompute_activations, upsampled_cross_entropy
 from keepless.inputs import tensors_in
 from keepless.recompute.entries.entry import Script
 from keepless.recompute.entries.following import Following
@@ -28,6 +28,7 @@ from keepless.recompute.entries.learning import Lesson, grown, script_of
 from keepless.recompute.entries.plan import ByPlan, Flag, Plan
 from keepless.recompute.entries.recording import Recording
 from keepless.recompute.held.values import Value
+from keepless.recompute.signatures import signature
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.counting import Counting
 from keepless.saved import Kept, copied, saved_for_backward
@@ -209,7 +210,7 @@ def test_only_the_calls_that_differ_are_recorded(order, doubled, most, budget, m
             assert expected.grad is None or torch.equal(found.grad, expected.grad)
         assert len(calls) <= most
     for size in planned_sizes(ours) if budget else ():
-        assert size.rehearsals == 1
+        assert size.attempts == 1
 
 
 def test_without_a_budget_one_recorded_step_is_enough_for_all_sizes(monkeypatch):
@@ -223,7 +224,7 @@ def test_without_a_budget_one_recorded_step_is_enough_for_all_sizes(monkeypatch)
             network(x).square().sum().backward()
         for expected, found in zip(plain.parameters(), ours.parameters(), strict=True):
             assert torch.equal(found.grad, expected.grad)
-        monkeypatch.setattr(prepared, "Lesson", None)
+        monkeypatch.setattr(signature, "Lesson", None)
 
 
 class Unfreezing(nn.Module):
@@ -311,7 +312,7 @@ def agrees_wherever_it_differs(make: Make, plan: Plan | None, most: int, may_ref
             differing.numbers = range(number, end)
             agrees(plain, run(make, differing), may_refuse)
             learned = grown(learning.script, differing.lesson, differing.places, differing.kept)
-            if learned is not None and not differing.leaves:
+            if learned is not None:
                 follows = Following(learned, partial(_policy_of, plan))
                 agrees(plain, run(make, follows), may_refuse)
     return len(numbers)
@@ -1389,7 +1390,7 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(
         assert len(texts) == 1 or seed >= len(UNPLANNED)
         assert all(later <= 1.01 * peaks[0] for later in peaks[1:])
         for size in planned_sizes(within) if budget else ():
-            assert not size.strays and size.rehearsals == len(size.plans) == 1
+            assert size.plan is not None and size.attempts == 1 and not size.is_due
     assert recorded <= len(seeds) // 100  # some views of views cannot be made again either
 
 

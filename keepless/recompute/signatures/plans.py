@@ -5,29 +5,26 @@ import math
 import reprlib
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...inputs import check_module, check_one_example, tensors_in
-from ...saved import autocast_of, is_ordinary, size_text
-from ...torch_internals import is_capturing, is_compiled, profiler_runs, tree_map, warn
+from ...saved import size_text
+from ...torch_internals import is_compiled, tree_map, warn
 from ...units import UNITS, bytes_of, share_of
-from ..entries.plan import ByPlan, Plan
+from ..entries.plan import Plan
 from ..step.closures import has_hooks_of_users
 from ..step.rehearsal import rehearsed_step
 from ..step.search import Choice, frontier
 from ..step.simulation import Simulation, plain_peak, simulate
 from ..step.step import Step
 
-_MOST = 16  # planned sizes of one family of inputs; also rehearsals of one size, as there may be several paths
-_LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
 _NEAR = 1.02  # a budget is searched again without the outputs if the lowest peak is at most this many times its bytes
 _BLOCK = 512  # bytes: CUDA's allocator rounds to it, so exceeding a budget by less is not reported
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
@@ -49,125 +46,80 @@ def _pauses_are_explained() -> Iterator[None]:
             _log.warning("planned in %.1f s", seconds)
 
 
-class Plans:
-    """The plans of a prepared network.
-
-    A pass follows the plan of the smallest planned size that has at least its bytes of inputs. If there is none, or it
-    is more than 1.5 times as large, the pass is rehearsed on a copy, and follows the resulting plan at once. If the
-    network takes a path that was not rehearsed, the next passes are, until that path has a plan.
-    """
+class Planner:
+    """Makes the plans of a prepared network, and says what users should know about them."""
 
     def __init__(self, budget: float | int):
         self.budget = budget
-        self._families: dict[Hashable, list[Size]] = {}  # by what inputs of different sizes have in common
+        self.error: Exception | None = None  # of the last rehearsal
         self._said: set[str] = set()  # subjects of warnings
-        self._error: Exception | None = None  # of the last rehearsal
         self._cannot_rehearse = False
         self._differs_on_fakes: bool | None = None  # in its calls, as Hugging Face's attention does. None: not known
 
-    def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
-        """The policy of the next forward pass."""
-        family, given = _described(module, args, kwargs)
-        size = self._followed(self._families.get(family, []), given)
-        if (captures := is_capturing()) or profiler_runs():  # measuring waits for the device, or ends the profiler
-            if size is None:
-                cure = "a CUDA graph is captured without a plan: run three steps before the capture"
-                later = "a PyTorch profiler is running: the budget is planned once it has ended"
-                self._say("waits", cure if captures else later)
-            return ByPlan([] if size is None else size.plans)
-        if size is None:
-            size = self._added(family, given)
-        if given == size.given and size.is_unsettled and not self._cannot_rehearse:
-            self._rehearse(size, module, args, kwargs)
-        size.passes += 1
-        return ByPlan(size.plans, size, given)
+    @_pauses_are_explained()
+    def plan(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Plan | None = None,
+        missed: bool = False,
+    ) -> Plan | None:
+        """The plan of the next pass with these arguments; None if there can be none.
 
-    def pass_has_ended(self, policy: ByPlan | None, has_raised: bool) -> None:
-        """Note whether a pass has left its plans. If its rehearsal alone has raised an error, warn and make no more."""
-        if policy is not None and (size := policy.size) is not None:
-            rehearsed, size.rehearsed = size.rehearsed, None
-            if not policy.plans and policy.given != size.given:  # too large despite fewer bytes, or other calls
-                size.serves = min(size.serves, sum(policy.given[1]) - 1)
-            elif not policy.plans:
-                size.strays, size.missed, size.left = True, rehearsed, policy.left
-                if size.rehearsals == _MOST:
-                    self._say(
-                        "paths", f"steps on paths without a plan, after {_MOST} rehearsals, may exceed the budget"
-                    )
-        error = self._error
+        `known`: the last plan of this size. `missed`: it was left by the very pass that it was made for.
+        """
+        self.error = None
+        learns = [*module.parameters(), *tensors_in((args, kwargs))]
+        if self._cannot_rehearse or not any(one.requires_grad for one in learns):
+            return None
+        is_real = missed if self._differs_on_fakes is None else self._differs_on_fakes
+        try:
+            step = rehearsed_step(module, args, kwargs, is_real, self.budget)
+        except Exception as error:  # a network may raise anything
+            self.error = error
+            return None
+        is_known = known is not None and known.calls == step.calls
+        if missed and self._differs_on_fakes is None:
+            self._differs_on_fakes = not is_known
+        return known if is_known else self._planned(step)
+
+    def must_plan_again(self, has_raised: bool) -> bool:
+        """Whether a pass has raised an error as its rehearsal did. If this alone did, warn, and make no more."""
+        error, self.error = self.error, None
         if error is not None and not has_raised:
-            self._error = None
             self._cannot_rehearse = True
             warn(f"no plan can be made, so a step may exceed the budget: {type(error).__name__}: {error}")
+        return error is not None and has_raised
+
+    def say_that_it_waits(self, captures: bool) -> None:
+        """Warn about a pass without a plan. `captures`: it cannot be made now because of a CUDA graph."""
+        cure = "a CUDA graph is captured without a plan: run three steps before the capture"
+        later = "a PyTorch profiler is running: the budget is planned once it has ended"
+        self._say("waits", cure if captures else later)
+
+    def say_that_it_leaves(self, network: nn.Module, left: "ref[nn.Module] | None", is_new: bool) -> None:
+        """Warn about a pass that has left its plan in a module. `is_new`: this was just made for the pass."""
+        if "paths" in self._said:
+            return
+        names = {id(one): f"{name or 'the network'} ({type(one).__name__})" for name, one in network.named_modules()}
+        place = names.get(id(left and left()), "code outside its modules")
+        text = f"steps make other calls than their rehearsals, first in {place}, and may exceed the budget, because"
+        if not is_new:
+            text = f"steps take several paths, first in {place}: only one has a plan, and others may exceed the budget"
+        elif compiled := [names[id(one)] for one in network.modules() if is_compiled(one)]:
+            text += f" calls under torch.compile cannot be seen: leave {compiled[0]} uncompiled"
+        elif hooked := [names[id(one)] for one in network.modules() if has_hooks_of_users(one)]:
+            text += f" rehearsals leave out hooks: do in forward what those of {', '.join(hooked[:3])} do to outputs"
+        else:
+            text += " state outside the network chooses the path of a step: keep it in the network"
+        self._say("paths", text)
 
     def _say(self, subject: str, message: str) -> None:
         """Warn once about each subject."""
         if subject not in self._said:
             self._said.add(subject)
             warn(message)
-
-    def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for a size before its first pass. ValueError if it cannot be rehearsed."""
-        self._rehearse(self._added(*_described(module, args, kwargs)), module, args, kwargs)
-        if (error := self._error) is not None:
-            raise ValueError(
-                f"a step on a copy of the network with the example raises {type(error).__name__}: {error}; give an "
-                f"example that the network can be trained on, several inputs as a tuple"
-            ) from error
-
-    def share(self) -> None:
-        """Use the plans of rank 0 where it has planned the same calls on the same inputs."""
-        mine = {
-            (family, size.given, tuple(total for _, total in plan.calls)): (size, number, plan)
-            for family, sizes in self._families.items()
-            for size in sizes
-            for number, plan in enumerate(size.plans)
-        }
-        theirs: list[Any] = [{key: (plan.flags, plan.peak, plan.plain) for key, (_, _, plan) in mine.items()}]
-        dist.broadcast_object_list(theirs)
-        for key in mine.keys() & theirs[0].keys():
-            size, number, plan = mine[key]
-            size.plans[number] = Plan(plan.calls, *theirs[0][key])
-
-    @staticmethod
-    def _followed(sizes: "Sequence[Size]", given: "_Given") -> "Size | None":
-        """The planned size for these inputs: their own, or the smallest that is large enough."""
-        own = next((size for size in sizes if size.given == given), None)
-        bytes = sum(given[1])
-        larger = [one for one in sizes if one.plans and bytes <= one.serves <= _LARGER * bytes]
-        return own or min(larger, key=lambda one: one.serves, default=None)
-
-    def _added(self, family: Hashable, given: "_Given") -> "Size":
-        """A new size. If there are too many, the one that served the fewest passes is dropped."""
-        sizes = self._families.setdefault(family, [])
-        if len(sizes) == _MOST:
-            sizes.remove(min(sizes, key=lambda size: size.passes))
-        sizes.append(Size(given))
-        return sizes[-1]
-
-    @_pauses_are_explained()
-    def _rehearse(self, size: "Size", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan the next pass with inputs of a size, unless there is a plan for its calls."""
-        size.rehearsals, self._error = size.rehearsals + 1, None
-        if not any(one.requires_grad for one in [*module.parameters(), *tensors_in((args, kwargs))]):
-            return
-        try:
-            missed = None if self._differs_on_fakes is not None else size.missed
-            step = rehearsed_step(module, args, kwargs, missed is not None or bool(self._differs_on_fakes), self.budget)
-            if missed is not None:
-                self._differs_on_fakes = step.calls != missed.calls
-        except Exception as error:  # a network may raise anything
-            self._error = error
-            return
-        known = next((plan for plan in size.plans if plan.calls == step.calls), None)
-        if known is None:
-            size.strays = False
-            size.plans.append(known := self._planned(step))
-            size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough comes first
-        elif known is size.missed:
-            size.rehearsals = _MOST
-            self._say("paths", _unlike(module, size.left))
-        size.rehearsed = known
 
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
@@ -236,59 +188,6 @@ def _best(step: Step, limit: int) -> Choice:
     """The fastest choice within a limit, or the one with the lowest peak."""
     choices = frontier(step, limit)
     return next((choice for choice in choices if choice.peak <= limit), choices[-1])
-
-
-def _unlike(network: nn.Module, left: "ref[nn.Module] | None") -> str:
-    """The warning about a network whose steps differ from their rehearsals since one of its modules, `left`."""
-    names = {id(one): f"{name or 'the network'} ({type(one).__name__})" for name, one in network.named_modules()}
-    place = names.get(id(left and left()), "code outside its modules")
-    text = f"steps make other calls than their rehearsals, first in {place}, and may exceed the budget, because"
-    if compiled := [names[id(one)] for one in network.modules() if is_compiled(one)]:
-        return f"{text} calls under torch.compile cannot be seen: leave {compiled[0]} uncompiled"
-    if hooked := [names[id(one)] for one in network.modules() if has_hooks_of_users(one)]:
-        return f"{text} rehearsals leave out hooks: do in forward what those of {', '.join(hooked[:3])} do to outputs"
-    return f"{text} state outside the network chooses the path of a step: keep it in the network"
-
-
-_Given = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
-
-
-def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, _Given]:
-    """What inputs of different sizes have in common (dtypes, devices, modes, …), and their sizes."""
-    inputs = tensors_in((args, kwargs))
-    ordinary = [tensor for tensor in inputs if is_ordinary(tensor)]
-    forms = tuple(
-        (tensor.dim() if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device.type)
-        for tensor in inputs
-    )
-    frozen = tuple(number for number, one in enumerate(module.parameters()) if not one.requires_grad)
-    devices = {tensor.device.type for tensor in inputs}
-    family = (forms, frozen, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
-    return family, (tuple(size for one in ordinary for size in one.shape), tuple(one.nbytes for one in ordinary))
-
-
-class Size:
-    """The plans for inputs of one size, also used for smaller inputs."""
-
-    def __init__(self, given: _Given) -> None:
-        self.given = given
-        self.serves = sum(given[1])  # the most bytes of inputs that use these plans
-        self.passes = 0
-        self.plans: list[Plan] = []
-        self.rehearsals = 0
-        self.strays = False  # the network takes paths that have no plan
-        self.rehearsed: Plan | None = None  # the plan of the running pass, if this was just rehearsed
-        self.missed: Plan | None = None  # the last such plan that the pass has left all the same
-        self.left: ref[nn.Module] | None = None  # the module in which a pass has left its plans
-
-    @property
-    def is_unsettled(self) -> bool:
-        """Whether the next pass is to be rehearsed."""
-        return (self.strays or not self.plans) and self.rehearsals < _MOST
-
-    def is_settled_on(self, plan: Plan | None) -> bool:
-        """Whether a pass may follow a script of this plan."""
-        return any(one is plan for one in self.plans) and not self.is_unsettled
 
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)

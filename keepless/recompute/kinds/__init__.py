@@ -1,1 +1,0 @@
-"""The plans and scripts of a network, one for each kind of input."""

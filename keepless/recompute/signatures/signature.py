@@ -1,0 +1,210 @@
+"""Signatures of a network's inputs, and what passes with such inputs follow: a script, and with a budget a plan."""
+
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...inputs import tensors_in
+from ...saved import PLAIN, autocast_of, is_ordinary
+from ...torch_internals import current_hooks, is_any_autocast_enabled, is_capturing, profiler_runs
+from ..entries.entry import Script
+from ..entries.following import Following
+from ..entries.learning import Lesson, grown, script_of
+from ..entries.plan import ByPlan, Plan
+from ..entries.recording import Recording
+from ..step.sharded import is_sharded
+from .plans import Planner
+
+_MOST = 16  # signatures that are known; then the one that was not used for longest goes
+_LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
+_PATIENCE = 100  # passes before the third attempt, and how many times as many before each further one
+_CHOICES = (bool, type(None))  # arguments that may choose a path
+
+_Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
+
+
+class Signature:
+    """Inputs whose passes follow the same script, and with a budget the same plan. Then they are of one size.
+
+    While it is due, the next pass is an attempt: it gets a plan, is recorded, and is learned as a script, which further
+    passes follow. If one leaves the script, the signature is due again; but for the third time only after 100 passes,
+    for the fourth after 10,000, because a network may take several paths at random.
+    """
+
+    def __init__(self, kind: tuple[Any, ...], size: _Size) -> None:
+        self.kind, self.size = kind, size  # kind: what inputs of different sizes have in common
+        self.passes = self.attempts = 0
+        self.is_due = True
+        self.is_new = True  # no pass has been learned since the last attempt
+        self.plan: Plan | None = None
+        self.is_own = False  # the plan was made for this size
+        self.script: Script | None = None
+
+    def attempt(self, plan: Plan | None, is_own: bool = True, script: Script | None = None) -> None:
+        """Record the next pass, and learn its script unless there is one."""
+        self.plan, self.is_own, self.script = plan, is_own and plan is not None, script
+        self.is_due, self.is_new, self.attempts = False, True, self.attempts + 1
+
+
+class Signatures:
+    """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
+
+    Inputs of a new size borrow the plan and the script of the smallest planned size that has at least their bytes,
+    unless this is more than 1.5 times as large. If their results are larger than planned, they get a plan of their own.
+    """
+
+    def __init__(self, budget: float | int | None = None) -> None:
+        self.budget = budget
+        self.known: list[Signature] = []  # the one used last comes last
+        self._planner = None if budget is None else Planner(budget)
+        self._parameters: list[Any] = []
+
+    def recording(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Recording:
+        """The context of the next forward pass, which this frame calls: it follows a script, or is recorded."""
+        is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
+        inputs, has_shards = [*args] if is_simple else tensors_in((args, kwargs)), is_sharded(module)
+        if current_hooks() is not None:  # hooks around the network decide what is kept
+            return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame)
+        one = self.of_pass(module, inputs, args, kwargs)
+        policy = None if self._planner is None else ByPlan([] if one is None or one.plan is None else [one.plan])
+        recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
+        if one is None or is_capturing():
+            return recording
+        script, is_learnable = one.script, not has_shards and None not in one.kind[0]
+        if is_learnable and script is not None and not one.is_new:
+            recording = Following(script, None if policy is None else ByPlan, inputs=inputs, frame=frame)
+        elif is_learnable and script is None and one.is_new:
+            recording.lesson = Lesson()
+        recording.form = one
+        return recording
+
+    def of_pass(
+        self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Signature | None:
+        """The signature of the next pass; None if it has no plan, and now none can be made."""
+        kind, size = self._described(module, inputs, args, kwargs)
+        for one in self.known:
+            if one.kind == kind and one.size == size:
+                break
+        else:
+            one = Signature(kind, size)
+        if one.is_due and self._planner is None:
+            one.attempt(None)
+        elif one.is_due and (lender := self._lender(one)) is not None:
+            self._use(lender)
+            one.attempt(lender.plan, is_own=False, script=lender.script)
+        elif one.is_due and self._planner is not None:
+            if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
+                one.attempt(self._planner.plan(module, args, kwargs, one.plan, missed=one.is_own and one.is_new))
+            elif one.attempts == 0:
+                self._planner.say_that_it_waits(is_capturing())
+                return None
+        one.passes += 1
+        if self.known[-1:] != [one]:
+            self._use(one)
+        return one
+
+    def _use(self, one: Signature) -> None:
+        """Note that this is the last one used. Those that borrow a plan drive out no other plan."""
+        others = [other for other in self.known if other is not one]
+        alike = [other for other in others if other.is_own is one.is_own]
+        if len(alike) == _MOST:
+            others.remove(alike[0])
+        self.known = [*others, one]
+
+    def _lender(self, one: Signature) -> Signature | None:
+        """The smallest planned size whose plan and script a new one borrows."""
+        bytes = sum(one.size[1])
+        alike = [other for other in self.known if other.is_own and other.kind == one.kind]
+        larger = [other for other in alike if bytes <= sum(other.size[1]) <= _LARGER * bytes]
+        return min(larger, key=lambda other: sum(other.size[1]), default=None) if one.attempts == 0 else None
+
+    def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
+        """Learn from a pass: a script, or the calls that differed from it. `output`: None if it raised an error."""
+        one, policy = recording.form, recording.policy
+        if self._planner is not None and self._planner.must_plan_again(has_raised=output is None) and one is not None:
+            one.is_due = True
+        if one is None or (isinstance(recording, Following) and recording.has_followed):
+            return
+        if isinstance(recording, Following):
+            has_left = recording.leaves
+        else:
+            has_left = one.plan is not None and policy is not None and not policy.plans
+        if has_left and one.passes >= _PATIENCE ** (one.attempts - 1):
+            one.is_due = True
+        elif has_left and self._planner is not None and policy is not None:
+            self._planner.say_that_it_leaves(module, policy.left, one.is_new)
+        if one.is_due or output is None:
+            return
+        if isinstance(recording, Following):
+            if recording.lesson is not None and (recording.left_at is not None or not has_left):
+                script = grown(recording.script, recording.lesson, recording.places, recording.kept)
+                one.script = script or one.script
+        elif recording.lesson is not None:
+            one.script = script_of(recording.lesson, recording.kept, None if has_left else one.plan)
+        elif (script := one.script) is not None:
+            one.script = script._replace(kept=recording.kept)
+        one.is_new = False
+
+    def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for a size before its first pass. ValueError if the network cannot be rehearsed on it."""
+        self.of_pass(module, tensors_in((args, kwargs)), args, kwargs)
+        if self._planner is not None and (error := self._planner.error) is not None:
+            raise ValueError(
+                f"a step on a copy of the network with the example raises {type(error).__name__}: {error}; give an "
+                f"example that the network can be trained on, several inputs as a tuple"
+            ) from error
+
+    def share(self) -> None:
+        """Use the plans of rank 0 where it has planned the same calls on the same inputs."""
+        planned = [(one, one.plan) for one in self.known if one.plan is not None]
+        mine = {
+            (one.kind[:-1], one.size, tuple(total for _, total in plan.calls)): (one, plan) for one, plan in planned
+        }
+        theirs: list[Any] = [{key: (plan.flags, plan.peak, plan.plain) for key, (_, plan) in mine.items()}]
+        dist.broadcast_object_list(theirs)
+        for key in mine.keys() & theirs[0].keys():
+            one, plan = mine[key]
+            if (shared := Plan(plan.calls, *theirs[0][key])) != plan:
+                one.plan, one.script, one.is_new = shared, None, True
+
+    def _described(
+        self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], _Size]:
+        """What inputs of different sizes have in common, and their sizes if there is a budget.
+
+        It need not tell everything, because a script notices what differs. It tells what plans depend on. It begins
+        with the inputs' dimensions (None: of a tensor that no script takes), and ends with their devices.
+        """
+        types = tuple([one.device.type for one in inputs])
+        kind = (
+            tuple([one.dim() if type(one) in PLAIN and is_ordinary(one) else None for one in inputs]),
+            tuple([(one.dtype, one.requires_grad) for one in inputs]),
+            tuple([one if isinstance(one, _CHOICES) else ... for one in args]),
+            tuple([(name, one if isinstance(one, _CHOICES) else ...) for name, one in kwargs.items()]),
+            self._frozen(module),
+            module.training,
+            types,
+            is_any_autocast_enabled() and tuple([autocast_of(one) for one in types]),
+            tuple([one.device for one in inputs]),
+        )
+        if self._planner is None:
+            return kind, ((), ())
+        ordinary = [one for one in inputs if is_ordinary(one)]
+        return kind, (tuple([size for one in ordinary for size in one.shape]), tuple([one.nbytes for one in ordinary]))
+
+    def _frozen(self, module: nn.Module) -> tuple[bool, ...]:
+        """Which parameters need gradients. They are not looked for again while they exist."""
+        if self._parameters:
+            try:
+                return tuple([reference().requires_grad for reference in self._parameters])
+            except AttributeError:  # None: one has been replaced
+                pass
+        self._parameters = [weakref.ref(one) for one in module.parameters()]
+        return tuple([one.requires_grad for one in module.parameters()])
