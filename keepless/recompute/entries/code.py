@@ -6,7 +6,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...saved import PLAIN, Kept, copied
@@ -20,6 +20,7 @@ _SEQUENCES = frozenset([list, tuple])
 _SPACE: dict[str, Any] = {
     "Kept": Kept,
     "PLAIN": PLAIN,
+    "Parameter": nn.Parameter,
     "Recipe": Recipe,
     "SEQUENCES": _SEQUENCES,
     "Tensor": Tensor,
@@ -39,6 +40,12 @@ _SPACE: dict[str, Any] = {
     "strided": torch.strided,
     "tensors_in": tensors_in,
     "transform_level": transform_level,
+}
+_MADE = {  # what a recipe reads, of a tensor that no entry has dropped
+    "keep": "Value(Kept({0}, None, detaches=False))",
+    "kept": "Kept({0}, None)",
+    "copy": "{0}.detach().clone() if type({0}) is Parameter else copied({0})",
+    "shape": "any_values({0})",
 }
 _DIFFERS = "return follows.unlike(function, types, args, kwargs)"
 _SURPRISED = "return follows.surprised(packing, result)"
@@ -175,9 +182,9 @@ class _Code:
                 self.differs_if([f"{name} is None"], "    ")
                 return name
         indent = "    " if kind == "keep" else ""
-        made = {"keep": "Value(Kept({}, None, detaches=False))", "kept": "Kept({}, None)", "copy": "known.copied({})"}
+        made = _MADE[kind].format(tensor)
         lines += [f"{indent}if type({tensor}) not in PLAIN:", f"{indent}    {_DIFFERS}", f"{indent}try:"]
-        lines.append(f"{indent}    {name} = {made.get(kind, 'any_values({})').format(tensor)}")
+        lines.append(f"{indent}    {name} = {made}")
         lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # it was made in inference mode
         if kind == "keep":
             lines.append(f"    found[key] = ref({tensor}), {tensor}._version, {name}, 0")
@@ -218,15 +225,15 @@ class _Code:
             wrong = ["type(result) is not Tensor", "not result.requires_grad"]
             if entry.written:
                 wrong += ["result is not arg_0", "result._version != version + 1"]
-                found = {one for given in self.before for one in given if one.startswith("value_")}
-                lost = [f"type({one}) is Value and known.is_lost({one}, result)" for one in sorted(found)]
+                values = sorted({one for given in self.before for one in given if one.startswith("value_")})
+                lost = [f"type({one}) is Value and known.is_lost({one}, result)" for one in values]
                 wrong += [f"(is_known and ({' or '.join(lost)}))"] if lost else []
             elif entry.count > 0:
                 wrong.append("result is arg_0")
             lines += [f"if {' or '.join(wrong)}:", f"    {_SURPRISED}"]
         if entry.by_rules:
-            given = ", ".join([f"[{', '.join(one)}]" for one in self.before])
-            lines.append(f"if not follows.concluded({self.name(entry)}, packing, result, [{given}]):")
+            all_given = ", ".join([f"[{', '.join(one)}]" for one in self.before])
+            lines.append(f"if not follows.concluded({self.name(entry)}, packing, result, [{all_given}]):")
             lines.append(f"    {_SURPRISED}")
         elif drops_own:
             (make,), (given,) = entry.makes, self.before

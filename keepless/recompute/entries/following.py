@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from ...saved import PLAIN, Kept, current_stream
 from ...torch_internals import (
-    calling_module,
     current_hooks,
     hooks_are_allowed,
     pop_hooks,
@@ -55,21 +54,21 @@ class Following(Recording):
 
     Args:
         script: of an earlier pass with inputs of this form.
-        make_policy: makes the policy for calls that differ from a plan. None: there is no budget.
+        by_plan: there is a budget.
         inputs, frame: see `Recording`.
     """
 
     def __init__(
         self,
         script: Script,
-        make_policy: Callable[[], ByPlan] | None,
+        by_plan: bool,
         *,
         inputs: Sequence[Tensor] = (),
         frame: Any = None,
     ):
         super().__init__(None, inputs=inputs, frame=frame)
         self.script = script
-        self.make_policy = make_policy
+        self.by_plan = by_plan
         self.entries = script.entries
         self.next = 0  # number of the next entry
         self.packing: Any = None  # of the running call
@@ -87,8 +86,7 @@ class Following(Recording):
         cuda = next((one for one in self.inputs if one.is_cuda), None)
         if cuda is not None and raw_stream is not None:
             self.stream, self.on = raw_stream(cuda.device.index), current_stream(cuda)
-        self.differing = None if self.make_policy is None else self.make_policy()
-        self.known = KnownValues(self.inputs, None, False, self.differing is not None)
+        self.known = KnownValues(self.inputs, None, False, self.by_plan)
         self.inputs, self.hook = (), self.pack  # made once
         if self.script.has_hooks:
             self.hooks = saved_tensors_hooks(self._pack_outside, unpack)
@@ -250,7 +248,7 @@ class Following(Recording):
         elif kind is not RULES:
             one = known.masks.get(mask := (id(tensor), kind))
             if one is None or one[0]() is not tensor or one[1] != tensor._version:
-                one = known.masks[mask] = ref(tensor), tensor._version, Value(Signs(tensor, kind, None))
+                one = known.masks[mask] = ref(tensor), tensor._version, Value(Signs(tensor, kind, None)), 0
             value = one[2]
         if value is not None:
             memory = known.memories.got(tensor.untyped_storage(), Memory)
@@ -348,9 +346,9 @@ class Following(Recording):
 
     def _note_difference(self) -> None:
         self.differences += 1
-        if self.policy is None and self.differing is not None:
-            self.policy = self.differing
-            self.policy.plans, self.policy.left = [], calling_module()
+        if self.policy is None and self.by_plan:
+            self.policy = ByPlan()
+            self.policy.leave()
         if self.policy is not None and not self.leaves and _FEW * self.differences > self.script.learned:
             self.left_at = self.next
             self.leave()

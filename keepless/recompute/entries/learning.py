@@ -36,7 +36,10 @@ from .report import KeptTensor
 
 _GROWS = 4  # a script grows to so many times the entries of the recorded pass
 _VARIANTS = 4  # entries in a row for calls of one function that differ in their arguments
-_IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
+_IGNORED: dict[Any, tuple[Any, ...]] = {
+    F.batch_norm: (6, "momentum"),
+    F.instance_norm: (6, "momentum"),
+}  # constants that no recipe reads
 
 
 class _Unlearnable(Exception):
@@ -261,7 +264,7 @@ def _settle(entry: Entry, fits: bool, has_hooks: bool) -> None:
     entry.packs = packs if is_inside or "packed" in kinds or any(packs) else ()
     if not (makes and entry.compares):
         entry.consts = []
-    entry.consts = [(path, one) for path, one in entry.consts if path not in _IGNORED.get(entry.function, ())]  # type: ignore[call-overload]
+    entry.consts = [(path, one) for path, one in entry.consts if path not in _IGNORED.get(entry.function, ())]
     if wrong := [one for _, one in entry.consts if not is_constant(one)]:
         raise _Unlearnable(f"an argument {type(wrong[0]).__name__}")
     if not (is_inside or (is_run and entry.function in PRODUCTS)):

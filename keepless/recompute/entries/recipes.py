@@ -208,7 +208,7 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
     computed = Flag.AGAIN | Flag.MASK  # if no plan matches this call
     if flag is not None:
         computed &= flag
-    replaceable = [] if flag is not None and policy.plans[0].fits else call.replaceable
+    replaceable = [] if policy.plan is not None and policy.plan.fits else call.replaceable
     again = how_to_repeat(known, rule, call, result) if computed & Flag.AGAIN else None
     if row.mask is not None and call.inside and computed & Flag.MASK:
         if (mask := how_to_repeat(known, row.mask, call, result)) is not None:

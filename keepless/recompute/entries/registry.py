@@ -83,7 +83,7 @@ class KnownValues:
         self.unnoted: list[Value] = []  # kept by an entry's code, and not yet in `memories`
         self.dead: list[Gone] = []  # references in `found` to freed tensors, with their ids
         # Sign masks that entries have made, by id and function. None is in `found`: others need the tensor itself.
-        self.masks: dict[tuple[int, Positive], tuple[weakref.ref[Tensor], int, Value]] = {}
+        self.masks: dict[tuple[int, Positive], tuple[weakref.ref[Tensor], int, Value, int]] = {}
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs, in the order of these reads
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.without_gradient: ByStorage[bool] = ByStorage()  # made by recorded calls
@@ -157,6 +157,7 @@ class KnownValues:
         """Note the memories of what entries have kept: before a call that writes, and before rules ask."""
         while self.unnoted:
             value = self.unnoted.pop()
+            assert isinstance(value.source, Kept)
             try:
                 storage = value.source.packed.untyped_storage()
             except NotImplementedError:  # sparse
@@ -302,7 +303,7 @@ class KnownValues:
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
         if self.call is not None:
-            is_known = any([one is not None and self.find(one) is not None for one in (tensor, tensor._base)])
+            is_known = id(tensor) in self.found or id(tensor._base) in self.found
             saved = self.packed(tensor)
             self.call.packed.append((tensor, saved, is_known))
             return saved

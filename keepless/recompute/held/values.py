@@ -167,13 +167,13 @@ class Value:
             is_over = source.how.can_overwrite and type(given[0]) is Value and given[0].is_spare
             for position, one in enumerate(given):  # one frame of Python for each recipe of a chain, which may be long
                 if type(one) is Value:
-                    is_kept = type(one.source) is Kept and one.source.hooks is None
-                    given[position] = one.source.get() if is_kept else one.get()
+                    kept = one.source
+                    given[position] = kept.get() if type(kept) is Kept and kept.hooks is None else one.get()
                 elif type(one) is Kept:
                     given[position] = one.get()
             tensor = source.computed(self, given, is_over)
         else:
-            assert source is not None
+            assert isinstance(source, (Kept, Signs))
             tensor = source.get()
             if type(source) is Kept and source.hooks is None:
                 return tensor
@@ -286,7 +286,7 @@ class Recipe:
         """
         self.function, self.arguments, self.how, self.stream = function, arguments, how, stream
         self.dtype, self.stride = like.dtype, like.stride()
-        self.outputs: Sequence[weakref.ref[Value]] = ()
+        self.outputs: list[weakref.ref[Value]] = []
         self.wanted = int(wanted)  # number of values that it computes and that have readers
         self.depth = 1  # recipes in the longest chain from kept values to this one
         for value in arguments:

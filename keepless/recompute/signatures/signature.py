@@ -72,13 +72,13 @@ class Signatures:
         if current_hooks() is not None:  # hooks around the network decide what is kept
             return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame)
         one = self.of_pass(module, inputs, args, kwargs)
-        policy = None if self._planner is None else ByPlan([] if one is None or one.plan is None else [one.plan])
+        policy = None if self._planner is None else ByPlan(None if one is None else one.plan)
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         if one is None or is_capturing():
             return recording
         script, is_learnable = one.script, not has_shards and None not in one.kind[0]
         if is_learnable and script is not None and not one.is_new:
-            recording = Following(script, None if policy is None else ByPlan, inputs=inputs, frame=frame)
+            recording = Following(script, policy is not None, inputs=inputs, frame=frame)
         elif is_learnable and script is None and one.is_new:
             recording.lesson = Lesson()
         recording.form = one
@@ -135,7 +135,7 @@ class Signatures:
         if isinstance(recording, Following):
             has_left = recording.leaves
         else:
-            has_left = one.plan is not None and policy is not None and not policy.plans
+            has_left = one.plan is not None and policy is not None and policy.plan is None
         if has_left and one.passes >= _PATIENCE ** (one.attempts - 1):
             one.is_due = True
         elif has_left and self._planner is not None and policy is not None:

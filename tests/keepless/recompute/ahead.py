@@ -57,7 +57,7 @@ def step(network: nn.Module, x: Tensor, plan: Plan | None = None, seed: int = 1)
     torch.manual_seed(seed), random.seed(seed)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-    with nullcontext() if plan is None else Recording(ByPlan([plan]), inputs=[x]):
+    with nullcontext() if plan is None else Recording(ByPlan(plan), inputs=[x]):
         outputs = tensors_in(network(x))
     torch.autograd.backward([one.square().mean() for one in outputs if one.requires_grad])
     gradients = [parameter.grad.clone() for parameter in network.parameters()]

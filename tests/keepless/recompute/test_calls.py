@@ -133,7 +133,7 @@ def test_calls_are_computed_again_to_the_bit_from_little(name, device):
     network, x, results = Called(name).to(device), torch.tensor(1.25, device=device), []
     step = counted_step(network, (x,), {})
     plan = Choice(0, 0.0, tuple(value.kind == Kind.KEPT for value in step.values)).plan(step)
-    recording = Recording(ByPlan([plan]), inputs=[x])
+    recording = Recording(ByPlan(plan), inputs=[x])
     for context in (recording, nullcontext()):
         torch.manual_seed(1)
         with context:

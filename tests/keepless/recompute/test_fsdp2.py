@@ -143,7 +143,7 @@ def test_copies_of_parameters_are_planned():
         parameter.grad = torch.zeros_like(parameter)
 
     def planned_step(plan: Plan) -> None:
-        with copying(ByPlan([plan]), inputs=[X]):
+        with copying(ByPlan(plan), inputs=[X]):
             result = plain(X)
         result.square().mean().backward()
 

@@ -152,7 +152,7 @@ class Learning(Recording):
 
 
 def _policy_of(plan: Plan | None) -> ByPlan | None:
-    return None if plan is None else ByPlan([plan])
+    return None if plan is None else ByPlan(plan)
 
 
 def learned_and_followed(
@@ -163,7 +163,7 @@ def learned_and_followed(
     results = [run(make, learning, use, around)]
     if learning.script is None:
         return results
-    follow = partial(Following, learning.script, partial(_policy_of, plan))
+    follow = partial(Following, learning.script, plan is not None)
     return results + [run(other, follow(), use, around) for other in others]
 
 
@@ -308,12 +308,12 @@ def agrees_wherever_it_differs(make: Make, plan: Plan | None, most: int, may_ref
     numbers = range(len(learning.script.entries))
     for number in Random(len(numbers)).sample(numbers, min(most, len(numbers))):
         for end in (number + 1, len(numbers)):
-            differing = Differing(learning.script, partial(_policy_of, plan))
+            differing = Differing(learning.script, plan is not None)
             differing.numbers = range(number, end)
             agrees(plain, run(make, differing), may_refuse)
             learned = grown(learning.script, differing.lesson, differing.places, differing.kept)
             if learned is not None:
-                follows = Following(learned, partial(_policy_of, plan))
+                follows = Following(learned, plan is not None)
                 agrees(plain, run(make, follows), may_refuse)
     return len(numbers)
 
@@ -1147,7 +1147,7 @@ def test_a_script_holds_for_every_size(flag):
     learning = Learning(plan)
     run(of_size(4, 3, 16, 16), learning)
     for shape in ((4, 3, 16, 16), (2, 3, 8, 12), (1, 3, 12, 8)):
-        following = Noting(learning.script, partial(_policy_of, plan))
+        following = Noting(learning.script, plan is not None)
         assert agrees(run(of_size(*shape), nullcontext()), run(of_size(*shape), following)) and following.did
 
 
