@@ -1,1 +1,1 @@
-"""Record a forward pass: what each call saves, what is kept, and what a recipe computes again."""
+"""Record a forward pass call by call, and learn entries by which further passes make the same calls."""

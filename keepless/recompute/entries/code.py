@@ -18,6 +18,7 @@ from .entry import OWN, Entry, Source, argument_code, layout, same, unpacking
 DEEPEST = 250  # recipes in a chain: a plan has up to 200, and views and casts may lengthen it. They call each other.
 _SEQUENCES = frozenset([list, tuple])
 _SPACE: dict[str, Any] = {
+    "HELD": (Value, Kept),
     "Kept": Kept,
     "PLAIN": PLAIN,
     "Parameter": nn.Parameter,
@@ -93,6 +94,7 @@ class _Code:
         self.lines: list[str] = []
         self.objects: list[Any] = []  # which the code names
         self.count = 0  # of names for arguments
+        self.late: list[str] = []  # values that are found after the call, as code
         if entry.only is not None:
             self.lines += [f"if args != {self.name(entry.only)}:", "    follows.leave()", f"    {_DIFFERS}"]
             self.lines.append("return function(*args, **kwargs)")
@@ -167,10 +169,12 @@ class _Code:
             is_tensor = not (self.entry.packs or self.entry.has_hooks or what == "other")
             code = f"{self.name(saved_as(what, is_tensor))}(result.grad_fn)"
             return code if is_tensor else f"saved_value({code})"
-        if kind == "packed":
-            return f"saved_value(packing.packed[{what}])"
-        if kind == "in a copy":
-            return "known.find(result, overwrites=1)"
+        if kind in ("packed", "in a copy"):
+            is_packed = kind == "packed"
+            self.late.append(
+                f"saved_value(packing.packed[{what}])" if is_packed else "known.find(result, overwrites=1)"
+            )
+            return self.late[-1]
         self.count += 1
         name, lines, tensor = f"value_{self.count}", self.lines, argument_code(what)
         if kind in ("found", "keep"):
@@ -231,6 +235,9 @@ class _Code:
             elif entry.count > 0:
                 wrong.append("result is arg_0")
             lines += [f"if {' or '.join(wrong)}:", f"    {_SURPRISED}"]
+        for number, one in enumerate([one for given in self.before for one in given if one in self.late]):
+            lines += [f"late_{number} = {one}", f"if type(late_{number}) not in HELD:", f"    {_SURPRISED}"]
+            self.before = [[f"late_{number}" if other == one else other for other in given] for given in self.before]
         if entry.by_rules:
             all_given = ", ".join([f"[{', '.join(one)}]" for one in self.before])
             lines.append(f"if not follows.concluded({self.name(entry)}, packing, result, [{all_given}]):")
@@ -238,7 +245,7 @@ class _Code:
         elif drops_own:
             (make,), (given,) = entry.makes, self.before
             of = f"{self.name(make.function)}, [{', '.join(given)}], {self.name(make.how)}"
-            wanted = ", own.readers > 0" if OWN in entry.packs else ""
+            wanted = ", own.consumers > 0" if OWN in entry.packs else ""
             lines.append(f"recipe = Recipe({of}, result, follows.on{wanted})")
             lines += [f"if recipe.depth > {DEEPEST}:", f"    {_SURPRISED}"]
             if OWN in entry.packs:

@@ -165,7 +165,7 @@ class Script(NamedTuple):
     kept: Sequence[KeptTensor]
     plan: Plan | None  # that the learned pass has followed
     has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
-    readers: dict[int, tuple[Any, int]]  # of parameters, by id: a reference, and the number of the first entry
+    consumers: dict[int, tuple[Any, int]]  # of parameters, by id: a reference, and the number of the first entry
 
 
 END = Entry(None, Row())  # after the last call

@@ -28,7 +28,7 @@ from .code import DEEPEST
 from .entry import END, FOUND, OWN, RULES, Entry, Script
 from .learning import Lesson
 from .plan import ByPlan
-from .recipes import follow, leave_own_inside, note_random, of_inside
+from .recipes import give_recipe, leave_own_inside, note_random, of_inside
 from .recording import Recording
 from .registry import KnownValues
 
@@ -157,7 +157,7 @@ class Following(Recording):
             self.next = first + entry.opening.end
         return result
 
-    def inside(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def inner_call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the opened function that is running. `number`: offset of its entry from the function's."""
         number += self.first
         self.next = 0 if self.leaves else number
@@ -188,7 +188,7 @@ class Following(Recording):
         """The number of the entry that has read the same parameter by the same function."""
         for one in args:
             if isinstance(one, nn.Parameter):
-                reference, place = self.script.readers.get(id(one), (None, -1))
+                reference, place = self.script.consumers.get(id(one), (None, -1))
                 is_it = reference is not None and reference() is one and self.entries[place].function == function
                 return place if is_it else None
         return None
@@ -281,9 +281,6 @@ class Following(Recording):
         if call.inside:
             leave_own_inside(known, call, result)
         for make, arguments in zip(entry.makes, given, strict=True):
-            sources = zip(make.sources, arguments, strict=True)
-            if any([one is None and source.kind in ("in a copy", "packed") for source, one in sources]):
-                return False
             function = by_present(make.function) if entry.row.again is attention else make.function
             if make.draws:
                 if call.random is None:
@@ -294,7 +291,7 @@ class Following(Recording):
                 return False
             if make.is_inside and not make.is_whole:
                 of_inside(again, call, None)
-            elif follow(known, again, call, result, make.is_whole, DEEPEST) is None:
+            elif give_recipe(known, again, call, result, make.is_whole, DEEPEST) is None:
                 return False
         if entry.is_kept:
             own = known.find(result) or known.keep(result)

@@ -199,11 +199,11 @@ def _without_opening(entry: Entry, number: int, places: Sequence[int]) -> Entry:
 def _script(
     entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], plan: Plan | None, has_hooks: bool
 ) -> Script:
-    readers: dict[int, tuple[Any, int]] = {}
+    consumers: dict[int, tuple[Any, int]] = {}
     for number, one in enumerate(entries):
         if one.parameter is not None and (parameter := one.parameter()) is not None:
-            readers.setdefault(id(parameter), (one.parameter, number))
-    return Script([*entries, END], learned, kept, plan, has_hooks, readers)
+            consumers.setdefault(id(parameter), (one.parameter, number))
+    return Script([*entries, END], learned, kept, plan, has_hooks, consumers)
 
 
 def _drops_outside(lesson: Lesson) -> bool:
@@ -255,7 +255,7 @@ def _settle(entry: Entry, fits: bool, has_hooks: bool) -> None:
     is_special = is_inside or entry.row.again is attention or any([one.draws for one in makes])
     is_run = bool(makes) or any(packs)
     base = notes.base() if notes is not None and drops_own else None
-    is_base_made = base is not None and base is not own and isinstance(base.source, Recipe) and base.readers
+    is_base_made = base is not None and base is not own and isinstance(base.source, Recipe) and base.consumers
     serves = drops_own and RULES in packs and entry.row.result_serves is not None
     entry.by_rules = entry.is_kept or (bool(makes) and (is_special or serves or bool(is_base_made)))
     entry.reads_packed = "packed" in kinds
@@ -281,7 +281,7 @@ def _is_read(make: Make, own: Value | None) -> bool:
     if (recipe := make.recipe()) is None:
         return False
     values = [one() for one in recipe.outputs] if make.is_inside else [own]
-    return any([one is not None and one.source is recipe and one.readers for one in values])
+    return any([one is not None and one.source is recipe and one.consumers for one in values])
 
 
 def _pack(entry: Entry, noted: _Pack, own: Value | None, drops_own: bool) -> Any:

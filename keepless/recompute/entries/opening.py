@@ -125,7 +125,7 @@ class Opening:
             lines += [f"    del {', '.join(sorted(done))}"] if done else []
             call = f"call_{step.entry}(*{step.args}, **{step.kwargs})"
             if self.number + step.entry in followed:
-                call = f"follows.inside({step.entry}, {step.args}, {step.kwargs})"
+                call = f"follows.inner_call({step.entry}, {step.args}, {step.kwargs})"
             made = f"[{', '.join(step.made)}]" if step.several else step.made[0]
             lines.append(f"    {made} = {call}")
             needed |= {*step.read}

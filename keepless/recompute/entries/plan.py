@@ -40,9 +40,9 @@ class ByPlan:
     """Follows a plan call by call, as long as it matches the calls of the forward pass.
 
     A result that is recomputed gets a recipe. A result that is kept gets a value, which is released with the original
-    unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have rules too. Where the plan
-    does not match, every result is recomputed that can be, in chains of at most `_LONGEST` recipes: the next result is
-    kept.
+    unless a consumer appears (`Value.unread`). Convolutions, matrix products and the like have rules too. Where the
+    plan does not match, every result is recomputed that can be, in chains of at most `_LONGEST` recipes: the next
+    result is kept.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:

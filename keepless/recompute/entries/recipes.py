@@ -14,7 +14,7 @@ from ...inputs import tensors_in
 from ...saved import Kept, ShapeOnly, is_ordinary, laid_out
 from ...torch_internals import FakeTensor, address, is_capturing, packed_by
 from ..held.values import Again, Call, Inside, Recipe, Value, kept_bytes_below, saved_value
-from ..table.rules import NotFollowed, Rule, any_values
+from ..table.rules import NotRepeated, Rule, any_values
 from .plan import ByPlan, Flag
 from .registry import KnownValues, is_parameter
 
@@ -33,16 +33,16 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
         again = rule(find, call.args, call.kwargs, result)
         if again.draws:
             if call.random is None or _MUCH * state_bytes(result) > find.room:
-                raise NotFollowed("its random numbers are not worth keeping")
+                raise NotRepeated("its random numbers are not worth keeping")
             again = again._replace(function=partial(call.random.call, again.function))
         alone = find.alone
         if not known.by_plan:
             alone += kept_bytes_below(find.unread, only_unread=True)
             if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > _MUCH * find.room:
-                raise NotFollowed(f"over {_MUCH} times smaller than what it is computed from")  # e.g. a mean
+                raise NotRepeated(f"over {_MUCH} times smaller than what it is computed from")  # e.g. a mean
         if alone > find.room:
-            raise NotFollowed("smaller than what would be kept for it")
-    except NotFollowed as reason:
+            raise NotRepeated("smaller than what would be kept for it")
+    except NotRepeated as reason:
         call.why = str(reason)
         return None
     return again
@@ -65,7 +65,7 @@ class _Finder:
     def saved(self, node: Any, name: str) -> Value | Kept:
         found = saved_value(packed_by(node, name))
         if not isinstance(found, (Value, Kept)):
-            raise NotFollowed("its call saves by other hooks")
+            raise NotRepeated("its call saves by other hooks")
         if node is self.result.grad_fn:
             self.call.found.append((name, found))
         return found
@@ -77,7 +77,7 @@ class _Finder:
 
     def _found(self, tensor: Tensor, lend: bool) -> Value | Kept:
         if not is_ordinary(tensor):
-            raise NotFollowed("its input may change unseen")
+            raise NotRepeated("its input may change unseen")
         copy_it = self.known.copy_parameters and is_parameter(tensor)
         if tensor.requires_grad and not copy_it:
             for saved, kept, _ in self.call.packed:
@@ -85,15 +85,15 @@ class _Finder:
                     return kept
         value = self._available(tensor)
         if value is not None and not copy_it:
-            if value.readers == value.sign_readers:
+            if value.consumers == value.sign_consumers:
                 self.unread.append(value)
             return value
         stays = tensor.requires_grad and tensor.is_leaf
         is_small = _MUCH * _bytes(tensor) <= self.room
         if tensor is self.result:
-            raise NotFollowed("its input is overwritten")
+            raise NotRepeated("its input is overwritten")
         if not (is_small or ((lend or stays) and not copy_it)):
-            raise NotFollowed("its input is not kept")
+            raise NotRepeated("its input is not kept")
         return self._lent(tensor, is_small)
 
     def _available(self, tensor: Tensor) -> Value | None:
@@ -132,7 +132,7 @@ class _Finder:
         return lent
 
 
-def follow(
+def give_recipe(
     known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False, longest: int = _LONGEST
 ) -> Value | None:
     """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long.
@@ -157,11 +157,11 @@ def follow(
     for saved in call.replaceable:
         saved.read_instead(own)
     if result._base is not None:
-        _follow_base(known, call, result, result._base, own)
+        _give_base_recipe(known, call, result, result._base, own)
     return own
 
 
-def _follow_base(known: KnownValues, call: Call, result: Tensor, base: Tensor, own: Value) -> None:
+def _give_base_recipe(known: KnownValues, call: Call, result: Tensor, base: Tensor, own: Value) -> None:
     """Give the base of a result a recipe: functions such as `F.instance_norm` return a view of all that they make."""
     if base.numel() != result.numel() or base.dtype != result.dtype or not known.is_made(base):
         return
@@ -217,7 +217,7 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
     if again is not None:
         # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
         is_whole = row.inside and row.mask is None
-        own = follow(known, again, call, result, is_whole, _LONGEST if flag is None else LONGEST_PLANNED)
+        own = give_recipe(known, again, call, result, is_whole, _LONGEST if flag is None else LONGEST_PLANNED)
     own = own or known.find(result) or known.keep(result)
     own.number = policy.call
     for saved in replaceable:

@@ -3,7 +3,7 @@
 Rule 1. A recording is a function mode with saved-tensor hooks: it sees every outermost call of a function, and every
     tensor that autograd saves. Most tensors are saved during a call, before it is known whether the call can be
     repeated. If a function written in Python has no rule, the recording sees the calls inside it instead.
-Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (values.py): the tensor itself
+Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (held/values.py): the tensor itself
     (`Kept`), or a `Recipe`, which is a function of other values. Operations that save the same tensor share its value.
 Rule 3. A saved tensor is kept at first. If its call has a rule (functions.py) whose inputs are available (recipes.py),
     its value becomes a recipe and the tensor is dropped.
@@ -15,10 +15,10 @@ Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the byt
 Rule 6. If no gradient needs an input's values (the convolution or eval-mode norm that reads it is frozen), only its
     shape and strides are kept (`ShapeOnly`). A value that only ReLU and LeakyReLU read shrinks to one bit per entry
     (`Signs`) once its tensor, and the tensors of recipes that read it, are freed.
-Rule 7. A value is computed for its first reader in a backward pass, and held until the last one has read it or the pass
-    has ended. Another backward pass over the graph computes it again.
+Rule 7. A value is computed for its first consumer in a backward pass, and held until the last one has read it or the
+    pass has ended. Another backward pass over the graph computes it again.
 Rule 8. A chain has at most `_LONGEST` recipes, in a plan `LONGEST_PLANNED`; views and casts may lengthen it a little.
-Rule 9. A value belongs to one version of a tensor (values.py). Before a call that may overwrite memory, the values
+Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
@@ -31,15 +31,15 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
     is recorded. When in doubt, keep the tensor.
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`decide_by_plan` in recipes.py).
-Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
-    passes with inputs of this form follow it (following.py): they compare each call's function, and where something is
-    dropped, modes and arguments (code.py). Hooks are only around calls that save a dropped tensor; or around the pass,
-    if autograd functions of the program save one outside of calls. Functions written in Python that have no rule, such
-    as attention, do not run: the calls that they made are made again. A call that differs from its entry is recorded
-    alone, and gets an entry beside it (`grown`). Script and recorder find each other's values by the tensor
-    (`Interpreter.find`, `Handles.adopted`). If calls have gone or come, the pass goes on at the entry that has read the
-    same parameter. The rest of a pass is recorded if gradients are switched otherwise, or within a budget if over a
-    quarter of its calls differ.
+Rule 14. A recorded pass is learned (learning.py): each call gets an entry (entry.py), an inline cache of what these
+    rules have decided. Further passes with such inputs follow the entries (following.py): they compare each call's
+    function, and where something is dropped, modes and arguments; then the entry's code (code.py) makes the call and
+    writes the same values into the same registry (registry.py). Hooks are only around calls that save a dropped tensor;
+    or around the pass, if autograd functions of the program save one outside of calls. Functions written in Python that
+    have no rule, such as attention, do not run: the calls that they made are made again (opening.py). A call that
+    differs from its entry is recorded alone, and gets an entry beside it (`grown`). If calls have gone or come, the
+    pass goes on at the entry that has read the same parameter. The rest of a pass is recorded if gradients are switched
+    otherwise, or within a budget if over a quarter of its calls differ.
 
 An example, and what autograd holds for each tensor:
 
@@ -50,6 +50,15 @@ An example, and what autograd holds for each tensor:
 
 With a plan that keeps y and recomputes z, nothing is recomputed for the activation's own gradient: autograd holds y for
 it, and z's recipe reads the same y.
+
+What becomes of y. In step 1, which is recorded, the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`).
+When `F.silu` saves y, `KnownValues.packed` finds this value, and autograd holds it in place of y, which is freed with
+the program's last name for it. In the backward pass, SiLU asks `Saved.get`: `Value.get` computes y from x and the
+statistics, and holds it if another consumer is still to come. At the end of the pass, `_settle` sees that the recipe
+has a consumer. So the norm's entry becomes "compare, call, note this recipe", and SiLU's "save the value that is found
+for the argument". In step 5 these two run: `Following.pack` finds y's value by y's id and version. If in step 6 the
+program calls `F.gelu` in place of SiLU, this call alone is recorded. `KnownValues.packed` finds the same value for y,
+and GELU's call gets an entry beside SiLU's.
 """
 
 import weakref
@@ -83,7 +92,7 @@ from ..table.rules import Rule, may_overwrite, overwritten
 from .learning import Lesson
 from .opening import Opening
 from .plan import ByPlan
-from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
+from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
 from .registry import KnownValues
 from .report import KeptTensor
 
@@ -123,7 +132,7 @@ class Recording(TorchFunctionMode):
         self.around: list[Hooks] = []  # hooks around ours
         self.kept: Sequence[KeptTensor] = ()  # at the end
         self.lesson: Lesson | None = None  # notes of the calls, from which a script is learned
-        self.form: Any = None  # of the inputs
+        self.signature: Any = None  # of the inputs
 
     def __enter__(self) -> "Recording":
         self.known = self.registry()
@@ -339,7 +348,7 @@ class Recording(TorchFunctionMode):
         if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
             known.log.explain(result, known.find(result), call.why)
         for value, tensor in call.unsettled:
-            if isinstance(value.source, Kept) and not (value.sign_readers or value.source.is_modified()):
+            if isinstance(value.source, Kept) and not (value.sign_consumers or value.source.is_modified()):
                 value.source = Kept(tensor, known.outer)
         if self.lesson is not None:
             self.lesson.ends(call, result, known.find)
@@ -349,7 +358,7 @@ class Recording(TorchFunctionMode):
         if self.policy is not None:
             decide_by_plan(self.known, self.policy, rule, call, result)
         elif (again := how_to_repeat(self.known, rule, call, result)) is not None:
-            follow(self.known, again, call, result, bool(call.inside) and call.row.mask is None)
+            give_recipe(self.known, again, call, result, bool(call.inside) and call.row.mask is None)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)

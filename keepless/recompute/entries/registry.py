@@ -102,7 +102,7 @@ class KnownValues:
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         value = self.find(tensor)
-        if value is None and not tensor.is_leaf and (found := self._followed(tensor)) is not None:
+        if value is None and not tensor.is_leaf and (found := self._derivation(tensor)) is not None:
             value = self.remember(tensor, Value(Recipe.of(found, tensor)) if isinstance(found, Again) else found)
         return value
 
@@ -209,7 +209,7 @@ class KnownValues:
             memory.is_saved = True
         return memory
 
-    def _followed(self, tensor: Tensor) -> Again | Value | None:
+    def _derivation(self, tensor: Tensor) -> Again | Value | None:
         """How to recompute a tensor that is no call's result, or the value of another tensor that equals it."""
         node: Any = tensor.grad_fn
         found: Again | Value | None = None
@@ -353,11 +353,11 @@ class KnownValues:
         value, row = self.value_of(tensor), call.row
         if value is None:
             value = self._keep_with_base(tensor, call)
-        elif not value.readers and value.unread:
+        elif not value.consumers and value.unread:
             self.log.keep(value, tensor)
         base = tensor._base
         if base is not None and (of_base := self.find(base)) is not None and of_base is not value:
-            if not of_base.readers and isinstance(of_base.source, Kept):
+            if not of_base.consumers and isinstance(of_base.source, Kept):
                 self.log.keep(of_base, base)  # the view is computed from it
         saved = Saved(value, self.memory_of(tensor.untyped_storage()))
         serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
@@ -365,7 +365,7 @@ class KnownValues:
             call.replaceable.append(saved)
         elif row.positive is not None and value.positive in (None, row.positive):
             saved.reads_signs, value.positive, value.stream = True, row.positive, current_stream(tensor)
-            value.sign_readers += 1
+            value.sign_consumers += 1
             self.signs.append(weakref.ref(value))
         return saved
 
@@ -394,7 +394,7 @@ class KnownValues:
             known, _, value, _ = self.found.get(reference.event, _NONE)
             if known is reference:
                 del self.found[reference.event]
-                if value.sign_readers:
+                if value.sign_consumers:
                     self.gone.append(value)
         if self.gone:
             self.gone = [value for value in self.gone if not value.settle(self.outer)]

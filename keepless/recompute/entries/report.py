@@ -1,4 +1,4 @@
-"""Report the tensors that a forward pass keeps for its backward pass, by operation, reader and module."""
+"""Report the tensors that a forward pass keeps for its backward pass, by operation, consumer and module."""
 
 import weakref
 from collections import defaultdict

@@ -30,7 +30,7 @@ class Again(NamedTuple):
     """A call that computes the same result again.
 
     `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
-    `inplace=True`, which is used where its first argument has no other reader. `draws`: it draws random numbers.
+    `inplace=True`, which is used where its first argument has no other consumer. `draws`: it draws random numbers.
     """
 
     function: Callable[..., Tensor]
@@ -63,15 +63,15 @@ _is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocas
 class Value:
     """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
 
-    It is recomputed (or unpacked) once per backward pass, for its first reader, and held until the last has read it.
+    It is recomputed (or unpacked) once per backward pass, for its first consumer, and held until the last has read it.
     """
 
     __slots__ = (
-        *("__weakref__", "bytes", "left", "number", "positive", "readers", "recipes", "sign_readers", "source"),
+        *("__weakref__", "bytes", "left", "number", "positive", "consumers", "recipes", "sign_consumers", "source"),
         *("storage", "stream", "tensor", "version", "why"),
     )
 
-    tensor: Tensor | None  # while it is held in a backward pass: with its version, and the number of readers left
+    tensor: Tensor | None  # while it is held in a backward pass: with its version, and the number of consumers left
     version: int
     left: int
 
@@ -82,8 +82,8 @@ class Value:
         self.recipes: list[weakref.ref[Any]] = []  # may still read it while they exist
         self.number = -1  # its call's in a plan; its own in a counted step
         self.why = ""  # it is kept
-        self.readers = 0
-        self.sign_readers = 0  # readers that only need to know which values are positive
+        self.consumers = 0
+        self.sign_consumers = 0  # consumers that only need to know which values are positive
         self.positive: Positive | None = None  # the function by which they find out
         self.tensor = None
         self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
@@ -95,13 +95,13 @@ class Value:
 
     @property
     def unread(self) -> bool:
-        """True while the value has no reader; then its memory is freed with the tensor."""
-        return not (self.readers or isinstance(self.source, Recipe) or self.may_be_read())
+        """True while the value has no consumer; then its memory is freed with the tensor."""
+        return not (self.consumers or isinstance(self.source, Recipe) or self.may_be_read())
 
     @property
     def is_spare(self) -> bool:
         """Whether it is computed for only one recipe, in its own memory."""
-        return self.readers == 1 and type(self.source) is Recipe and self.source.how.fresh
+        return self.consumers == 1 and type(self.source) is Recipe and self.source.how.fresh
 
     def may_be_read(self) -> bool:
         """Whether a recipe may still read it."""
@@ -110,28 +110,28 @@ class Value:
         return bool(self.recipes)
 
     def count(self, change: int) -> None:
-        """Count a reader that has come (1) or gone (-1)."""
-        self.readers += change
-        if type(self.source) is Recipe and self.readers == (change > 0):
+        """Count a consumer that has come (1) or gone (-1)."""
+        self.consumers += change
+        if type(self.source) is Recipe and self.consumers == (change > 0):
             self.source.count(change)
 
     def become(self, recipe: "Recipe") -> None:
         """Forget the tensor, or another recipe: from now on this recipe computes it."""
         before, self.source = self.source, recipe
-        if self.readers:
+        if self.consumers:
             recipe.count(1)
             if isinstance(before, Recipe):
                 before.count(-1)
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
-        """Keep only signs if all readers need nothing else; otherwise give the tensor to the outer hooks.
+        """Keep only signs if all consumers need nothing else; otherwise give the tensor to the outer hooks.
 
         False while a recipe may still read it, at most until the forward pass ends.
         """
         kept = self.source
         if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
             return True
-        if self.sign_readers == self.readers:
+        if self.sign_consumers == self.consumers:
             if not at_end and self.may_be_read():
                 return False
             assert self.positive is not None
@@ -177,23 +177,23 @@ class Value:
             tensor = source.get()
             if type(source) is Kept and source.hooks is None:
                 return tensor
-        if self.readers > 1:
-            self.hold(tensor, self.readers - 1)
+        if self.consumers > 1:
+            self.hold(tensor, self.consumers - 1)
         return tensor
 
-    def hold(self, tensor: Tensor, readers: int) -> None:
-        """Hold a tensor until so many readers have read it, or the backward pass ends."""
-        if readers < 1 or (number := backward_number()) == -1:
+    def hold(self, tensor: Tensor, consumers: int) -> None:
+        """Hold a tensor until so many consumers have read it, or the backward pass ends."""
+        if consumers < 1 or (number := backward_number()) == -1:
             return
         if number != _pass.number:
             _pass.number, _pass.held = number, []
             at_end_of_backward(partial(_release, _pass.held))
-        self.tensor, self.version, self.left = tensor, tensor._version, readers
+        self.tensor, self.version, self.left = tensor, tensor._version, consumers
         self.stream = current_stream(tensor) if tensor.is_cuda else None
         _pass.held.append(weakref.ref(self))  # weak, because values hold what they are computed from
 
     def _again(self, tensor: Tensor) -> Tensor:
-        """The tensor that is held, for one more reader."""
+        """The tensor that is held, for one more consumer."""
         if tensor._version != self.version:
             check_version(tensor, self.version)  # a backward function may have overwritten its input
         self.left -= 1
@@ -217,7 +217,7 @@ def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if value not in seen and not (only_unread and value.readers > value.sign_readers):
+        if value not in seen and not (only_unread and value.consumers > value.sign_consumers):
             seen.add(value)
             waiting += value.source.inputs if isinstance(value.source, Recipe) else ()
     return sum(value.bytes for value in seen if isinstance(value.source, Kept))
@@ -244,8 +244,8 @@ class Saved:
         self.memory = memory
         self.number = -1  # in a counted step
         self.reads_signs = False  # the operation only needs to know which entries are positive
-        value.readers += 1
-        if value.readers == 1 and type(value.source) is Recipe:
+        value.consumers += 1
+        if value.consumers == 1 and type(value.source) is Recipe:
             value.source.count(1)
 
     def read_instead(self, value: Value) -> None:
@@ -282,12 +282,12 @@ class Recipe:
     ):
         """`like`: the original tensor; the result gets its dtype and strides. `stream`: on which it was made.
 
-        `wanted`: the value that it computes has readers already.
+        `wanted`: the value that it computes has consumers already.
         """
         self.function, self.arguments, self.how, self.stream = function, arguments, how, stream
         self.dtype, self.stride = like.dtype, like.stride()
         self.outputs: list[weakref.ref[Value]] = []
-        self.wanted = int(wanted)  # number of values that it computes and that have readers
+        self.wanted = int(wanted)  # number of values that it computes and that have consumers
         self.depth = 1  # recipes in the longest chain from kept values to this one
         for value in arguments:
             if type(value) is Value:
@@ -296,8 +296,8 @@ class Recipe:
                 elif source.depth >= self.depth:
                     self.depth = 1 + source.depth
                 if wanted:  # `Value.count`
-                    value.readers += 1
-                    if value.readers == 1 and type(source) is Recipe:
+                    value.consumers += 1
+                    if value.consumers == 1 and type(source) is Recipe:
                         source.count(1)
 
     @property
@@ -312,7 +312,7 @@ class Recipe:
         return cls(again.function, again.arguments, how, like, current_stream(like) if like.is_cuda else None)
 
     def count(self, change: int) -> None:
-        """Count a value with readers that has come (1) or gone (-1). While there is one, the inputs have a reader."""
+        """Count a value with consumers that has come (1) or gone (-1): while there is one, the inputs have one too."""
         self.wanted += change
         if self.wanted == (change > 0):
             for value in self.arguments:
@@ -339,7 +339,7 @@ class Recipe:
             if (other := reference()) is value:
                 found = tensor
             elif other is not None and other.tensor is None and other.source is self:
-                other.hold(tensor, other.readers)
+                other.hold(tensor, other.consumers)
         return found
 
 

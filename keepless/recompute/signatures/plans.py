@@ -280,8 +280,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
         choice = next((choice for choice in choices if choice.peak <= limit), None)
         if choice is not None:
             outcome = simulation.run(choice.kept)
-            needed = zip(step.values, choice.kept, outcome.readers, strict=True)
-            again = sum(value.operations for value, is_kept, readers in needed if readers and not is_kept)
+            needed = zip(step.values, choice.kept, outcome.consumers, strict=True)
+            again = sum(value.operations for value, is_kept, consumers in needed if consumers and not is_kept)
             kept = outcome.levels[simulation.forward]
             share = again / max(step.operations, 1)
             rows.append(BudgetRow(limit, choice.peak, kept, share, choice.seconds / step.seconds))

@@ -81,7 +81,7 @@ class Signatures:
             recording = Following(script, policy is not None, inputs=inputs, frame=frame)
         elif is_learnable and script is None and one.is_new:
             recording.lesson = Lesson()
-        recording.form = one
+        recording.signature = one
         return recording
 
     def of_pass(
@@ -127,7 +127,7 @@ class Signatures:
 
     def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
         """Learn from a pass: a script, or the calls that differed from it. `output`: None if it raised an error."""
-        one, policy = recording.form, recording.policy
+        one, policy = recording.signature, recording.policy
         if self._planner is not None and self._planner.must_plan_again(has_raised=output is None) and one is not None:
             one.is_due = True
         if one is None or (isinstance(recording, Following) and recording.has_followed):

@@ -223,7 +223,7 @@ class _Search:
         outcome, ranked = at.outcome, []
         counts = [0, *accumulate(level > target for level in outcome.levels)]
         for i in self.free:
-            if at.kept[i] and outcome.readers[i]:
+            if at.kept[i] and outcome.consumers[i]:
                 moments = counts[outcome.first[i]] - counts[outcome.born[i]]
                 if moments:
                     group, seconds = self.group(at, i)
@@ -251,7 +251,7 @@ class _Search:
             if at.kept[number]:
                 group.append(number)
             for i in self.inputs[number]:
-                if not at.outcome.readers[i] and i not in group and i not in pending:
+                if not at.outcome.consumers[i] and i not in group and i not in pending:
                     if not at.kept[i] or self.is_free[i]:
                         pending.append(i)
         return group, seconds
@@ -259,7 +259,7 @@ class _Search:
     def dropped_at_peak(self, at: Tried) -> list[int]:
         """The recomputed values in memory at the peak, the smallest first."""
         outcome, peak = at.outcome, at.outcome.levels.index(at.outcome.peak)
-        dropped = (i for i in self.free if not at.kept[i] and outcome.readers[i])
+        dropped = (i for i in self.free if not at.kept[i] and outcome.consumers[i])
         return sorted((i for i in dropped if outcome.first[i] <= peak <= outcome.last[i]), key=self.bytes.__getitem__)
 
     def swaps(self, at: Tried) -> list[list[int]]:
@@ -269,7 +269,7 @@ class _Search:
         """
         outcome, peak = at.outcome, at.outcome.levels.index(at.outcome.peak)
         ranked = []
-        for i in filter(outcome.readers.__getitem__, self.free):
+        for i in filter(outcome.consumers.__getitem__, self.free):
             for j in self.sources(at, i):
                 if self.is_free[j] and at.kept[i] is not at.kept[j]:
                     kept, dropped = (i, j) if at.kept[i] else (j, i)
@@ -294,7 +294,7 @@ class _Search:
     def tidied(self, at: Tried, target: int) -> Tried:
         """Use the remaining memory to keep values again, the most expensive to recompute first."""
         outcome, kept, levels = at.outcome, list(at.kept), list(at.outcome.levels)
-        dropped = [i for i in self.free if not kept[i] and outcome.readers[i]]
+        dropped = [i for i in self.free if not kept[i] and outcome.consumers[i]]
         for i in sorted(dropped, key=lambda i: -self.step.values[i].seconds):
             where, size = slice(outcome.born[i], outcome.first[i]), self.bytes[i]
             span = levels[where]

@@ -18,7 +18,7 @@ class Outcome(NamedTuple):
     peak: int  # bytes
     seconds: float  # to recompute values
     levels: list[int]  # the most bytes during each event
-    readers: list[int]  # number of operations and recipes that read it
+    consumers: list[int]  # number of operations and recipes that read it
     born: list[int]  # event from which on it was needed; the number of events if never
     first: list[int]  # event of the backward pass that first read it, for itself or to compute another
     last: list[int]  # event that last read it
@@ -78,17 +78,17 @@ class Simulation:
         self.together: dict[int, list[int]] = {}  # leader -> all values that its recipe computes
         for number, leader in enumerate(self.leaders):
             self.together.setdefault(leader, []).append(number)
-        self.readers = [0] * len(step.values)  # operations
-        self.sign_readers: dict[int, tuple[int, int]] = {}  # value -> number of sign readers, bytes of the signs
+        self.consumers = [0] * len(step.values)  # operations
+        self.sign_consumers: dict[int, tuple[int, int]] = {}  # value -> number of sign consumers, bytes of the signs
         for saved in step.saved:
             if saved.value >= 0:
-                self.readers[saved.value] += 1
+                self.consumers[saved.value] += 1
             if saved.signs:
-                number, _ = self.sign_readers.get(saved.value, (0, 0))
-                self.sign_readers[saved.value] = number + 1, saved.signs
+                number, _ = self.sign_consumers.get(saved.value, (0, 0))
+                self.sign_consumers[saved.value] = number + 1, saved.signs
         self.kept_in = [value.memory for value in step.values]
         # The memories of the program, of each value if it is computed, and of its signs.
-        signs = [self.sign_readers.get(number, (0, 0))[1] for number in range(len(step.values))]
+        signs = [self.sign_consumers.get(number, (0, 0))[1] for number in range(len(step.values))]
         self.sizes = [*step.memories, *(value.bytes for value in step.values), *signs]
         # Each event, its number, the value that is saved; and for what follows before the next one in memories without
         # values: the most bytes, and the bytes afterwards, beyond those before.
@@ -119,7 +119,7 @@ class Simulation:
     def run(self, kept: Sequence[bool]) -> Outcome:
         """The memory and time of a step that keeps these values, and recomputes others as `Value.get` does.
 
-        `kept`: for each value, after `led`; True for `Kind.KEPT`, False for `Kind.FOLLOWS` and `Kind.OVERWRITTEN`.
+        `kept`: for each value, after `led`; True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`.
         """
         return _Run(self, kept).outcome()
 
@@ -149,21 +149,21 @@ class _Run(_Levels):
         super().__init__(whole.sizes)
         self.whole, self.step, self.kept = whole, whole.step, kept
         count, end = len(kept), len(whole.events)
-        self.leaders, self.inputs, self.readers = whole.leaders, whole.inputs, list(whole.readers)
+        self.leaders, self.inputs, self.consumers = whole.leaders, whole.inputs, list(whole.consumers)
         for leader in sorted(whole.together, reverse=True):  # a value's inputs have smaller numbers
-            if not kept[leader] and any(self.readers[one] for one in whole.together[leader]):
+            if not kept[leader] and any(self.consumers[one] for one in whole.together[leader]):
                 for i in self.inputs[leader]:
-                    self.readers[i] += 1
+                    self.consumers[i] += 1
         self.computed_in = len(self.step.memories)  # the first memory of computed values
         self.of_signs = self.computed_in + count  # the first memory of signs
         self.kept_in = list(whole.kept_in)
-        for number, (readers, _) in whole.sign_readers.items():
-            if kept[number] and readers == self.readers[number]:
+        for number, (consumers, _) in whole.sign_consumers.items():
+            if kept[number] and consumers == self.consumers[number]:
                 self.kept_in[number] = self.of_signs + number
         # The memory of a value while it is kept or computed; -1: it has to be computed.
         self.place = [memory if is_kept else -1 for memory, is_kept in zip(whole.kept_in, kept, strict=True)]
-        self.needs = [0] * count  # readers that may still read it
-        self.wanted = [0] * count  # of a leader: values that its recipe computes, and that have such readers
+        self.needs = [0] * count  # consumers that may still read it
+        self.wanted = [0] * count  # of a leader: values that its recipe computes, and that have such consumers
         self.reads = [0] * count  # in this backward pass
         self.using: dict[int, int] = {}  # number of a save -> the memory in which a running operation reads it
         self.born, self.first, self.last = [end] * count, [end] * count, [-1] * count
@@ -202,10 +202,10 @@ class _Run(_Levels):
             self.level += change
         for leader, numbers in self.whole.together.items():  # the leader stands for all
             if len(numbers) > 1:
-                self.readers[leader] = sum(self.readers[one] for one in numbers)
+                self.consumers[leader] = sum(self.consumers[one] for one in numbers)
                 for found, choose in ((self.born, min), (self.first, min), (self.last, max)):
                     found[leader] = choose(found[one] for one in numbers)
-        return Outcome(max(levels), self.seconds, levels, self.readers, self.born, self.first, self.last)
+        return Outcome(max(levels), self.seconds, levels, self.consumers, self.born, self.first, self.last)
 
     def _need(self, number: int) -> None:
         """A value is needed, and so are the inputs of its recipe."""
@@ -275,7 +275,7 @@ class _Run(_Levels):
         if value.leader >= 0:
             self.uses(value.busy)
         for one in several:
-            if one == number or (self.place[one] < 0 and self.reads[one] < self.readers[one]):
+            if one == number or (self.place[one] < 0 and self.reads[one] < self.consumers[one]):
                 self._place(one)
         if value.leader < 0:
             self.uses(value.busy)
@@ -290,17 +290,17 @@ class _Run(_Levels):
         self.hold(self.place[number])
 
     def _is_spare(self, number: int) -> bool:
-        """Whether a value is computed for one reader, in memory of its own."""
-        is_own = self.place[number] == self.computed_in + number and self.readers[number] == 1
+        """Whether a value is computed for one consumer, in memory of its own."""
+        is_own = self.place[number] == self.computed_in + number and self.consumers[number] == 1
         return is_own and self.step.values[number].is_fresh
 
     def _count(self, number: int) -> None:
-        """A value was read; if it is computed, it is dropped after its last reader."""
+        """A value was read; if it is computed, it is dropped after its last consumer."""
         if self.last[number] < 0:
             self.first[number] = self.now
         self.last[number] = self.now
         self.reads[number] += 1
-        if self.reads[number] >= self.readers[number]:
+        if self.reads[number] >= self.consumers[number]:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
@@ -309,7 +309,7 @@ class _Run(_Levels):
             self.place[number] = -1
 
     def _pass_ends(self) -> None:
-        """Drop values computed for readers that never came; another backward pass computes them again."""
+        """Drop values computed for consumers that never came; another backward pass computes them again."""
         while self.using:
             self.let(self.using.popitem()[1])
         for number in range(len(self.kept)):

@@ -11,7 +11,7 @@ class Kind(IntEnum):
     """The choices that a plan has for a value."""
 
     KEPT = 0  # always kept: it cannot be recomputed
-    FOLLOWS = 1  # always recomputed, as views and casts are
+    DERIVED = 1  # always recomputed, as views and casts are
     FREE = 2  # may be kept or recomputed
     OVERWRITTEN = 3  # always recomputed: the network has written over it
 
@@ -44,7 +44,7 @@ class StepValue(NamedTuple):
     busy: int = 0  # temporary bytes of the call while it runs, besides arguments and results
     operations: int = 0  # multiplications and additions
     is_fresh: bool = False  # nothing else shares its memory when it is recomputed
-    overwrites: bool = False  # it is computed over its first input, if that is fresh and has no other reader
+    overwrites: bool = False  # it is computed over its first input, if that is fresh and has no other consumer
     flag: int = Flag.AGAIN  # flag of its call if it is recomputed
     leader: int = -1  # the first of several values made by one recipe: it has their costs; else -1
 

@@ -92,7 +92,7 @@ class Trace(KnownValues):
     def remember(self, tensor: Tensor, value: Value) -> Value:
         if value.number < 0:
             if isinstance(value.source, Recipe):
-                self._add(value, self._noted(Kind.FOLLOWS, tensor, _numbers(value.source.inputs)))
+                self._add(value, self._noted(Kind.DERIVED, tensor, _numbers(value.source.inputs)))
             else:
                 self._add(value, self._noted(Kind.KEPT, tensor, ()))
                 value.storage = self.place(tensor)
@@ -135,9 +135,9 @@ class Trace(KnownValues):
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
         """What could be recomputed counts as kept, but views of it that nothing has read may follow it."""
         number = value.number
-        while self.values[number].kind == Kind.FOLLOWS and self.values[number].inputs:
+        while self.values[number].kind == Kind.DERIVED and self.values[number].inputs:
             number = self.values[number].inputs[0]
-        is_kept = bool(value.readers) or self.values[number].kind == Kind.KEPT
+        is_kept = bool(value.consumers) or self.values[number].kind == Kind.KEPT
         return is_kept and super().is_fixed(value, argument)
 
     def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Again | Value:
@@ -154,7 +154,7 @@ class Trace(KnownValues):
             one = self.values[number]
             if one.kind == Kind.KEPT and one.memory == memory:
                 return True
-            if one.memory == memory or one.kind == Kind.FOLLOWS:
+            if one.memory == memory or one.kind == Kind.DERIVED:
                 pending += one.inputs
             if one.memory == memory and one.kind == Kind.FREE:
                 lost.append(number)
@@ -232,9 +232,9 @@ class Trace(KnownValues):
             value, saved.number = saved.value.number, number
             if saved.reads_signs and not tensor._is_view():  # else the base is kept
                 signs, unpacking = -(-tensor.numel() // 8), unpacking_bytes(tensor)
-        else:  # it is made empty for its reader
+        else:  # it is made empty for its consumer
             value = len(self.values)
-            self.values.append(self._noted(Kind.FOLLOWS, tensor, ()))
+            self.values.append(self._noted(Kind.DERIVED, tensor, ()))
         self.saved.append(Save(value, signs, self.place(tensor), -1 if call is None else len(self.calls), unpacking))
         self.events.append((Event.SAVE, number))
         self.open.append(Gone(packed, self.events, (Event.RELEASE, number)))
@@ -278,7 +278,7 @@ class Trace(KnownValues):
                 busy=max(0, busy(events[ran.begin : ran.end], self.sizes) + ran.besides),
             )
         for number, one in enumerate(self.values):
-            if one.kind == Kind.FOLLOWS:
+            if one.kind == Kind.DERIVED:
                 self.values[number] = one._replace(seconds=hosts[number])
         values, saved = in_order(self.values, self.saved)
         found = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)

@@ -1,7 +1,7 @@
 """Rules for recomputing the results of functions, each with the inputs that it needs.
 
 A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns a call that computes the
-same result again. `find` returns the value of a tensor, and raises `NotFollowed` if it is not kept; with `lend=True`
+same result again. `find` returns the value of a tensor, and raises `NotRepeated` if it is not kept; with `lend=True`
 the recipe may keep it (rules 4 and 5 in recording.py).
 """
 
@@ -90,7 +90,7 @@ def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return tensors_in(found)
 
 
-class NotFollowed(Exception):
+class NotRepeated(Exception):
     """Raised by a rule: the call cannot be repeated, so its result has to be kept. Reports show the message."""
 
 
@@ -120,7 +120,7 @@ def repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> 
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if "out" in kwargs:
-            raise NotFollowed("its result is written into a given tensor")
+            raise NotRepeated("its result is written into a given tensor")
         again = function if not kwargs else ByName(function, len(args), tuple(kwargs)).call
         arguments = [find(a, lend) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
         return Again(again, arguments, fresh)
@@ -170,7 +170,7 @@ def unless(function: Function, position: int, name: str) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if args[position] if position < len(args) else kwargs.get(name):
-            raise NotFollowed(f"its call writes, because of {name}")
+            raise NotRepeated(f"its call writes, because of {name}")
         return again(find, args, kwargs, result)
 
     return rule
@@ -182,7 +182,7 @@ def random_again(function: Function) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if kwargs.get("generator") is not None or not all(map(_is_aligned, args)):
-            raise NotFollowed(_RANDOM)
+            raise NotRepeated(_RANDOM)
         return again(find, args, kwargs, result)._replace(draws=True)
 
     return rule
@@ -227,7 +227,7 @@ def mask(function: Function) -> Rule:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
-            raise NotFollowed(_RANDOM)
+            raise NotRepeated(_RANDOM)
         return Again(partial(_on_any_values, function, tuple(others), named), [find.shape(x)], draws=True)
 
     return rule
@@ -243,11 +243,11 @@ def _on_any_values(function: Function, others: tuple[Any, ...], named: dict[str,
 
 
 def _fixed(argument: object) -> object:
-    """An argument as it is now, because the caller may change a list later. NotFollowed: it holds tensors."""
+    """An argument as it is now, because the caller may change a list later. NotRepeated: it holds tensors."""
     if not isinstance(argument, (list, tuple)):
         return argument
     if any([isinstance(one, Tensor) for one in argument]):
-        raise NotFollowed("an argument is a list of tensors")
+        raise NotRepeated("an argument is a list of tensors")
     return tuple(argument)
 
 
@@ -264,16 +264,16 @@ class ByName(NamedTuple):
 
 
 def activation(function: Function) -> Rule:
-    """Repeat an activation function of `torch.nn.functional`; in place if its argument has no other reader."""
+    """Repeat an activation function of `torch.nn.functional`; in place if its argument has no other consumer."""
     position, known = INPLACE[function], inspect.signature(function).parameters.keys()
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
         if any([isinstance(option, Tensor) for option in (*others, *named.values())]):  # it may change later
-            raise NotFollowed("an option is a tensor")
+            raise NotRepeated("an option is a tensor")
         if not named.keys() <= known or not all([isinstance(other, bool) for other in others[position - 1 :]]):
-            raise NotFollowed(_UNKNOWN)  # F.elu_ has two more options, without names in Python
+            raise NotRepeated(_UNKNOWN)  # F.elu_ has two more options, without names in Python
         again = partial(function, **named) if named else torch.relu if function is F.relu else function
         return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
 
@@ -297,7 +297,7 @@ def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
         return Again(F.batch_norm, [x, *running, *affine, False, 0.0, given.get("eps", 1e-5)], fresh=True)
     node: Any = result.grad_fn
     if type(node).__name__ not in _BATCH_NORMS:
-        raise NotFollowed(f"no rule repeats {type(node).__name__}")
+        raise NotRepeated(f"no rule repeats {type(node).__name__}")
     if type(node).__name__ == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
         return Again(_by_cudnn, [x, *affine, given.get("eps", 1e-5)], fresh=True)
     return Again(normalised, [x, find.saved(node, "result1"), find.saved(node, "result2"), *affine], fresh=True)
@@ -336,7 +336,7 @@ def joined(function: Function) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if not kwargs.keys() <= {"tensors", "dim"}:
-            raise NotFollowed(_UNKNOWN)
+            raise NotRepeated(_UNKNOWN)
         given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
         parts = [find(tensor, lend=True) for tensor in given["tensors"]]
         return Again(partial(_join, function, given.get("dim", 0)), parts, fresh=True)
@@ -350,7 +350,7 @@ def _join(function: Function, dim: int, *tensors: Tensor) -> Tensor:
 
 def cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     if result.device != args[0].device:
-        raise NotFollowed("copied from another device")
+        raise NotRepeated("copied from another device")
     return Again(itself, [find(args[0])])  # it gets the dtype of the original
 
 
@@ -366,7 +366,7 @@ def max_pool(dimensions: int) -> Rule:
         if type(node).__name__ == "SqueezeBackward1":  # one dimension is pooled as two
             node = node.next_functions[0][0]
         if type(node).__name__ not in _MAX_POOLS or not result.numel():
-            raise NotFollowed(f"no rule repeats {type(node).__name__}")
+            raise NotRepeated(f"no rule repeats {type(node).__name__}")
         x = find(args[0] if args else kwargs["input"])
         return Again(_gathered, [x, find.saved(node, "result1"), dimensions], fresh=True)
 
@@ -386,25 +386,25 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
     if type(node).__name__ == "MulBackward0":
         return Again(torch.mul, [find(x), find.saved(node, "other")], fresh=True)
     if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
-        _scale(x, share)  # NotFollowed if it cannot be measured
+        _scale(x, share)  # NotRepeated if it cannot be measured
         return Again(_masked, [find(x), find.saved(node, "result1"), share], fresh=True)
-    raise NotFollowed(f"no rule repeats {type(node).__name__}")
+    raise NotRepeated(f"no rule repeats {type(node).__name__}")
 
 
 @cache
 def dropout_scale(device: torch.device, double: bool, share: float) -> float:
     """The factor by which a dropout's kernel scales values, measured because kernels may round 1 - p before dividing.
 
-    NotFollowed if it cannot be measured: while a CUDA graph is captured, or if all values are dropped.
+    NotRepeated if it cannot be measured: while a CUDA graph is captured, or if all values are dropped.
     """
     if device.type == "cuda" and is_capturing():
-        raise NotFollowed("a CUDA graph is captured")
+        raise NotRepeated("a CUDA graph is captured")
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), without_function_modes(), without_dispatch_modes(), torch.random.fork_rng(devices):
         ones = torch.ones(2**12, dtype=torch.float64 if double else torch.float32, device=device)
         scale = torch.native_dropout(ones, share, True)[0].max().item()
     if not scale:
-        raise NotFollowed("all values are dropped")
+        raise NotRepeated("all values are dropped")
     return scale
 
 

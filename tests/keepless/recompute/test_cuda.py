@@ -15,7 +15,7 @@ from keepless.recompute.held.signs import positive
 from keepless.recompute.held.values import Again, Recipe, Value
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.table import rules
-from keepless.recompute.table.rules import NotFollowed, dropout_scale
+from keepless.recompute.table.rules import NotRepeated, dropout_scale
 from keepless.saved import Kept
 from tests.cuda import NEEDS_CUDA
 from tests.keepless.recompute.ahead import Ahead
@@ -70,7 +70,7 @@ class Stream:
 
 
 def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
-    """A value is computed on its first reader's stream, from what the forward pass has kept on another."""
+    """A value is computed on its first consumer's stream, from what the forward pass has kept on another."""
     log: list[str] = []
     forward, first, second = (Stream(name, log) for name in ("forward", "first", "second"))
     present = [forward]
@@ -99,7 +99,7 @@ def test_signs_are_packed_after_the_stream_that_made_the_values_and_read_after_t
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"{stream.name} records"))
     with FakeTensorMode(), torch.device("cuda"):
         value = Value(Kept(torch.empty(4), None))
-        value.readers = value.sign_readers = 1
+        value.consumers = value.sign_consumers = 1
         value.positive, value.stream = positive, made
         value.settle(None, at_end=True)
         present[0] = reads
@@ -184,10 +184,10 @@ def test_the_scale_of_dropout_is_the_kernel_s_own(device):
 
 
 def test_a_mask_is_not_used_where_its_scale_cannot_be_measured(monkeypatch):
-    with pytest.raises(NotFollowed):
+    with pytest.raises(NotRepeated):
         dropout_scale(torch.device("cpu"), False, 1.0)
     monkeypatch.setattr(rules, "is_capturing", lambda: True)
-    with pytest.raises(NotFollowed):
+    with pytest.raises(NotRepeated):
         dropout_scale(torch.device("cuda", 0), False, 0.123)
 
 

@@ -1268,7 +1268,7 @@ DIFFERING = [
 
 @pytest.mark.parametrize("function", DIFFERING)
 def test_what_a_pass_holds_that_differs_from_its_script(function):
-    """Sign masks, spare tensors and what is kept are each for one reader, however the readers change."""
+    """Sign masks, spare tensors and what is kept are each for one consumer, however the consumers change."""
 
     def of(differs: bool) -> Make:
         def make():
