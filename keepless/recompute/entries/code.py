@@ -129,7 +129,7 @@ class _Code:
         entry, found = self.entry, ["transform_level() is not None"]
         if entry.stream >= 0 and raw_stream is not None:
             found.append(f"follows.stream != raw_stream({entry.stream})")
-        if entry.packs or any(one.kind == "saved" for make in entry.makes for one in make.sources):
+        if entry.packs or "saved" in [one.kind for make in entry.makes for one in make.sources]:
             found.append("(current_hooks() is not None and not follows.is_innermost())")
         for kind, (is_on, dtype), *_ in {make.how for make in entry.makes}:
             device = self.name(kind)
@@ -224,7 +224,7 @@ class _Code:
     def conclude(self) -> None:
         """Check what the call has made, and note how what it drops is computed again."""
         entry, lines = self.entry, self.lines
-        drops_own = any(make.is_whole or not make.is_inside for make in entry.makes)
+        drops_own = any([make.is_whole or not make.is_inside for make in entry.makes])
         if drops_own or entry.is_kept:
             wrong = ["type(result) is not Tensor", "not result.requires_grad"]
             if entry.written:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..held.signs import Positive
 from ..held.values import How, Recipe
 from ..table.functions import Row
-from .plan import Plan
 from .report import KeptTensor
 
 Path = Any  # of an argument: its position, its name, or (position of a list, position in it)
@@ -121,13 +120,9 @@ class Entry:
     """A call of a learned step."""
 
     def __init__(self, function: Callable[..., Any] | None, row: Row):
-        self.function = function  # None: it is `opened`
+        self.function = function  # None: after the last call
         self.row = row
-        self.opened: Callable[..., Any] | None = None  # a function whose inner calls are entries of their own
-        self.opening: Any = None  # these calls, if they can be made without it: see `Opening`,
-        self.run_opening: Callable[..., Any] | None = None  # and a function that makes them
         self.parameter: weakref.ref[nn.Parameter] | None = None  # the first that the call reads
-        self.asks = False  # it only asks for an attribute, and may come and go
         self.writes = False  # it may write over a tensor
         # The code: `run(follows, function, types, args, kwargs)`. None: the call only runs.
         self.run: Callable[..., Any] | None = None
@@ -163,7 +158,6 @@ class Script(NamedTuple):
     entries: list[Entry]
     learned: int  # number of entries that come from the recorded pass
     kept: Sequence[KeptTensor]
-    plan: Plan | None  # that the learned pass has followed
     has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
     consumers: dict[int, tuple[Any, int]]  # of parameters, by id: a reference, and the number of the first entry
 

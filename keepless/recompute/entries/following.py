@@ -76,7 +76,6 @@ class Following(Recording):
         self.stream = 0  # and its address
         self.leaves = False  # the rest of the pass is recorded
         self.left_at: int | None = None  # the number of the next entry when too many calls had differed
-        self.first = 0  # number of the entry of the opened function that is running
         self.has_sought = False  # the running call has been looked for among all entries
         self.differences = 0  # calls that the recorder has made, or an earlier entry again
         self.lesson = Lesson()  # of the calls that the recorder makes: see `grown`
@@ -121,54 +120,30 @@ class Following(Recording):
             if kwargs and "out" in kwargs:
                 return self.writing(function, args, kwargs)
             return function(*args, **kwargs) if kwargs else function(*args)
+        if row_of(function).only_asks and PLAIN.issuperset(types):
+            return function(*args, **kwargs) if kwargs else function(*args)
         return self._other(function, types, args, kwargs or {})
 
     def _other(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that is not the expected one, or whose function has to be opened."""
-        while (entry := self.entries[self.next]).asks:
-            self.next += 1
-        if entry.function == function:
-            return self.__torch_function__(function, types, args, kwargs)
+        """A call that is not the expected one, or whose function is opened: such functions have no entries."""
         if self.is_abandoned():
             return function(*args, **kwargs)
-        row = row_of(function)
-        if row.only_asks and PLAIN.issuperset(types):
-            return function(*args, **kwargs)
-        if entry.opened != function and not self.leaves and self._goes_on_elsewhere(function, args):
-            return self.__torch_function__(function, types, args, kwargs)
-        if row.is_opened and PLAIN.issuperset(types):
-            if entry.opened == function:
-                if entry.run_opening is not None and (result := self._run(entry, args, kwargs)) is not NotImplemented:
-                    return result
-                self.next += 1
+        if row_of(function).is_opened and PLAIN.issuperset(types):
             _enter(self)
             try:
                 return body(function)(*args, **kwargs)
             finally:
                 _leave(self, None, None, None)
+        if not self.leaves and self._goes_on_elsewhere(function, args):
+            return self.__torch_function__(function, types, args, kwargs)
         return self.interpret(function, types, args, kwargs)
-
-    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the calls of an opened function, and return its result. NotImplemented: see `Opening.compiled`."""
-        assert entry.run_opening is not None
-        self.first = first = self.next
-        result = entry.run_opening(self, args, kwargs)
-        if result is not NotImplemented and not self.leaves:
-            self.next = first + entry.opening.end
-        return result
-
-    def inner_call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of the opened function that is running. `number`: offset of its entry from the function's."""
-        number += self.first
-        self.next = 0 if self.leaves else number
-        return self.__torch_function__(self.script.entries[number].function, (), args, kwargs)  # type: ignore[arg-type]
 
     def _goes_on_elsewhere(self, function: Any, args: tuple[Any, ...]) -> bool:
         """Find the entry of a call that is not the next one: calls have gone."""
         now = self.next
         if (place := self._place(function, args)) is None:
             near = self.entries[now + 1 : now + _NEAR]
-            place = next((now + 1 + n for n, one in enumerate(near) if function in (one.function, one.opened)), None)
+            place = next((now + 1 + number for number, one in enumerate(near) if function == one.function), None)
         if place is not None:
             self._go_to(place)
         return place is not None

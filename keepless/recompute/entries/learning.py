@@ -29,7 +29,6 @@ from .entry import (
     layout,
     tensors_by_path,
 )
-from .opening import Opening
 from .plan import Plan
 from .registry import checkpointed_output
 from .report import KeptTensor
@@ -71,7 +70,6 @@ class Lesson:
         self.entries: list[Entry] = []
         self.outside: list[Any] = []  # what autograd holds for tensors saved outside calls
         self.why_not = ""  # a reason why there can be no script
-        self.opening: Opening | None = None  # of the opened function that is running
 
     def begins(self, function: Callable[..., Any], row: Row) -> Entry:
         self.entries.append(Entry(function, row))
@@ -165,7 +163,7 @@ def script_of(lesson: Lesson, kept: Sequence[KeptTensor], plan: Plan | None = No
     has_hooks = _drops_outside(lesson)
     if not _settled(lesson, plan is not None and plan.fits, has_hooks):
         return None
-    return _script(lesson.entries, len(lesson.entries), kept, plan, has_hooks)
+    return _script(lesson.entries, len(lesson.entries), kept, has_hooks)
 
 
 def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[KeptTensor]) -> Script | None:
@@ -177,33 +175,23 @@ def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[
         return None
     if not _settled(lesson, False, script.has_hooks):
         return None
-    old = [_without_opening(one, number, places) for number, one in enumerate(script.entries[:-1])]
     entries: list[Entry] = []
-    begin = 0
+    old, begin = script.entries[:-1], 0
     for place, entry in sorted(zip(places, lesson.entries, strict=True), key=lambda one: one[0]):
         entries += old[begin:place]
         begin = place
         if [one.function for one in entries[-_VARIANTS:]] != [entry.function] * _VARIANTS:
             entries.append(entry)
     entries += old[begin:]
-    return _script(entries, script.learned, kept, script.plan, script.has_hooks)
+    return _script(entries, script.learned, kept, script.has_hooks)
 
 
-def _without_opening(entry: Entry, number: int, places: Sequence[int]) -> Entry:
-    """An entry that does not make the calls of an opened function by itself, if others come between these calls."""
-    if entry.opening is not None and any([number < place < number + entry.opening.end for place in places]):
-        entry.opening = entry.run_opening = None
-    return entry
-
-
-def _script(
-    entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], plan: Plan | None, has_hooks: bool
-) -> Script:
+def _script(entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], has_hooks: bool) -> Script:
     consumers: dict[int, tuple[Any, int]] = {}
     for number, one in enumerate(entries):
         if one.parameter is not None and (parameter := one.parameter()) is not None:
             consumers.setdefault(id(parameter), (one.parameter, number))
-    return Script([*entries, END], learned, kept, plan, has_hooks, consumers)
+    return Script([*entries, END], learned, kept, has_hooks, consumers)
 
 
 def _drops_outside(lesson: Lesson) -> bool:
@@ -233,12 +221,7 @@ def _settled(lesson: Lesson, fits: bool, has_hooks: bool) -> bool:
             _settle(one, fits, has_hooks)
     except _Unlearnable as error:
         lesson.why_not = str(error)
-    if lesson.why_not:
-        return False
-    followed = {number for number, one in enumerate(lesson.entries) if one.run is not None}
-    for entry in [one for one in lesson.entries if one.opening is not None]:
-        entry.run_opening = entry.opening.compiled(followed)
-    return True
+    return not lesson.why_not
 
 
 def _settle(entry: Entry, fits: bool, has_hooks: bool) -> None:

@@ -35,11 +35,10 @@ Rule 14. A recorded pass is learned (learning.py): each call gets an entry (entr
     rules have decided. Further passes with such inputs follow the entries (following.py): they compare each call's
     function, and where something is dropped, modes and arguments; then the entry's code (code.py) makes the call and
     writes the same values into the same registry (registry.py). Hooks are only around calls that save a dropped tensor;
-    or around the pass, if autograd functions of the program save one outside of calls. Functions written in Python that
-    have no rule, such as attention, do not run: the calls that they made are made again (opening.py). A call that
-    differs from its entry is recorded alone, and gets an entry beside it (`grown`). If calls have gone or come, the
-    pass goes on at the entry that has read the same parameter. The rest of a pass is recorded if gradients are switched
-    otherwise, or within a budget if over a quarter of its calls differ.
+    or around the pass, if autograd functions of the program save one outside of calls. A call that differs from its
+    entry is recorded alone, and gets an entry beside it (`grown`). If calls have gone or come, the pass goes on at the
+    entry that has read the same parameter. The rest of a pass is recorded if gradients are switched otherwise, or
+    within a budget if over a quarter of its calls differ.
 
 An example, and what autograd holds for each tensor:
 
@@ -90,7 +89,6 @@ from ..held.values import Call, Overwriting, after_overwriting, before_overwriti
 from ..table.functions import Row, body, row_of
 from ..table.rules import Rule, may_overwrite, overwritten
 from .learning import Lesson
-from .opening import Opening
 from .plan import ByPlan
 from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
 from .registry import KnownValues
@@ -208,7 +206,7 @@ class Recording(TorchFunctionMode):
             self.is_abandoned()
             return function(*args, **kwargs)
         row = row_of(function)
-        if self.lesson is not None:
+        if self.lesson is not None and not ((row.only_asks or row.is_opened) and PLAIN.issuperset(types)):
             return self.run_noted(function, row, types, args, kwargs)
         return self._seen(function, row, types, args, kwargs)
 
@@ -216,11 +214,8 @@ class Recording(TorchFunctionMode):
         """Run a call, and note it for a script."""
         lesson = self.lesson
         assert lesson is not None
-        entry, number = lesson.begins(function, row), len(lesson.entries) - 1
-        entry.asks = row.only_asks
+        entry = lesson.begins(function, row)
         entry.only = args if function is set_gradients else None
-        if row.is_opened:
-            entry.function, entry.opened = None, function
         entry.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
         entry.writes = may_overwrite(function, args, kwargs)
         if (
@@ -229,10 +224,7 @@ class Recording(TorchFunctionMode):
             or any([issubclass(kind, FakeTensor) for kind in types])
         ):
             lesson.why_not = "tensors that change unseen"
-        result = self._seen(function, row, types, args, kwargs)
-        if lesson.opening is not None:
-            lesson.opening.add(number, entry, args, kwargs, result)
-        return result
+        return self._seen(function, row, types, args, kwargs)
 
     def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         are_plain = PLAIN.issuperset(types)
@@ -289,21 +281,11 @@ class Recording(TorchFunctionMode):
 
     def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function written in Python that has no rule, and see the functions that it calls."""
-        lesson, opening = self.lesson, None
-        if lesson is not None:
-            entry, around = lesson.entries[-1], lesson.opening
-            lesson.opening = opening = Opening(len(lesson.entries) - 1, args, kwargs)
         super().__enter__()
         try:
-            result = body(function)(*args, **kwargs)
+            return body(function)(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
-            if lesson is not None:
-                lesson.opening = around
-        if lesson is not None and opening is not None:
-            opening.ends(len(lesson.entries), result)
-            entry.opening = opening if opening.is_known else None
-        return result
 
     def run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""

@@ -89,11 +89,6 @@ class Value:
         self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
 
     @property
-    def depth(self) -> int:
-        """The recipes in the longest chain that computes the value."""
-        return self.source.depth if isinstance(self.source, Recipe) else 0
-
-    @property
     def unread(self) -> bool:
         """True while the value has no consumer; then its memory is freed with the tensor."""
         return not (self.consumers or isinstance(self.source, Recipe) or self.may_be_read())
@@ -220,7 +215,7 @@ def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
         if value not in seen and not (only_unread and value.consumers > value.sign_consumers):
             seen.add(value)
             waiting += value.source.inputs if isinstance(value.source, Recipe) else ()
-    return sum(value.bytes for value in seen if isinstance(value.source, Kept))
+    return sum([value.bytes for value in seen if isinstance(value.source, Kept)])
 
 
 class Memory:
@@ -394,7 +389,7 @@ class Call:
 
     def room(self, result: Tensor) -> int:
         """Bytes that can be freed if the call is repeated in the backward pass."""
-        return result.nbytes + sum(part.value.bytes for part in self.inside)
+        return result.nbytes + sum([part.value.bytes for part in self.inside])
 
 
 class Overwriting(NamedTuple):

@@ -224,23 +224,17 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("budget", [None, 0.9])
 @pytest.mark.parametrize("change", ["is_mixed", "is_apart", "is_causal"])
-def test_a_script_makes_the_calls_of_attention_without_its_python(change, budget, monkeypatch):
-    """Unless its arguments look different. If a call inside differs, the recorder goes on from there."""
+def test_attention_whose_inner_calls_change(change, budget):
+    """It is written in Python: each call inside has an entry."""
     network, x = Attention(), torch.randn(8, 16, 32)
     plain = copy.deepcopy(network)
     recompute_activations(network, budget=budget)
-    project, runs = F._in_projection_packed, []
-    monkeypatch.setattr(F, "_in_projection_packed", lambda *args: runs.append(args) or project(*args))
     for number in range(8):
         for one in (network, plain):
             setattr(one, change, number > 4)
             torch.manual_seed(number)
             one.zero_grad()
-            if one is network:
-                runs.clear()
             one(x).square().sum().backward()
-            if one is network and number == 4:
-                assert not runs
         for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad), number
 
