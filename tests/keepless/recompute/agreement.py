@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless.recompute.kinds import plans as plans_module
 from keepless.recompute.script.following import Following
-from keepless.recompute.step.search import Choice
+from keepless.recompute.step.search import Choice, frontier
 from keepless.recompute.step.step import Kind, Step
 from keepless.saved import copied
 
@@ -114,7 +114,7 @@ def run(
         found = use([one.abs().square().mean() for one in outputs.values() if one.requires_grad], sources)
         buffers = [buffer.clone() for buffer in network.buffers()]
         return [*(one.detach().clone() for one in outputs.values()), *found, *buffers, torch.rand(1)]
-    except (RuntimeError, ValueError, AssertionError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         return error.with_traceback(None)  # which would keep a checkpoint from ending
 
 
@@ -164,15 +164,15 @@ def agree(
     return agrees(expected, found, may_refuse)
 
 
-def keep_by_chance(monkeypatch, draws: Random) -> None:
-    """Plans keep none, all or a random part of the values that may be computed again."""
+def keep_by_chance(monkeypatch, draws: Random, searches: bool = False) -> None:
+    """Plans keep none, all or a random part of the values that may be computed again, unless one is searched for."""
 
     def drawn(step: Step, limit: int) -> list[Choice]:
         share = draws.choice([0.0, 0.5, 0.5, 1.0])
         kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in step.values]
         return [Choice(0, 0.0, tuple(kept))]
 
-    monkeypatch.setattr(plans_module, "frontier", drawn)
+    monkeypatch.setattr(plans_module, "frontier", frontier if searches else drawn)
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)  # measuring takes seconds
 
 
