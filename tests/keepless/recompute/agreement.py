@@ -164,15 +164,15 @@ def agree(
     return agrees(expected, found, may_refuse)
 
 
-def keep_by_chance(monkeypatch, draws: Random, searches: bool = False) -> None:
-    """Plans keep none, all or a random part of the values that may be computed again, unless one is searched for."""
+def keep_by_chance(monkeypatch, draws: Random, shares: Sequence[float] = (0.0, 0.5, 0.5, 1.0)) -> None:
+    """Plans keep one of these shares of the values that may be computed again. No shares: plans are searched for."""
 
     def drawn(step: Step, limit: int) -> list[Choice]:
-        share = draws.choice([0.0, 0.5, 0.5, 1.0])
+        share = draws.choice(shares)
         kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in step.values]
         return [Choice(0, 0.0, tuple(kept))]
 
-    monkeypatch.setattr(plans_module, "frontier", frontier if searches else drawn)
+    monkeypatch.setattr(plans_module, "frontier", drawn if shares else frontier)
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)  # measuring takes seconds
 
 

@@ -121,6 +121,12 @@ def _rolled(x: Tensor, y: Tensor) -> Tensor:
     return result
 
 
+def _transposed(x: Tensor, y: Tensor, rows: int = 4, needs: bool = True) -> Tensor:
+    """The layer saves a copy of a number of rows."""
+    weight = y[0, 0] if needs else y[0, 0].detach()
+    return torch.cat([F.linear(x[:, :rows].transpose(0, 1), weight).transpose(0, 1), x[:, rows:]], 1)
+
+
 _OF_NORM = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
 # Calls of a function on two tensors, which differ in arguments, aliases, dtypes, None, lists or keyword arguments.
 CALLS: dict[str, list[Callable[[Tensor, Tensor], Tensor]]] = {
@@ -163,6 +169,12 @@ CALLS: dict[str, list[Callable[[Tensor, Tensor], Tensor]]] = {
         lambda x, y: F.linear(x, torch.eye(6).to(x.dtype)),
         lambda x, y: F.linear(x, torch.eye(6).to(x.dtype), y[0, 0, 0]),
         lambda x, y: F.linear(x, bias=x[0, 0, 0], weight=y[0, 0]),
+    ],
+    "layout": [
+        _transposed,
+        partial(_transposed, rows=3),
+        partial(_transposed, needs=False),
+        lambda x, y: F.linear(x, y[0, 0]),
     ],
     "dtype": [
         lambda x, y: (x.double() * 1.5).sin().to(x.dtype),

@@ -1,7 +1,8 @@
 """Calls are computed again with all that they have saved, equal to the bit; and only calls that may run twice are."""
 
+import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from random import Random
 
 import pytest
 import torch
@@ -10,14 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keepless import recompute_activations
-from keepless.recompute.recorder.plan import ByPlan
-from keepless.recompute.recorder.recording import Recording
-from keepless.recompute.step.rehearsal import counted_step
-from keepless.recompute.step.search import Choice
-from keepless.recompute.step.step import Kind
+from keepless import recompute_activations, report
 from keepless.recompute.table.functions import row_of
 from keepless.recompute.table.rules import with_gradient
+from tests.keepless.recompute.agreement import keep_by_chance
 from tests.keepless.recompute.ahead import After
 from tests.keepless.recompute.test_uses import Operators
 
@@ -112,7 +109,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "a folded product by swapped names": (weighted(lambda x: torch.matmul(other=x, input=x[0, :7])), [1]),
     "a product of transposed inputs": (weighted(lambda x: x.mT @ x[0, :, :8], 8), []),
     "a product of transposed inputs and constants": (weighted(lambda x: x.mT @ x[0, :, :8].detach(), 8), [1]),
-    "a norm": (weighted(lambda x: torch.linalg.norm(x.flatten(0, 1), 2)), [1]),  # singular vectors
+    "a norm": (weighted(lambda x: torch.linalg.norm(x.flatten(0, 1), 2)), [1.03]),  # singular vectors
 }
 
 
@@ -127,22 +124,20 @@ class Called(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_computed_again_to_the_bit_from_little(name, device):
+def test_calls_are_computed_again_to_the_bit_from_little(name, device, monkeypatch):
     """The forward pass draws as many random numbers as without a plan; draws between the passes change nothing."""
-    network, x, results = Called(name).to(device), torch.tensor(1.25, device=device), []
-    step = counted_step(network, (x,), {})
-    plan = Choice(0, 0.0, tuple(value.kind == Kind.KEPT for value in step.values)).plan(step)
-    recording = Recording(ByPlan([plan]), inputs=[x])
-    for context in (recording, nullcontext()):
+    keep_by_chance(monkeypatch, Random(0), shares=[0.0])
+    plain, x, results = Called(name).to(device), torch.tensor(1.25, device=device), []
+    network = recompute_activations(copy.deepcopy(plain), budget="1KiB")
+    for one in (plain, network):
         torch.manual_seed(1)
-        with context:
-            loss = network(x).square().mean()
+        loss = one(x).square().mean()
         before = torch.rand(1, device=device)
-        gradients = torch.autograd.grad(loss, list(network.parameters()))
+        gradients = torch.autograd.grad(loss, list(one.parameters()))
         results.append([loss, before, *gradients, torch.rand(1, device=device)])
     assert all(map(torch.equal, *results))
     if device == "cpu":
-        shares = [one.bytes / network.w.nbytes for one in recording.kept]
+        shares = [round(line.bytes / network.w.nbytes, 2) for line in report(network).lines]
         assert sorted(share for share in shares if share > 0.1) == CALLS[name][1]
 
 

@@ -19,6 +19,7 @@ from tests.keepless.recompute.agreement import (
     agree,
     agrees,
     by_backward,
+    in_another_thread,
     in_parts,
     is_refused,
     keep_by_chance,
@@ -95,11 +96,11 @@ def test_a_prepared_network_whose_steps_change_is_like_the_plain_one(budget, see
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_script_sees_that_a_call_has_other_arguments(name):
-    """Between equal neighbours. The program may then overwrite what no operation needs, but a recipe may read."""
-    for first in range(len(CALLS[name])):
+    """Between equal neighbours. The program then overwrites what a recipe may read, unless an operation needs it."""
+    numbers = range(len(CALLS[name]))
+    for first in numbers:
         plain, within = pair()
-        others = [number for number in range(len(CALLS[name])) if number != first]
-        for number in [first, first, *others, first]:
+        for number in [first, first, *numbers, first]:
             calls = [("call", (name, number), 2, 3), ("call", (name, number), 4, 1)]
             moves: Moves = [("unary", 4, 0, 0), ("layer", 1, 0, 1), *calls, ("unary", 2, 5, 0)]
             assert agree(plain, within, program([*moves, ("in place", 4, 1, 0)])) or agree(
@@ -141,12 +142,13 @@ FOUND: dict[str, tuple[Moves, dict]] = {
         ],
         {"kind": WithMeta},
     ),
+    "a checkpoint repeats a pass in another thread": ([("layer", 5, 0, 1), ("unary", 0, 2, 0), ("layer", 0, 3, 1)], {}),
 }
 
 
 @pytest.mark.parametrize("moves, options", FOUND.values(), ids=FOUND)
 def test_programs_that_once_differed(moves, options):
-    for wraps, use in ((once, in_parts), (under_a_checkpoint, in_parts)):
+    for wraps, use in ((once, in_parts), (under_a_checkpoint, in_another_thread)):
         plain, within = pair()
         for _ in range(2):
             agree(plain, within, program(moves, **options), use, wraps)

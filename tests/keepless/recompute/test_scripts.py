@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keepless import prepared, recompute_activations
 from keepless.recompute.script.following import Following
 from tests.keepless.recompute.agreement import Setup, agree, agrees, keep_by_chance, note_followed, run
-from tests.keepless.recompute.ahead import After, assert_like, planned_sizes
+from tests.keepless.recompute.ahead import After, assert_like, planned_sizes, step
 from tests.keepless.recompute.programs import Moves, Program, drawn, hides, program
 from tests.keepless.recompute.test_functions import on
 
@@ -49,16 +49,11 @@ def test_only_the_calls_that_differ_are_recorded(order, doubled, most, budget, m
     monkeypatch.setattr(Following, "interpret", lambda self, *call: calls.append(call[0]) or interpret(self, *call))
     plain, x = Blocks(), torch.randn(2, 4, 6, 6)
     ours = recompute_activations(copy.deepcopy(plain), budget=budget)
-    for number in range(4):
-        for network in (plain, ours):
-            if number:
-                network.order, network.doubled = order, doubled
-            network.zero_grad()
-            network(x).square().sum().backward()
-        for expected, found in zip(plain.parameters(), ours.parameters(), strict=True):
-            assert (expected.grad is None) is (found.grad is None)
-            assert expected.grad is None or torch.equal(found.grad, expected.grad)
+    for _ in range(4):
+        assert agree(plain, ours, on(x))
         assert len(calls) <= most
+        for network in (plain, ours):
+            network.order, network.doubled = order, doubled
     for size in planned_sizes(ours) if budget else ():
         assert size.rehearsals == 1
 
@@ -100,12 +95,8 @@ def test_entries_that_a_pass_repeats_make_no_endless_chain():
     plain = Repeating()
     ours = recompute_activations(copy.deepcopy(plain))
     for steps in (2, 2, 800, 2, 2):
-        x = torch.randn(3, 4)
-        for network in (plain, ours):
-            network.steps = steps
-            network.zero_grad()
-            network(x).sum().backward()
-        assert torch.equal(ours.weight.grad, plain.weight.grad)
+        plain.steps = ours.steps = steps
+        assert agree(plain, ours, on(torch.randn(3, 4)))
 
 
 @pytest.fixture
@@ -317,7 +308,7 @@ def test_random_programs_that_differ_from_their_scripts(seeds, departures, monke
 class Attention(nn.Module):
     """Between steps, the arguments of attention can change."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(32, 2, dropout=0.3, batch_first=True)
         self.is_mixed = self.is_apart = self.is_causal = False
@@ -335,40 +326,31 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("change", ["is_mixed", "is_apart", "is_causal"])
 def test_a_script_makes_the_calls_of_attention_without_its_python(change, budget, monkeypatch):
     """Unless its arguments look different. If a call inside differs, the recorder goes on from there."""
-    network, x = Attention(), torch.randn(8, 16, 32)
-    plain = copy.deepcopy(network)
-    recompute_activations(network, budget=budget)
-    project, runs = F._in_projection_packed, []
+    plain, project, runs = Attention(), F._in_projection_packed, []
+    network, inputs = recompute_activations(copy.deepcopy(plain), budget=budget), torch.randn(5, 8, 16, 32)
+    assert_like(plain, network, *inputs)
     monkeypatch.setattr(F, "_in_projection_packed", lambda *args: runs.append(args) or project(*args))
-    for number in range(8):
-        for one in (network, plain):
-            setattr(one, change, number > 4)
-            torch.manual_seed(number)
-            one.zero_grad()
-            if one is network:
-                runs.clear()
-            one(x).square().sum().backward()
-            if one is network and number == 4:
-                assert not runs
-        for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad), number
+    step(network, inputs[4].clone(), seed=4)
+    step(plain, inputs[4].clone(), seed=4)
+    assert len(runs) == 1
+    for one in (network, plain):
+        setattr(one, change, True)
+    assert_like(plain, network, *inputs[:3])
+
+
+class Distances(nn.Module):
+    power = 1
+
+    def between(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x - y).abs().pow(self.power).sum(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        near, far = x.sin(), x.exp()
+        return F.triplet_margin_with_distance_loss(x, near, far, distance_function=self.between, margin=99.0)
 
 
 def test_a_script_runs_the_functions_that_a_program_gives_to_functions_of_pytorch():
-    class Distances(nn.Module):
-        power = 1
-
-        def between(self, x: Tensor, y: Tensor) -> Tensor:
-            return (x - y).abs().pow(self.power).sum(-1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            near, far = x.sin(), x.exp()
-            return F.triplet_margin_with_distance_loss(x, near, far, distance_function=self.between, margin=99.0)
-
-    network, plain = recompute_activations(Distances()), Distances()
-    x = torch.randn(8, 4, requires_grad=True)
+    plain, ours = Distances(), recompute_activations(Distances())
     for power in (1, 1, 1, 2):
-        network.power = plain.power = power
-        found, expected = network(x), plain(x)
-        found.backward()
-        assert torch.equal(found, expected), power
+        plain.power = ours.power = power
+        assert agree(plain, ours, on(torch.randn(8, 4)))

@@ -6,7 +6,6 @@ import pickle
 import sys
 import weakref
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -321,19 +320,6 @@ def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     gradients_of = grad(lambda weights: functional_call(network, weights, (torch.ones(1, 3),)).sum())
     assert gradients_of(weights).keys() == weights.keys()
-
-
-@pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])
-def test_a_checkpoint_may_repeat_the_forward_pass_in_another_thread(stem):
-    """CUDA does this. Numbers of nodes begin anew in each thread."""
-    results = []
-    for network in both(nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2))):
-        rows = stem.double()(IMAGES[..., :6, :6]).flatten(2).unflatten(2, (-1, 4))
-        loss = checkpoint(network, rows, use_reentrant=False).square().sum()
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(loss.backward).result()
-        results.append([parameter.grad for parameter in network.parameters()])
-    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)], ids=str)
