@@ -88,6 +88,18 @@ def plans(network: nn.Module) -> list[int]:
     return [len(size.plans) for size in planned_sizes(network)]
 
 
+def rehearsals(network: nn.Module) -> list[int]:
+    """How often each size was rehearsed."""
+    return [size.rehearsals for size in planned_sizes(network)]
+
+
+def learned(network: nn.Module) -> tuple[list, int]:
+    """The objects that hold what a prepared network has learned of its steps, and the entries of its only script."""
+    (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
+    forms, sizes = [*hooks.forms._forms.values()], [] if hooks.plans is None else planned_sizes(network)
+    return [*forms, *sizes], len(forms[0].now.entries) if forms and forms[0].now else 0
+
+
 class Ahead(Plans):
     """Plans that are made before a pass, outside the profiler that measures it."""
 

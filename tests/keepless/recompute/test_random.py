@@ -29,7 +29,7 @@ from tests.keepless.recompute.agreement import (
     several,
     under_a_checkpoint,
 )
-from tests.keepless.recompute.ahead import planned_sizes, plans
+from tests.keepless.recompute.ahead import plans, rehearsals
 from tests.keepless.recompute.programs import (
     CALLS,
     CALM,
@@ -196,5 +196,5 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(
         assert len(texts) == 1 or seed >= len(UNPLANNED)
         assert all(later <= 1.01 * peaks[0] for later in peaks[1:])
         if budget is not None:
-            assert plans(within) == [size.rehearsals for size in planned_sizes(within)] == [1]
+            assert plans(within) == rehearsals(within) == [1]
     assert recorded <= len(seeds) // 100  # some views of views cannot be made again either

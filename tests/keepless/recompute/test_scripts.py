@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keepless import prepared, recompute_activations
 from keepless.recompute.script.following import Following
 from tests.keepless.recompute.agreement import Setup, agree, agrees, keep_by_chance, note_followed, run
-from tests.keepless.recompute.ahead import After, assert_like, planned_sizes, step
+from tests.keepless.recompute.ahead import After, assert_like, learned, rehearsals, step
 from tests.keepless.recompute.programs import Moves, Program, drawn, hides, program
 from tests.keepless.recompute.test_functions import on
 
@@ -54,8 +54,8 @@ def test_only_the_calls_that_differ_are_recorded(order, doubled, most, budget, m
         assert len(calls) <= most
         for network in (plain, ours):
             network.order, network.doubled = order, doubled
-    for size in planned_sizes(ours) if budget else ():
-        assert size.rehearsals == 1
+    if budget is not None:
+        assert rehearsals(ours) == [1]
 
 
 def _of_any_size(x: Tensor) -> Tensor:
@@ -130,13 +130,11 @@ def agrees_wherever_it_differs(
         agrees(expected, run(ours, setup), may_refuse)
 
     compare()
-    (hooks,) = {hook.__self__ for hook in ours._forward_hooks.values()}
-    forms = [*hooks.forms._forms.values()]
-    learned = [(one, dict(vars(one))) for one in (*forms, *(planned_sizes(ours) if budget else ()))]
-    entries = range(len(forms[0].now.entries) if forms and forms[0].now else 0)
+    objects, count = learned(ours)
+    states, entries = [dict(vars(one)) for one in objects], range(count)
     for number in Random(len(entries)).sample(entries, min(most, len(entries))):
         for end in (number + 1, len(entries)):
-            for one, state in learned:
+            for one, state in zip(objects, states, strict=True):
                 vars(one).update({name: copy.copy(value) for name, value in state.items()})
             departures.update(range(number, end))
             compare()
