@@ -127,77 +127,53 @@ def _transposed(x: Tensor, y: Tensor, rows: int = 4, needs: bool = True) -> Tens
     return torch.cat([F.linear(x[:, :rows].transpose(0, 1), weight).transpose(0, 1), x[:, rows:]], 1)
 
 
-_OF_NORM = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
+STATISTICS = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
 # Calls of a function on two tensors, which differ in arguments, aliases, dtypes, None, lists or keyword arguments.
-CALLS: dict[str, list[Callable[[Tensor, Tensor], Tensor]]] = {
-    "sum": [torch.add, lambda x, y: torch.add(x, x), lambda x, y: torch.add(x, 2.0), lambda x, y: torch.add(y, x)],
-    "named sum": [lambda x, y: torch.add(x, other=y), lambda x, y: torch.add(x, y, alpha=2), torch.add],
-    "product": [lambda x, y: x * y, lambda x, y: x * x, lambda x, y: x * x.detach(), lambda x, y: x * x[:]],
-    "overwritten": [
-        lambda x, y: _over(x, lambda z: z.add_(y)),
-        lambda x, y: _over(x, lambda z: z.add_(z)),
-        lambda x, y: _over(x, lambda z: z.add_(2)),
-        lambda x, y: _over(x, lambda z: z + y),
-    ],
-    "list of tensors": [
-        lambda x, y: torch.cat([x, y])[:2],
-        lambda x, y: torch.cat([x, x])[:2],
-        lambda x, y: torch.cat((x,)),
-        lambda x, y: torch.cat([y, x, y], 0)[1:3],
-        lambda x, y: torch.cat(tensors=[x, y])[2:],
-    ],
-    "list of numbers": [
-        _rolled,
-        lambda x, y: torch.roll(x, [1, 1], [2, 3]),
-        lambda x, y: torch.roll(x, (1,), (2,)),
-        lambda x, y: torch.roll(x, 1, 2),
-        lambda x, y: torch.roll(x, shifts=[1], dims=[3]),
-    ],
-    "None": [
-        lambda x, y: F.layer_norm(x, (6,)),
-        lambda x, y: F.layer_norm(x, [6], y[0, 0, 0]),
-        lambda x, y: F.layer_norm(x, (6,), None, y[0, 0, 0]),
-        lambda x, y: F.layer_norm(x, (6,), eps=0.1),
-    ],
-    "bounds": [
-        lambda x, y: torch.clamp(x, -0.5),
-        lambda x, y: torch.clamp(x, None, 0.5),
-        lambda x, y: torch.clamp(x, max=0.5),
-        lambda x, y: torch.clamp(x, y, y + 1),
-    ],
-    "bias": [
-        lambda x, y: F.linear(x, torch.eye(6).to(x.dtype)),
-        lambda x, y: F.linear(x, torch.eye(6).to(x.dtype), y[0, 0, 0]),
-        lambda x, y: F.linear(x, bias=x[0, 0, 0], weight=y[0, 0]),
-    ],
-    "layout": [
-        _transposed,
-        partial(_transposed, rows=3),
-        partial(_transposed, needs=False),
-        lambda x, y: F.linear(x, y[0, 0]),
-    ],
-    "dtype": [
-        lambda x, y: (x.double() * 1.5).sin().to(x.dtype),
-        lambda x, y: (x.to(torch.bfloat16) * 1.5).sin().to(x.dtype),
-        lambda x, y: (x.to(x) * 1.5).sin().to(dtype=x.dtype),
-    ],
-    "option": [
-        _resampled,
-        partial(_resampled, mode="bilinear"),
-        partial(_resampled, mode="bilinear", align_corners=True),
-    ],
-    "statistics": [
-        lambda x, y: F.batch_norm(x, **_OF_NORM, weight=y[0, :, 0, 0]),
-        lambda x, y: F.batch_norm(x, **_OF_NORM, training=True, momentum=0.0),
-        lambda x, y: F.batch_norm(x, None, None, None, None, True),
-    ],
-    "attention": [
-        _attending,
-        lambda x, y: _attending(x, x),
-        partial(_attending, is_causal=True),
-        partial(_attending, attn_mask=torch.ones(6, 6).tril().bool()),
-        partial(_attending, scale=0.5),
-    ],
+Call = Callable[[Tensor, Tensor], Tensor]
+SUMS: list[Call] = [
+    torch.add,
+    lambda x, y: torch.add(x, x),
+    lambda x, y: torch.add(x, 2.0),
+    lambda x, y: torch.add(y, x),
+]
+NAMED: list[Call] = [lambda x, y: torch.add(x, other=y), lambda x, y: torch.add(x, y, alpha=2), torch.add]
+PRODUCTS: list[Call] = [lambda x, y: x * y, lambda x, y: x * x, lambda x, y: x * x.detach(), lambda x, y: x * x[:]]
+OVERWRITTEN: list[Call] = [lambda x, y: _over(x, lambda z: z.add_(y)), lambda x, y: _over(x, lambda z: z.add_(z))]
+OVERWRITTEN += [lambda x, y: _over(x, lambda z: z.add_(2)), lambda x, y: _over(x, lambda z: z + y)]
+OVERWRITTEN += [lambda x, y: _over(x.to(torch.bfloat16), lambda z: z.add_(y)).to(x.dtype)]  # stays bfloat16
+JOINED: list[Call] = [
+    lambda x, y: torch.cat([x, y])[:2],
+    lambda x, y: torch.cat([x, x])[:2],
+    lambda x, y: torch.cat((x,)),
+]
+JOINED += [lambda x, y: torch.cat([y, x, y], 0)[1:3], lambda x, y: torch.cat(tensors=[x, y])[2:]]
+ROLLED: list[Call] = [_rolled, lambda x, y: torch.roll(x, [1, 1], [2, 3]), lambda x, y: torch.roll(x, (1,), (2,))]
+ROLLED += [lambda x, y: torch.roll(x, 1, 2), lambda x, y: torch.roll(x, shifts=[1], dims=[3])]
+NORMED: list[Call] = [lambda x, y: F.layer_norm(x, (6,)), lambda x, y: F.layer_norm(x, [6], y[0, 0, 0])]
+NORMED += [lambda x, y: F.layer_norm(x, (6,), None, y[0, 0, 0]), lambda x, y: F.layer_norm(x, (6,), eps=0.1)]
+BOUNDED: list[Call] = [lambda x, y: torch.clamp(x, -0.5), lambda x, y: torch.clamp(x, None, 0.5)]
+BOUNDED += [lambda x, y: torch.clamp(x, max=0.5), lambda x, y: torch.clamp(x, y, y + 1)]
+LAYERED: list[Call] = [lambda x, y: F.linear(x, y[0, 0]), lambda x, y: F.linear(x, y[0, 0], y[0, 0, 0])]
+LAYERED += [lambda x, y: F.linear(x, bias=x[0, 0, 0], weight=y[0, 0])]
+CAST: list[Call] = [
+    lambda x, y: (x.double() * 1.5).sin().to(x.dtype),
+    lambda x, y: (x.to(x) * 1.5).sin().to(dtype=x.dtype),
+]
+CAST += [lambda x, y: (x.to(torch.bfloat16) * 1.5).sin().to(x.dtype)]
+LEARNED: list[Call] = [lambda x, y: F.batch_norm(x, **STATISTICS, weight=y[0, :, 0, 0])]
+LEARNED += [lambda x, y: F.batch_norm(x, **STATISTICS, training=True, momentum=0.0), lambda x, y: NORMALISED(x)]
+ATTENDING: list[Call] = [_attending, lambda x, y: _attending(x, x), partial(_attending, is_causal=True)]
+ATTENDING += [partial(_attending, attn_mask=torch.ones(6, 6).tril().bool()), partial(_attending, scale=0.5)]
+BILINEAR = partial(_resampled, mode="bilinear")
+CALLS: dict[str, list[Call]] = {
+    **{"sum": SUMS, "named sum": NAMED, "product": PRODUCTS, "overwritten": OVERWRITTEN, "list of tensors": JOINED},
+    **{"list of numbers": ROLLED, "None": NORMED, "bounds": BOUNDED, "bias": LAYERED, "dtype": CAST},
+    **{
+        "statistics": LEARNED,
+        "attention": ATTENDING,
+        "option": [_resampled, BILINEAR, partial(BILINEAR, align_corners=True)],
+    },
+    "layout": [_transposed, partial(_transposed, rows=3), partial(_transposed, needs=False), LAYERED[0]],
 }
 
 

@@ -16,7 +16,6 @@ from keepless.recompute.table.functions import row_of
 from keepless.recompute.table.rules import with_gradient
 from tests.keepless.recompute.agreement import keep_by_chance
 from tests.keepless.recompute.ahead import After
-from tests.keepless.recompute.test_uses import Operators
 
 
 @torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())
@@ -173,23 +172,6 @@ def test_operators_get_no_values_but_the_network_s():
 )
 def test_functions_that_write_or_draw_or_differ_when_they_run_again_are_not_repeated(function):
     assert row_of(function).again is None
-
-
-class RootMeanSquare(nn.Module):
-    """Llama's norm."""
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-def test_a_mean_is_kept_instead_of_the_way_to_it():
-    """Computing it again would read all values that it is the mean of, for a few bytes."""
-    network = recompute_activations(nn.Sequential(nn.Linear(64, 64), RootMeanSquare(), nn.Linear(64, 64)))
-    loss = network(torch.randn(8, 64)).sum()
-    with Operators() as operators:
-        loss.backward()
-    assert "mul" in operators.calls  # the norm's result
-    assert {"mean", "rsqrt"}.isdisjoint(operators.calls)
 
 
 def test_a_product_that_runs_with_a_gradient_saves_nothing_to_the_program_s_hooks():
