@@ -341,7 +341,7 @@ def program(
     return setup
 
 
-OPTIONS: list[dict[str, Any]] = [{"size": 7}, {"frozen": 4}, {"training": False}, {"dtype": torch.float64}]
+OPTIONS: list[dict[str, Any]] = [{"size": 7}, {"frozen": 4}, {"training": False, "frozen": 0}, {"dtype": torch.float64}]
 OPTIONS += [{"autocast": True}, {"kind": WithMeta}, {"kind": Doubling}]
 
 
