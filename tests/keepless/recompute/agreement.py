@@ -17,7 +17,6 @@ from keepless.recompute.kinds import plans as plans_module
 from keepless.recompute.script.following import Following
 from keepless.recompute.step.search import Choice, frontier
 from keepless.recompute.step.step import Kind, Step
-from keepless.saved import copied
 
 # In evaluation without gradients, transformers have a kernel that rounds otherwise, which no function mode sees.
 torch.backends.mha.set_fastpath_enabled(False)
@@ -60,14 +59,24 @@ def in_another_thread(losses: list[Tensor], sources: list[Tensor]) -> list[Tenso
 
 Use = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor | None]]
 USES: tuple[Use, ...] = (by_backward, in_parts, second_derivatives, freed_in_part, in_another_thread)
+
+
+def copied_alike(x: Tensor) -> Tensor:
+    """A copy with the same strides: other kernels round otherwise."""
+    if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+        return x.clone()
+    size = x.untyped_storage().nbytes() // x.itemsize
+    return x.detach().as_strided((size,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 # Saved-tensor hooks around a pass, which pass tensors on, alias them, or copy them.
-KEEPING = [lambda x: x, lambda x: x.data, lambda x: copied(x) if x.layout is torch.strided else x.clone()]
+KEEPING = [lambda x: x, lambda x: x.data, copied_alike]
 AROUND = [nullcontext, save_on_cpu, *(partial(saved_tensors_hooks, keep, lambda tensor: tensor) for keep in KEEPING)]
 
 
-def write_over(outputs: dict[str, Any]) -> None:
+def write_over(outputs: Any) -> None:
     with torch.no_grad():
-        for given in outputs.pop("given", ()):
+        for given in outputs.pop("given", ()) if isinstance(outputs, dict) else ():
             given.mul_(2)
 
 
