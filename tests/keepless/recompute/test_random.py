@@ -60,9 +60,9 @@ def slow(seeds: range, *values):
 
 REPEATED = {575, 1066}  # see test_a_checkpoint_repeats_a_prepared_network_as_often_as_a_plain_one
 # Without a budget, within each of three budgets, and by plans that keep a random part.
-SEEDS = [("by chance", range(8)), slow(range(8, 400), "by chance"), (None, range(12)), slow(range(12, 3300), None)]
+SEEDS = [("by chance", range(6)), slow(range(6, 400), "by chance"), (None, range(12)), slow(range(12, 3300), None)]
 for budget in (1.0, 0.7, "1KiB"):
-    SEEDS += [(budget, range(2)), slow(range(2, 200), budget)]
+    SEEDS += [(budget, range(1)), slow(range(1, 200), budget)]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -132,7 +132,7 @@ def test_writes_by_operators_are_seen_and_others_refused(monkeypatch):
         for around in AROUND:
             plain, within = pair()
             assert agree(plain, within, program(moves), around=around, may_refuse=hides(moves))
-        for budget in (None, *["1KiB"] * 3):
+        for budget in (None, "1KiB", "1KiB"):
             plain, within = pair(budget)
             for _ in range(3):
                 assert agree(plain, within, program(moves), may_refuse=hides(moves))
