@@ -88,6 +88,17 @@ def plans(network: nn.Module) -> list[int]:
     return [int(one.plan is not None) for one in planned_sizes(network) if one.is_own or one.plan is None]
 
 
+def rehearsals(network: nn.Module) -> list[int]:
+    """How often each size was rehearsed."""
+    return [one.attempts for one in planned_sizes(network)]
+
+
+def learned(network: nn.Module) -> tuple[list, int]:
+    """The objects that hold what a prepared network has learned of its steps, and the entries of its only script."""
+    known = plans_of(network).known
+    return [*known], len(known[0].script.entries) if known and known[0].script else 0
+
+
 class Ahead:
     """Plans that are made before a pass, outside the profiler that measures it."""
 

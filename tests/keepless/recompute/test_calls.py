@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from random import Random
 
 import pytest
 import torch
@@ -11,16 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keepless import recompute_activations
-from keepless.recompute.entries.plan import ByPlan
-from keepless.recompute.entries.recording import Recording
-from keepless.recompute.step.rehearsal import counted_step
-from keepless.recompute.step.search import Choice
-from keepless.recompute.step.step import Kind
+from keepless import recompute_activations, report
 from keepless.recompute.table.functions import row_of
 from keepless.recompute.table.rules import with_gradient
-from tests.keepless.recompute.ahead import After, assert_like, step
-from tests.keepless.recompute.test_uses import Operators
+from tests.keepless.recompute.agreement import keep_by_chance
+from tests.keepless.recompute.ahead import After
 
 
 @torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())
@@ -113,7 +108,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "a folded product by swapped names": (weighted(lambda x: torch.matmul(other=x, input=x[0, :7])), [1]),
     "a product of transposed inputs": (weighted(lambda x: x.mT @ x[0, :, :8], 8), []),
     "a product of transposed inputs and constants": (weighted(lambda x: x.mT @ x[0, :, :8].detach(), 8), [1]),
-    "a norm": (weighted(lambda x: torch.linalg.norm(x.flatten(0, 1), 2)), [1]),  # singular vectors
+    "a norm": (weighted(lambda x: torch.linalg.norm(x.flatten(0, 1), 2)), [1.03]),  # singular vectors
 }
 
 
@@ -128,22 +123,20 @@ class Called(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_computed_again_to_the_bit_from_little(name, device):
+def test_calls_are_computed_again_to_the_bit_from_little(name, device, monkeypatch):
     """The forward pass draws as many random numbers as without a plan; draws between the passes change nothing."""
-    network, x, results = Called(name).to(device), torch.tensor(1.25, device=device), []
-    step = counted_step(network, (x,), {})
-    plan = Choice(0, 0.0, tuple(value.kind == Kind.KEPT for value in step.values)).plan(step)
-    recording = Recording(ByPlan(plan), inputs=[x])
-    for context in (recording, nullcontext()):
+    keep_by_chance(monkeypatch, Random(0), shares=[0.0])
+    plain, x, results = Called(name).to(device), torch.tensor(1.25, device=device), []
+    network = recompute_activations(copy.deepcopy(plain), budget="1KiB")
+    for one in (plain, network):
         torch.manual_seed(1)
-        with context:
-            loss = network(x).square().mean()
+        loss = one(x).square().mean()
         before = torch.rand(1, device=device)
-        gradients = torch.autograd.grad(loss, list(network.parameters()))
+        gradients = torch.autograd.grad(loss, list(one.parameters()))
         results.append([loss, before, *gradients, torch.rand(1, device=device)])
     assert all(map(torch.equal, *results))
     if device == "cpu":
-        shares = [one.bytes / network.w.nbytes for one in recording.kept]
+        shares = [round(line.bytes / network.w.nbytes, 2) for line in report(network).lines]
         assert sorted(share for share in shares if share > 0.1) == CALLS[name][1]
 
 
@@ -181,216 +174,8 @@ def test_functions_that_write_or_draw_or_differ_when_they_run_again_are_not_repe
     assert row_of(function).again is None
 
 
-class RootMeanSquare(nn.Module):
-    """Llama's norm."""
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-def test_a_mean_is_kept_instead_of_the_way_to_it():
-    """Computing it again would read all values that it is the mean of, for a few bytes."""
-    network = recompute_activations(nn.Sequential(nn.Linear(64, 64), RootMeanSquare(), nn.Linear(64, 64)))
-    loss = network(torch.randn(8, 64)).sum()
-    with Operators() as operators:
-        loss.backward()
-    assert "mul" in operators.calls  # the norm's result
-    assert {"mean", "rsqrt"}.isdisjoint(operators.calls)
-
-
 def test_a_product_that_runs_with_a_gradient_saves_nothing_to_the_program_s_hooks():
     saved, (x, weight) = [], torch.randn(2, 3, 4, 4).unbind()
     with saved_tensors_hooks(saved.append, lambda _: None):
         with_gradient(1, F.linear, x.transpose(0, 1), weight[0])
     assert not saved
-
-
-class Attention(nn.Module):
-    """Between steps, the arguments of attention can change."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(32, 2, dropout=0.3, batch_first=True)
-        self.is_mixed = self.is_apart = self.is_causal = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.exp()
-        other = x * 1 if self.is_apart else x
-        mask = torch.ones(16, 16).triu(1).bool() if self.is_causal else None
-        with torch.autocast("cpu", enabled=self.is_mixed):
-            y, _ = self.attention(x, other, other, attn_mask=mask, need_weights=False)
-        return y.float().sigmoid()
-
-
-@pytest.mark.parametrize("budget", [None, 0.9])
-@pytest.mark.parametrize("change", ["is_mixed", "is_apart", "is_causal"])
-def test_attention_whose_inner_calls_change(change, budget):
-    """It is written in Python: each call inside has an entry."""
-    network, x = Attention(), torch.randn(8, 16, 32)
-    plain = copy.deepcopy(network)
-    recompute_activations(network, budget=budget)
-    for number in range(8):
-        for one in (network, plain):
-            setattr(one, change, number > 4)
-            torch.manual_seed(number)
-            one.zero_grad()
-            one(x).square().sum().backward()
-        for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad), number
-
-
-def silus() -> nn.Module:
-    """SiLU saves a copy of what it overwrites, as in EfficientNets."""
-    parts = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(inplace=True)) for _ in range(3)]
-    return nn.Sequential(*sum(parts, ()))
-
-
-def overwritten_twice() -> nn.Module:
-    """The classifier of MobileNetV3."""
-    parts = [(nn.Linear(16, 16), nn.Hardswish(inplace=True), nn.Dropout(0.2, inplace=True)) for _ in range(3)]
-    return nn.Sequential(*sum(parts, ()), nn.Linear(16, 16))
-
-
-def relus_over_views() -> nn.Module:
-    """A linear layer without bias returns a view: biases of positions in Swin V2."""
-    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16, bias=False), nn.ReLU(inplace=True))
-
-
-class Routed(nn.Module):
-    """Divides the largest values by their sum, which is computed again from these values, as Mixtral does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen, _ = x.sigmoid().topk(8, -1)
-        chosen /= chosen.sum(-1, keepdim=True).sin().cos()
-        return x.sin() * chosen.repeat(1, 1, 1, 2)
-
-
-def routed() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 16), Routed(), nn.Linear(16, 16), Routed())
-
-
-class Swish(torch.autograd.Function):
-    """A function of the program, which saves its argument outside of calls."""
-
-    @staticmethod
-    def forward(context, x):
-        context.save_for_backward(x)
-        return x * x.sigmoid()
-
-    @staticmethod
-    def backward(context, gradient):
-        (x,) = context.saved_tensors
-        return gradient * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
-
-
-def swishes() -> nn.Module:
-    """It saves views: of a linear layer's result, and of a ReLU's, which is dropped."""
-    first = After(nn.Linear(16, 16), Swish.apply)
-    return nn.Sequential(first, After(nn.Linear(16, 16), lambda x: Swish.apply(x.relu().transpose(2, 3))))
-
-
-def spectra() -> nn.Module:
-    """Complex numbers."""
-    return After(nn.Linear(16, 16), lambda x: torch.fft.ifft((1 + 2j) * torch.fft.fft(x.sin()).conj().sin()).abs())
-
-
-@pytest.mark.parametrize("budget", [None, 0.9, 0.6])
-@pytest.mark.parametrize("make", [silus, overwritten_twice, relus_over_views, routed, swishes, spectra])
-def test_networks_follow_a_script(make, budget, monkeypatch):
-    monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)  # measuring takes seconds
-    plain = make()
-    network = recompute_activations(copy.deepcopy(plain), budget=budget)
-    assert_like(plain, network, *torch.randn(3, 4, 8, 16, 16))
-    (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
-    (signature,) = hooks.signatures.known
-    assert signature.script is not None and not signature.is_due
-
-
-class Changing(nn.Module):
-    """Its `call` changes between steps. It overwrites `c`, which no operation needs but a recipe may read."""
-
-    def __init__(self, call):
-        super().__init__()
-        self.conv, self.norm, self.call, self.shifts = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), call, [1, 1]
-        self.mean, self.var = nn.Buffer(torch.zeros(4)), nn.Buffer(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x)
-        a, b, c = F.gelu(self.norm(x)), x.tanh(), x * 0.5
-        y = self.call(self, a, b, c)
-        z = (y * 2.0).sin().relu().sum()
-        c.add_(3.0)
-        return z + (a + b).mean() + c.mean()
-
-
-def rolled(self: Changing, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    self.shifts[:] = [2, 1]
-    return torch.roll(a, self.shifts, [2, 3])
-
-
-CHANGES = {  # a call, and another one of the same function with results of the same shape
-    "another tensor in place of the same one": (lambda self, a, b, c: a + a, lambda self, a, b, c: a + b),
-    "another tensor in a list": (lambda self, a, b, c: torch.cat([a, a]), lambda self, a, b, c: torch.cat([a, b])),
-    "a tensor that is overwritten": (lambda self, a, b, c: a + b, lambda self, a, b, c: a + c),
-    "the tensor that the call overwrites": (lambda self, a, b, c: a.add_(b), lambda self, a, b, c: a.add_(a)),
-    "a shorter list": (lambda self, a, b, c: torch.cat([a, b]), lambda self, a, b, c: torch.cat([a])),
-    "a tensor in place of a number": (lambda self, a, b, c: a + 2.0, lambda self, a, b, c: a + c),
-    "a number in place of a tensor": (lambda self, a, b, c: a + b, lambda self, a, b, c: a + 2.0),
-    "an option": (
-        lambda self, a, b, c: F.interpolate(a, scale_factor=2, mode="bilinear"),
-        lambda self, a, b, c: F.interpolate(a, scale_factor=2, mode="bilinear", align_corners=True),
-    ),
-    "an option that no recipe reads": (
-        lambda self, a, b, c: F.batch_norm(a, self.mean, self.var, training=True),
-        lambda self, a, b, c: F.batch_norm(a, self.mean, self.var, training=False),
-    ),
-    "a list that the program changes": (lambda self, a, b, c: torch.roll(a, self.shifts, [2, 3]), rolled),
-}
-
-
-@pytest.mark.parametrize(("call", "other"), CHANGES.values(), ids=CHANGES)
-def test_a_script_sees_that_an_argument_has_changed(call, other):
-    plain = Changing(call)
-    network, x = recompute_activations(copy.deepcopy(plain)), torch.randn(2, 4, 6, 6)
-    for present in (call, call, call, other, call, other, other):
-        network.call = plain.call = present
-        found, expected = step(network, x), step(plain, x)
-        assert all(map(torch.equal, found, expected))
-
-
-def test_a_script_sees_that_an_argument_has_more_rows():
-    class Rows(nn.Linear):
-        rows = 4
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x[:, : self.rows].exp().transpose(0, 1))  # which saves a copy: (4 · 3, 8)
-
-    network, x = recompute_activations(Rows(8, 8)), torch.randn(3, 5, 8, requires_grad=True)
-    for _ in range(3):
-        network(x).sum().backward()
-    network.rows = 5
-    found = network(x).sum()
-    (gradient,) = torch.autograd.grad(found, network.weight)
-    assert torch.equal(
-        gradient, torch.autograd.grad(F.linear(x.exp().transpose(0, 1), network.weight).sum(), network.weight)[0]
-    )
-
-
-def test_a_script_runs_the_functions_that_a_program_gives_to_functions_of_pytorch():
-    class Distances(nn.Module):
-        power = 1
-
-        def between(self, x: Tensor, y: Tensor) -> Tensor:
-            return (x - y).abs().pow(self.power).sum(-1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            near, far = x.sin(), x.exp()
-            return F.triplet_margin_with_distance_loss(x, near, far, distance_function=self.between, margin=99.0)
-
-    network, plain = recompute_activations(Distances()), Distances()
-    x = torch.randn(8, 4, requires_grad=True)
-    for power in (1, 1, 1, 2):
-        network.power = plain.power = power
-        found, expected = network(x), plain(x)
-        found.backward()
-        assert torch.equal(found, expected), power

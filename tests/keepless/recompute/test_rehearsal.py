@@ -201,10 +201,6 @@ def test_a_rehearsal_leaves_nothing_for_the_garbage_collector(monkeypatch):
     assert plans(within) == [1]
 
 
-WEIGHTS: list[ref] = []
-ADDRESSES: list[int] = []
-
-
 def test_a_rehearsal_that_fails_inside_hooks_of_the_program_leaves_none():
     """On torch 2.11 and Python 3.12, checkpoints do not remove their own if an error goes through them."""
 
@@ -220,23 +216,6 @@ def test_a_rehearsal_that_fails_inside_hooks_of_the_program_leaves_none():
     for _ in range(3):
         x = torch.randn(2, 32)
         assert torch.equal(within(x), network(x)) and current_hooks() is None
-
-
-def test_a_rehearsal_on_real_tensors_leaves_no_copy_behind():
-    def read(network: Layers, x: Tensor) -> Tensor:
-        gc.disable()
-        WEIGHTS.append(ref(network.layers[0].weight))
-        return x * float(x.sum() > 0)
-
-    network = recompute_activations(Layers(2, read), budget=0.99)
-    network.circle = [network]
-    try:
-        gradients(network, torch.rand(64, 32))
-        alive = [one() for one in WEIGHTS]
-    finally:
-        gc.enable()
-    assert plans(network) == [1]
-    assert [one for one in alive if type(one) is nn.Parameter and not is_fake(one)] == [network.layers[0].weight]
 
 
 def hooked(network: Layers) -> Layers:
@@ -483,26 +462,36 @@ def test_a_network_that_reads_values_is_rehearsed_on_real_tensors():
     assert_like(plain, within, x)
 
 
+WEIGHTS: list[tuple[ref, int]] = []  # of real networks, with their addresses
+
+
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_rehearsal_on_real_tensors_shares_parameters_that_are_not_written(writes):
-    """The first step says that it takes more than the budget."""
+def test_a_rehearsal_on_real_tensors_shares_parameters_that_are_not_written(writes, request):
+    """The first step says that it takes more than the budget. The garbage collector need not run."""
 
     def read(network: Layers, x: Tensor) -> Tensor:
+        gc.disable()
+        weight = network.layers[0].weight
         if not is_fake(x):
-            ADDRESSES.append(network.layers[0].weight.data_ptr())
+            WEIGHTS.append((ref(weight), weight.data_ptr()))
         if writes:
             with torch.no_grad():
-                network.layers[0].weight.view(-1).mul_(1 - 1 / 64)
+                weight.view(-1).mul_(1 - 1 / 64)
         return x * float(x.sum() > 0)
 
+    request.addfinalizer(gc.enable)
     torch.manual_seed(0)
     plain = Layers(4, read)
-    ADDRESSES.clear()
+    WEIGHTS.clear()
     within = recompute_activations(copy.deepcopy(plain), budget=0.6)
-    own, x = within.layers[0].weight.data_ptr(), torch.rand(500, 32)
+    within.circle = [within]
+    own, x = within.layers[0].weight, torch.rand(500, 32)
     with pytest.warns(UserWarning, match="the first step with a shape takes about .* because the network reads values"):
         found = step(within, x)
-    assert ADDRESSES.count(own) == 2 and len(ADDRESSES) == 2 + writes  # a rehearsal that would write is made again
+    addresses = [address for _, address in WEIGHTS]  # a rehearsal that would write is made again
+    assert addresses.count(own.data_ptr()) == 2 and len(addresses) == 2 + writes
+    if not writes:
+        assert [id(one()) for one, _ in WEIGHTS if type(one()) is nn.Parameter] == [id(own)]
     assert all(map(torch.equal, found, step(plain, x))) and plans(within) == [1]
 
 

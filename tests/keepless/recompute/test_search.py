@@ -184,21 +184,18 @@ class Texts(nn.Module):
     def __init__(self, encoders: int, decoders: int) -> None:
         super().__init__()
         options = {"dim_feedforward": 128, "batch_first": True, "norm_first": True}
-        self.words = nn.Embedding(50, 32)
-        self.encoders = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, **options) for _ in range(encoders))
-        self.decoders = nn.ModuleList(nn.TransformerDecoderLayer(32, 2, **options) for _ in range(decoders))
+        self.words, self.encoders = nn.Embedding(50, 32), encoders
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, **options) for _ in range(encoders))
+        self.blocks.extend(nn.TransformerDecoderLayer(32, 2, **options) for _ in range(decoders))
 
     def run(self, block: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
         return block(*arguments)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1])
-        x = self.words(words)
-        for layer in self.encoders:
-            x = self.run(layer, x, mask)
-        found = x
-        for layer in self.decoders:
-            x = self.run(layer, x, found, mask)
+        mask, x, found = nn.Transformer.generate_square_subsequent_mask(words.shape[1]), self.words(words), ()
+        for number, block in enumerate(self.blocks):
+            found = (x,) if number == self.encoders else found
+            x = self.run(block, x, *found, mask)
         return F.cross_entropy((x @ self.words.weight.T).flatten(0, 1), words.flatten())
 
 

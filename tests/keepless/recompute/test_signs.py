@@ -1,10 +1,14 @@
-"""Signs in one bit each."""
+"""Signs in one bit each, and the memory of what is kept."""
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from keepless.recompute.held.signs import pack_signs, positive, positive_or_nan, unpack_signs, unpacking_bytes
+from keepless.recompute.held.values import Value
+from keepless.saved import Kept
+from keepless.torch_internals import address
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -27,3 +31,12 @@ def test_signs_are_packed_in_one_bit_each_and_unpacked_in_the_order_of_memory(po
 def test_a_plan_counts_what_unpacking_takes():
     """One byte for each value, in whole groups of eight."""
     assert unpacking_bytes(torch.empty(3, 5)) == 16
+
+
+def test_another_tensor_at_the_address_of_a_freed_one_is_not_its_memory():
+    tensor = torch.ones(2)
+    place = address(tensor.untyped_storage())
+    value = Value(Kept(tensor, (Tensor.clone, Tensor.clone)), place)
+    assert value.reads_storage(place)
+    del tensor
+    assert not value.reads_storage(place)
