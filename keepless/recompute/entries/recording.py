@@ -218,11 +218,8 @@ class Recording(TorchFunctionMode):
         entry.only = args if function is set_gradients else None
         entry.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
         entry.writes = may_overwrite(function, args, kwargs)
-        if (
-            function == SETS_DATA
-            or not PLAIN.issuperset(types)
-            or any([issubclass(kind, FakeTensor) for kind in types])
-        ):
+        are_fake = any([isinstance(one, FakeTensor) for one in tensors_in((args, kwargs))])
+        if function == SETS_DATA or are_fake or not PLAIN.issuperset(types):
             lesson.why_not = "tensors that change unseen"
         return self._seen(function, row, types, args, kwargs)
 
