@@ -274,14 +274,15 @@ def _pack(entry: Entry, noted: _Pack, own: Value | None, drops_own: bool) -> Any
     if noted.held is None or (saved := noted.held()) is None:
         return None
     value, source = saved.value, saved.value.source
-    if noted.copied is not None:
+    is_served = value is own and not noted.is_result  # the result will do in its place
+    if noted.copied is not None and not (is_served and isinstance(source, Kept)):
         source, of = _base(value).source, noted.of()
         if isinstance(source, Recipe) and of in source.inputs and _is_kept_view(of):
             entry.keeps.append(noted.copied)
         return RULES
     if isinstance(source, Signs):
         return value.positive
-    if value is own and not noted.is_result:  # the result will do in its place
+    if is_served:
         entry.is_kept = not drops_own
         return RULES
     if _is_kept_view(value):
