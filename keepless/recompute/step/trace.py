@@ -204,7 +204,18 @@ class Trace(KnownValues):
             self.saved[saved.number] = self.saved[saved.number]._replace(value=own.number)
         base = result._base
         if base is not None and base.numel() == result.numel() and call.has_made(base):
+            if again is not None and base.is_contiguous() and result.is_contiguous():
+                self._replace(self.find(base), own)
             self.remember(base, own)  # other views of it follow
+
+    def _replace(self, of_base: Value | None, own: Value) -> None:
+        """A call has saved the base of its result inside: it is computed from the result."""
+        if of_base is None or of_base is own or self.values[of_base.number].kind != Kind.KEPT:
+            return
+        for number, save in enumerate(self.saved):
+            if save.value == of_base.number:
+                self.saved[number] = save._replace(value=own.number)
+                own.count(1)
 
     def _inside(self, parts: list[int], again: Again, flag: int, number: int) -> None:
         """Note that what a call has saved inside can be recomputed; the first of these values has the costs."""
