@@ -200,6 +200,7 @@ class _Code:
         entry, lines = self.entry, self.lines
         lines += ["packing = None", "own = Value(None)" if OWN in entry.packs else "own = None"]
         if entry.written:
+            self.differs_if(["type(arg_0) not in PLAIN or arg_0.is_inference()"])  # then it may have no version
             lines.append("version = arg_0._version")
         if entry.writes:
             begin = "follows.begin_writing(function, args, kwargs)"

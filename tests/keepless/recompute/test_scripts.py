@@ -246,8 +246,16 @@ def _part_without_versions(x: Tensor, differs: bool) -> Tensor:
     return torch.cat([F.silu(x), part], 1).sin()
 
 
+def _written_over_without_versions(x: Tensor, differs: bool) -> Tensor:
+    """SiLU works in place on what another pass has made in inference mode."""
+    with torch.inference_mode(differs):
+        part = F.silu(x * 2, inplace=True)
+    return F.silu(x).sin() + part
+
+
 DIFFERING = [
     _part_without_versions,
+    _written_over_without_versions,
     _masked,
     _computed_over_another,
     _kept_for_both,
