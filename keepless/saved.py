@@ -169,7 +169,7 @@ class Kept:
     repeats the modification too. Copies pass.
     """
 
-    __slots__ = ("counter", "hooks", "name", "packed", "storage", "version", "__weakref__")
+    __slots__ = ("counter", "hooks", "name", "packed", "place", "storage", "version", "__weakref__")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor", detaches: bool = True):
         """`detaches`: from its graph, with which an operation's own output would keep itself alive."""
@@ -190,11 +190,20 @@ class Kept:
             self.counter = tensor.detach()
             self.counter.data = tensor.new_empty(0)  # keeps the version counter, but not the memory
             self.storage = weakref.ref(tensor.untyped_storage())
+            self.place = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def is_modified(self) -> bool:
         """Whether the memory was modified since it was kept."""
         counter = self.packed if self.hooks is None else self.counter
         return counter is not None and bool(counter._version != self.version)
+
+    def original(self, other: Tensor) -> Tensor:
+        """The tensor, of which `other` shares the memory. No hook is asked: a checkpoint would run its part again."""
+        if self.hooks is None:
+            return self.get()
+        dtype, shape, stride, offset = self.place
+        with torch.no_grad():
+            return torch.empty(0, dtype=dtype, device=other.device).set_(other.untyped_storage(), offset, shape, stride)
 
     def is_freed(self) -> bool:
         """Whether the original's memory is gone: the hooks have put the values elsewhere."""

@@ -418,7 +418,7 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
         if isinstance(kept := value.source, Kept) and not kept.is_modified():
             write.copied.append((value, kept, value.storage))
             with torch.inference_mode(False):
-                value.source, value.storage = Kept(kept.get().clone(), outer), 0
+                value.source, value.storage = Kept(kept.original(tensor).clone(), outer), 0
     return write
 
 
