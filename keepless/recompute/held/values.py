@@ -284,10 +284,11 @@ class Recipe:
         self.outputs: list[weakref.ref[Value]] = []
         self.wanted = int(wanted)  # number of values that it computes and that have consumers
         self.depth = 1  # recipes in the longest chain from kept values to this one
+        own = weakref.ref(self)
         for value in arguments:
             if type(value) is Value:
                 if type(source := value.source) is not Recipe:
-                    value.recipes.append(weakref.ref(self))
+                    value.recipes.append(own)
                 elif source.depth >= self.depth:
                     self.depth = 1 + source.depth
                 if wanted:  # `Value.count`
