@@ -1,0 +1,226 @@
+"""A simulated step, a recorded one and one that follows entries: they read and recompute the same, in equal memory."""
+
+import random
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet
+
+from keepless.inputs import tensors_in
+from keepless.made_tensors import MadeTensors
+from keepless.recompute.entries.following import Following
+from keepless.recompute.entries.learning import Lesson, script_of
+from keepless.recompute.entries.plan import ByPlan
+from keepless.recompute.entries.recording import Recording
+from keepless.recompute.entries.registry import KnownValues
+from keepless.recompute.held.values import Recipe, Saved, Value
+from keepless.recompute.step.counting import Counting
+from keepless.recompute.step.rehearsal import differentiable
+from keepless.recompute.step.search import Choice
+from keepless.recompute.step.simulation import Simulation, _Run
+from keepless.recompute.step.step import Event as StepEvent
+from keepless.recompute.step.step import Kind, Step
+from keepless.saved import Kept, view
+from keepless.torch_internals import running_node
+from tests.keepless.recompute.networks import COUNTED, OURS, Row, blocks, residuals
+
+# "reads" a saved tensor; "runs" a recipe for it; "has" it, computed. The number of the save, or of the value that the
+# recipe computes, in the counted step. The bytes of all tensors then.
+Event = tuple[Any, ...]
+
+
+class Counted(Counting):
+    """`saves`: the number of each tensor that autograd saves, -1 if it is not counted.
+
+    Small parameters that autograd saves do not count again for recipes that read them: a recording does not copy them,
+    although `Counting` alone counts a copy.
+    """
+
+    def __init__(self, x: Tensor):
+        super().__init__([x], measures=True)
+        self.saves: list[int] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        packed = super().pack(tensor)
+        self.saves.append(packed.number)
+        if self.call is not None:
+            self.call.packed.append((tensor, packed.saved, True))
+        return packed
+
+
+class Simulated(_Run):
+    """Simulates a choice, and notes the events of these saves."""
+
+    def __init__(self, step: Step, kept: list[bool], saves: set[int]):
+        whole, self.noted, self.saves = Simulation(step), list[Event](), saves
+        super().__init__(whole, kept)
+        whole.events = map(self.begins, whole.events)
+        self.outcome()
+
+    def note(self, what: str, save: int) -> None:
+        if save in self.saves:
+            self.noted.append((what, save, self.level))
+
+    def begins(self, event: Any) -> Any:
+        if event[0] == StepEvent.READ:
+            self.note("reads", event[1])
+        return event
+
+    def _read(self, save: int, number: int) -> None:
+        super()._read(save, number)
+        self.note("has", save)
+
+    def _compute(self, number: int) -> None:
+        if self.inputs[number] or self.step.values[number].kind == Kind.FREE:  # not a tensor without values
+            self.noted.append(("runs", self.leaders[number], self.level))
+        super()._compute(number)
+
+
+def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbered: Any = None) -> list[Event]:
+    """Of a step; each with whether it is about a kept tensor or a view of one, and with names.
+
+    `numbered`: gets what autograd holds after the forward pass, and returns the numbers.
+    """
+    noted, packed, numbers, made = list[Event](), list[Any](), {}, MadeTensors()
+    get, compute, pack = Saved.get, Recipe.computed, KnownValues.packed
+
+    def note(what: str, one: Any, source: Any, *names: Any) -> None:
+        base = source.inputs[0].source if isinstance(source, Recipe) and source.function is view else source
+        noted.append((what, numbers.get(one, -1), made.bytes, isinstance(base, Kept), names))
+
+    def noted_get(saved: Saved) -> Tensor:
+        source = saved.value.source
+        note("reads", saved, source, type(running_node()))
+        tensor = get(saved)
+        if not isinstance(source, Kept):
+            note("has", saved, source, tensor.shape)
+        return tensor
+
+    def noted_compute(recipe: Recipe, *rest: Any) -> Tensor:
+        note("runs", recipe, recipe, getattr(recipe.function, "__name__", ""), recipe.stride)
+        return compute(recipe, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saved, "get", noted_get)
+        patch.setattr(Recipe, "computed", noted_compute)
+        patch.setattr(KnownValues, "packed", lambda *args: packed.append(pack(*args)) or packed[-1])
+        torch.manual_seed(1)
+        with made, by:
+            outputs = network(x)
+        numbers = numbers if numbered is None else numbered(packed)
+        packed.clear()
+        with made:
+            backward(outputs, passes)
+    return noted
+
+
+def numbers_of(packed: list[Any], step: Step, kept: list[bool], saves: list[int]) -> Any:
+    """Number saves and recipes as in a counted step. AssertionError: other values are kept, or inputs differ."""
+    numbers: Any = WeakKeyDictionary(one for one in zip(packed, saves, strict=True) if isinstance(one[0], Saved))
+    pending, values = [(saved.value, step.saved[i].value) for saved, i in numbers.items()], dict[Value, int]()
+    while pending:
+        value, number = pending.pop()
+        recipe, one = value.source, step.values[number]
+        if isinstance(recipe, Recipe) and recipe.function is Tensor.view and one.alias < 0:
+            numbers[recipe] = None  # it makes the base of a result, for which the result counts
+            pending.append((recipe.inputs[0], number))
+            continue
+        assert values.setdefault(value, number) == number and isinstance(recipe, Recipe) is not kept[number]
+        if isinstance(recipe, Recipe) and recipe not in numbers:
+            numbers[recipe] = leader = number if one.leader < 0 else one.leader
+            pending += zip(recipe.inputs, step.values[leader].inputs, strict=True)
+    return numbers
+
+
+def backward(outputs: Any, passes: int) -> None:
+    losses = [one.square().mean() for one in differentiable(outputs)]
+    for left in reversed(range(passes)):
+        torch.autograd.backward(losses, [torch.ones_like(one) for one in losses], retain_graph=left > 0)
+
+
+def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]]:
+    counting = Counted(x)
+    torch.manual_seed(1)
+    outputs = counting.forward_pass(network, (x,), {})
+    with counting.made:
+        counting.forward_ends(tensors_in(outputs))
+        backward(outputs, passes)
+        del outputs
+    return counting.step(network), counting.saves
+
+
+def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Event], ...]:
+    """Of a simulation, a recorded step, and one that follows its entries. A `share` of free values is kept."""
+    torch.manual_seed(0)
+    network, x = row[0](), torch.randn(row[1])
+    x, draws = x.to(next(network.parameters()).dtype), random.Random(seed)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step, saves = counted(network, x, passes)
+    kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in step.values]
+    kept = Simulation(step).led(kept)
+    plan, noted = Choice(0, 0.0, tuple(kept)).plan(step), set[int]()
+    recording, scripts = Recording(ByPlan(plan), inputs=[x]), []
+    recording.lesson = Lesson()
+
+    def numbered(packed: list[Any]) -> Any:
+        numbers = numbers_of(packed, step, kept, saves)
+        noted.update(number for one, number in numbers.items() if isinstance(one, Saved))
+        scripts.append(script_of(recording.lesson, recording.kept, plan))
+        return numbers
+
+    recorded = real_events(network, x, recording, passes, numbered)
+    following = Following(scripts[0], True, inputs=[x])
+    followed = real_events(network, x, following, passes)
+    assert following.has_followed
+    return Simulated(step, kept, noted).noted, recorded, followed
+
+
+def convs(*layers: nn.Module) -> Row:
+    return lambda: blocks(3, *layers), (2, 3, 16, 16)
+
+
+def ours(name: str) -> Row:
+    return lambda: residuals(OURS[name][0], 2, **OURS[name][1]), (2, 3, 16, 16)
+
+
+FEW = {
+    "norms": convs(nn.BatchNorm2d(8), nn.SiLU()),
+    "in place": convs(nn.BatchNorm2d(8), nn.SiLU(inplace=True), nn.Hardtanh(inplace=True)),
+    "residual blocks": (lambda: nn.Sequential(*(resnet.BasicBlock(4, 4) for _ in range(2))), (2, 4, 16, 16)),
+    "a transformer": (lambda: nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), (2, 16, 32)),
+    "ours": ours("II"),
+    "distances": COUNTED["distances"],
+}
+MANY = FEW | COUNTED | {f"ours, {name}": ours(name) for name in OURS}
+# Each time that its backward function asks for one of `ctx.saved_tensors`, all are read.
+del MANY["custom operators"]
+
+
+@pytest.mark.parametrize(
+    ("row", "seeds"),
+    [
+        *(pytest.param(row, range(3), id=name) for name, row in FEW.items()),
+        *(pytest.param(row, range(3, 20), marks=pytest.mark.slow, id=name) for name, row in MANY.items()),
+    ],
+)
+def test_a_simulation_and_both_ways_to_run_a_step_agree_event_by_event(row, seeds):
+    """To the byte. Only while a graph is retained, what was read counts until the pass ends."""
+    for seed in seeds:
+        passes, share = 1 + seed % 3 // 2, (0.0, 0.5, 0.5, 0.8)[seed % 4]
+        print(seed, passes, share)
+        simulated, recorded, followed = all_events(row, share, passes, seed)
+        # Autograd itself holds the views of kept tensors that a step saves by its entries.
+        a, b = (
+            [(what, held, names) for what, _, held, of_kept, names in one if not of_kept]
+            for one in (recorded, followed)
+        )
+        assert a == b
+        found = [one[:3] for one in recorded if one[1] is not None]
+        assert [one[:2] for one in simulated] == [one[:2] for one in found]
+        last = len(found) * (passes - 1) // passes
+        assert simulated[last:] == found[last:]
+        assert all(one[2] >= other[2] for one, other in zip(simulated, found, strict=True))
