@@ -289,5 +289,7 @@ def _pack(entry: Entry, noted: _Pack, own: Value | None, drops_own: bool) -> Any
         return None
     if value is own and drops_own:
         return OWN
+    if any([one.is_inside and one.recipe() is source for one in entry.makes]):  # it is kept until the call has ended
+        return RULES
     is_derived = noted.is_known or (isinstance(source, Recipe) and source.function is checkpointed_output)
     return FOUND if is_derived else RULES

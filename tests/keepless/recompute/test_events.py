@@ -193,6 +193,8 @@ FEW = {
     "residual blocks": (lambda: nn.Sequential(*(resnet.BasicBlock(4, 4) for _ in range(2))), (2, 4, 16, 16)),
     "a transformer": (lambda: nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), (2, 16, 32)),
     "ours": ours("II"),
+    # It saves the root mean squares twice.
+    "RMS norm": (lambda: nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8)), (2, 64, 8)),
     "distances": COUNTED["distances"],
 }
 MANY = FEW | COUNTED | {f"ours, {name}": ours(name) for name in OURS}
