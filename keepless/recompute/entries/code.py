@@ -1,4 +1,27 @@
-"""An entry's call as code of its own. General code would take twice as long, and a step makes many small calls."""
+"""An entry's call as code of its own. General code would take twice as long, and a step makes many small calls.
+
+The code of a SiLU whose argument an earlier entry has dropped, and whose result is dropped too, is about this:
+
+    def run(follows, function, types, args, kwargs):
+        try:
+            arg_0, = args
+        except ValueError:
+            return follows.unlike(function, types, args, kwargs)  # the rules decide about this call
+        if transform_level() is not None or tuple(kwargs) != ("inplace",) or kwargs["inplace"] is not False:
+            return follows.unlike(function, types, args, kwargs)
+        known, found = follows.known, follows.known.found
+        one = found.get(id(arg_0))
+        if one is not None and one[0]() is arg_0 and one[1] == arg_0._version:
+            value_1 = one[2]
+        elif (value_1 := known.derived(arg_0)) is None:  # neither is it a view of a dropped tensor
+            return follows.unlike(function, types, args, kwargs)
+        result, packing = follows.with_hooks(entry, function, args, kwargs, None)  # autograd saves `value_1`
+        if type(result) is not Tensor or not result.requires_grad or result is arg_0:
+            return follows.surprised(packing, result)  # what autograd has saved is kept
+        recipe = Recipe(F.silu, [value_1], how, result, follows.on)
+        found[id(result)] = ref(result), result._version, Value(recipe), 0
+        return result
+"""
 
 from collections.abc import Callable
 from functools import lru_cache

@@ -35,7 +35,7 @@ from .registry import KnownValues
 _is_compiling = torch.compiler.is_dynamo_compiling
 _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
-_FEW = 4  # a pass leaves its plan if one call in so many differs
+_SHARE = 4  # a pass leaves its plan if more than one call in so many differs; calls that have gone do not count
 _NEAR = 8  # entries: calls that have gone are looked for among so many
 
 
@@ -321,7 +321,7 @@ class Following(Recording):
         if self.policy is None and self.by_plan:
             self.policy = ByPlan()
             self.policy.leave()
-        if self.policy is not None and not self.leaves and _FEW * self.differences > self.script.learned:
+        if self.policy is not None and not self.leaves and _SHARE * self.differences > self.script.learned:
             self.left_at = self.next
             self.leave()
 

@@ -161,7 +161,7 @@ def script_of(lesson: Lesson, kept: Sequence[KeptTensor], plan: Plan | None = No
     `kept`: of its recording. `plan`: that it has followed.
     """
     has_hooks = _drops_outside(lesson)
-    if not _settled(lesson, plan is not None and plan.fits, has_hooks):
+    if not _decided(lesson, plan is not None and plan.fits, has_hooks):
         return None
     return _script(lesson.entries, len(lesson.entries), kept, has_hooks)
 
@@ -173,7 +173,7 @@ def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[
     """
     if not lesson.entries or len(script.entries) > _GROWS * script.learned:
         return None
-    if not _settled(lesson, False, script.has_hooks):
+    if not _decided(lesson, False, script.has_hooks):
         return None
     entries: list[Entry] = []
     old, begin = script.entries[:-1], 0
@@ -211,20 +211,20 @@ def _is_kept_view(value: Value) -> bool:
     return isinstance(_base(value).source, Kept)
 
 
-def _settled(lesson: Lesson, fits: bool, has_hooks: bool) -> bool:
+def _decided(lesson: Lesson, fits: bool, has_hooks: bool) -> bool:
     """Write the entries, now that the pass has ended and it is certain what is dropped. False: they cannot be.
 
     `fits`: the plain network is within the budget.
     """
     try:
         for one in [] if lesson.why_not else lesson.entries:
-            _settle(one, fits, has_hooks)
+            _decide(one, fits, has_hooks)
     except _Unlearnable as error:
         lesson.why_not = str(error)
     return not lesson.why_not
 
 
-def _settle(entry: Entry, fits: bool, has_hooks: bool) -> None:
+def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
     """Decide what an entry drops."""
     notes, entry.noted = entry.noted, None
     own = None if notes is None or fits else notes.own()

@@ -38,7 +38,7 @@ Rule 14. A recorded pass is learned (learning.py): each call gets an entry (entr
     or around the pass, if autograd functions of the program save one outside of calls. A call that differs from its
     entry is recorded alone, and gets an entry beside it (`grown`). If calls have gone or come, the pass goes on at the
     entry that has read the same parameter. The rest of a pass is recorded if gradients are switched otherwise, or
-    within a budget if over a quarter of its calls differ.
+    within a budget if over a quarter of its calls differ (calls that have gone are not counted).
 
 An example, and what autograd holds for each tensor:
 
@@ -52,12 +52,17 @@ it, and z's recipe reads the same y.
 
 What becomes of y. In step 1, which is recorded, the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`).
 When `F.silu` saves y, `KnownValues.packed` finds this value, and autograd holds it in place of y, which is freed with
-the program's last name for it. In the backward pass, SiLU asks `Saved.get`: `Value.get` computes y from x and the
-statistics, and holds it if another consumer is still to come. At the end of the pass, `_settle` sees that the recipe
-has a consumer. So the norm's entry becomes "compare, call, note this recipe", and SiLU's "save the value that is found
-for the argument". In step 5 these two run: `Following.pack` finds y's value by y's id and version. If in step 6 the
-program calls `F.gelu` in place of SiLU, this call alone is recorded. `KnownValues.packed` finds the same value for y,
-and GELU's call gets an entry beside SiLU's.
+the program's last name for it. In the backward pass, the second convolution asks `Saved.get` for z. Its recipe reads y:
+`Value.get` computes y from x and the statistics, and holds it for y's other consumer, SiLU, which reads it next. At the
+end of the pass, `_decide` sees that the recipe has consumers. So the norm's entry becomes "compare, call, note this
+recipe", and SiLU's "save the value that is found for the argument, and note z's recipe". In step 5 these two run:
+`Following.pack` finds y's value by y's id and version. If in step 6 the program calls `F.gelu` in place of SiLU, this
+call alone is recorded. `KnownValues.packed` finds the same value for y, GELU's call gets an entry before SiLU's, and
+the pass goes on with the convolution's, which is found by its weight.
+
+A tensor is kept if the pass lets nothing free it before the backward pass: by autograd (`Kept` or PyTorch itself), for
+a recipe ("keep", a `Value`), or lent to one recipe alone (rule 4). It is dropped if a recipe computes it. A value holds
+a tensor only during a backward pass, between its first consumer and its last.
 """
 
 import weakref

@@ -38,7 +38,7 @@ from ..held.values import (
 from ..table.functions import Row
 from .report import Log
 
-_FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
+_SHORT = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
 # at most this many times its bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
@@ -72,8 +72,8 @@ class KnownValues:
         self.outer, self.copy_parameters = outer, copy_parameters
         self.by_plan = by_plan
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
-        self.short = _FEW if self.by_plan else sys.maxsize
-        self.short_rows = _FEW  # so is a norm's statistic of each row
+        self.short = _SHORT if self.by_plan else sys.maxsize
+        self.short_rows = _SHORT  # so is a norm's statistic of each row
         self.log = Log()
         self.call: Call | None = None  # the running one
         # By id of a tensor: a reference to it, its version, its value, and the address of its storage, which may change

@@ -5,7 +5,7 @@ repeat one without a plan too, name it in its group of the table: with `rules.ac
 `inplace`, else with `rules.made` if its result is always a new tensor, or `rules.repeated` if not. `is_slow` leaves a
 function written in Python to plans. With `made` where `repeated` is right (a result may be its argument, or a view of
 it), an activation is computed over a tensor that others still read: gradients are silently wrong.
-What it saves need not be said. Its test is an entry of `ACTIVATIONS` or `FUNCTIONS` in test_programs.py.
+What it saves need not be said. Its test is an entry of `ACTIVATIONS` or `FUNCTIONS` in test_functions.py.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """
