@@ -249,8 +249,10 @@ class _Code:
         """Check what the call has made, and note how what it drops is computed again."""
         entry, lines = self.entry, self.lines
         drops_own = any([make.is_whole or not make.is_inside for make in entry.makes])
-        if drops_own or entry.is_kept:
+        names = [one.what for make in entry.makes for one in make.sources if one.kind == "saved"]
+        if drops_own or entry.is_kept or names:
             wrong = ["type(result) is not Tensor", "not result.requires_grad"]
+            wrong += [f"not hasattr(type(result.grad_fn), '_saved_{one}')" for one in names[:1]]  # as of an empty batch
             if entry.written:
                 wrong += ["result is not arg_0", "result._version != version + 1"]
                 values = sorted({one for given in self.before for one in given if one.startswith("value_")})

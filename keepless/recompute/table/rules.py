@@ -374,9 +374,9 @@ def max_pool(dimensions: int) -> Rule:
 
 
 def _gathered(x: Tensor, indices: Tensor, dimensions: int) -> Tensor:
-    others = x.shape[: x.dim() - dimensions]
-    flat = (*others, -1)
-    return x.reshape(flat).gather(-1, indices.reshape(flat)).view(*others, *indices.shape[-dimensions:])
+    others, pooled = x.shape[: x.dim() - dimensions], indices.shape[-dimensions:]
+    flat = indices.reshape(*others, pooled.numel())  # no -1, because the batch may be empty
+    return x.flatten(-dimensions).gather(-1, flat).view(*others, *pooled)
 
 
 def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:

@@ -90,6 +90,19 @@ def test_each_value_is_computed_once_per_backward_pass(networks):
         assert [operators.calls[name] for name in ("native_batch_norm", "silu", "native_group_norm")] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.MaxPool1d(3), nn.Dropout(0.5)], ids=str)
+def test_an_empty_batch_may_follow_a_full_one(layer):
+    plain = nn.Sequential(nn.Conv1d(2, 4, 1), layer, nn.SiLU(), nn.Conv1d(4, 1, 1))
+    ours = recompute_activations(copy.deepcopy(plain))
+    for batch in (3, 3, 0, 3):
+        x = torch.randn(batch, 2, 8)
+        torch.manual_seed(0)
+        expected = gradients(plain, x)
+        torch.manual_seed(0)
+        for found, wanted in zip(gradients(ours, x), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("activation", [nn.ReLU6(), nn.ReLU6(True), nn.LeakyReLU(0.1), nn.Hardtanh(-1, 1)], ids=str)
 def test_an_activation_overwrites_what_only_it_reads(activation):
     """Its gradient follows from its result, so nothing else reads the normalised values."""
