@@ -261,9 +261,9 @@ class _Recorded(Recording):
         counting.called.append((call.first_node, call.function, calling_module()))
         call.began, before = (len(counting.events), len(counting.ran)), len(counting.values)
         result = super().run(call)
-        target = call.args[0] if call.overwrites and call.args and torch.is_grad_enabled() else None
-        if isinstance(target, Tensor) and target.grad_fn is not None and is_ordinary(target):
+        target = call.args[0] if call.overwrites and call.args else None
+        if isinstance(target, Tensor) and target.dim() and is_ordinary(target):  # other numbers are counts
             counting.note_overwritten(target, before)
-            if target._is_view():
+            if torch.is_grad_enabled() and target.grad_fn is not None and target._is_view():
                 counting.rebased.add(node_number(target.grad_fn))
         return result

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import resnet
 
@@ -179,6 +180,19 @@ def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Eve
     return Simulated(step, kept, noted).noted, recorded, followed
 
 
+class OverInput(nn.Module):
+    """A recipe reads a tensor without gradient, which is then written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        y = self.layer(F.silu(x + self.layer.bias))
+        return y * x.mul_(0.5)
+
+
 def convs(*layers: nn.Module) -> Row:
     return lambda: blocks(3, *layers), (2, 3, 16, 16)
 
@@ -195,6 +209,7 @@ FEW = {
     "ours": ours("II"),
     # It saves the root mean squares twice.
     "RMS norm": (lambda: nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8)), (2, 64, 8)),
+    "over an input": (OverInput, (16, 32)),
     "distances": COUNTED["distances"],
 }
 MANY = FEW | COUNTED | {f"ours, {name}": ours(name) for name in OURS}
