@@ -121,31 +121,24 @@ class ByStorage(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
+        # By a storage's address: a reference to it, and what is known of it.
+        self.found: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
 
     def get(self, storage: torch.UntypedStorage) -> T | None:
-        reference, known = self._found.get(address(storage), (None, None))
+        reference, known = self.found.get(address(storage), (None, None))
         return known if reference is not None and reference() is storage else None
 
-    def got(self, storage: torch.UntypedStorage, make: Callable[[], T]) -> T:
-        """The entry of a storage, made if there is none."""
-        reference, known = self._found.get(key := address(storage), (None, None))
-        if reference is None or known is None or reference() is not storage:
-            known = make()
-            self._found[key] = weakref.ref(storage), known
-        return known
-
     def put(self, storage: torch.UntypedStorage, known: T) -> T:
-        self._found[address(storage)] = weakref.ref(storage), known
+        self.found[address(storage)] = weakref.ref(storage), known
         return known
 
     def pop(self, storage: torch.UntypedStorage) -> T | None:
         known = self.get(storage)
-        self._found.pop(address(storage), None)
+        self.found.pop(address(storage), None)
         return known
 
     def clear(self) -> None:
-        self._found.clear()
+        self.found.clear()
 
 
 class Gone(weakref.ref[Any]):

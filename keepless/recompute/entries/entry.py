@@ -123,6 +123,7 @@ class Entry:
         self.function = function  # None: after the last call
         self.row = row
         self.parameter: weakref.ref[nn.Parameter] | None = None  # the first that the call reads
+        self.asks = False  # it only asks for an attribute, and may come and go
         self.writes = False  # it may write over a tensor
         # The code: `run(follows, function, types, args, kwargs)`. None: the call only runs.
         self.run: Callable[..., Any] | None = None

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...saved import PLAIN, Kept, current_stream
 from ...torch_internals import (
+    address,
     current_hooks,
     hooks_are_allowed,
     pop_hooks,
@@ -126,6 +127,10 @@ class Following(Recording):
 
     def _other(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is not the expected one, or whose function is opened: such functions have no entries."""
+        if self.entries[self.next].asks:
+            while self.entries[self.next].asks:
+                self.next += 1
+            return self.__torch_function__(function, types, args, kwargs)
         if self.is_abandoned():
             return function(*args, **kwargs)
         if row_of(function).is_opened and PLAIN.issuperset(types):
@@ -226,9 +231,12 @@ class Following(Recording):
                 one = known.masks[mask] = ref(tensor), tensor._version, Value(Signs(tensor, kind, None)), 0
             value = one[2]
         if value is not None:
-            memory = known.memories.got(tensor.untyped_storage(), Memory)
-            memory.is_saved = True
-            saved: Any = Saved(value, memory)
+            storage, memories = tensor.untyped_storage(), known.memories.found  # `KnownValues.memory_of`
+            of = memories[place] if (place := address(storage)) in memories else None
+            if of is None or of[0]() is not storage:
+                of = memories[place] = ref(storage), Memory()
+            of[1].is_saved = True
+            saved: Any = Saved(value, of[1])
         else:
             saved = known.packed(tensor) if kind is RULES else Kept(tensor, None)
         if kind is not RULES and packing.call is not None:

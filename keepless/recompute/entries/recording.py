@@ -211,7 +211,7 @@ class Recording(TorchFunctionMode):
             self.is_abandoned()
             return function(*args, **kwargs)
         row = row_of(function)
-        if self.lesson is not None and not ((row.only_asks or row.is_opened) and PLAIN.issuperset(types)):
+        if self.lesson is not None and not (row.is_opened and PLAIN.issuperset(types)):
             return self.run_noted(function, row, types, args, kwargs)
         return self._seen(function, row, types, args, kwargs)
 
@@ -220,6 +220,7 @@ class Recording(TorchFunctionMode):
         lesson = self.lesson
         assert lesson is not None
         entry = lesson.begins(function, row)
+        entry.asks = row.only_asks
         entry.only = args if function is set_gradients else None
         entry.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
         entry.writes = may_overwrite(function, args, kwargs)

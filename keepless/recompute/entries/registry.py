@@ -155,6 +155,7 @@ class KnownValues:
 
     def note_memories(self) -> None:
         """Note the memories of what entries have kept: before a call that writes, and before rules ask."""
+        known = self.memories.found
         while self.unnoted:
             value = self.unnoted.pop()
             assert isinstance(value.source, Kept)
@@ -162,14 +163,19 @@ class KnownValues:
                 storage = value.source.packed.untyped_storage()
             except NotImplementedError:  # sparse
                 continue
-            value.storage, value.bytes = address(storage), storage.nbytes()
-            self.memories.got(storage, Memory).values += (weakref.ref(value),)
+            place = address(storage)
+            value.storage, value.bytes = place, storage.nbytes()
+            one = known[place] if place in known else None
+            if one is None or one[0]() is not storage:
+                one = known[place] = weakref.ref(storage), Memory()
+            one[1].values += (weakref.ref(value),)
 
     def has_memory(self, tensor: Tensor) -> bool:
         """Whether anything kept or saved is in the memory of a tensor."""
         if self.unnoted:
             self.note_memories()
-        return self.memories.get(tensor.untyped_storage()) is not None
+        storage, known = tensor.untyped_storage(), self.memories.found
+        return (place := address(storage)) in known and known[place][0]() is storage
 
     def forget(self, tensor: Tensor) -> None:
         """The program is about to give a tensor other memory, in the same version. Recipes read the present one."""
@@ -204,7 +210,7 @@ class KnownValues:
 
     def memory_of(self, storage: UntypedStorage, is_saved: bool = True) -> Memory:
         """The memory of a tensor with this storage. `is_saved`: autograd saves the tensor."""
-        memory = self.memories.got(storage, Memory)
+        memory = self.memories.get(storage) or self.memories.put(storage, Memory())
         if is_saved:
             memory.is_saved = True
         return memory

@@ -311,9 +311,11 @@ class Recipe:
         """Count a value with consumers that has come (1) or gone (-1): while there is one, the inputs have one too."""
         self.wanted += change
         if self.wanted == (change > 0):
-            for value in self.arguments:
+            for value in self.arguments:  # `Value.count`
                 if type(value) is Value:
-                    value.count(change)
+                    value.consumers += change
+                    if type(source := value.source) is Recipe and value.consumers == (change > 0):
+                        source.count(change)
 
     def computed(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:
         """The tensor of one of its values. `over`: computed over the first argument."""
