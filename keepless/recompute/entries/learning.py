@@ -255,7 +255,7 @@ def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
     entry.has_hooks = has_hooks
     if is_run or entry.only is not None:
         entry.run = partial(as_code, entry)
-    elif not fits:
+    else:  # also where nothing is dropped: the recorder may keep something for a call that differs
         entry.run = write if entry.writes else may_write if entry.function in INPLACE else None
 
 

@@ -60,6 +60,7 @@ def slow(seeds: range, *values):
 
 # Without a budget, within each of three budgets, and by plans that keep a random part.
 SEEDS = [("by chance", range(6)), slow(range(6, 400), "by chance"), (None, range(12)), slow(range(12, 3300), None)]
+SEEDS += [(1.0, range(88, 89))]  # a call differs, and what is kept for it is written over by one that drops nothing
 for budget in (1.0, 0.7, "1KiB"):
     SEEDS += [(budget, range(1)), slow(range(1, 200), budget)]
 
