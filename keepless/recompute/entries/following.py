@@ -1,4 +1,4 @@
-"""Run a learned step: compare each call with its entry, and let the recorder make those that differ."""
+"""A forward pass by learned entries. The recorder makes the calls for which no entry holds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -54,7 +54,7 @@ class Following(Recording):
     """Context of a forward pass that follows a script.
 
     Args:
-        script: of an earlier pass with inputs of this form.
+        script: learned from an earlier pass with such inputs.
         by_plan: there is a budget.
         inputs, frame: see `Recording`.
     """

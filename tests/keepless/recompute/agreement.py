@@ -160,7 +160,7 @@ def agree(
     around: Callable[[], Any] = nullcontext,
     may_refuse: bool = False,
 ) -> bool:
-    """Compare a step of both; whether they agree, rather than both raise.
+    """Compare a step of the two networks. True if results agree, False if both raise the same error.
 
     `around`: hooks around the prepared network's pass, which change nothing. But PyTorch checks no versions then, so a
     step that raises is not compared. Where PyTorch refuses a write, a prepared network may have kept a copy: then its
@@ -192,7 +192,7 @@ def keep_by_chance(monkeypatch, draws: Random, shares: Sequence[float] = (0.0, 0
 
 
 def note_followed(monkeypatch) -> list[bool]:
-    """Of each pass that begins with a script, whether it follows it to the end."""
+    """A list that gets True for each pass that follows its script to the end, and False for one that differs."""
     conclude, found = Following.has_followed.fget, []
     monkeypatch.setattr(Following, "has_followed", property(lambda one: found.append(conclude(one)) or found[-1]))
     return found

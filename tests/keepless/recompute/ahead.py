@@ -84,7 +84,7 @@ def planned_sizes(network: nn.Module) -> list[Signature]:
 
 
 def plans(network: nn.Module) -> list[int]:
-    """Of each size that borrows no plan, whether it has one."""
+    """One number per size that borrows no plan: 1 if it has a plan, else 0."""
     return [int(one.plan is not None) for one in planned_sizes(network) if one.is_own or one.plan is None]
 
 
@@ -99,17 +99,9 @@ def learned(network: nn.Module) -> tuple[list, int]:
     return [*known], len(known[0].script.entries) if known and known[0].script else 0
 
 
-class Ahead:
-    """Plans that are made before a pass, outside the profiler that measures it."""
-
-    @classmethod
-    def of(cls, network: nn.Module) -> "Ahead":
-        """Of a network that has been given a budget."""
-        return cls()
-
-    def peak(self, network: nn.Module, x: Tensor, step: Callable[[], object] | None = None) -> int:
-        """Bytes at the peak of a step on x, with gradients already there."""
-        for parameter in network.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        plans_of(network).of_pass(network, [x], (x,), {})
-        return peak_bytes(step or (lambda: network(x).square().mean().backward()), x.device)
+def peak_of(network: nn.Module, x: Tensor, step: Callable[[], object] | None = None) -> int:
+    """Bytes at the peak of a step on x, with gradients already there. The plan is made before the profiler measures."""
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    plans_of(network).of_pass(network, [x], (x,), {})
+    return peak_bytes(step or (lambda: network(x).square().mean().backward()), x.device)

@@ -81,7 +81,7 @@ class Simulated(_Run):
 
 
 def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbered: Any = None) -> list[Event]:
-    """Of a step; each with whether it is about a kept tensor or a view of one, and with names.
+    """The events of a real step. Each has names, and says whether it is about a kept tensor or a view of one.
 
     `numbered`: gets what autograd holds after the forward pass, and returns the numbers.
     """
@@ -154,7 +154,7 @@ def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]
 
 
 def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Event], ...]:
-    """Of a simulation, a recorded step, and one that follows its entries. A `share` of free values is kept."""
+    """The events of a simulated step, a recorded one, and one by entries. A `share` of free values is kept."""
     torch.manual_seed(0)
     network, x = row[0](), torch.randn(row[1])
     x, draws = x.to(next(network.parameters()).dtype), random.Random(seed)

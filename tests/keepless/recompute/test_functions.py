@@ -118,7 +118,7 @@ IMAGES = torch.randn(2, 3, 9, 9, dtype=torch.float64)
 
 
 def like_plain(plain: nn.Module, setup: Setup, budgets: tuple, *uses) -> None:
-    """Three steps with each of these budgets are like those of the plain network."""
+    """For each budget, three steps of a prepared copy equal those of a plain copy."""
     for budget in budgets:
         theirs, ours = copy.deepcopy(plain), recompute_activations(copy.deepcopy(plain), budget=budget)
         for use in uses or [by_backward] * 3:
@@ -127,7 +127,7 @@ def like_plain(plain: nn.Module, setup: Setup, budgets: tuple, *uses) -> None:
 
 @pytest.fixture
 def followed(monkeypatch) -> list[bool]:
-    """Of each pass that begins with a script, whether it follows it to the end. Plans keep a random part."""
+    """See `note_followed`. Plans keep a random part of what they could recompute."""
     keep_by_chance(monkeypatch, Random(0))
     return note_followed(monkeypatch)
 

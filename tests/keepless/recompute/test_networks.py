@@ -17,7 +17,7 @@ from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.simulation import plain_peak, simulate
 from keepless.recompute.step.step import Kind
-from tests.keepless.recompute.ahead import Ahead, gradients, step
+from tests.keepless.recompute.ahead import gradients, peak_of, step
 from tests.keepless.recompute.networks import COUNTED, IMAGES, OURS, blocks, over_views, residuals
 
 
@@ -101,21 +101,23 @@ def test_steps_are_within_their_budget_from_the_first_on_exact_and_silent(name, 
         budget = found.least + (found.plain - found.least) // 5
     else:
         budget = int(share * peak)
-    plans, peaks = Ahead.of(recompute_activations(within, budget=budget)), []
+    recompute_activations(within, budget=budget)
+    peaks = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(4):
             found = []
-            peaks.append(plans.peak(within, x, lambda: found.extend(step(within, x))))  # noqa: B023
+            peaks.append(peak_of(within, x, lambda: found.extend(step(within, x))))  # noqa: B023
             assert all(map(torch.equal, found, step(plain, x)))
     assert max(peaks) <= 1.03 * budget and max(peaks[1:]) <= peaks[0]
 
 
-def within_a_share(network: nn.Module, x: Tensor, share: float, train) -> tuple[Ahead, float]:
-    """Prepare a network for a share of the peak of its steps. Returns its plans, and the bytes of the budget."""
+def within_a_share(network: nn.Module, x: Tensor, share: float, train) -> float:
+    """Prepare a network for a share of the peak of its steps. Returns the bytes of the budget."""
     step(network, x), train()
     asked = share * peak_bytes(train, "cpu")
-    return Ahead.of(recompute_activations(network, budget=share)), asked
+    recompute_activations(network, budget=share)
+    return asked
 
 
 def test_gradients_that_were_released_come_on_top_of_a_budget():
@@ -124,10 +126,10 @@ def test_gradients_that_were_released_come_on_top_of_a_budget():
         nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU()))),
         torch.randn(128, 64),
     )
-    plans, asked = within_a_share(network, x, 0.6, lambda: step(network, x))
+    asked = within_a_share(network, x, 0.6, lambda: step(network, x))
     trained = sum(parameter.nbytes for parameter in network.parameters())
     for _ in range(4):
-        assert plans.peak(network, x, lambda: gradients(network, x)) <= 1.03 * asked + trained < asked / 0.6
+        assert peak_of(network, x, lambda: gradients(network, x)) <= 1.03 * asked + trained < asked / 0.6
 
 
 def test_two_backward_passes_over_a_graph_are_planned():
@@ -140,7 +142,7 @@ def test_two_backward_passes_over_a_graph_are_planned():
         y.mean().backward(retain_graph=True)
         y.square().mean().backward()
 
-    plans, asked = within_a_share(network, x, 0.8, train)
+    asked = within_a_share(network, x, 0.8, train)
     for number in range(5):
-        peak = plans.peak(network, x, train)
+        peak = peak_of(network, x, train)
         assert number < 2 or peak <= 1.05 * asked  # planned for one backward pass

@@ -32,7 +32,7 @@ from keepless.recompute.step.copied import LeftBehind
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import backward_starts, rehearsed_step
 from keepless.torch_internals import current_hooks
-from tests.keepless.recompute.ahead import Ahead, Layers, assert_like, gradients, plans, plans_of, step
+from tests.keepless.recompute.ahead import Layers, assert_like, gradients, peak_of, plans, plans_of, step
 
 
 def drawn(network: Layers, x: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def test_steps_unlike_their_rehearsals_are_said_once_this_is_certain(change, reh
 
 
 class Experts(nn.Module):
-    """In each step another of three experts, each with activations of its own."""
+    """Each step takes one of three experts, whose activation functions differ."""
 
     def __init__(self, layers: int = 24) -> None:
         super().__init__()
@@ -291,12 +291,11 @@ def test_a_path_that_stays_gets_its_plan_and_each_path_is_within_the_budget(rehe
     monkeypatch.setattr(
         Following, "interpret", lambda self, *call: interpreted.append(call[0]) or interpret(self, *call)
     )
-    ahead = Ahead.of(within)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number, within.chosen in enumerate((0, 0, 1, 1, 1, 2, 0, 2, 1, 0, 2, 1)):
             interpreted.clear()
-            assert ahead.peak(within, x) <= 1.03 * budget
+            assert peak_of(within, x) <= 1.03 * budget
             assert len(rehearsals) == (1 if number < 3 else 2)
             assert len(interpreted) <= 1 or within.chosen not in seen
             seen |= {within.chosen} if number > 3 else set()
@@ -336,9 +335,8 @@ def test_every_step_of_every_size_is_within_the_budget():
     gradients(plain, torch.randn(700, 32))
     budget = peak_bytes(lambda: plain(torch.randn(700, 32)).mean().backward(), "cpu") // 2
     within = recompute_activations(plain, budget=budget)
-    ahead = Ahead.of(within)
     for size in (300, 700, 700, 650, 500, 680, 300, 650):
-        assert ahead.peak(within, torch.randn(size, 32)) <= 1.03 * budget
+        assert peak_of(within, torch.randn(size, 32)) <= 1.03 * budget
     assert plans(within) == [1] * 2
 
 
@@ -453,10 +451,9 @@ def test_a_network_that_reads_values_is_rehearsed_on_real_tensors():
     plain, x = Layers(8, read), torch.rand(500, 32)
     plain.register_buffer("count", torch.zeros(()))
     within = recompute_activations(copy.deepcopy(plain), budget=0.6)
-    ahead = Ahead.of(within)
     asked = 0.6 * peak_bytes(lambda: gradients(plain, x.clone()), "cpu")
     for _ in range(3):
-        assert ahead.peak(within, x.clone()) <= 1.03 * asked
+        assert peak_of(within, x.clone()) <= 1.03 * asked
     assert plans(within) == [1] and within.calls == within.count == 3
     plain.count.fill_(3)
     assert_like(plain, within, x)
@@ -511,9 +508,8 @@ def test_a_network_that_cannot_be_rehearsed_keeps_little():
     outside, x, plain = torch.ones(32, requires_grad=True), torch.rand(500, 32), Layers(32)
     plain.before = lambda network, x: x * outside
     within = recompute_activations(copy.deepcopy(plain), budget=0.6)
-    ahead = Ahead.of(within)
     with pytest.warns(UserWarning, match="no plan can be made.* reads a trained tensor outside the network"):
-        peaks = [ahead.peak(within, x) for _ in range(2)]
+        peaks = [peak_of(within, x) for _ in range(2)]
     assert max(peaks) < 0.5 * peak_bytes(lambda: gradients(plain, x), "cpu")
     assert plans(within) == [0] and type(outside.grad) is Tensor
     assert_like(plain, within, x)

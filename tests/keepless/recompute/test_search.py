@@ -17,7 +17,7 @@ from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice, frontier, pareto, segmented
 from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
 from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue
-from tests.keepless.recompute.ahead import Ahead, step
+from tests.keepless.recompute.ahead import peak_of, step
 from tests.keepless.recompute.networks import blocks
 
 
@@ -163,9 +163,8 @@ def test_the_least_is_named_at_once_and_taken(share):
     network, x = Joined(), torch.randn(2, 3, 32, 32)
     plain = plain_peak(rehearsed_step(network, (x,), {}))
     recompute_activations(network, budget=int(share * plain))
-    ahead = Ahead.of(network)
     with pytest.warns(UserWarning, match="the lowest peak is") as said:
-        peaks = [ahead.peak(network, x) for _ in range(3)]
+        peaks = [peak_of(network, x) for _ in range(3)]
     named = re.search(r"the lowest peak is ([\d.]+) KiB, which is used", str(said[0].message))
     assert len(said) == 1 and named is not None and float(named[1]) * 2**10 == pytest.approx(peaks[0], rel=0.01)
     assert max(peaks) - min(peaks) < 1000
