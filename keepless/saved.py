@@ -121,7 +121,6 @@ class ByStorage(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # By a storage's address: a reference to it, and what is known of it.
         self.found: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
 
     def get(self, storage: torch.UntypedStorage) -> T | None:

@@ -18,7 +18,7 @@ The code of a SiLU whose argument an earlier entry has dropped, and whose result
         result, packing = follows.with_hooks(entry, function, args, kwargs, None)  # autograd saves `value_1`
         if type(result) is not Tensor or not result.requires_grad or result is arg_0:
             return follows.surprised(packing, result)  # what autograd has saved is kept
-        recipe = Recipe(F.silu, [value_1], how, result, follows.on)
+        recipe = Recipe(F.silu, [value_1], how, result, follows.stream)
         found[id(result)] = ref(result), result._version, Value(recipe), 0
         return result
 """
@@ -151,7 +151,7 @@ class _Code:
         """Compare modes, and the arguments that no recipe reads as values."""
         entry, found = self.entry, ["transform_level() is not None"]
         if entry.stream >= 0 and raw_stream is not None:
-            found.append(f"follows.stream != raw_stream({entry.stream})")
+            found.append(f"follows.stream_address != raw_stream({entry.stream})")
         if entry.packs or "saved" in [one.kind for make in entry.makes for one in make.sources]:
             found.append("(current_hooks() is not None and not follows.is_innermost())")
         for kind, (is_on, dtype), *_ in {make.how for make in entry.makes}:
@@ -228,7 +228,10 @@ class _Code:
         if entry.writes:
             begin = "follows.begin_writing(function, args, kwargs)"
             if entry.written and any(one.startswith("value_") for given in self.before for one in given):
-                lines += ["is_known = known.has_memory(arg_0)", f"writes = {begin} if is_known else ()", "try:"]
+                lines += ["if known.unnoted:", "    known.note_memories()", "storage = arg_0.untyped_storage()"]
+                lines.append("one = known.memories.found.get(address(storage))")
+                lines.append("is_known = one is not None and one[0]() is storage  # something kept or saved is in it")
+                lines += [f"writes = {begin} if is_known else ()", "try:"]
             else:
                 lines += ["is_known = True", f"writes = {begin}", "try:"]
         indent = "    " if entry.writes else ""
@@ -272,7 +275,7 @@ class _Code:
             (make,), (given,) = entry.makes, self.before
             of = f"{self.name(make.function)}, [{', '.join(given)}], {self.name(make.how)}"
             wanted = ", own.consumers > 0" if OWN in entry.packs else ""
-            lines.append(f"recipe = Recipe({of}, result, follows.on{wanted})")
+            lines.append(f"recipe = Recipe({of}, result, follows.stream{wanted})")
             lines += [f"if recipe.depth > {DEEPEST}:", f"    {_SURPRISED}"]
             if OWN in entry.packs:
                 lines.append("own.source = recipe")

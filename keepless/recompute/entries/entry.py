@@ -103,10 +103,9 @@ class Make:
         self.recipe = weakref.ref(recipe)  # of the call when it was learned
         self.function, self.sources, self.draws = function, sources, draws
         self.how: How = recipe.how
-        self.outputs = len(
-            recipe.outputs
-        )  # 0: the result alone; else what the call saves inside, and perhaps the result
-        self.is_whole = False  # that, and the result
+        # Of what the call saves inside, and perhaps of the result; 0: the result alone
+        self.outputs = len(recipe.outputs)
+        self.is_whole = False  # it computes what the call saves inside, and the result
 
     @property
     def is_inside(self) -> bool:
@@ -128,11 +127,11 @@ class Entry:
         # The code: `run(follows, function, types, args, kwargs)`. None: the call only runs.
         self.run: Callable[..., Any] | None = None
         # The guards
-        self.only: tuple[Any, ...] | None = None  # all arguments of a call that nothing else is known of
+        self.only: tuple[Any, ...] | None = None  # the arguments of a call that switches gradients
         self.names: tuple[str, ...] = ()  # of keyword arguments
         self.count = -1  # of positional arguments; -1: they are not compared
         self.consts: list[tuple[Path, Any]] = []  # arguments that must not change
-        self.compares = True  # these
+        self.compares_consts = True
         self.layouts: list[tuple[Path, bool, Any]] = []  # tensors: whether they need gradients; on what the way depends
         self.alike: list[tuple[Path, Path]] = []  # arguments that must be the same tensor
         self.counts: list[tuple[int, int]] = []  # lengths of lists of tensors

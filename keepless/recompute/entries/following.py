@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from ...saved import PLAIN, Kept, current_stream
 from ...torch_internals import (
-    address,
     current_hooks,
     hooks_are_allowed,
     pop_hooks,
@@ -22,7 +21,7 @@ from ...torch_internals import (
     unpack,
 )
 from ..held.signs import Signs
-from ..held.values import Again, Call, Memory, Saved, Value
+from ..held.values import Again, Call, Saved, Value
 from ..table.functions import body, row_of
 from ..table.rules import ByName, attention, by_present_backends
 from .code import DEEPEST
@@ -73,8 +72,8 @@ class Following(Recording):
         self.entries = script.entries
         self.next = 0  # number of the next entry
         self.packing: Any = None  # of the running call
-        self.on: torch.cuda.Stream | None = None  # the current stream
-        self.stream = 0  # and its address
+        self.stream: torch.cuda.Stream | None = None  # the current one
+        self.stream_address = 0
         self.leaves = False  # the rest of the pass is recorded
         self.left_at: int | None = None  # the number of the next entry when too many calls had differed
         self.has_sought = False  # the running call has been looked for among all entries
@@ -83,13 +82,14 @@ class Following(Recording):
         self.places: list[int] = []  # of each, the number of the next entry
 
     def __enter__(self) -> "Following":
-        cuda = next((one for one in self.inputs if one.is_cuda), None)
-        if cuda is not None and raw_stream is not None:
-            self.stream, self.on = raw_stream(cuda.device.index), current_stream(cuda)
+        for one in self.inputs:
+            if one.is_cuda and raw_stream is not None:
+                self.stream_address, self.stream = raw_stream(one.device.index), current_stream(one)
         self.known = KnownValues(self.inputs, None, False, self.by_plan)
+        self.known.log.is_on = False  # `script.kept` says what entries keep
         self.inputs, self.hook = (), self.pack  # made once
         if self.script.has_hooks:
-            self.hooks = saved_tensors_hooks(self._pack_outside, unpack)
+            self.hooks = saved_tensors_hooks(self.known.pack, unpack)
             self.hooks.__enter__()
         _enter(self)
         return self
@@ -177,38 +177,22 @@ class Following(Recording):
         self, entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Value | None
     ) -> tuple[Any, _Packing]:
         """Run a call that saves what is dropped. `own`: the value of its result."""
-        if entry.asks_rules:
-            return self._asking(entry, function, args, kwargs, own)
         self.packing = packing = _Packing()
         packing.kinds, packing.value = iter(entry.packs), own
         if entry.reads_packed:
             packing.packed = []
+        if entry.asks_rules:
+            self.known.settle_gone()
+            self.known.call = packing.call = call = Call(function, entry.row, args, kwargs)
+            call.overwrites = entry.writes
+            if any([make.draws for make in entry.makes]):
+                note_random(call)
         try:
             push_hooks(self.hook, unpack)  # inside the try, because Ctrl-C may come right after it
             return function(*args, **kwargs) if kwargs else function(*args), packing
         finally:
             pop_hooks()
-            self.packing = None
-
-    def _asking(
-        self, entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Value | None
-    ) -> tuple[Any, _Packing]:
-        """The same for a call about whose saved tensors the rules are asked."""
-        known, logged = self.known, len(self.known.log.entries)
-        known.settle_gone()
-        known.call = call = Call(function, entry.row, args, kwargs)
-        call.overwrites = entry.writes
-        if any([make.draws for make in entry.makes]):
-            note_random(call)
-        self.packing = packing = _Packing()
-        packing.kinds, packing.value, packing.call, packing.packed = iter(entry.packs), own, call, []
-        try:
-            push_hooks(self.hook, unpack)
-            return function(*args, **kwargs), packing
-        finally:
-            pop_hooks()
-            self.packing = known.call = None
-            del known.log.entries[logged:]  # `script.kept` has them
+            self.packing = self.known.call = None
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""
@@ -231,25 +215,13 @@ class Following(Recording):
                 one = known.masks[mask] = ref(tensor), tensor._version, Value(Signs(tensor, kind, None)), 0
             value = one[2]
         if value is not None:
-            storage, memories = tensor.untyped_storage(), known.memories.found  # `KnownValues.memory_of`
-            of = memories[place] if (place := address(storage)) in memories else None
-            if of is None or of[0]() is not storage:
-                of = memories[place] = ref(storage), Memory()
-            of[1].is_saved = True
-            saved: Any = Saved(value, of[1])
+            saved: Any = Saved(value, known.memories, tensor)
         else:
             saved = known.packed(tensor) if kind is RULES else Kept(tensor, None)
         if kind is not RULES and packing.call is not None:
             packing.call.saves += 1
         if packing.packed is not None:
             packing.packed.append(saved)
-        return saved
-
-    def _pack_outside(self, tensor: Tensor) -> Any:
-        """What autograd gets for a tensor that is saved outside calls."""
-        logged = len(self.known.log.entries)
-        saved = self.known.pack(tensor)
-        del self.known.log.entries[logged:]
         return saved
 
     def concluded(self, entry: Entry, packing: _Packing, result: Tensor, given: list[list[Any]]) -> bool:
@@ -312,13 +284,13 @@ class Following(Recording):
         outer, ours = self.hooks, saved_tensors_hooks(self.known.pack, unpack)
         if not (self.is_innermost() or (current_hooks() is None and hooks_are_allowed())):
             return super().__torch_function__(function, types, args, kwargs)
-        self.hooks = ours
+        self.hooks, self.known.log.is_on = ours, True
         try:
             ours.__enter__()  # inside the try, because Ctrl-C may come right after it
             return super().__torch_function__(function, types, args, kwargs)
         finally:
             ours.__exit__()
-            self.hooks = outer
+            self.hooks, self.known.log.is_on = outer, False
 
     def run_noted(self, *call: Any) -> Any:
         self.places.append(self.next if self.left_at is None else self.left_at)

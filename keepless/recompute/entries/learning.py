@@ -35,10 +35,8 @@ from .report import KeptTensor
 
 _GROWS = 4  # a script grows to so many times the entries of the recorded pass
 _VARIANTS = 4  # entries in a row for calls of one function that differ in their arguments
-_IGNORED: dict[Any, tuple[Any, ...]] = {
-    F.batch_norm: (6, "momentum"),
-    F.instance_norm: (6, "momentum"),
-}  # constants that no recipe reads
+# Constants that no recipe reads: the momentum
+_IGNORED: dict[Any, tuple[Any, ...]] = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}
 
 
 class _Unlearnable(Exception):
@@ -100,7 +98,7 @@ class Lesson:
         entry.consts = list(constants(call.args, call.kwargs))
         entry.alike = [(path, paths[id(one)]) for path, one in tensors if path != paths[id(one)]]
         entry.counts = [(n, len(call.args[n])) for n in sorted({path[0] for path, _ in tensors if type(path) is tuple})]
-        entry.compares = False  # a call that is repeated with its own arguments, whatever they are
+        entry.compares_consts = False  # a call that is repeated with its own arguments, whatever they are
         for recipe, again in call.recipes:
             make = Make(recipe, again.function.args[0] if again.draws else again.function, [], again.draws)  # type: ignore[attr-defined]
             make.sources = [_source(one, call, paths, entry.written) for one in again.arguments]
@@ -112,7 +110,7 @@ class Lesson:
                         path = [*range(len(call.args)), *call.kwargs][number]
                         make.sources[number] = Source("given", path, dict(entry.consts)[path])
             of_arguments = all([one.kind not in ("constant", "saved", "packed", "unknown") for one in make.sources])
-            entry.compares = entry.compares or make.is_inside or not (is_same and of_arguments)
+            entry.compares_consts = entry.compares_consts or make.is_inside or not (is_same and of_arguments)
             entry.makes.append(make)
 
 
@@ -245,7 +243,7 @@ def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
     entry.asks_rules = entry.by_rules or RULES in packs
     entry.makes = makes
     entry.packs = packs if is_inside or "packed" in kinds or any(packs) else ()
-    if not (makes and entry.compares):
+    if not (makes and entry.compares_consts):
         entry.consts = []
     entry.consts = [(path, one) for path, one in entry.consts if path not in _IGNORED.get(entry.function, ())]
     if wrong := [one for _, one in entry.consts if not is_constant(one)]:

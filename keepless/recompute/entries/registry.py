@@ -92,10 +92,11 @@ class KnownValues:
 
     def clear(self) -> None:
         """The forward pass has ended."""
-        for value in filter(None, (reference() for reference in self.signs)):
-            value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
-        for found in (self.found, self.memories, self.unnoted, self.dead, self.masks, self.signs, self.gone):
-            found.clear()
+        for reference in self.signs:
+            if (value := reference()) is not None:
+                value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
+        self.found, self.masks, self.unnoted, self.dead, self.signs, self.gone = {}, {}, [], [], [], []
+        self.memories.clear()
         self.without_gradient.clear()
         self.outer = None
 
@@ -150,12 +151,11 @@ class KnownValues:
                 self.call.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
-        self.memory_of(storage, is_saved=False).values += (weakref.ref(value),)
+        self._note_kept(value, storage)
         return self.remember(tensor, value)
 
     def note_memories(self) -> None:
         """Note the memories of what entries have kept: before a call that writes, and before rules ask."""
-        known = self.memories.found
         while self.unnoted:
             value = self.unnoted.pop()
             assert isinstance(value.source, Kept)
@@ -163,19 +163,8 @@ class KnownValues:
                 storage = value.source.packed.untyped_storage()
             except NotImplementedError:  # sparse
                 continue
-            place = address(storage)
-            value.storage, value.bytes = place, storage.nbytes()
-            one = known[place] if place in known else None
-            if one is None or one[0]() is not storage:
-                one = known[place] = weakref.ref(storage), Memory()
-            one[1].values += (weakref.ref(value),)
-
-    def has_memory(self, tensor: Tensor) -> bool:
-        """Whether anything kept or saved is in the memory of a tensor."""
-        if self.unnoted:
-            self.note_memories()
-        storage, known = tensor.untyped_storage(), self.memories.found
-        return (place := address(storage)) in known and known[place][0]() is storage
+            value.storage, value.bytes = address(storage), storage.nbytes()
+            self._note_kept(value, storage)
 
     def forget(self, tensor: Tensor) -> None:
         """The program is about to give a tensor other memory, in the same version. Recipes read the present one."""
@@ -208,12 +197,13 @@ class KnownValues:
         """Tells memories apart: the address."""
         return address(tensor.untyped_storage())
 
-    def memory_of(self, storage: UntypedStorage, is_saved: bool = True) -> Memory:
-        """The memory of a tensor with this storage. `is_saved`: autograd saves the tensor."""
-        memory = self.memories.get(storage) or self.memories.put(storage, Memory())
-        if is_saved:
-            memory.is_saved = True
-        return memory
+    def _note_kept(self, value: Value, storage: UntypedStorage) -> None:
+        """Note in whose memory a value is kept."""
+        known, place = self.memories.found, address(storage)  # in place of `get` and `put`, which are calls
+        of = known[place] if place in known else None
+        if of is None or of[0]() is not storage:
+            of = known[place] = weakref.ref(storage), Memory()
+        of[1].values += (weakref.ref(value),)
 
     def _derivation(self, tensor: Tensor) -> Again | Value | None:
         """How to recompute a tensor that is no call's result, or the value of another tensor that equals it."""
@@ -293,7 +283,7 @@ class KnownValues:
             return Again(laid_out, (value, copy.stride()))
         if value.unread:
             value.source, value.storage = self.kept(copy, None), self.place(copy)
-            self.memory_of(copy.untyped_storage(), is_saved=False).values += (weakref.ref(value),)
+            self._note_kept(value, copy.untyped_storage())
         return value
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
@@ -337,7 +327,7 @@ class KnownValues:
         if value is None:
             small = self.narrowed(tensor, row.narrow(call.args, call.kwargs))
             value = self.remember(tensor, Value(Recipe.of(Again(Tensor.to, (small, torch.int64)), tensor)))
-        return Saved(value, self.memory_of(tensor.untyped_storage()))
+        return Saved(value, self.memories, tensor)
 
     def _is_simple(self, tensor: Tensor) -> bool:
         """Whether a saved tensor needs no value: parameters, their views, vectors, and statistics of a norm's rows."""
@@ -365,7 +355,7 @@ class KnownValues:
         if base is not None and (of_base := self.find(base)) is not None and of_base is not value:
             if not of_base.consumers and isinstance(of_base.source, Kept):
                 self.log.keep(of_base, base)  # the view is computed from it
-        saved = Saved(value, self.memory_of(tensor.untyped_storage()))
+        saved = Saved(value, self.memories, tensor)
         serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
         if serves and (self.by_plan or isinstance(value.source, Recipe)):
             call.replaceable.append(saved)

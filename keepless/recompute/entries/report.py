@@ -63,6 +63,7 @@ class Log:
         self.entries: list[tuple[weakref.ref[Any], int, int, str, Any, Any]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.function: Callable[..., Any] | None = None  # the one that is running
+        self.is_on = True
         self.reasons: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # why results of calls are kept, by id
 
     def explain(self, result: Tensor, value: Any, why: str) -> None:
@@ -77,7 +78,7 @@ class Log:
 
     def keep(self, value: Any, tensor: Tensor) -> None:
         node, base = tensor.grad_fn, tensor._base
-        if base is not None and isinstance(base, nn.Parameter):
+        if not self.is_on or (base is not None and isinstance(base, nn.Parameter)):
             return
         if node is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
             return
@@ -87,7 +88,7 @@ class Log:
 
     def keep_other(self, kept: Kept, tensor: Tensor) -> None:
         """Note a kept tensor that has no value, if it is a tensor subclass."""
-        if type(tensor) not in PLAIN and not tensor.is_nested:
+        if self.is_on and type(tensor) not in PLAIN and not tensor.is_nested:
             size, name = tensor.numel() * tensor.itemsize, getattr(self.function, "__name__", "")
             entry = KeptTensor(size, type(tensor).__name__, name, calling_module(), "a subclass of tensors")
             self.others.append((weakref.ref(kept), entry))

@@ -234,9 +234,14 @@ class Saved:
 
     __slots__ = ("__weakref__", "memory", "number", "reads_signs", "value")
 
-    def __init__(self, value: Value, memory: Memory):
-        self.value = value
-        self.memory = memory
+    def __init__(self, value: Value, memories: ByStorage[Memory], tensor: Tensor):
+        """`memories`: of the pass, among which is the tensor's."""
+        storage, known = tensor.untyped_storage(), memories.found  # in place of `get` and `put`, which are calls
+        of = known[place] if (place := address(storage)) in known else None
+        if of is None or of[0]() is not storage:
+            of = known[place] = weakref.ref(storage), Memory()
+        self.value, self.memory = value, of[1]
+        self.memory.is_saved = True
         self.number = -1  # in a counted step
         self.reads_signs = False  # the operation only needs to know which entries are positive
         value.consumers += 1
