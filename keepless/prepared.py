@@ -262,7 +262,7 @@ class _Hooks:
         if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
             recording = _open.passes.pop().recording
             if recording is not None:
-                recording.__exit__(None, None, None)
+                recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
                 self.kept = recording.kept
                 self.signatures.pass_has_ended(module, recording, output)
 

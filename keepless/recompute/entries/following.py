@@ -94,8 +94,8 @@ class Following(Recording):
         _enter(self)
         return self
 
-    def forget(self) -> None:
-        super().forget()
+    def forget(self, has_raised: bool) -> None:
+        super().forget(has_raised)
         if not self.leaves:
             self.kept = [*self.script.kept, *self.kept]
             self.policy = None  # the pass has followed its plan, but for few calls

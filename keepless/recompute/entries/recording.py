@@ -161,16 +161,16 @@ class Recording(TorchFunctionMode):
         if self.is_mode:
             super().__exit__(*error)
         self._end_hooks()
-        self.forget()
+        self.forget(has_raised=error[0] is not None)
 
     def _end_hooks(self) -> None:
         if self.hooks is not None:
             self.hooks.__exit__()
             self.hooks = None  # they refer to this recording
 
-    def forget(self) -> None:
+    def forget(self, has_raised: bool) -> None:
         """Release the recording's tensors; autograd holds the ones it needs."""
-        self.known.clear()
+        self.known.clear(has_raised)
         self.kept = self.known.log.kept() if self.policy is None else self.known.log.kept(self.policy.why_kept)
         self.frame = None
 
@@ -178,7 +178,7 @@ class Recording(TorchFunctionMode):
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
         if not is_running(self.frame):
             self.abandoned, self.frame = True, None  # first: this mode sees the functions that `forget` calls
-            self.forget()
+            self.forget(has_raised=True)
         if self.abandoned and self.hooks is not None:
             hooks = current_hooks()
             # Contexts around, such as checkpoints, may have removed our hooks first, and so left one of theirs.

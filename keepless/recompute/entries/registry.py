@@ -90,9 +90,9 @@ class KnownValues:
         self.unseen = ""  # what has hidden calls, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
 
-    def clear(self) -> None:
-        """The forward pass has ended."""
-        for reference in self.signs:
+    def clear(self, has_raised: bool = False) -> None:
+        """The forward pass has ended. By an error: a checkpoint, which may have raised it, takes no more tensors."""
+        for reference in [] if has_raised else self.signs:
             if (value := reference()) is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.found, self.masks, self.unnoted, self.dead, self.signs, self.gone = {}, {}, [], [], [], []
