@@ -1,4 +1,4 @@
-"""Count the memory of tensors, real or fake, while they exist."""
+"""Count the bytes of tensors, real or fake, from allocation to release."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -117,7 +117,7 @@ class MadeTensors(TorchDispatchMode):
         self.changes.append(change)
 
     def take_back(self) -> Change:
-        """The last allocation was none: see the class."""
+        """Undo the last allocation: the addition was in place, see the class."""
         return self.changes.pop()
 
 
@@ -131,7 +131,7 @@ class _Sum(NamedTuple):
 
 
 def _name(node: Any) -> object:
-    """Identifies a node of a backward pass without keeping it alive."""
+    """Identify a node of a backward pass without keeping it alive."""
     return None if node is None else node_number(node)
 
 

@@ -1,4 +1,4 @@
-"""Train any network in less memory, exactly: cheap activations are recomputed instead of kept."""
+"""Train any network in less memory, with the same gradients: cheap activations are recomputed instead of saved."""
 
 import sys
 import threading
@@ -32,21 +32,21 @@ def recompute_activations(
     budget: Budget | None = None,
     example: Any = None,
 ) -> Network:
-    """Make a network recompute cheap activations in its backward pass, instead of keeping them.
+    """Make a network recompute cheap activations in its backward pass, instead of saving them.
 
     The results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and upsampling
-    (modules or functions) are cheap if their inputs are kept anyway, and are at most 16 times larger (a small mean is
-    kept). So are the outputs of `CheckpointedABN`. Each is computed once per backward pass, and held from its first to
-    its last reader. No module is replaced. Outputs and gradients do not change, on CPUs in float32 to the bit. Frozen
-    convolutions and norms keep only their input's shape; what ReLU saves (its result) and LeakyReLU (its input) shrinks
-    to one bit per value if nothing else reads it.
+    (modules or functions) are cheap if their inputs are saved anyway, and are at most 16 times larger (a small mean is
+    saved). So are the outputs of `CheckpointedABN`. Each is recomputed once per backward pass, and held from its first
+    consumer to its last. No module is replaced. Outputs and gradients do not change; on CPUs in float32 they are
+    bitwise identical. Frozen convolutions and norms save only their input's shape, ReLU and LeakyReLU only a sign mask,
+    unless another operation needs the tensor.
 
     It works in eager mode, while gradients are recorded, inside the network's own forward pass. In `torch.compile` the
     compiler decides what to keep, and a warning says so: wrap blocks in `torch.utils.checkpoint` there. Other
-    saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working: they get the kept tensors.
+    saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working: they get what stays saved.
 
     Tensors that the backward pass reads must not be modified in place before it: this raises PyTorch's error about an
-    in-place operation, also under other hooks. (Small parameters that PyTorch alone would not keep are copied, so they
+    in-place operation, also under other hooks. (Small parameters that PyTorch alone would not save are copied, so they
     may change.) Changes through `.data` are not detected, as elsewhere in autograd.
 
     Args:
@@ -55,7 +55,7 @@ def recompute_activations(
             only parts of the network, a warning names them.
         checkpointed_only: recompute only the outputs of `CheckpointedABN` (the paper's checkpointing).
         budget: limit on the peak memory of a forward and backward pass: bytes, such as "6GiB" or an int, or a share of
-            the plain network's peak, such as 0.3. What existed before the step does not count. Parameter gradients are
+            the baseline's peak, such as 0.3. What existed before the step does not count. Parameter gradients are
             assumed to exist: if `zero_grad` has freed them, the step needs their memory in addition. With a budget,
             convolutions, matrix products, attention and the like are recomputed too, where that costs the least time.
             The first pass with a shape is planned on a copy of the network with fake tensors, in about a second per 100
@@ -118,10 +118,10 @@ def share_plans(network: nn.Module) -> None:
 
 
 def report(network: nn.Module) -> Report:
-    """Report the tensors that a prepared network kept in its last forward pass. Call it after a step and print it.
+    """Report what a prepared network saved for backward in its last forward pass. Call it after a step and print it.
 
-    It says why each tensor is kept: without a budget by which rule, with one whether the plan keeps it or it cannot be
-    recomputed. If the pass left its plan, only tensors from there on are listed.
+    It says why each tensor is saved: without a budget by which rule, with one whether the plan keeps it or it cannot be
+    recomputed. If the pass stopped repeating the calls of earlier ones, only tensors from there on are listed.
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
@@ -135,7 +135,7 @@ def report(network: nn.Module) -> Report:
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Context in which cheap activations are not kept, for code outside modules. See `recompute_activations`.
+    """Context in which cheap activations are recomputed, for code outside modules. See `recompute_activations`.
 
     It does nothing where gradients are not recorded, or inside a prepared network's forward pass.
     """
@@ -180,7 +180,7 @@ class _ForwardPass(NamedTuple):
 
     module: nn.Module
     recording: Recording | None  # None: not recorded
-    frame: FrameType | None  # of the call that runs it, unless the recording has it
+    frame: FrameType | None  # of the call that runs it; None if the recording has it
 
 
 class _Open(threading.local):
@@ -199,7 +199,7 @@ class _Hooks:
     def __init__(self, checkpointed_only: bool, signatures: Signatures):
         self.checkpointed_only, self.signatures = checkpointed_only, signatures
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
-        self.awaited: RemovableHandle | None = None  # of a parameter's hook, until the module is called
+        self.awaited: RemovableHandle | None = None  # a parameter's hook, until the module is called
         self.is_compiled = False  # a compiled graph has called the module
 
     def __getstate__(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class _Hooks:
             else:
                 recording = self.signatures.recording(module, args, kwargs, frame)
             recording.__enter__()
-        # A frame keeps its callers' variables, and so keeps checkpoints around from ending after Ctrl-C (torch 2.11).
+        # A frame keeps its callers' variables alive: after Ctrl-C checkpoints around it would not end (torch 2.11).
         _open.passes.append(_ForwardPass(module, recording, frame if recording is None else None))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -291,7 +291,7 @@ def _drop_abandoned() -> None:
 
 
 def _say_that_the_compiler_decides(_: object) -> None:
-    """Called while a graph is traced."""
+    """Warn, while `torch.compile` traces a graph."""
     warnings.warn(
         "recompute_activations does nothing inside torch.compile, where the compiler decides what to keep: wrap "
         "blocks in torch.utils.checkpoint, which it follows, or train without torch.compile",
@@ -300,7 +300,7 @@ def _say_that_the_compiler_decides(_: object) -> None:
 
 
 def _warn_if_parts_are_called(network: nn.Module) -> None:
-    """Called in a backward pass through parts of a network that was not called itself."""
+    """Warn, in a backward pass, if the step has called parts of a network instead of the network."""
     parts = {
         path: part
         for path, part in parts_with_forward(network).items()
@@ -318,7 +318,7 @@ def _warn_if_parts_are_called(network: nn.Module) -> None:
 
 
 def _is_recorded() -> bool:
-    """Whether a recording is active, with no other hooks inside it. While it follows a script, it has no hooks."""
+    """Whether a recording is active, with no other hooks inside it. One that follows a script may have none itself."""
     hooks = current_hooks()
     if hooks is None:
         recording = next((one.recording for one in reversed(_open.passes) if one.recording is not None), None)

@@ -1,4 +1,4 @@
-"""`Kept` holds a saved tensor as autograd would. `saved_for_backward` finds the tensors that a graph keeps."""
+"""`Kept` holds a saved tensor as autograd would. `saved_for_backward` finds the tensors that a graph saves."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,7 +18,10 @@ PLAIN = frozenset([Tensor, nn.Parameter, FakeTensor])
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
+    """Whether a tensor has a storage and a version counter, unlike sparse, nested, batched and inference tensors.
+
+    Not if it is a subclass that dispatches operators itself: see `adds_metadata`.
+    """
     kind = type(tensor)
     return (
         (kind in PLAIN or adds_metadata(kind))
@@ -31,13 +34,13 @@ def is_ordinary(tensor: Tensor) -> bool:
 def adds_metadata(kind: type) -> bool:
     """Whether a tensor subclass only adds metadata, i.e. has ordinary memory and no `__torch_dispatch__` of its own.
 
-    MONAI's MetaTensor is one. Whatever else its `__torch_function__` computes is a call of a function, and so recorded.
+    MONAI's MetaTensor is one. What its `__torch_function__` computes besides is recorded, because it calls functions.
     """
     return issubclass(kind, Tensor) and kind not in PLAIN and kind.__torch_dispatch__ == Tensor.__torch_dispatch__
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy that keeps expanded (stride 0) dimensions."""
+    """A copy; of the whole storage if that is smaller, so that expanded (stride 0) dimensions stay expanded."""
     tensor = tensor.detach()
     size = tensor.untyped_storage().nbytes()
     if size >= tensor.nbytes:
@@ -190,7 +193,7 @@ class Kept:
         return counter is not None and bool(counter._version != self.version)
 
     def original(self, other: Tensor) -> Tensor:
-        """The tensor, of which `other` shares the memory. No hook is asked: a checkpoint would run its part again."""
+        """The tensor, made from `other`, which shares its memory; a checkpoint's hook would run its part again."""
         if self.hooks is None:
             return self.get()
         dtype, shape, stride, offset = self.place
@@ -231,7 +234,7 @@ def _modified(name: str, tensor: Tensor, found: int, expected: int) -> RuntimeEr
 
 
 class ShapeOnly:
-    """Saved in place of a tensor of which the gradient needs the shape and strides, but not the values."""
+    """Saved in place of a tensor if the gradient needs only its shape and strides, not its values."""
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
 
@@ -244,7 +247,7 @@ class ShapeOnly:
 
 
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
-    """Run a forward pass; return its result, which must hold the graph, and a tensor for each storage that it keeps.
+    """Run a forward pass; return its result, which must hold the graph, and a tensor for each storage that it saves.
 
     Tensors may be fake. The storages of the tensors `without`, e.g. parameters, are left out; so is what autograd has
     already dropped, e.g. between two reversible modules.
@@ -267,7 +270,7 @@ def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ())
 
 
 def kept_bytes(network: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:
-    """Bytes that the graph of a forward pass keeps, without the network's parameters and inputs.
+    """Bytes that the graph of a forward pass saves, without the network's parameters and inputs.
 
     The result of `forward` must hold the graph, e.g. the loss or the outputs.
     """

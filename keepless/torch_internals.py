@@ -7,7 +7,9 @@ Tested with torch 2.11.0 and 2.14.1, each with its own Triton. If a part is miss
 | `_raw_saved_*`, `_saved_*` of nodes, `data` of a `SavedTensor` | what hooks packed, dropout's p | the result is kept |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
 | `torch._inductor.compile` | whether there is a compiler | the eager backend is used |
-| everything else here | | ImportError when this package is imported |
+| what `getattr` reads | profilers, CUDA streams, `nn.SyncBatchNorm`'s node | they go unnoticed |
+| everything else in the `try` below | | ImportError when this package is imported |
+| what only a function's body names | e.g. FSDP2's dtype, CUDA graphs | AttributeError or ImportError in a call |
 
 Other files use only private parts on which PyTorch's extensions rely: `Tensor._version`, `_base` and `_is_view`, and in
 `nn.Module` the dictionaries (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, …), the set
@@ -133,7 +135,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def without_global_state() -> Iterator[None]:
-    """Context without hooks of all modules and cached weights (`parametrize.cached`): a copy has the original's key."""
+    """Context without global module hooks and `parametrize.cached`, where a copy would find the original's weights."""
     before, weights = [dict(hooks) for hooks in _global_hooks], _parametrize._cache
     for hooks in _global_hooks:
         hooks.clear()
@@ -189,7 +191,7 @@ def is_capturing() -> bool:
 
 
 def attention_backends() -> list[int]:
-    """The numbers of the enabled backends of attention (`SDPBackend`), by priority. PyTorch's function is slower."""
+    """The numbers of the enabled attention backends (`SDPBackend`), by priority; faster than PyTorch's function."""
     return [one for one in _attention_order() if _attention_enabled[one]()]
 
 
@@ -227,7 +229,7 @@ def is_synchronised_norm(node: Any) -> bool:
 
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:
-    """The packed objects of a custom function's node, None for absent tensors; none once a backward pass frees them."""
+    """What a custom function's node holds, packed; None for absent tensors. Empty once a backward pass has freed it."""
     with suppress(RuntimeError):
         return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
     return ()
@@ -338,7 +340,7 @@ def triton_is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-# For training and measuring with this package
+# For counting the memory of a step
 
 
 def running_node() -> Any:
@@ -356,6 +358,8 @@ def engine_adds() -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     return backward_runs() and (frame is None or frame.f_code.co_name == "_engine_run_backward")
 
+
+# For the training code and the benchmarks around this package
 
 # The Euclidean norms of many tensors, as scalars, by few kernels.
 norms_of: Callable[[list], tuple[Tensor, ...]] = torch._foreach_norm

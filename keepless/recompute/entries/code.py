@@ -1,6 +1,6 @@
-"""An entry's call as code of its own. General code would take twice as long, and a step makes many small calls.
+"""Each entry's call as generated Python code. General code takes twice as long, and a step makes many small calls.
 
-The code of a SiLU whose argument an earlier entry has dropped, and whose result is dropped too, is about this:
+For a SiLU whose argument an earlier entry has dropped, and whose result is dropped too, it is about this:
 
     def run(follows, function, types, args, kwargs):
         try:
@@ -13,11 +13,11 @@ The code of a SiLU whose argument an earlier entry has dropped, and whose result
         one = found.get(id(arg_0))
         if one is not None and one[0]() is arg_0 and one[1] == arg_0._version:
             value_1 = one[2]
-        elif (value_1 := known.derived(arg_0)) is None:  # neither is it a view of a dropped tensor
+        elif (value_1 := known.derived(arg_0)) is None:  # nor a view of a dropped tensor
             return follows.unlike(function, types, args, kwargs)
         result, packing = follows.with_hooks(entry, function, args, kwargs, None)  # autograd saves `value_1`
         if type(result) is not Tensor or not result.requires_grad or result is arg_0:
-            return follows.surprised(packing, result)  # what autograd has saved is kept
+            return follows.surprised(packing, result)  # the result gets no recipe
         recipe = Recipe(F.silu, [value_1], how, result, follows.stream)
         found[id(result)] = ref(result), result._version, Value(recipe), 0
         return result
@@ -38,7 +38,7 @@ from ..held.values import Recipe, Value, saved_value
 from ..table.rules import any_values, may_overwrite
 from .entry import OWN, Entry, Source, argument_code, layout, same, unpacking
 
-DEEPEST = 250  # recipes in a chain: a plan has up to 200, and views and casts may lengthen it. They call each other.
+DEEPEST = 250  # recipes in a chain, which call each other: a plan has up to 200; views and casts may lengthen it
 _SEQUENCES = frozenset([list, tuple])
 _SPACE: dict[str, Any] = {
     "HELD": (Value, Kept),
@@ -65,7 +65,7 @@ _SPACE: dict[str, Any] = {
     "tensors_in": tensors_in,
     "transform_level": transform_level,
 }
-_MADE = {  # what a recipe reads, of a tensor that no entry has dropped
+_MADE = {  # what a recipe reads if it is not the value of a dropped tensor
     "keep": "Value(Kept({0}, None, detaches=False))",
     "kept": "Kept({0}, None)",
     "copy": "{0}.detach().clone() if type({0}) is Parameter else copied({0})",
@@ -79,22 +79,22 @@ def write(follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs
     """The code of a call that only writes over a tensor."""
     if not kwargs and type(first := args[0]) in PLAIN and not (first.ndim or first.requires_grad):
         if first._base is None:
-            return function(*args)  # a count
+            return function(*args)  # e.g. a count of minibatches; numbers have no values
     return follows.writing(function, args, kwargs)
 
 
 def may_write(follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The code of a call that has written over nothing, but has an argument `inplace`."""
+    """The code of a call that did not write when it was learned, but may: it has an argument `inplace`."""
     if may_overwrite(function, args, kwargs):
         return follows.writing(function, args, kwargs)
     return function(*args, **kwargs)
 
 
 def as_code(entry: Entry, follows: Any, *call: Any) -> Any:
-    """The code of an entry when it runs first: write `entry.run`, and run it.
+    """The code of an entry until it first runs: generates `entry.run`, and runs it.
 
-    That first compares modes and arguments; if something differs, the rules decide about this call. At last it looks
-    at the result: if the call has not done what the entry expects, autograd keeps what it has saved.
+    The generated code first compares modes and arguments; if something differs, the rules decide about this call. At
+    the end it checks the result: if the call has not done what the entry expects, the result is kept.
     """
     entry.run = _Code(entry).made()
     return entry.run(follows, *call)
@@ -102,7 +102,7 @@ def as_code(entry: Entry, follows: Any, *call: Any) -> Any:
 
 @lru_cache(2**8)
 def _maker(source: str) -> Callable[..., Any]:
-    """The function with this source; entries of the same kind share it."""
+    """The function with this source; entries with the same code share it."""
     space = dict(_SPACE)
     exec(source, space)
     maker: Callable[..., Any] = space["make"]
@@ -110,14 +110,14 @@ def _maker(source: str) -> Callable[..., Any]:
 
 
 class _Code:
-    """The code of a call."""
+    """Generates the code of an entry's call."""
 
     def __init__(self, entry: Entry):
         self.entry = entry
         self.lines: list[str] = []
-        self.objects: list[Any] = []  # which the code names
-        self.count = 0  # of names for arguments
-        self.late: list[str] = []  # values that are found after the call, as code
+        self.objects: list[Any] = []  # that the code refers to
+        self.count = 0  # of the names `value_…` so far
+        self.late: list[str] = []  # expressions that are evaluated after the call
         if entry.only is not None:
             self.lines += [f"if args != {self.name(entry.only)}:", "    follows.leave()", f"    {_DIFFERS}"]
             self.lines.append("return function(*args, **kwargs)")
@@ -131,7 +131,7 @@ class _Code:
         self.conclude()
 
     def made(self) -> Callable[..., Any]:
-        """The function."""
+        """Compile the code."""
         names = ", ".join([f"of_{number}" for number in range(len(self.objects))])
         lines = [f"def make({names}):", "    def run(follows, function, types, args, kwargs):"]
         lines += [f"        {line}" for line in self.lines]
@@ -139,12 +139,12 @@ class _Code:
         return run
 
     def name(self, one: Any) -> str:
-        """How the code names an object."""
+        """The name of an object in the code."""
         self.objects.append(one)
         return f"of_{len(self.objects) - 1}"
 
     def differs_if(self, conditions: list[str], indent: str = "") -> None:
-        """Let the rules decide."""
+        """Leave the call to the rules if one of these conditions holds."""
         self.lines += [f"{indent}if {' or '.join(conditions)}:", f"{indent}    {_DIFFERS}"]
 
     def compare(self) -> None:
@@ -182,7 +182,7 @@ class _Code:
         self.differs_if(found)
 
     def source(self, source: Source) -> str:
-        """Find what a recipe reads, before the call; or how it is found afterwards."""
+        """Generate code that finds what a recipe reads before the call; returns the expression for it."""
         kind, what, learned = source
         if kind == "constant":
             return self.name(what)
@@ -212,18 +212,18 @@ class _Code:
         made = _MADE[kind].format(tensor)
         lines += [f"{indent}if type({tensor}) not in PLAIN:", f"{indent}    {_DIFFERS}", f"{indent}try:"]
         lines.append(f"{indent}    {name} = {made}")
-        lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # it was made in inference mode
+        lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # e.g. made in inference mode
         if kind == "keep":
             lines.append(f"    found[key] = ref({tensor}), {tensor}._version, {name}, 0")
             lines.append(f"    known.unnoted.append({name})")
         return name
 
     def call(self) -> None:
-        """Make the call."""
+        """Generate the call."""
         entry, lines = self.entry, self.lines
         lines += ["packing = None", "own = Value(None)" if OWN in entry.packs else "own = None"]
         if entry.written:
-            self.differs_if(["type(arg_0) not in PLAIN or arg_0.is_inference()"])  # then it may have no version
+            self.differs_if(["type(arg_0) not in PLAIN or arg_0.is_inference()"])  # it may have no version
             lines.append("version = arg_0._version")
         if entry.writes:
             begin = "follows.begin_writing(function, args, kwargs)"
@@ -249,13 +249,13 @@ class _Code:
             lines += [f"if {failed}:", f"    {_SURPRISED}"]
 
     def conclude(self) -> None:
-        """Check what the call has made, and note how what it drops is computed again."""
+        """Check what the call has returned, and note the recipes of what it drops."""
         entry, lines = self.entry, self.lines
         drops_own = any([make.is_whole or not make.is_inside for make in entry.makes])
         names = [one.what for make in entry.makes for one in make.sources if one.kind == "saved"]
         if drops_own or entry.is_kept or names:
             wrong = ["type(result) is not Tensor", "not result.requires_grad"]
-            wrong += [f"not hasattr(type(result.grad_fn), '_saved_{one}')" for one in names[:1]]  # as of an empty batch
+            wrong += [f"not hasattr(type(result.grad_fn), '_saved_{one}')" for one in names[:1]]  # e.g. empty
             if entry.written:
                 wrong += ["result is not arg_0", "result._version != version + 1"]
                 values = sorted({one for given in self.before for one in given if one.startswith("value_")})

@@ -1,7 +1,7 @@
 """The entries of a learned step, one for each call.
 
 An entry is an inline cache, as in a just-in-time compiler: a function, guards, and code. A pass asks the next entry: is
-it this function, and do the guards hold? Then its code makes the call, and notes what is dropped, as the rules have
+it this function, and do the guards hold? If so, its code makes the call, and notes what is dropped, as the rules
 decided when the call was learned. If not, the rules decide again, for this call alone. Both write the same values into
 the same registry: shapes, dtypes and strides are those of the pass's own tensors, and a tensor that a recipe reads is
 found by its identity and version. So what recipes compute is right whatever the program does.
@@ -19,14 +19,14 @@ from ..held.values import How, Recipe
 from ..table.functions import Row
 from .report import KeptTensor
 
-Path = Any  # of an argument: its position, its name, or (position of a list, position in it)
+Path = Any  # to an argument: its position, its name, or (position of a list, position in it)
 
 _NUMBERS = (bool, int, float, complex)
 CONSTANTS = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
 
 
 def is_constant(one: Any) -> bool:
-    """Whether an argument, or each in a list, can be compared: numbers, names, functions, and tuples of these."""
+    """Whether an argument can be compared: numbers, strings, functions and the like, and lists and tuples of these."""
     return all([isinstance(part, CONSTANTS) or callable(part) for part in parts(one)])
 
 
@@ -42,7 +42,7 @@ def same(learned: Any, given: Any) -> bool:
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """On what the way of a product depends, or of a call that saves tensors inside: not the size."""
+    """What decides how PyTorch computes a product, or a call that saves tensors inside: not the size."""
     aligned = tensor.storage_offset() * tensor.itemsize % 16 == 0
     return tensor.dtype, tensor.dim(), tensor.is_contiguous(), aligned
 
@@ -85,8 +85,8 @@ def constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[P
 class Source(NamedTuple):
     """Where an entry finds an argument of a recipe.
 
-    "constant"; "given": the present call's argument, no tensor; "found": the value that a tensor among the arguments
-    has; "keep": the same, or the tensor itself; "kept": the tensor itself, which stays anyway, such as a parameter;
+    "constant"; "given": an argument of the present call, no tensor; "found": the value of an argument; "keep": the
+    same, or if it has none, the tensor itself; "kept": the tensor itself, which stays anyway, such as a parameter;
     "copy": a copy of it; "shape"; "in a copy": the value that the first argument had before the call wrote over it;
     "saved": what the result's node has saved under a name; "packed": the saved tensor with a number.
     """
@@ -100,7 +100,7 @@ class Make:
     """How to compute what an entry drops: its result, or what the call saves inside, or both."""
 
     def __init__(self, recipe: Recipe, function: Callable[..., Any], sources: list[Source], draws: bool):
-        self.recipe = weakref.ref(recipe)  # of the call when it was learned
+        self.recipe = weakref.ref(recipe)  # the one that was learned
         self.function, self.sources, self.draws = function, sources, draws
         self.how: How = recipe.how
         # Of what the call saves inside, and perhaps of the result; 0: the result alone
@@ -132,34 +132,34 @@ class Entry:
         self.count = -1  # of positional arguments; -1: they are not compared
         self.consts: list[tuple[Path, Any]] = []  # arguments that must not change
         self.compares_consts = True
-        self.layouts: list[tuple[Path, bool, Any]] = []  # tensors: whether they need gradients; on what the way depends
+        self.layouts: list[tuple[Path, bool, Any]] = []  # tensors: whether they need gradients; see `layout`
         self.alike: list[tuple[Path, Path]] = []  # arguments that must be the same tensor
         self.counts: list[tuple[int, int]] = []  # lengths of lists of tensors
         self.stream = -1  # index of the CUDA device; -1 for others
         # What is dropped
         self.makes: list[Make] = []
-        # What autograd gets for each saved tensor. None: itself. "own": the value of the result. "found": the value
-        # that the tensor has. "rules": what the rules say. A function: signs. Empty: the call runs without hooks.
+        # What autograd holds for each saved tensor. None: itself. "own": the value of the result. "found": the value
+        # that the tensor has. "rules": what they decide. A function: its sign mask. Empty: the call runs without hooks.
         self.packs: Sequence[None | str | Positive] = ()
-        self.keeps: list[Path] = []  # arguments that are kept, because copies are computed from them
+        self.keeps: list[Path] = []  # arguments that are kept, because saved copies are computed from them
         self.written = False  # the result is the first argument
-        self.is_kept = False  # the result is kept in place of an argument
-        self.by_rules = False  # what follows the call is done by the recorder
+        self.is_kept = False  # the result is kept in place of a saved argument
+        self.by_rules = False  # `Following.concluded` notes what it drops, as the recorder does
         self.has_hooks = False  # there are hooks around the whole pass
-        self.reads_packed = False  # recipes read what autograd has got
-        self.asks_rules = False  # the same, or about a saved tensor
+        self.reads_packed = False  # recipes read what autograd holds for saved tensors
+        self.asks_rules = False  # `by_rules`, or rules decide about a saved tensor
         # While it is learned: see `_Notes` in learning.py
         self.noted: Any = None
 
 
 class Script(NamedTuple):
-    """A learned step."""
+    """The entries of a learned step."""
 
     entries: list[Entry]
     learned: int  # number of entries that come from the recorded pass
     kept: Sequence[KeptTensor]
-    has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
-    consumers: dict[int, tuple[Any, int]]  # of parameters, by id: a reference, and the number of the first entry
+    has_hooks: bool  # around the whole pass, because dropped tensors are saved outside of calls
+    consumers: dict[int, tuple[Any, int]]  # by id of a parameter: a reference, and the first entry that reads it
 
 
 END = Entry(None, Row())  # after the last call

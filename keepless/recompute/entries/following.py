@@ -1,4 +1,4 @@
-"""A forward pass by learned entries. The recorder makes the calls for which no entry holds."""
+"""A forward pass that follows learned entries. Calls that differ from them are recorded."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,18 +35,18 @@ from .registry import KnownValues
 _is_compiling = torch.compiler.is_dynamo_compiling
 _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
-_SHARE = 4  # a pass leaves its plan if more than one call in so many differs; calls that have gone do not count
-_NEAR = 8  # entries: calls that have gone are looked for among so many
+_SHARE = 4  # a pass leaves its plan if more than one call in so many differs; missing calls do not count
+_NEAR = 8  # a call that is not the next one is looked for among so many entries, as others may be missing
 
 
 class _Packing:
-    """What autograd gets for the tensors that one call saves."""
+    """What autograd gets for the tensors that the running call saves."""
 
     kinds: Iterator[Any]  # for the tensors that are still to be saved: see `Entry.packs`
     value: Value | None  # of the result
-    call: Call | None = None  # if rules are asked
-    own: Tensor | None = None  # the saved result
-    packed: list[Any] | None = None  # what autograd has got, if recipes read it
+    call: Call | None = None  # if rules decide about it
+    own: Tensor | None = None  # the result, if the call has saved it
+    packed: list[Any] | None = None  # what autograd holds, if recipes read it
 
 
 class Following(Recording):
@@ -76,10 +76,10 @@ class Following(Recording):
         self.stream_address = 0
         self.leaves = False  # the rest of the pass is recorded
         self.left_at: int | None = None  # the number of the next entry when too many calls had differed
-        self.has_sought = False  # the running call has been looked for among all entries
-        self.differences = 0  # calls that the recorder has made, or an earlier entry again
+        self.has_sought = False  # the entry of the running call has been looked up by its parameter
+        self.differences = 0  # recorded calls, surprises, and returns to earlier entries
         self.lesson = Lesson()  # of the calls that the recorder makes: see `grown`
-        self.places: list[int] = []  # of each, the number of the next entry
+        self.places: list[int] = []  # of each recorded call: the number of the next entry
 
     def __enter__(self) -> "Following":
         for one in self.inputs:
@@ -98,13 +98,13 @@ class Following(Recording):
         super().forget(has_raised)
         if not self.leaves:
             self.kept = [*self.script.kept, *self.kept]
-            self.policy = None  # the pass has followed its plan, but for few calls
+            self.policy = None  # the pass has followed its plan, except in a few calls
         self.entries, self.next = [END], 0  # after Ctrl-C, it may still see calls
-        del self.hook  # PyTorch keeps `pack`, and so this object, as long as the graph
+        del self.hook  # PyTorch holds `pack`, and so this object, as long as the graph
 
     @property
     def has_followed(self) -> bool:
-        """Whether an entry has made each call of the pass."""
+        """Whether entries have made all calls of the pass."""
         return not self.differences
 
     def __torch_function__(
@@ -126,7 +126,7 @@ class Following(Recording):
         return self._other(function, types, args, kwargs or {})
 
     def _other(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that is not the expected one, or whose function is opened: such functions have no entries."""
+        """A call of another function than the next entry's; perhaps one that is opened, and so has no entry."""
         if self.entries[self.next].asks:
             while self.entries[self.next].asks:
                 self.next += 1
@@ -144,7 +144,7 @@ class Following(Recording):
         return self.interpret(function, types, args, kwargs)
 
     def _goes_on_elsewhere(self, function: Any, args: tuple[Any, ...]) -> bool:
-        """Find the entry of a call that is not the next one: calls have gone."""
+        """Go on at another entry, if one is found for this call: calls between them may be missing."""
         now = self.next
         if (place := self._place(function, args)) is None:
             near = self.entries[now + 1 : now + _NEAR]
@@ -154,7 +154,7 @@ class Following(Recording):
         return place is not None
 
     def _go_to(self, place: int) -> None:
-        """Go on with another entry."""
+        """Continue with another entry."""
         if place < self.next:
             self._note_difference()
         if not self.leaves:
@@ -165,7 +165,7 @@ class Following(Recording):
         self.leaves, self.entries, self.next = True, [END], 0
 
     def _place(self, function: Any, args: tuple[Any, ...]) -> int | None:
-        """The number of the entry that has read the same parameter by the same function."""
+        """The number of the first entry that reads the same parameter, if its function is the same."""
         for one in args:
             if isinstance(one, nn.Parameter):
                 reference, place = self.script.consumers.get(id(one), (None, -1))
@@ -176,7 +176,7 @@ class Following(Recording):
     def with_hooks(
         self, entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Value | None
     ) -> tuple[Any, _Packing]:
-        """Run a call that saves what is dropped. `own`: the value of its result."""
+        """Run a call that saves dropped tensors. `own`: the value of its result."""
         self.packing = packing = _Packing()
         packing.kinds, packing.value = iter(entry.packs), own
         if entry.reads_packed:
@@ -208,7 +208,7 @@ class Following(Recording):
             elif kind is FOUND:
                 value = known.derived(tensor)
             if value is not None and type(value.source) is Kept:
-                value = None  # autograd gets its own: `forget` detaches a recipe's
+                value = None  # autograd gets its own `Kept`: `KnownValues.forget` detaches the recipes'
         elif kind is not RULES:
             one = known.masks.get(mask := (id(tensor), kind))
             if one is None or one[0]() is not tensor or one[1] != tensor._version:
@@ -225,7 +225,7 @@ class Following(Recording):
         return saved
 
     def concluded(self, entry: Entry, packing: _Packing, result: Tensor, given: list[list[Any]]) -> bool:
-        """Note what a call has dropped as the recorder does. False: it has not done what the entry expects.
+        """Note what a call drops, as the recorder does. False: it has not done what the entry expects.
 
         `given`: the arguments of each recipe.
         """
@@ -256,7 +256,7 @@ class Following(Recording):
         return True
 
     def unlike(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that differs from its entry, before it has run: the next entry may be for it, or another one."""
+        """A call that differs from its entry and has not run yet: try the next entry, then its parameter's."""
         if self.leaves:
             return self.interpret(function, types, args, kwargs)
         if self.entries[self.next].function == function:
@@ -271,14 +271,14 @@ class Following(Recording):
         return self.interpret(function, types, args, kwargs)
 
     def surprised(self, packing: _Packing | None, result: Any) -> Any:
-        """A call has not done what its entry expects: autograd holds the tensors themselves."""
+        """After a call that has not done what its entry expects: its result is kept."""
         self._note_difference()
         if packing is not None and packing.own is not None and packing.value is not None:
             packing.value.source = Kept(packing.own, None)
         return result
 
     def interpret(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let the recorder make a call."""
+        """Record a call."""
         self._note_difference()
         self.known.note_memories()
         outer, ours = self.hooks, saved_tensors_hooks(self.known.pack, unpack)
@@ -307,6 +307,6 @@ class Following(Recording):
 
 
 def by_present(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A recipe's attention function, by the backends that are enabled now."""
+    """A recipe's attention function, with the backends that are enabled now."""
     named, now = getattr(function, "__self__", None), by_present_backends(F.scaled_dot_product_attention)
     return named._replace(function=now).call if isinstance(named, ByName) else now

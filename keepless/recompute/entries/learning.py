@@ -1,4 +1,4 @@
-"""Learn entries: note what each call saves and which recipes it gets, and at the end of the pass, what is dropped."""
+"""Learn entries: note what each call saves and its recipes, and decide at the end of the pass what it drops."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ from .plan import Plan
 from .registry import checkpointed_output
 from .report import KeptTensor
 
-_GROWS = 4  # a script grows to so many times the entries of the recorded pass
-_VARIANTS = 4  # entries in a row for calls of one function that differ in their arguments
-# Constants that no recipe reads: the momentum
+_GROWS = 4  # a script grows to at most about so many times the entries of the recorded pass
+_VARIANTS = 4  # at most so many entries in a row for calls of one function that differ in their arguments
+# Arguments that no recipe reads: the momentum
 _IGNORED: dict[Any, tuple[Any, ...]] = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}
 
 
@@ -44,9 +44,9 @@ class _Unlearnable(Exception):
 
 
 class _Notes(NamedTuple):
-    """What an entry is made of at the end of the pass. It refers to tensors and values only weakly."""
+    """From what an entry is made at the end of the pass. It refers to values weakly, and to no tensors."""
 
-    own: Any  # the value of the result
+    own: Any  # reference to the value of the result
     base: Any  # and of its base
     packs: list["_Pack"]
 
@@ -57,17 +57,17 @@ class _Pack(NamedTuple):
     held: Any  # by autograd: a reference, or "shape"; None: the tensor itself
     is_result: bool
     is_known: bool  # it, or its base, had a value already
-    copied: Path | None  # the argument of which it is a copy, or a view of one,
-    of: Any  # and that one's value
+    copied: Path | None  # the argument of which it is a copy, or a view of a copy,
+    of: Any  # and the reference to this argument's value
 
 
 class Lesson:
-    """The entries of a pass that is recorded."""
+    """The entries of a pass while it is recorded."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.outside: list[Any] = []  # what autograd holds for tensors saved outside calls
-        self.why_not = ""  # a reason why there can be no script
+        self.why_not = ""  # why there can be no script
 
     def begins(self, function: Callable[..., Any], row: Row) -> Entry:
         self.entries.append(Entry(function, row))
@@ -98,7 +98,7 @@ class Lesson:
         entry.consts = list(constants(call.args, call.kwargs))
         entry.alike = [(path, paths[id(one)]) for path, one in tensors if path != paths[id(one)]]
         entry.counts = [(n, len(call.args[n])) for n in sorted({path[0] for path, _ in tensors if type(path) is tuple})]
-        entry.compares_consts = False  # a call that is repeated with its own arguments, whatever they are
+        entry.compares_consts = False  # not if it is repeated with its own arguments, whatever they are
         for recipe, again in call.recipes:
             make = Make(recipe, again.function.args[0] if again.draws else again.function, [], again.draws)  # type: ignore[attr-defined]
             make.sources = [_source(one, call, paths, entry.written) for one in again.arguments]
@@ -140,7 +140,7 @@ def _source(argument: Any, call: Call, paths: dict[int, Path], is_written: bool)
 
 
 def _kind(argument: Value | Kept, tensor: Tensor, is_overwritten: bool) -> str:
-    """How an entry finds the value of a tensor among the arguments."""
+    """How an entry finds the value of an argument: see `Source`."""
     if isinstance(argument, Kept):
         return "kept"
     source = argument.source
@@ -167,7 +167,7 @@ def script_of(lesson: Lesson, kept: Sequence[KeptTensor], plan: Plan | None = No
 def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[KeptTensor]) -> Script | None:
     """The script with the calls that the recorder has made in a pass; None if there are none, or it learns none.
 
-    `places`: of each call, the number of the entry before which it has come. `kept`: in that pass.
+    `places`: for each call, the number of the entry before which it ran. `kept`: in that pass.
     """
     if not lesson.entries or len(script.entries) > _GROWS * script.learned:
         return None
@@ -193,7 +193,7 @@ def _script(entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], 
 
 
 def _drops_outside(lesson: Lesson) -> bool:
-    """Whether autograd functions of the program save dropped tensors outside of calls, or views of them."""
+    """Whether the program's autograd functions save dropped tensors, or views of them, outside of calls."""
     saved = [one for one in (reference() for reference in lesson.outside) if one is not None]
     return any([isinstance(_base(one.value).source, (Recipe, Signs)) for one in saved])
 
@@ -212,7 +212,7 @@ def _is_kept_view(value: Value) -> bool:
 def _decided(lesson: Lesson, fits: bool, has_hooks: bool) -> bool:
     """Write the entries, now that the pass has ended and it is certain what is dropped. False: they cannot be.
 
-    `fits`: the plain network is within the budget.
+    `fits`: see `Plan.fits`.
     """
     try:
         for one in [] if lesson.why_not else lesson.entries:
@@ -253,7 +253,7 @@ def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
     entry.has_hooks = has_hooks
     if is_run or entry.only is not None:
         entry.run = partial(as_code, entry)
-    else:  # also where nothing is dropped: the recorder may keep something for a call that differs
+    else:  # also where nothing is dropped: recipes of calls that differ may read what this one overwrites
         entry.run = write if entry.writes else may_write if entry.function in INPLACE else None
 
 
@@ -272,7 +272,7 @@ def _pack(entry: Entry, noted: _Pack, own: Value | None, drops_own: bool) -> Any
     if noted.held is None or (saved := noted.held()) is None:
         return None
     value, source = saved.value, saved.value.source
-    is_served = value is own and not noted.is_result  # the result will do in its place
+    is_served = value is own and not noted.is_result  # the result replaces it
     if noted.copied is not None and not (is_served and isinstance(source, Kept)):
         source, of = _base(value).source, noted.of()
         if isinstance(source, Recipe) and of in source.inputs and _is_kept_view(of):
@@ -287,7 +287,7 @@ def _pack(entry: Entry, noted: _Pack, own: Value | None, drops_own: bool) -> Any
         return None
     if value is own and drops_own:
         return OWN
-    if any([one.is_inside and one.recipe() is source for one in entry.makes]):  # it is kept until the call has ended
+    if any([one.is_inside and one.recipe() is source for one in entry.makes]):  # kept until the call has ended
         return RULES
     is_derived = noted.is_known or (isinstance(source, Recipe) and source.function is checkpointed_output)
     return FOUND if is_derived else RULES

@@ -10,7 +10,7 @@ from torch import nn
 from ...torch_internals import calling_module
 from ..held.values import Value
 
-_MORE = 1.01  # results may be this many times larger than planned, because dimensions are rounded
+_MORE = 1.01  # results may be so many times larger than planned, because networks round dimensions
 
 
 class Flag:
@@ -28,11 +28,11 @@ class Plan:
     calls: Sequence[Any]  # function of each call, and bytes of all results up to its own
     flags: bytes  # of each call
     peak: int = 0  # bytes
-    plain: int = 0  # bytes at the peak of the plain network
+    plain: int = 0  # bytes at the peak of the baseline, which recomputes nothing
 
     @property
     def fits(self) -> bool:
-        """Whether the plain network is within the budget: PyTorch keeps everything itself."""
+        """Whether the baseline is within the budget: then nothing is dropped."""
         return 0 < self.plain <= self.peak
 
 
@@ -40,9 +40,9 @@ class ByPlan:
     """Follows a plan call by call, as long as it matches the calls of the forward pass.
 
     A result that is recomputed gets a recipe. A result that is kept gets a value, which is released with the original
-    unless a consumer appears (`Value.unread`). Convolutions, matrix products and the like have rules too. Where the
-    plan does not match, every result is recomputed that can be, in chains of at most `_LONGEST` recipes: the next
-    result is kept.
+    unless it gets a consumer (`Value.unread`). Convolutions, matrix products and the like have rules too. Where the
+    plan does not match, every result is recomputed that can be, but the result after `_LONGEST` recipes in a row is
+    kept.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:
@@ -52,7 +52,7 @@ class ByPlan:
         self.left: ref[nn.Module] | None = None  # the module in which the pass has left its plan
 
     def leave(self) -> None:
-        """The calls of the pass differ from the plan."""
+        """Note that the calls of the pass differ from the plan."""
         self.plan, self.left = None, calling_module()
 
     def next_flag(self, function: Callable[..., Any], bytes: int) -> int | None:

@@ -19,7 +19,7 @@ from .plan import ByPlan, Flag
 from .registry import KnownValues, is_parameter
 
 _MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
-# Most recipes in a chain where no plan decides, and in a plan; then a result is kept. They are computed by recursion.
+# The longest chains of recipes without and with a plan, as recursion computes them; then a result is kept.
 _LONGEST, LONGEST_PLANNED = 12, 200
 
 
@@ -49,7 +49,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
 
 
 class _Finder:
-    """Finds what the recipe for a call reads."""
+    """Finds the values and kept tensors that the recipe of a call reads."""
 
     def __init__(self, known: KnownValues, call: Call, result: Tensor) -> None:
         self.known, self.call, self.result = known, call, result
@@ -57,8 +57,8 @@ class _Finder:
         self.alone = 0  # bytes kept only for the recipe
         self.unread: list[Value] = []
 
-    def __call__(self, tensor: Tensor, lend: bool = False) -> Value | Kept:
-        found = self._found(tensor, lend)
+    def __call__(self, tensor: Tensor, may_keep: bool = False) -> Value | Kept:
+        found = self._found(tensor, may_keep)
         self.call.found.append((tensor, found))
         return found
 
@@ -75,7 +75,7 @@ class _Finder:
         self.call.found.append((tensor, found))
         return found
 
-    def _found(self, tensor: Tensor, lend: bool) -> Value | Kept:
+    def _found(self, tensor: Tensor, may_keep: bool) -> Value | Kept:
         if not is_ordinary(tensor):
             raise NotRepeated("its input may change unseen")
         copy_it = self.known.copy_parameters and is_parameter(tensor)
@@ -92,15 +92,15 @@ class _Finder:
         is_small = _MUCH * _bytes(tensor) <= self.room
         if tensor is self.result:
             raise NotRepeated("its input is overwritten")
-        if not (is_small or ((lend or stays) and not copy_it)):
+        if not (is_small or ((may_keep or stays) and not copy_it)):
             raise NotRepeated("its input is not kept")
-        return self._lent(tensor, is_small)
+        return self._kept_for_recipe(tensor, is_small)
 
     def _available(self, tensor: Tensor) -> Value | None:
-        """The value of an argument, if a recipe may read it."""
+        """The value of an argument, if a recipe may read it; with a plan, it may be kept for that."""
         known = self.known
         if tensor is self.result:
-            value = self.call.before or known.find(tensor, overwrites=1)  # from a copy
+            value = self.call.before or known.find(tensor, overwrites=1)  # its copy's
             value = None if value is None or known.is_lost(value, tensor) else value
         else:
             value = known.value_of(tensor)
@@ -114,22 +114,22 @@ class _Finder:
             known.log.keep(value, tensor)
         return value
 
-    def _lent(self, tensor: Tensor, is_small: bool) -> Value | Kept:
+    def _kept_for_recipe(self, tensor: Tensor, is_small: bool) -> Value | Kept:
         """Keep an argument for a recipe. It is copied if it is small or may change unseen."""
         known = self.known
-        lent: Value | Kept
+        kept: Value | Kept
         is_copied = is_small and tensor.is_leaf
         if not tensor.requires_grad:
             is_copied = is_small or not known.has_made(tensor)
         if is_copied:
-            lent = copy = known.copied(tensor)
+            kept = copy = known.copied(tensor)
             size = copy.bytes
         else:
-            lent, size = known.lend(tensor), _bytes(tensor)
-            if isinstance(lent, Value) and lent.unread:
-                known.log.keep(lent, tensor)
+            kept, size = known.keep_for_recipe(tensor), _bytes(tensor)
+            if isinstance(kept, Value) and kept.unread:
+                known.log.keep(kept, tensor)
         self.alone += 0 if tensor.requires_grad and tensor.is_leaf else size
-        return lent
+        return kept
 
 
 def give_recipe(
@@ -162,7 +162,7 @@ def give_recipe(
 
 
 def _give_base_recipe(known: KnownValues, call: Call, result: Tensor, base: Tensor, own: Value) -> None:
-    """Give the base of a result a recipe: functions such as `F.instance_norm` return a view of all that they make."""
+    """Give the base of a result a recipe: `F.instance_norm`, for example, returns a view of all that it makes."""
     if base.numel() != result.numel() or base.dtype != result.dtype or not known.is_made(base):
         return
     if not (base.is_contiguous() and result.is_contiguous()):
@@ -178,7 +178,7 @@ def _give_base_recipe(known: KnownValues, call: Call, result: Tensor, base: Tens
 
 
 def leave_own_inside(known: KnownValues, call: Call, result: Tensor) -> None:
-    """Reduce `call.inside` to tensors that the call itself has made, without its result and much smaller tensors."""
+    """Leave in `call.inside` only tensors that the call itself has made, but not its result or much smaller tensors."""
     given = {known.place(one) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
     call.inside = [
         part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
@@ -186,7 +186,7 @@ def leave_own_inside(known: KnownValues, call: Call, result: Tensor) -> None:
 
 
 def of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
-    """A recipe for what a call has saved inside, and last for its result, if given."""
+    """A recipe for what a call has saved inside, and for its result, if given."""
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
     needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
     function: Any = Rerun(again.function, needs_grad, call.inside, originals)
@@ -225,7 +225,7 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
         own.recipes.append(weakref.ref(saved))  # the result may be overwritten, as PyTorch alone does not read it
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
-        of_base = known.find(base) or known.keep(base)  # other views of it follow
+        of_base = known.find(base) or known.keep(base)  # other views of it are recomputed from this
         of_base.number = own.number
 
 

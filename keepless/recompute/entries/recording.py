@@ -8,13 +8,13 @@ Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value
 Rule 3. A saved tensor is kept at first. If its call has a rule (functions.py) whose inputs are available (recipes.py),
     its value becomes a recipe and the tensor is dropped.
 Rule 4. A recipe reads values that are kept anyway. It may also keep alive leaves with a gradient, arguments that are
-    `_MUCH` times smaller than its result, and arguments for which its rule says lend=True.
+    `_MUCH` times smaller than its result, and arguments for which its rule says may_keep=True.
 Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the bytes of its result: the parts of a
     concatenation are not kept just to recompute their mean. Nor is a result recomputed that is over `_MUCH` times
     smaller than the kept tensors that this would read: the mean of an activation is kept itself.
 Rule 6. If no gradient needs an input's values (the convolution or eval-mode norm that reads it is frozen), only its
     shape and strides are kept (`ShapeOnly`). A value that only ReLU and LeakyReLU read shrinks to one bit per entry
-    (`Signs`) once its tensor, and the tensors of recipes that read it, are freed.
+    (`Signs`) once its tensor, and the tensors of recipes that read it, are freed, at the latest as the pass ends.
 Rule 7. A value is computed for its first consumer in a backward pass, and held until the last one has read it or the
     pass has ended. Another backward pass over the graph computes it again.
 Rule 8. A chain has at most `_LONGEST` recipes, in a plan `LONGEST_PLANNED`; views and casts may lengthen it a little.
@@ -60,9 +60,9 @@ recipe", and SiLU's "save the value that is found for the argument, and note z's
 call alone is recorded. `KnownValues.packed` finds the same value for y, GELU's call gets an entry before SiLU's, and
 the pass goes on with the convolution's, which is found by its weight.
 
-A tensor is kept if the pass lets nothing free it before the backward pass: by autograd (`Kept` or PyTorch itself), for
-a recipe ("keep", a `Value`), or lent to one recipe alone (rule 4). It is dropped if a recipe computes it. A value holds
-a tensor only during a backward pass, between its first consumer and its last.
+A tensor is *kept* if it stays in memory until the backward pass: autograd holds it (as a `Kept`, or PyTorch alone), or
+a value that recipes read, or a single recipe (rule 4). It is *dropped* if a recipe computes it. The tensor of a dropped
+value exists only in a backward pass, between its first consumer and its last.
 """
 
 import weakref
@@ -103,10 +103,10 @@ SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Recording(TorchFunctionMode):
-    """Context of a forward pass in which autograd saves `Value`s instead of tensors. See the note on top of this file.
+    """Context of a forward pass in which autograd saves `Value`s instead of tensors: see the top of this file.
 
     Args:
-        policy: decides what is kept; by default everything that no rule can recompute from what is kept anyway.
+        policy: decides what is kept; None: everything that no rule can recompute from what is kept anyway.
         sees_calls: False: recipes come only from autograd's nodes, as for the outputs of `CheckpointedABN`.
         copy_parameters: copy the parameters that recipes read, because FSDP frees gathered parameters after each use.
         inputs: the network's inputs. They are kept, because they may be other tensors when a checkpoint around the
@@ -134,7 +134,7 @@ class Recording(TorchFunctionMode):
         self.hooks: saved_tensors_hooks | None = None
         self.around: list[Hooks] = []  # hooks around ours
         self.kept: Sequence[KeptTensor] = ()  # at the end
-        self.lesson: Lesson | None = None  # notes of the calls, from which a script is learned
+        self.lesson: Lesson | None = None  # notes about the calls, to learn a script from them
         self.signature: Any = None  # of the inputs
 
     def __enter__(self) -> "Recording":
@@ -143,7 +143,7 @@ class Recording(TorchFunctionMode):
         if self.lesson is not None:
             self.lesson.outside = self.known.saved_outside
         self._start_hooks()
-        self.is_mode = self.sees_calls or bool(self.around)  # it also sees the first call after Ctrl-C
+        self.is_mode = self.sees_calls or bool(self.around)  # around: for the first call after Ctrl-C
         if self.is_mode:
             super().__enter__()
         return self
@@ -177,7 +177,7 @@ class Recording(TorchFunctionMode):
     def is_abandoned(self) -> bool:
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
         if not is_running(self.frame):
-            self.abandoned, self.frame = True, None  # first: this mode sees the functions that `forget` calls
+            self.abandoned, self.frame = True, None  # first, because this mode sees the functions that `forget` calls
             self.forget(has_raised=True)
         if self.abandoned and self.hooks is not None:
             hooks = current_hooks()
@@ -252,7 +252,7 @@ class Recording(TorchFunctionMode):
             self.end_writing(writes)
 
     def writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call that only writes over tensors."""
+        """Run a call that only writes over tensors."""
         writes = self.begin_writing(function, args, kwargs)
         try:
             return function(*args, **kwargs)
@@ -260,7 +260,7 @@ class Recording(TorchFunctionMode):
             self.end_writing(writes)
 
     def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
-        """A call may write over tensors: copy what recipes read of their memory."""
+        """Before a call that may write over tensors: copy what recipes read from their memory."""
         known = self.known
         known.note_memories()
         tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
@@ -318,7 +318,7 @@ class Recording(TorchFunctionMode):
         return result
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
-        """Decide about a call's result. `target`: argument it may have overwritten, with its `version` before."""
+        """Decide about a call's result. `target`: an argument that it may have overwritten; `version`: before that."""
         row, known = call.row, self.known
         rule = row.again if known.by_plan or not row.is_slow else None
         if rule is not None and isinstance(result, Tensor) and result.grad_fn is not None and is_ordinary(result):
@@ -353,7 +353,7 @@ def may_differ_when_repeated(arguments: Any) -> bool:
     """Whether a checkpoint around a network would get other tensors when it repeats a pass with these arguments.
 
     A backward pass that starts at a tensor with metadata (`adds_metadata`) disables all subclasses. In a checkpoint
-    that it repeats, functions return plain tensors, where they have returned views with metadata before.
+    that it repeats, functions then return ordinary tensors instead of views with metadata.
     """
     if current_hooks() is None:
         return False
@@ -374,12 +374,12 @@ def hooks_around() -> list[Hooks]:
 
 
 def is_ours(hooks: Hooks) -> bool:
-    """Whether saved-tensor hooks belong to a recording, or to a step that is counted for one."""
+    """Whether saved-tensor hooks are a recording's, or those of a step that is counted for a plan."""
     return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
 
 
 def is_running(frame: FrameType | None) -> bool:
-    """Whether a call is still running. If not, the variables that an exception's traceback holds are freed.
+    """Whether a call is still running (None: yes). If not, the variables that a traceback holds are freed.
 
     A `finally` would be simpler, but a module calls no hooks after Ctrl-C, and a changed `forward` would stay bound to
     the network in its replicas and copies. Freed objects do not tell either, as a notebook holds the traceback.

@@ -1,4 +1,4 @@
-"""Registry of the values of a forward pass: pack, find, keep and lend them, and derive values from autograd's nodes."""
+"""Registry of the values of a forward pass: pack, find and keep them, and derive values from autograd's nodes."""
 
 import sys
 import weakref
@@ -38,18 +38,18 @@ from ..held.values import (
 from ..table.functions import Row
 from .report import Log
 
-_SHORT = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
-# With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
-# at most this many times its bytes: it may itself be recomputed.
+_SHORT = 2**12  # entries: with a plan, vectors from this size on get values
+# With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of the copy, if
+# it has at most this many times the bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
 _OF_VIEWS = How()
 _NONE: Any = (None, 0, None, 0)
 
 
 class KnownValues:
-    """Registry of one forward pass: each living tensor's value, and what is kept in its storage.
+    """Registry of one forward pass: each living tensor's value, and the values kept in each storage.
 
-    A `Trace` counts the values of a step, by the same rules.
+    Its subclass `Trace` numbers the values of a counted step, by the same rules.
 
     Args:
         inputs: the network's inputs, which are not made in the forward pass.
@@ -58,7 +58,7 @@ class KnownValues:
         by_plan: a plan decides what is kept (rule 13).
     """
 
-    kept: type[Kept] = Kept  # holds a kept tensor
+    kept: type[Kept] = Kept  # the class that holds a kept tensor
 
     def __init__(
         self,
@@ -73,25 +73,25 @@ class KnownValues:
         self.by_plan = by_plan
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
         self.short = _SHORT if self.by_plan else sys.maxsize
-        self.short_rows = _SHORT  # so is a norm's statistic of each row
+        self.short_rows = _SHORT  # so are a norm's statistics of rows
         self.log = Log()
         self.call: Call | None = None  # the running one
-        # By id of a tensor: a reference to it, its version, its value, and the address of its storage, which may change
-        # alone (0 where an entry's code has noted it).
+        # By id of a tensor: a reference to it, its version, its value, and its storage's address, which may change
+        # alone, by `.data = …` (0: not known, where an entry's code has noted the tensor).
         self.found: dict[int, tuple[weakref.ref[Tensor], int, Value, int]] = {}
         self.memories: ByStorage[Memory] = ByStorage()
-        self.unnoted: list[Value] = []  # kept by an entry's code, and not yet in `memories`
-        self.dead: list[Gone] = []  # references in `found` to freed tensors, with their ids
-        # Sign masks that entries have made, by id and function. None is in `found`: others need the tensor itself.
+        self.unnoted: list[Value] = []  # kept by entries' code, and not yet in `memories`
+        self.dead: list[Gone] = []  # those references in `found` whose tensors are freed
+        # Sign masks that entries have made, by id and function. Not in `found`: other consumers need the tensor itself.
         self.masks: dict[tuple[int, Positive], tuple[weakref.ref[Tensor], int, Value, int]] = {}
-        self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs, in the order of these reads
+        self.signs: list[weakref.ref[Value]] = []  # values with sign consumers, in the order of these saves
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
-        self.without_gradient: ByStorage[bool] = ByStorage()  # made by recorded calls
-        self.unseen = ""  # what has hidden calls, such as a checkpoint
+        self.without_gradient: ByStorage[bool] = ByStorage()  # memory made by recorded calls
+        self.unseen = ""  # what has hidden calls from the recording, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
 
     def clear(self, has_raised: bool = False) -> None:
-        """The forward pass has ended. By an error: a checkpoint, which may have raised it, takes no more tensors."""
+        """The forward pass has ended; if by an error, perhaps a checkpoint's, whose hooks take no more tensors."""
         for reference in [] if has_raised else self.signs:
             if (value := reference()) is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
@@ -108,7 +108,7 @@ class KnownValues:
         return value
 
     def derived(self, tensor: Tensor) -> Value | None:
-        """`value_of` for an entry's code, in less time where a tensor is a view of a dropped one."""
+        """`value_of` for an entry's code: faster if the tensor is a view of one in `found`."""
         base = tensor._base
         one = None if base is None else self.found.get(id(base))
         if base is None or one is None or one[0]() is not base or one[1] != tensor._version:
@@ -167,7 +167,7 @@ class KnownValues:
             self._note_kept(value, storage)
 
     def forget(self, tensor: Tensor) -> None:
-        """The program is about to give a tensor other memory, in the same version. Recipes read the present one."""
+        """`.data = …` will give a tensor other memory, but no new version. Recipes go on reading its present memory."""
         self.note_memories()
         for reference in (self.memories.get(tensor.untyped_storage()) or Memory()).values:
             if (value := reference()) is not None and type(value.source) is Kept and value.source.packed is tensor:
@@ -180,8 +180,8 @@ class KnownValues:
         bytes = min(tensor.untyped_storage().nbytes(), tensor.nbytes)
         return Value(Kept(copied(tensor), self.outer), bytes=bytes)
 
-    def lend(self, tensor: Tensor) -> Value | Kept:
-        """Keep a tensor for a recipe, if it has no value yet."""
+    def keep_for_recipe(self, tensor: Tensor) -> Value | Kept:
+        """The value of a tensor; if it has none, it is kept for a recipe."""
         if self.copy_parameters and is_parameter(tensor):
             return Kept(tensor.detach().clone(), None)
         value = self.value_of(tensor)
@@ -194,11 +194,11 @@ class KnownValues:
         return value.reads_storage(self.place(overwritten))
 
     def place(self, tensor: Tensor) -> int:
-        """Tells memories apart: the address."""
+        """Identifies a tensor's memory: the address of its storage."""
         return address(tensor.untyped_storage())
 
     def _note_kept(self, value: Value, storage: UntypedStorage) -> None:
-        """Note in whose memory a value is kept."""
+        """Note that a value is kept in a storage."""
         known, place = self.memories.found, address(storage)  # in place of `get` and `put`, which are calls
         of = known[place] if place in known else None
         if of is None or of[0]() is not storage:
@@ -230,24 +230,24 @@ class KnownValues:
         value = None if base is None or form is None else self.value_of(base)
         if base is None or form is None or value is None:
             return None
-        # A subclass makes views of whole results, but not in a checkpoint's second pass, which must keep the same
-        # tensors.
+        # Tensor subclasses return views of whole results, but not when a checkpoint repeats the pass, which must save
+        # the same tensors.
         is_whole = form == (base.stride(), base.shape, base.stride(), 0)
         return value if self.outer is not None and is_whole else Again(view, (value, *form))
 
     def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
-        """The output of `nn.SyncBatchNorm`. Its node has everything but the bias, which is found only if trained."""
+        """The output of `nn.SyncBatchNorm`. Its node saves all but the bias, which is found only if it is trained."""
         x, weight, mean, invstd, *_ = map(saved_value, packed)
         bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
         if bias is None or not all([isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)]):
             return None
-        return Again(normalised, (x, mean, invstd, weight, self.lend(bias)), fresh=True)
+        return Again(normalised, (x, mean, invstd, weight, self.keep_for_recipe(bias)), fresh=True)
 
     def _of_copied_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | Value | None:
         """A copy of an argument, made inside the running call: cast by autocast, reshaped by matrix products, or made
         by `silu_` before it overwrites it.
         """
-        if node_number(node) < call.first_node:  # a copy of the program's, perhaps of an earlier version
+        if node_number(node) < call.first_node:  # a copy that the program made, perhaps of an earlier version
             return None
         is_reshaped = type(node).__name__ == "UnsafeViewBackward0"
         argument = argument_copied_by(node, call.arguments)
@@ -311,7 +311,7 @@ class KnownValues:
 
     def packed(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """See `pack`."""
-        call = self.call or Call(type(None), Row(), (), {})  # outside of calls: one of nothing
+        call = self.call or Call(type(None), Row(), (), {})  # outside of calls: an empty one
         row, call.saves = call.row, call.saves + 1
         if self.outer is None and self._is_simple(tensor):
             return self.kept(tensor, None)
@@ -330,7 +330,7 @@ class KnownValues:
         return Saved(value, self.memories, tensor)
 
     def _is_simple(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor needs no value: parameters, their views, vectors, and statistics of a norm's rows."""
+        """Whether a saved tensor needs no value: parameters, their views, short vectors, and statistics of rows."""
         if not tensor.is_leaf:
             return isinstance(tensor._base, nn.Parameter)
         is_vector = tensor.dim() < 2 and tensor.numel() < self.short
@@ -338,14 +338,14 @@ class KnownValues:
         return is_vector or is_of_rows or isinstance(tensor, nn.Parameter)
 
     def narrowed(self, indices: Tensor, dtype: torch.dtype) -> Value:
-        """Keep the indices that a call saves in a smaller type."""
+        """Keep the indices that a call saves, in a smaller dtype."""
         small = indices.to(dtype)
         kept = Value(Kept(small, self.outer), address(small.untyped_storage()), small.nbytes)
         self.log.keep(kept, small)
         return kept
 
     def _saved(self, tensor: Tensor, call: Call) -> Saved:
-        """Autograd saves the value of a tensor."""
+        """What autograd holds for a tensor with a value."""
         value, row = self.value_of(tensor), call.row
         if value is None:
             value = self._keep_with_base(tensor, call)
@@ -384,7 +384,7 @@ class KnownValues:
         return found
 
     def settle_gone(self) -> None:
-        """Forget tensors that have been freed, and settle their values that are read for signs: see `Value.settle`."""
+        """Forget tensors that have been freed, and settle those of their values that have sign consumers."""
         while self.dead:
             reference = self.dead.pop()
             known, _, value, _ = self.found.get(reference.event, _NONE)
@@ -396,7 +396,7 @@ class KnownValues:
             self.gone = [value for value in self.gone if not value.settle(self.outer)]
 
     def note_made(self, call: Call, result: object) -> None:
-        """Note the memory of results that a call has made without gradient, e.g. masks."""
+        """Note the memory of a call's results without a gradient, e.g. masks."""
         if call.row.only_asks:
             return
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
@@ -422,7 +422,7 @@ def is_parameter(tensor: Tensor) -> bool:
 def checkpointed_output(node: Any, kept: Tensor | None, saved: Sequence[Any]) -> Tensor:
     """The output of a checkpointed norm. `saved`: see `saved_in`.
 
-    `kept`: the tensor that the node saved and reads by itself. As an argument, it is computed first if not kept.
+    `kept`: the tensor that the node saved and reads by itself: an argument, so that it is computed first if dropped.
     """
     if saved and not packed_by_function(node):  # freed by a backward pass over another part of the graph
         return recompute_output(node, [one.get() for one in saved])

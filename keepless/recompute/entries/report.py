@@ -1,4 +1,4 @@
-"""Report the tensors that a forward pass keeps for its backward pass, by operation, consumer and module."""
+"""Report the tensors that a forward pass saves for its backward pass, by operation, consumer and module."""
 
 import weakref
 from collections import defaultdict
@@ -13,18 +13,18 @@ from ..held.signs import Signs
 
 
 class Line(NamedTuple):
-    """Tensors of one kind that are kept."""
+    """Saved tensors of one kind."""
 
     bytes: int
     tensors: int
     made_by: str  # the operation that made them, or a tensor subclass; "input" if the network did not make them
     kept_for: str  # the function that reads them
     module: str  # the module that calls this function; "" outside of the network's modules
-    why: str = ""  # it is kept
+    why: str = ""  # why they are saved
 
 
 class Report(NamedTuple):
-    """The tensors that the last forward pass kept, largest first. Vectors and parameters are left out."""
+    """The tensors that the last forward pass saved, largest first. Vectors and parameters are left out."""
 
     lines: list[Line]
 
@@ -50,7 +50,7 @@ class KeptTensor(NamedTuple):
     bytes: int
     made_by: str
     kept_for: str
-    module: weakref.ref[nn.Module] | None  # that called the function
+    module: weakref.ref[nn.Module] | None  # the one that called this function
     why: str = ""
 
 
@@ -64,7 +64,7 @@ class Log:
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.function: Callable[..., Any] | None = None  # the one that is running
         self.is_on = True
-        self.reasons: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # why results of calls are kept, by id
+        self.reasons: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # why results of calls are kept, by their ids
 
     def explain(self, result: Tensor, value: Any, why: str) -> None:
         """Note why the result of a call is kept, if it is. `value`: its value, if it has one already."""

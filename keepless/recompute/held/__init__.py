@@ -1,1 +1,1 @@
-"""What autograd holds in place of a tensor: the tensor itself, its signs, or a recipe."""
+"""What autograd holds in place of a tensor: the tensor itself, its sign mask, or a recipe."""

@@ -1,4 +1,4 @@
-"""Store which values of a tensor are positive, in one bit each."""
+"""Sign masks: which values of a tensor are positive, in one bit each."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def positive(tensor: Tensor) -> Tensor:
 
 
 def pack_signs(tensor: Tensor, positive_of: Positive) -> Tensor:
-    """The signs, uint8 ((count + 7) // 8,). `positive_of`: one of the functions above."""
+    """The sign mask, uint8 ((count + 7) // 8,). `positive_of`: one of the functions above."""
     values = tensor if _is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
     count = values.numel()
     found = positive_of(values).as_strided((count,), (1,))
@@ -41,7 +41,7 @@ def unpack_signs(signs: Tensor, shape: torch.Size, stride: tuple[int, ...], dtyp
     if not _is_dense(shape, stride):
         stride = torch.empty(shape, device="meta").stride()
     eights = signs.to(torch.int64).mul_(_ONES).bitwise_and_(_ONE_EACH)
-    eights.add_(_ONES * 127).bitwise_right_shift_(7).bitwise_and_(_ONES)  # the highest bit of each byte is set, or not
+    eights.add_(_ONES * 127).bitwise_right_shift_(7).bitwise_and_(_ONES)  # 1 in each byte that is not 0
     return eights.view(torch.uint8).as_strided(shape, stride).to(dtype)
 
 
@@ -61,13 +61,13 @@ def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 class Signs:
-    """Which values of a tensor are positive, in one bit each."""
+    """A sign mask in place of a tensor."""
 
     __slots__ = ("bits", "like", "stream")
 
     def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
         self.like, self.stream = ShapeOnly(tensor), current_stream(tensor)
-        with torch.inference_mode(False), torch.no_grad(), without_function_modes():  # a later call may be under it
+        with torch.inference_mode(False), torch.no_grad(), without_function_modes():  # perhaps in a later call's modes
             self.bits = Kept(pack_signs(tensor.detach(), positive_of), hooks)
 
     @property
@@ -76,7 +76,7 @@ class Signs:
 
     def get(self) -> Tensor:
         """1 where the tensor is positive, otherwise 0."""
-        bits = self.bits.get()  # other hooks may run the network again, as a checkpoint's do, which is to be recorded
+        bits = self.bits.get()  # outside: a checkpoint's hook runs the network again, and this is recorded
         with torch.no_grad(), without_function_modes():
             wait_for(self.stream, bits)
             tensor = unpack_signs(bits, self.like.shape, self.like.stride, self.like.dtype)

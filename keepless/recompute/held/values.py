@@ -1,4 +1,4 @@
-"""What a backward pass reads: values that are kept, recomputed from others, or overwritten; and the running call."""
+"""What a backward pass reads: values that are kept, recomputed, or refused as overwritten; and the running call."""
 
 import threading
 import weakref
@@ -34,14 +34,14 @@ class Again(NamedTuple):
     """
 
     function: Callable[..., Tensor]
-    arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors for the recipe to keep, and constants
+    arguments: Sequence[Any]  # `Value`s, `Kept`, tensors that the recipe holds itself, and constants
     fresh: bool = False
     can_overwrite: bool = False
     draws: bool = False
 
 
 class How(NamedTuple):
-    """Under which conditions a call is repeated. They are the same for all calls of an entry."""
+    """The conditions under which a call is repeated, the same for all calls of an entry."""
 
     device: str = "cpu"
     autocast: tuple[bool, torch.dtype | None] = (False, None)  # during the forward pass
@@ -50,7 +50,7 @@ class How(NamedTuple):
 
 
 class _BackwardPass(threading.local):
-    """The backward pass that this thread runs, and what holds tensors for it."""
+    """The backward pass that this thread runs, and the values that hold tensors during it."""
 
     number = -1
     held: list[weakref.ref["Value"]] = []  # noqa: RUF012  # replaced before it is changed
@@ -77,25 +77,25 @@ class Value:
 
     def __init__(self, source: "Kept | Recipe | Signs | None", storage: int = 0, bytes: int = 0):
         self.source = source  # None: the call that makes it, by an entry, is still running
-        self.storage = storage  # address, if the tensor is kept
+        self.storage = storage  # address, if the tensor is kept; in a counted step the number of its memory
         self.bytes = bytes  # of that storage; 0 for leaves with a gradient, which stay anyway
-        self.recipes: list[weakref.ref[Any]] = []  # may still read it while they exist
+        self.recipes: list[weakref.ref[Any]] = []  # recipes (and saves) that may still read it
         self.number = -1  # its call's in a plan; its own in a counted step
-        self.why = ""  # it is kept
-        self.consumers = 0
-        self.sign_consumers = 0  # consumers that only need to know which values are positive
-        self.positive: Positive | None = None  # the function by which they find out
+        self.why = ""  # why it is kept
+        self.consumers = 0  # operations that have saved it, and recipes with consumers of their own
+        self.sign_consumers = 0  # those that only need its sign mask
+        self.positive: Positive | None = None  # the function that gives them this mask
         self.tensor = None
         self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
 
     @property
     def unread(self) -> bool:
-        """True while the value has no consumer; then its memory is freed with the tensor."""
+        """Whether it is kept and nothing reads it: its memory is freed with the tensor."""
         return not (self.consumers or isinstance(self.source, Recipe) or self.may_be_read())
 
     @property
     def is_spare(self) -> bool:
-        """Whether it is computed for only one recipe, in its own memory."""
+        """Whether a recipe computes it for a single consumer, which may overwrite it."""
         return self.consumers == 1 and type(self.source) is Recipe and self.source.how.fresh
 
     def may_be_read(self) -> bool:
@@ -111,7 +111,7 @@ class Value:
             self.source.count(change)
 
     def become(self, recipe: "Recipe") -> None:
-        """Forget the tensor, or another recipe: from now on this recipe computes it."""
+        """From now on this recipe computes it: drop the tensor, or the recipe before."""
         before, self.source = self.source, recipe
         if self.consumers:
             recipe.count(1)
@@ -119,7 +119,7 @@ class Value:
                 before.count(-1)
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
-        """Keep only signs if all consumers need nothing else; otherwise give the tensor to the outer hooks.
+        """Keep only a sign mask if no consumer needs more; otherwise give the tensor to the outer hooks.
 
         False while a recipe may still read it, at most until the forward pass ends.
         """
@@ -188,7 +188,7 @@ class Value:
         _pass.held.append(weakref.ref(self))  # weak, because values hold what they are computed from
 
     def _again(self, tensor: Tensor) -> Tensor:
-        """The tensor that is held, for one more consumer."""
+        """The tensor that is held, for its next consumer."""
         if tensor._version != self.version:
             check_version(tensor, self.version)  # a backward function may have overwritten its input
         self.left -= 1
@@ -204,9 +204,9 @@ def _release(holders: list[weakref.ref[Value]]) -> None:
 
 
 def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
-    """Bytes of the kept memory that these values are, or are computed from.
+    """Bytes of the kept memory in which these values are, or from which they are computed.
 
-    `only_unread`: without what operations read, but not only for signs.
+    `only_unread`: without values that stay anyway, as a consumer needs more than the sign mask.
     """
     seen: set[Value] = set()
     waiting = list(values)
@@ -230,12 +230,12 @@ class Memory:
 
 
 class Saved:
-    """What autograd saves in place of a tensor: its value. Reading it fails if the tensor's memory was overwritten."""
+    """What autograd saves in place of a tensor: its value. `get` fails if the tensor's memory was overwritten."""
 
     __slots__ = ("__weakref__", "memory", "number", "reads_signs", "value")
 
     def __init__(self, value: Value, memories: ByStorage[Memory], tensor: Tensor):
-        """`memories`: of the pass, among which is the tensor's."""
+        """`memories`: all of the pass; the tensor's is added if it is new."""
         storage, known = tensor.untyped_storage(), memories.found  # in place of `get` and `put`, which are calls
         of = known[place] if (place := address(storage)) in known else None
         if of is None or of[0]() is not storage:
@@ -243,13 +243,13 @@ class Saved:
         self.value, self.memory = value, of[1]
         self.memory.is_saved = True
         self.number = -1  # in a counted step
-        self.reads_signs = False  # the operation only needs to know which entries are positive
+        self.reads_signs = False  # the operation only needs the sign mask
         value.consumers += 1
         if value.consumers == 1 and type(value.source) is Recipe:
             value.source.count(1)
 
     def read_instead(self, value: Value) -> None:
-        """Replace the value."""
+        """Read another value in its place."""
         self.value.count(-1)
         self.value = value
         value.count(1)
@@ -307,13 +307,13 @@ class Recipe:
 
     @classmethod
     def of(cls, again: Again, like: Tensor) -> "Recipe":
-        """The recipe of a call under the present conditions. `like`: its result."""
+        """The recipe of a call that has just returned `like`, under the present conditions."""
         device = like.device.type if not like.is_cpu and has_autocast(like.device.type) else "cpu"
         how = How(device, autocast_of(device), again.fresh, again.can_overwrite)
         return cls(again.function, again.arguments, how, like, current_stream(like) if like.is_cuda else None)
 
     def count(self, change: int) -> None:
-        """Count a value with consumers that has come (1) or gone (-1): while there is one, the inputs have one too."""
+        """Count a value that gets its first consumer (1) or loses its last (-1). Without any, inputs lose one."""
         self.wanted += change
         if self.wanted == (change > 0):
             for value in self.arguments:  # `Value.count`
@@ -323,7 +323,7 @@ class Recipe:
                         source.count(change)
 
     def computed(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:
-        """The tensor of one of its values. `over`: computed over the first argument."""
+        """The tensor of one of its values. `over`: computed in place of the first argument."""
         device, autocast, _, _ = self.how
         if self.stream is not None:
             wait_for(self.stream, *arguments)
@@ -350,7 +350,7 @@ def saved_value(packed: Any) -> Any:
     """The `Value` or `Kept` tensor that our node or PyTorch's holds; None for an absent tensor."""
     if isinstance(packed, Tensor):
         return Kept(packed, None)
-    saved = getattr(packed, "saved", packed)  # in a counted step, it stands in another's place
+    saved = getattr(packed, "saved", packed)  # `_Packed`, in a counted step
     return saved.value if isinstance(saved, Saved) else saved
 
 
@@ -372,14 +372,14 @@ class Call:
         self.first_node = next_node_number()
         self.overwrites = False  # it overwrites an argument
         self.before: Value | None = None  # value of the first argument, if the call overwrites it
-        self.why = ""  # the result is kept
+        self.why = ""  # why the result is kept
         self.random: Any = None  # the state of the generator before the call, if it may be needed
         self.saves = 0  # number of tensors saved so far
         # Tensors that autograd saves, what it holds instead, and whether the tensor had a value already.
         self.packed: list[tuple[Tensor, Any, bool]] = []
         self.copied: dict[int, Tensor] = {}  # arguments, by the ids of copies that the call saves
         self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
-        self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
+        self.replaceable: list[Saved] = []  # saved arguments that the result can replace
         self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
         # What recipes read: tensors, or the names under which the result's node has saved them; and their values.
         self.found: list[tuple[Tensor | str, Any]] = []
@@ -411,7 +411,7 @@ class Overwriting(NamedTuple):
 
 
 def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> Overwriting | None:
-    """Copy the values in a tensor's memory that recipes read. None if nothing depends on it.
+    """Copy the values in a tensor's memory that recipes read. None if nothing is saved or read from it.
 
     `memories`: of kept values. `outer`: hooks that get the copies.
     """

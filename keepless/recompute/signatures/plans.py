@@ -1,4 +1,4 @@
-"""Budgets, and the plans of a prepared network, made from counted steps as new input sizes come."""
+"""Budgets, and the plans of a prepared network: made from counted steps, whenever a new input size comes."""
 
 import logging
 import math
@@ -25,8 +25,8 @@ from ..step.search import Choice, frontier
 from ..step.simulation import Simulation, plain_peak, simulate
 from ..step.step import Step
 
-_NEAR = 1.02  # a budget is searched again without the outputs if the lowest peak is at most this many times its bytes
-_BLOCK = 512  # bytes: CUDA's allocator rounds to it, so exceeding a budget by less is not reported
+_NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
+_BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ class Planner:
     def __init__(self, budget: float | int):
         self.budget = budget
         self.error: Exception | None = None  # of the last rehearsal
-        self._said: set[str] = set()  # subjects of warnings
+        self._said: set[str] = set()  # subjects of the warnings given so far
         self._cannot_rehearse = False
-        self._differs_on_fakes: bool | None = None  # in its calls, as Hugging Face's attention does. None: not known
+        self._differs_on_fakes: bool | None = None  # other calls, as in Hugging Face's attention; None: not known
 
     @_pauses_are_explained()
     def plan(
@@ -67,7 +67,7 @@ class Planner:
     ) -> Plan | None:
         """The plan of the next pass with these arguments; None if there can be none.
 
-        `known`: the last plan of this size. `missed`: it was left by the very pass that it was made for.
+        `known`: the last plan of this size. `missed`: already the pass for which it was made diverged from it.
         """
         self.error = None
         learns = [*module.parameters(), *tensors_in((args, kwargs))]
@@ -85,7 +85,7 @@ class Planner:
         return known if is_known else self._planned(step)
 
     def must_plan_again(self, has_raised: bool) -> bool:
-        """Whether a pass has raised an error as its rehearsal did. If this alone did, warn, and make no more."""
+        """Whether a pass has raised an error as its rehearsal did. If only the rehearsal did, warn and plan no more."""
         error, self.error = self.error, None
         if error is not None and not has_raised:
             self._cannot_rehearse = True
@@ -93,13 +93,13 @@ class Planner:
         return error is not None and has_raised
 
     def say_that_it_waits(self, captures: bool) -> None:
-        """Warn about a pass without a plan. `captures`: it cannot be made now because of a CUDA graph."""
+        """Warn about a pass without a plan. `captures`: because a CUDA graph is captured, not because of a profiler."""
         cure = "a CUDA graph is captured without a plan: run three steps before the capture"
         later = "a PyTorch profiler is running: the budget is planned once it has ended"
         self._say("waits", cure if captures else later)
 
     def say_that_it_leaves(self, network: nn.Module, left: "ref[nn.Module] | None", is_new: bool) -> None:
-        """Warn about a pass that has left its plan in a module. `is_new`: this was just made for the pass."""
+        """Warn about a pass that has left its plan in module `left`. `is_new`: the plan was made for this pass."""
         if "paths" in self._said:
             return
         names = {id(one): f"{name or 'the network'} ({type(one).__name__})" for name, one in network.named_modules()}
@@ -168,7 +168,7 @@ class Planner:
                 f"that, or give a smaller budget, because a step may exceed this one"
             )
         plan, plain = choice.plan(step), plain_peak(step)
-        return replace(plan, peak=plain) if plain <= asked else plan  # nothing is recorded: see `ByPlan`
+        return replace(plan, peak=plain) if plain <= asked else plan  # nothing is dropped: see `Plan.fits`
 
 
 def _chosen(step: Step, limit: int) -> tuple[Step, Choice]:
@@ -197,7 +197,7 @@ Budget = float | int | str
 
 
 def checked(budget: object) -> float | int:
-    """A number of bytes (an int), or a share of the plain network's peak (a float). ValueError if it is neither.
+    """A number of bytes (an int), or a share of the baseline's peak (a float). ValueError if it is neither.
 
     Floats such as `0.8 * free_bytes` are rounded down, and NumPy's numbers are taken too.
     """
@@ -212,7 +212,7 @@ def checked(budget: object) -> float | int:
             return number
     raise ValueError(
         f"budget={reprlib.repr(budget)}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
-        f"{6 * 2**30}, or a share of the plain network's peak up to 1.0, such as 0.3 or '30%'"
+        f"{6 * 2**30}, or a share of the baseline's peak up to 1.0, such as 0.3 or '30%'"
     )
 
 
@@ -229,7 +229,7 @@ class BudgetRow(NamedTuple):
 class Frontier(NamedTuple):
     """Memory and time of a training step under different budgets. Print it."""
 
-    plain: int  # bytes at the peak of the plain network
+    plain: int  # bytes at the peak of the baseline, which recomputes nothing
     least: int  # bytes at the lowest peak that a plan reaches
     rows: list[BudgetRow]
 
@@ -292,7 +292,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
 
 
 def _apart(leaf: Any) -> Any:
-    """An argument detached from its graph, with a gradient of its own."""
+    """An argument as a leaf, detached from its graph."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 

@@ -19,27 +19,27 @@ from ..entries.recording import Recording
 from ..step.sharded import is_sharded
 from .plans import Planner
 
-_MOST = 16  # signatures that are known; then the one that was not used for longest goes
-_LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
+_MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
+_LARGER = 1.5  # an input may borrow the plan of a size with at most this many times its bytes
 _PATIENCE = 100  # passes before the third attempt, and how many times as many before each further one
-_CHOICES = (bool, type(None))  # arguments that may choose a path
+_CHOICES = (bool, type(None))  # types of arguments that may choose a path
 
 _Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
 
 
 class Signature:
-    """Inputs whose passes follow the same script, and with a budget the same plan. Then they are of one size.
+    """Inputs whose passes follow the same script, and with a budget, where they have one size, the same plan.
 
     While it is due, the next pass is an attempt: it gets a plan, is recorded, and is learned as a script, which further
-    passes follow. If one leaves the script, the signature is due again; but for the third time only after 100 passes,
-    for the fourth after 10,000, because a network may take several paths at random.
+    passes follow. If one diverges, the signature is due again; but for the third time only after 100 passes, for the
+    fourth after 10,000, because a network may take several paths at random.
     """
 
     def __init__(self, kind: tuple[Any, ...], size: _Size) -> None:
-        self.kind, self.size = kind, size  # kind: what inputs of different sizes have in common
+        self.kind, self.size = kind, size  # kind: what does not depend on the size
         self.passes = self.attempts = 0
         self.is_due = True
-        self.is_new = True  # no pass has been learned since the last attempt
+        self.is_new = True  # no pass has ended since the last attempt
         self.plan: Plan | None = None
         self.is_own = False  # the plan was made for this size
         self.script: Script | None = None
@@ -54,7 +54,7 @@ class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
 
     Inputs of a new size borrow the plan and the script of the smallest planned size that has at least their bytes,
-    unless this is more than 1.5 times as large. If their results are larger than planned, they get a plan of their own.
+    and at most 1.5 times as many. If their results are larger than planned, they get a plan of their own.
     """
 
     def __init__(self, budget: float | int | None = None) -> None:
@@ -66,7 +66,7 @@ class Signatures:
     def recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Recording:
-        """The context of the next forward pass, which this frame calls: it follows a script, or is recorded."""
+        """The context of the next forward pass, called by this frame: the pass follows a script, or is recorded."""
         is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
         inputs, has_shards = [*args] if is_simple else tensors_in((args, kwargs)), is_sharded(module)
         if current_hooks() is not None:  # hooks around the network decide what is kept
@@ -87,7 +87,7 @@ class Signatures:
     def of_pass(
         self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Signature | None:
-        """The signature of the next pass; None if it has no plan, and now none can be made."""
+        """The signature of the next pass; None if it has no plan, and none can be made now."""
         kind, size = self._described(module, inputs, args, kwargs)
         for one in self.known:
             if one.kind == kind and one.size == size:
@@ -96,9 +96,9 @@ class Signatures:
             one = Signature(kind, size)
         if one.is_due and self._planner is None:
             one.attempt(None)
-        elif one.is_due and (lender := self._lender(one)) is not None:
-            self._use(lender)
-            one.attempt(lender.plan, is_own=False, script=lender.script)
+        elif one.is_due and (larger := self._to_borrow_from(one)) is not None:
+            self._use(larger)
+            one.attempt(larger.plan, is_own=False, script=larger.script)
         elif one.is_due and self._planner is not None:
             if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
                 one.attempt(self._planner.plan(module, args, kwargs, one.plan, missed=one.is_own and one.is_new))
@@ -111,15 +111,15 @@ class Signatures:
         return one
 
     def _use(self, one: Signature) -> None:
-        """Note that this is the last one used. Those that borrow a plan drive out no other plan."""
+        """Make this the last one used. At most `_MOST` have a plan of their own, and as many have none."""
         others = [other for other in self.known if other is not one]
         alike = [other for other in others if other.is_own is one.is_own]
         if len(alike) == _MOST:
             others.remove(alike[0])
         self.known = [*others, one]
 
-    def _lender(self, one: Signature) -> Signature | None:
-        """The smallest planned size whose plan and script a new one borrows."""
+    def _to_borrow_from(self, one: Signature) -> Signature | None:
+        """The smallest planned size whose plan and script a new one may borrow."""
         bytes = sum(one.size[1])
         alike = [other for other in self.known if other.is_own and other.kind == one.kind]
         larger = [other for other in alike if bytes <= sum(other.size[1]) <= _LARGER * bytes]
@@ -133,21 +133,21 @@ class Signatures:
         if one is None or (isinstance(recording, Following) and recording.has_followed):
             return
         if isinstance(recording, Following):
-            has_left = recording.leaves
+            has_diverged = recording.leaves
         else:
-            has_left = one.plan is not None and policy is not None and policy.plan is None
-        if has_left and one.passes >= _PATIENCE ** (one.attempts - 1):
+            has_diverged = one.plan is not None and policy is not None and policy.plan is None
+        if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
             one.is_due = True
-        elif has_left and self._planner is not None and policy is not None:
+        elif has_diverged and self._planner is not None and policy is not None:
             self._planner.say_that_it_leaves(module, policy.left, one.is_new)
         if one.is_due or output is None:
             return
         if isinstance(recording, Following):
-            if recording.lesson is not None and (recording.left_at is not None or not has_left):
+            if recording.lesson is not None and (recording.left_at is not None or not has_diverged):
                 script = grown(recording.script, recording.lesson, recording.places, recording.kept)
                 one.script = script or one.script
         elif recording.lesson is not None:
-            one.script = script_of(recording.lesson, recording.kept, None if has_left else one.plan)
+            one.script = script_of(recording.lesson, recording.kept, None if has_diverged else one.plan)
         elif (script := one.script) is not None:
             one.script = script._replace(kept=recording.kept)
         one.is_new = False
@@ -162,7 +162,7 @@ class Signatures:
             ) from error
 
     def share(self) -> None:
-        """Use the plans of rank 0 where it has planned the same calls on the same inputs."""
+        """Use the plans of rank 0 for the inputs on which it has planned the same calls."""
         planned = [(one, one.plan) for one in self.known if one.plan is not None]
         mine = {
             (one.kind[:-1], one.size, tuple(total for _, total in plan.calls)): (one, plan) for one, plan in planned
@@ -177,10 +177,10 @@ class Signatures:
     def _described(
         self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], _Size]:
-        """What inputs of different sizes have in common, and their sizes if there is a budget.
+        """The kind of inputs, see `Signature`, and with a budget their sizes.
 
-        It need not tell everything, because a script notices what differs. It tells what plans depend on. It begins
-        with the inputs' dimensions (None: of a tensor that no script takes), and ends with their devices.
+        The kind holds all that plans depend on; a script notices other differences itself. It begins with the inputs'
+        numbers of dimensions (None: a tensor that no script takes), and ends with their devices.
         """
         types = tuple([one.device.type for one in inputs])
         kind = (
@@ -188,7 +188,7 @@ class Signatures:
             tuple([(one.dtype, one.requires_grad) for one in inputs]),
             tuple([one if isinstance(one, _CHOICES) else ... for one in args]),
             tuple([(name, one if isinstance(one, _CHOICES) else ...) for name, one in kwargs.items()]),
-            self._frozen(module),
+            self._trained(module),
             module.training,
             types,
             is_any_autocast_enabled() and tuple([autocast_of(one) for one in types]),
@@ -199,12 +199,12 @@ class Signatures:
         ordinary = [one for one in inputs if is_ordinary(one)]
         return kind, (tuple([size for one in ordinary for size in one.shape]), tuple([one.nbytes for one in ordinary]))
 
-    def _frozen(self, module: nn.Module) -> tuple[bool, ...]:
-        """Which parameters need gradients. They are not looked for again while they exist."""
+    def _trained(self, module: nn.Module) -> tuple[bool, ...]:
+        """Which parameters need gradients. The module is searched again only once one of them is freed."""
         if self._parameters:
             try:
                 return tuple([reference().requires_grad for reference in self._parameters])
-            except AttributeError:  # None: one has been replaced
+            except AttributeError:  # of None: one was freed
                 pass
         self._parameters = [weakref.ref(one) for one in module.parameters()]
         return tuple([one.requires_grad for one in module.parameters()])

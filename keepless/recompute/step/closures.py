@@ -1,4 +1,4 @@
-"""Copy functions with what they refer to, e.g. decorated forward passes: `copy.deepcopy` would share them; hooks."""
+"""Copy functions with what they refer to (`copy.deepcopy` shares them), and tell users' hooks from others."""
 
 import copy
 import random
@@ -27,9 +27,9 @@ _SHARED: tuple[Any, ...] = (*_LOCKS, *_OPERATORS, getattr(dist, "ProcessGroup", 
 def add_functions(
     network: nn.Module, args: Any, kwargs: Any, like: Callable[[Tensor], Tensor], memo: dict[int, Any]
 ) -> list[FunctionType]:
-    """Add to the memo of `copy.deepcopy` what it would not copy, or cannot; return functions, whose copies are empty.
+    """Add to the memo of `copy.deepcopy` what it would not copy, or cannot; return functions whose copies need `fill`.
 
-    These functions refer to objects. Modules hold them, also in lists, other objects and other functions.
+    They are the functions that refer to objects, held by modules, also in lists, other objects and other functions.
 
     Args:
         like: makes a copy of a tensor.
@@ -78,7 +78,7 @@ def _contents(function: FunctionType) -> list[Any]:
 
 
 def fill(functions: list[FunctionType], memo: dict[int, Any]) -> None:
-    """Make empty functions copies of these, and let methods and weak references of copied modules refer to copies."""
+    """Fill the empty copies of functions, and let methods and weak references of copied modules refer to copies."""
     for function in functions:
         other = memo[id(function)]
         other.__defaults__ = _copied(function.__defaults__, memo)
@@ -107,7 +107,7 @@ def _copied(one: Any, memo: dict[int, Any]) -> Any:
         other = copy.deepcopy(one, tried)
     except Exception:  # e.g. a list of files
         return one
-    kept_alive = tried.pop(id(tried), [])  # temporary objects: another may not get the place of one in the memo
+    kept_alive = tried.pop(id(tried), [])  # temporary objects, whose ids must not be reused while they are in the memo
     memo.update(tried)
     memo.setdefault(id(memo), []).extend(kept_alive)
     return other

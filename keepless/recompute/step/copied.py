@@ -1,4 +1,4 @@
-"""Run a copy of a network, with fake tensors or real ones, so that nothing outside the copy is changed."""
+"""Run a copy of a network, on fake tensors or real ones, without changing anything outside the copy."""
 
 import copy
 import gc
@@ -226,7 +226,7 @@ class _Watch(TorchDispatchMode):
         self.generators: dict[torch.Generator, Tensor] = {}  # outside, and their states before
 
     def note(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> None:
-        """These tensors belong to the copy, unless they share memory with one of those `outside`."""
+        """Note that these tensors belong to the copy, unless they share memory with one of those `outside`."""
         if self.is_fake:
             self.made += [weakref.ref(one) for one in tensors if isinstance(one, FakeTensor)]
         else:
@@ -352,8 +352,8 @@ def _ctrl_c_waits() -> Iterator[None]:
 def _as_before(is_fake: bool) -> Iterator[None]:
     """Context that restores all random states, and leaves the program's weights in autocast's cache.
 
-    Gradients would be rounded otherwise if the cache were cleared and a weight cast again. It caches no real weights of
-    the copy, which it would hold until the program leaves autocast.
+    If the cache were cleared and a weight cast again, its gradients would be rounded differently. Real weights of the
+    copy are not cached: the cache would hold them until the program leaves autocast.
     """
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(caches and (is_fake or not is_any_autocast_enabled()))
@@ -371,7 +371,7 @@ def _as_before(is_fake: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context without hooks of all modules and cached weights. Errors are not logged, nor printed by anomaly mode."""
+    """`without_global_state`, in which fake tensors log no errors, and anomaly mode prints none."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before = log.level
     log.setLevel(logging.CRITICAL)

@@ -19,10 +19,10 @@ from ...saved import is_ordinary
 from ...torch_internals import FakeTensor, OpOverload, tree_map, without_dispatch_modes, without_function_modes
 
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
-_BEGINS = "keepless: an operator begins"  # an event of the profiler
-_SHORT, _AGAIN = 2e-4, 3  # seconds: a shorter operator is timed again so often, because other work weighs more in it
+_BEGINS = "keepless: an operator begins"  # an event in the profile
+_SHORT, _AGAIN = 2e-4, 3  # a shorter operator (in seconds) is timed so many times more, as it is more easily disturbed
 _REPEATED = 32  # calls that `host_seconds` times at once
-# PyTorch counts only CUDA's flash attention; the CPU's operators begin with the same arguments.
+# PyTorch counts the operations only of CUDA's flash attention; the CPU's operators begin with the same arguments.
 _FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
 
@@ -57,7 +57,7 @@ class TensorSpec(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """A call of one of PyTorch's operators without the values of its tensors, to be measured on others."""
+    """A call of one of PyTorch's operators, without the values of its tensors: it is measured on ones."""
 
     function: OpOverload
     arguments: tuple[Any, ...]  # `TensorSpec`s, tuples of these, and constants
@@ -78,7 +78,7 @@ class Operator(NamedTuple):
         return computing_device(self.specs)
 
     def run(self) -> Callable[[], Any]:
-        """The call on ones, with tensors that exist already."""
+        """A function that makes the call on tensors of ones, allocated here."""
         given = [_made(one) for one in self.arguments]
         if self.function is torch.ops.aten.linalg_matrix_exp.default:  # it takes more memory for larger norms
             given[0].mul_(0.01 / given[0].shape[-1])
@@ -110,7 +110,7 @@ def operator_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def spec_of(one: Any) -> Any:
-    """A tensor's form, or a constant. NotImplemented: it cannot be made again. Measuring would advance a generator."""
+    """A tensor's `TensorSpec`, or a constant. NotImplemented: no ordinary tensor, or a generator (it would advance)."""
     if not isinstance(one, Tensor):
         return NotImplemented if isinstance(one, torch.Generator) else one
     if not is_ordinary(one):
@@ -198,7 +198,7 @@ def measure(operators: Iterable[Operator]) -> None:
 
 
 def _run_marked(operators: Iterable[Operator]) -> Iterator[tuple[Operator, tuple[int, float]]]:
-    """Run each operator between two events `_BEGINS`: the bytes of its results, and its seconds."""
+    """Run each operator between two events `_BEGINS`; yields the bytes of its results, and its seconds."""
     for one in operators:
         if (call := _warmed(one)) is not None:
             with torch.profiler.record_function(_BEGINS):
@@ -229,7 +229,7 @@ def _warmed(operator: Operator) -> Callable[[], Any] | None:
 
 
 def cost_of(operator: Operator) -> Cost | None:
-    """The measured cost; None where memory was short."""
+    """The measured cost; None if it was not measured, e.g. for lack of memory."""
     return _costs.get(operator)
 
 
@@ -287,7 +287,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 @cache
 def host_seconds() -> float:
-    """Seconds of the host to repeat a call by a saved-tensor hook, besides its operators: measured on small tensors."""
+    """CPU overhead in seconds of repeating a call in a saved-tensor hook, measured on small tensors."""
 
     def chain(unpack: Callable[[Tensor], Tensor]) -> float:
         y = x = torch.ones(8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Count a training step: every allocation and release, and the time and temporary memory of every operator."""
+"""Count a training step: every allocation and release, and every operator's time and temporary memory."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -59,10 +59,10 @@ class _RunOperator(NamedTuple):
 
 
 class _Packed(Kept):
-    """What autograd holds in a counted step: the form of a fake tensor, or a copy of a real one in the CPU's memory.
+    """What autograd holds in a counted step: a fake tensor's `TensorSpec`, or a copy of a real one on the CPU.
 
-    So the step's own tensors exist as long as the program holds them. Tensors that were there before, such as
-    parameters, are held themselves.
+    So the step's own tensors exist only as long as the program holds them. Tensors that existed before the step, such
+    as parameters, are held themselves.
     """
 
     __slots__ = ("counting", "device", "like", "number", "saved")
@@ -88,8 +88,8 @@ class Counting(Trace):
 
     Args:
         inputs: the network's inputs.
-        measures: measure operators on other tensors once the step has ended. Otherwise times are estimated, and
-            temporary memory inside operators is not counted.
+        measures: measure operators on tensors of ones once the step has ended. Otherwise times are estimated, and
+            temporary memory is counted only in recurrent layers.
     """
 
     def __init__(self, inputs: Sequence[Tensor], measures: bool) -> None:
@@ -98,7 +98,7 @@ class Counting(Trace):
         self.measures = measures
         self.called: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
         self.places: list[tuple[int, Any, Any]] = []  # operators: number of events at their end, function and module
-        self.rebased: set[int] = set()  # numbers of nodes, of views over which a call has written
+        self.rebased: set[int] = set()  # numbers of the nodes of views that a call has written over
 
     def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass."""
@@ -126,7 +126,7 @@ class Counting(Trace):
         return step._replace(places=self._named(network))
 
     def note_place(self, function: OpOverload) -> None:
-        """An operator has run: in the last call, or in the backward pass of the call that has made the node."""
+        """Note where an operator has run: in the last call, or in the backward pass of the call that made the node."""
         number = len(self.called)
         if backward_runs():
             number = bisect_right(self.called, node_number(running_node()), key=itemgetter(0))
@@ -200,7 +200,7 @@ class _Allocations(MadeTensors):
         return result
 
     def call(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator. If fake results have other forms than real ones would have, they are made anew."""
+        """Run an operator. Fake results are replaced if real ones would have another shape or other strides."""
         given, name = tensors_in((args, kwargs)), function.overloadpacket.__name__
         is_fake = any(isinstance(one, FakeTensor) for one in given)
         if is_fake and name in _SLOW and self.counting.measures:
@@ -209,7 +209,7 @@ class _Allocations(MadeTensors):
         result = function(*args, **kwargs)
         if not is_fake:
             return result
-        if function.is_view:  # the gradient of a view that was written over, for which real tensors make a new one
+        if function.is_view:  # of a view that was written over: its gradient is a new tensor if tensors are real
             node = running_node() if self.counting.rebased and backward_runs() else None
             is_new = node is not None and node_number(node) in self.counting.rebased
             return result.new_empty_strided(result.shape, result.stride()) if is_new else result
@@ -262,7 +262,7 @@ class _Recorded(Recording):
         call.began, before = (len(counting.events), len(counting.ran)), len(counting.values)
         result = super().run(call)
         target = call.args[0] if call.overwrites and call.args else None
-        if isinstance(target, Tensor) and target.dim() and is_ordinary(target):  # other numbers are counts
+        if isinstance(target, Tensor) and target.dim() and is_ordinary(target):  # scalars are counts
             counting.note_overwritten(target, before)
             if torch.is_grad_enabled() and target.grad_fn is not None and target._is_view():
                 counting.rebased.add(node_number(target.grad_fn))

@@ -1,4 +1,4 @@
-"""What recurrent layers take besides their results, which fake tensors do not show."""
+"""Workspaces and temporary memory of recurrent layers, which fake tensors do not show."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 from ...torch_internals import OpOverload
 from .costs import Operator, TensorSpec, cost_of, measure, operator_of, results_of
 
-# Recurrent layers that keep a workspace (of bytes) for their backward pass. It is empty if tensors are fake.
+# Recurrent layers that save a workspace (of bytes) for their backward pass. It is empty if tensors are fake.
 WITH_WORKSPACE = frozenset(["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])
-_SAMPLE = 32  # steps or sequences; from so many and twice as many the bytes of a workspace are extrapolated
+_SAMPLE = 32  # time steps or sequences: bytes are extrapolated from so many and twice as many
 
 
 def with_workspace(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
@@ -37,7 +37,7 @@ def temporaries_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _extrapolated(operator: Operator | None, bytes_of: Callable[[Operator], int | None]) -> int | None:
-    """Bytes of a recurrent layer, from few steps and sequences on the CPU: there they grow linearly with both."""
+    """Bytes of a recurrent layer; on the CPU, where they are linear in time steps and sequences, from few of both."""
     if operator is None or (operator.arguments[0].device.type == "cuda" and not torch.cuda.is_available()):
         return None
     steps, sequences = operator.arguments[0].shape[:2]
@@ -53,7 +53,7 @@ def _extrapolated(operator: Operator | None, bytes_of: Callable[[Operator], int 
 
 
 def _resized(operator: Operator, steps: int, sequences: int) -> Operator:
-    """oneDNN's layer, forward or backward, on so many steps and sequences."""
+    """oneDNN's layer, forward or backward, on so many time steps and sequences."""
     shape: tuple[int, ...]
     arguments = list(operator.arguments)
     for i, one in enumerate(arguments):

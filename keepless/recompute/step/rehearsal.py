@@ -1,4 +1,4 @@
-"""Rehearse a step of a network on a copy: with fake tensors, or if it reads values, with real ones."""
+"""Rehearse a step on a copy of a network: with fake tensors, or with real ones if it reads values."""
 
 import gc
 import logging
@@ -61,8 +61,8 @@ def counted_step(
 
     `limit`: a budget. If nothing can be recomputed and the step exceeds it, the step ends after the forward pass.
 
-    The mean squares of the outputs are its losses; if operators are not measured, as by planners that count the loss
-    themselves, a `Loss`. Afterwards buffers are those of the step, and gradients have no meaning.
+    The losses are the mean squares of the outputs; if operators are not measured, as in planners that count the loss
+    themselves, it is a `Loss`. Afterwards buffers are those of the step, and gradients have no meaning.
     """
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -122,7 +122,7 @@ def rehearsed_step(
     raises an error, as in a network that reads values, on real ones, while the values that autograd saves are in the
     CPU's memory. The copy's parameters then share the network's memory, unless the forward pass writes over them.
     Users' hooks are left out, because they may count or log; hooks of PyTorch (e.g. spectral norms) and of `to_inplace`
-    are copied. `is_real`: fake tensors are not tried. `limit`: see `counted_step`.
+    are copied. `is_real`: do not try fake tensors. `limit`: see `counted_step`.
 
     Raises what `on_copy` raises.
     """
@@ -138,7 +138,7 @@ def rehearsed_step(
             raise
         _log.info("the step does not run on fake tensors: %s: %s", type(error).__name__, error)
     if len(hooks_around()) > hooks:
-        gc.collect()  # contexts end with the error's frames; some never end, and leave hooks behind
+        gc.collect()  # ends contexts in the error's frames; some never end, and leave hooks behind
         for _ in range(len(hooks_around()) - hooks):
             pop_hooks()
     copies = sum(parameter.nbytes for parameter in network.parameters() if not is_ordinary(parameter))

@@ -1,4 +1,4 @@
-"""Choose what a step keeps: the least time for every memory budget, or for one."""
+"""Choose what a step keeps, so that it takes the least time within each memory budget, or within one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice, zip_longest
@@ -19,11 +19,11 @@ _OPERATIONS_PER_BYTE = 4
 _FEW, _MANY = 3, 12  # single moves of each kind to simulate before choosing one: usually, and at most if none helps
 _AGAIN = 200  # simulations in a second attempt that simulates many
 _BEST = 3  # choices that use up the memory left below the limit
-_CLOSE = 1.02  # the lowest peak is not lowered further if it is at most this many times a bound for all choices
+_CLOSE = 1.02  # stop lowering the lowest peak at this many times the lower bound for all choices
 
 
 class Choice(NamedTuple):
-    """The values that a step keeps, and the cost."""
+    """The values that a step keeps, with the peak and the time."""
 
     peak: int  # bytes
     seconds: float  # to recompute values
@@ -59,15 +59,15 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     same path for every limit: so all budgets agree on the lowest peak, and if a budget can be met, so can any larger
     one. If the limit is met, a second search uses the seconds of each call, and finds the fastest choice.
 
-    Both try checkpoints of whole blocks, and lower the peak of the best of these, and of the plain step, by 3 % at a
-    time (in large steps 10 % first): they drop the values that cost the least for the bytes that they free while the
-    step is above the target. Where too much is recomputed at once, they keep some values again to shorten the chains of
+    Both try activation checkpointing of whole blocks, and lower the lowest of these peaks, and the baseline's, by 3 %
+    at a time (in large steps 10 % first): they drop the values that cost the least for the bytes that they free while
+    the step is above the target. Where too much is recomputed at once, they keep some values again to shorten chains of
     recipes. Where none of this helps, they swap a kept value for a dropped one that is computed from it, or the other
     way round. They end after a number of simulations, not of seconds.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
-            contains what was found on the way. If the plain network is within the limit, nothing is searched.
+            contains what was found on the way. If the baseline is within the limit, nothing is searched.
     """
     search = _Search(step)
     plain = search.plain()
@@ -109,9 +109,9 @@ class _Search:
         self.step = step
         self.simulation = Simulation(step)
         self.runs = min(_RUNS, max(_FEWEST, _WORK // max(len(step.values), 1)))
-        self.allowed = 0  # simulations, so far
+        self.allowed = 0  # number of simulations at which the present part ends
         self.moves = _FEW  # see `lower`
-        self.wanted = 0  # bytes; the search ends once a choice is within this limit
+        self.wanted = 0  # bytes; the search ends once a peak is within them
         self.lowest = 2**63  # lowest peak of all choices, bytes
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
@@ -131,7 +131,7 @@ class _Search:
         return Tried(kept, outcome)
 
     def plain(self) -> Tried:
-        """Keep everything that can be kept."""
+        """The baseline: keep everything that can be kept."""
         values = zip(self.step.values, self.is_free, strict=True)
         return self.tried([value.kind == Kind.KEPT or is_free for value, is_free in values])
 
@@ -148,7 +148,7 @@ class _Search:
         return len(self.found) >= self.allowed or self.lowest <= self.wanted
 
     def segment(self, limit: int) -> None:
-        """Try choices that cut the step into segments, use the memory left to keep more, and go on from the lowest.
+        """Try choices that cut the step into segments, keep more in the memory left, and lower the lowest peak further.
 
         `limit`: as for `frontier`.
         """
@@ -257,7 +257,7 @@ class _Search:
         return group, seconds
 
     def dropped_at_peak(self, at: Tried) -> list[int]:
-        """The recomputed values in memory at the peak, the smallest first."""
+        """The recomputed values in memory at the peak, smallest first."""
         outcome, peak = at.outcome, at.outcome.levels.index(at.outcome.peak)
         dropped = (i for i in self.free if not at.kept[i] and outcome.consumers[i])
         return sorted((i for i in dropped if outcome.first[i] <= peak <= outcome.last[i]), key=self.bytes.__getitem__)
@@ -321,7 +321,7 @@ def _excess(outcome: Outcome, target: int) -> int:
 
 
 def segmented(step: Step) -> Iterator[list[bool]]:
-    """Choices that cut a step into segments, as checkpoints of whole blocks do: from few long ones to many short ones.
+    """Choices that cut a step into segments, as activation checkpointing does: from few long ones to many short ones.
 
     The forward pass is cut where fewer bytes are handed on than just before and after, i.e. between its blocks. Values
     handed on at a cut are kept, and everything else is recomputed from them.

@@ -1,4 +1,4 @@
-"""Networks whose parameters FSDP shards, and copies of them without it."""
+"""Networks whose parameters FSDP shards, and copies of them without FSDP."""
 
 import sys
 from typing import Any
@@ -19,9 +19,9 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
-    """The modules that FSDP2 has sharded, each with an object of its own class, to be filled.
+    """The modules that FSDP2 has sharded, each with an empty object of the class that it had before.
 
-    Adds these to the memo, and whole parameters in the dtype in which FSDP2 gathers them.
+    Adds these objects to the memo, and whole parameters in the dtype in which FSDP2 gathers them.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = [one for one in network.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
@@ -31,7 +31,7 @@ def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[t
     for module in sharded:  # inner ones last
         dtype = gathered_dtype(module)
         for one in module.parameters():
-            if type(one.data) is not Tensor:  # root's parameters may have been gathered
+            if type(one.data) is not Tensor:  # the root's parameters may be gathered already
                 with mode:
                     whole = torch.empty(one.shape, dtype=dtype or one.dtype, device=one.device)
                 memo[id(one)] = nn.Parameter(whole, one.requires_grad)

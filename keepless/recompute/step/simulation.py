@@ -18,9 +18,9 @@ class Outcome(NamedTuple):
     peak: int  # bytes
     seconds: float  # to recompute values
     levels: list[int]  # the most bytes during each event
-    consumers: list[int]  # number of operations and recipes that read it
+    consumers: list[int]  # number of operations and recipes that read the value
     born: list[int]  # event from which on it was needed; the number of events if never
-    first: list[int]  # event of the backward pass that first read it, for itself or to compute another
+    first: list[int]  # event of the backward pass that first read it, for an operation or a recipe
     last: list[int]  # event that last read it
 
 
@@ -44,13 +44,13 @@ class _Levels:
             self.level -= self.sizes[memory]
 
     def uses(self, temporary: int) -> None:
-        """Temporary bytes are needed for a moment."""
+        """Need temporary bytes for a moment."""
         if self.level + temporary > self.most:
             self.most = self.level + temporary
 
 
 def plain_peak(step: Step, saves: bool = True) -> int:
-    """Peak bytes of the step in plain PyTorch. `saves`: with the tensors that autograd saves."""
+    """Peak bytes of the step without recomputation. `saves`: with the tensors that autograd saves."""
     memories = _Levels(step.memories)
     for event, what in step.events:
         if event == _HOLD or (event == _SAVE and saves):
@@ -90,10 +90,10 @@ class Simulation:
         # The memories of the program, of each value if it is computed, and of its signs.
         signs = [self.sign_consumers.get(number, (0, 0))[1] for number in range(len(step.values))]
         self.sizes = [*step.memories, *(value.bytes for value in step.values), *signs]
-        # Each event, its number, the value that is saved; and for what follows before the next one in memories without
-        # values: the most bytes, and the bytes afterwards, beyond those before.
+        # Each event, its number, and the value that is saved. Later events in memories without values are merged into
+        # it: their peak, and the level after them, in bytes above the level before.
         self.events = [(_BUSY, 0, -1, 0, 0)]
-        self.at = [0]  # the step's event of each, where it has the most bytes
+        self.at = [0]  # for each, the event of the step at which it has the most bytes
         self.forward = 0  # the event at which the forward pass has ended
         self._note_events()
 
@@ -117,7 +117,7 @@ class Simulation:
                 self.events[-1] = *self.events[-1][:3], alone.most - before, alone.level - before
 
     def run(self, kept: Sequence[bool]) -> Outcome:
-        """The memory and time of a step that keeps these values, and recomputes others as `Value.get` does.
+        """The memory and time of the step if it keeps these values, and recomputes others as `Value.get` does.
 
         `kept`: for each value, after `led`; True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`.
         """
@@ -163,8 +163,8 @@ class _Run(_Levels):
         # The memory of a value while it is kept or computed; -1: it has to be computed.
         self.place = [memory if is_kept else -1 for memory, is_kept in zip(whole.kept_in, kept, strict=True)]
         self.needs = [0] * count  # consumers that may still read it
-        self.wanted = [0] * count  # of a leader: values that its recipe computes, and that have such consumers
-        self.reads = [0] * count  # in this backward pass
+        self.wanted = [0] * count  # of a leader: how many values that its recipe computes have such consumers
+        self.reads = [0] * count  # how often each was read in this backward pass
         self.using: dict[int, int] = {}  # number of a save -> the memory in which a running operation reads it
         self.born, self.first, self.last = [end] * count, [end] * count, [-1] * count
         self.seconds = 0.0
@@ -245,7 +245,7 @@ class _Run(_Levels):
                     pending += self.inputs[leader]
 
     def _read(self, save: int, number: int) -> None:
-        """The backward pass reads a saved tensor, which is unpacked from signs or computed first."""
+        """The backward pass reads a saved tensor: it is kept, unpacked from a sign mask, or computed first."""
         if save in self.using:  # read again: users' backward functions unpack saved tensors one by one
             self.let(self.using.pop(save))
         if self.kept_in[number] >= self.of_signs:
@@ -263,12 +263,12 @@ class _Run(_Levels):
         self._count(number)
 
     def _use(self, save: int, memory: int) -> None:
-        """An operation reads a saved tensor until it drops it."""
+        """An operation holds a saved tensor from reading to dropping it."""
         self.using[save] = memory
         self.hold(memory)
 
     def _compute(self, number: int) -> None:
-        """Run the call that computes a value; other values that it computes stay if they are still to be read."""
+        """Run the call that computes a value. Other values that it computes are held if they are still to be read."""
         leader = self.leaders[number]
         value, several = self.step.values[leader], self.whole.together[leader]
         self.seconds += value.seconds
@@ -290,7 +290,7 @@ class _Run(_Levels):
         self.hold(self.place[number])
 
     def _is_spare(self, number: int) -> bool:
-        """Whether a value is computed for one consumer, in memory of its own."""
+        """Whether a value is computed for a single consumer, in memory of its own."""
         is_own = self.place[number] == self.computed_in + number and self.consumers[number] == 1
         return is_own and self.step.values[number].is_fresh
 

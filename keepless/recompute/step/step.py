@@ -1,4 +1,4 @@
-"""A training step as data (its values, memories and events in order)."""
+"""A training step as data: its values, its memories, and its events in order."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -53,10 +53,10 @@ class Save(NamedTuple):
     """A tensor that autograd saves."""
 
     value: int  # number of the saved value; -1 if it has none
-    signs: int  # bytes of its signs, if only these are saved; otherwise 0
+    signs: int  # bytes of its sign mask, if this is all that the operation needs; otherwise 0
     memory: int  # number of the memory that PyTorch alone would keep
     call: int  # number of the call during which it is saved, or of the next one with a rule; -1 if none
-    unpacking: int = 0  # temporary bytes to make values from the signs, besides the values
+    unpacking: int = 0  # temporary bytes to unpack the sign mask, besides the result
 
 
 class Step(NamedTuple):
@@ -69,8 +69,8 @@ class Step(NamedTuple):
     forward: int  # number of events in the forward pass
     calls: list[Any]  # function of each call, and bytes of all results up to its own
     unseen: str = ""  # what hides calls from the trace, such as a checkpoint
-    seconds: float = 0.0  # of the plain step
-    operations: int = 0  # of the plain step: multiplications and additions
+    seconds: float = 0.0  # of the baseline step
+    operations: int = 0  # of the baseline step: multiplications and additions
     rehearsal: int = 0  # bytes that its rehearsal has taken, about; 0 on fake tensors
     places: Sequence[tuple[int, str]] = ()  # operators: number of events at their end, and the call and module
 
@@ -80,13 +80,13 @@ class Step(NamedTuple):
         return len(self.events) > self.forward
 
     def place(self, event: int) -> str:
-        """The call and the module during an event."""
+        """The call and the module that ran at an event."""
         return next((place for end, place in self.places if end > event), "the end of the backward pass")
 
     def without_outputs(self) -> "Step":
         """The same step if the program drops the outputs before the backward pass, so that only its loss holds them.
 
-        The loss does until its own gradients exist, when the backward pass reads the first tensor of the network.
+        The loss drops them once it has its own gradients: when the backward pass first reads a tensor of the network.
         """
         events, ends = self.events, [now for now, (event, _) in enumerate(self.events) if event == Event.PASS]
         end = 1 + max(ends, default=-1)
@@ -97,7 +97,7 @@ class Step(NamedTuple):
 
 
 def busy(events: Sequence[tuple[Event, int]], memories: Sequence[int]) -> int:
-    """The most bytes during some events, beyond those after them."""
+    """The peak during some events, in bytes above the level after them."""
     level = peak = 0
     for event, what in events:
         if event == Event.BUSY:

@@ -19,7 +19,7 @@ from ..table.rules import Rule, is_mask_alike
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
 
-# The work of a script for a call that it repeats, and for each save of a dropped tensor: so many `host_seconds`.
+# CPU overhead of repeating a call from a script, and of each save of a dropped tensor, in `host_seconds`.
 _REPEATS, _SAVES = 3, 2.5
 _OF_CHECKPOINT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which first runs without gradients
 
@@ -33,7 +33,7 @@ class _NotHeld(Kept):
         self.hooks = None
 
     def is_modified(self) -> bool:
-        """True: the tensor can be neither copied nor packed."""
+        """True, so that nothing copies or packs the tensor."""
         return True
 
 
@@ -48,9 +48,9 @@ class _CallSpan(NamedTuple):
 
 
 class Trace(KnownValues):
-    """Registry of the values that a step could keep or recompute, as a recorder with a plan would.
+    """Registry of the values that a step could keep or recompute, found as a recorder with a plan finds them.
 
-    A value that could be recomputed counts as kept. A subclass notes allocations and operators.
+    Here values that could be recomputed count as kept. A subclass notes allocations and operators.
 
     Args:
         inputs: the network's inputs.
@@ -77,7 +77,7 @@ class Trace(KnownValues):
         self._before: ByStorage[int] = ByStorage()  # memories that existed before the step
 
     def place(self, tensor: Tensor) -> int:
-        """The number of a tensor's memory: the address of one that was freed may be used again."""
+        """The number of a tensor's memory; addresses would not do, as those of freed memory are used again."""
         if (number := self.made_here(tensor)) is not None:
             return number
         storage = tensor.untyped_storage()
@@ -124,7 +124,7 @@ class Trace(KnownValues):
         again: Again | None = None,
         leader: int = -1,
     ) -> StepValue:
-        """A value of the step. `inputs`: what its recipe reads. `again`: how to repeat its call."""
+        """Describe a value of the step. `inputs`: what its recipe reads. `again`: how to repeat its call."""
         memory = self.place(tensor)
         sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
         alias = -1 if again is not None and again.fresh else next(sharing, -1)
@@ -133,7 +133,7 @@ class Trace(KnownValues):
         return StepValue(kind, memory, size, inputs, alias, call, is_fresh=flags[0], overwrites=flags[1], leader=leader)
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
-        """What could be recomputed counts as kept, but views of it that nothing has read may follow it."""
+        """As for the recorder, but a value that could be recomputed is fixed only once something has read it."""
         number = value.number
         while self.values[number].kind == Kind.DERIVED and self.values[number].inputs:
             number = self.values[number].inputs[0]
@@ -147,7 +147,7 @@ class Trace(KnownValues):
         return found
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
-        """If a value can be recomputed without this memory, those in it are recomputed from now on."""
+        """Likewise; and if the value can be recomputed without this memory, the values in it always are from now on."""
         memory, pending, lost = self.place(overwritten), [value.number], []
         while pending:
             number = pending.pop()
@@ -163,7 +163,7 @@ class Trace(KnownValues):
         return False
 
     def note_overwritten(self, tensor: Tensor, before: int) -> None:
-        """What recipes read of a memory that was overwritten is in a copy. `before`: number of values before that."""
+        """Give values that recipes read from overwritten memory a copy. `before`: number of values before the call."""
         memory, read = self.place(tensor), {i for one in self.values for i in one.inputs}
         for number, one in enumerate(self.values[:before]):
             if one.kind == Kind.KEPT and one.memory == memory and number in read:
@@ -181,7 +181,7 @@ class Trace(KnownValues):
         mask = how_to_repeat(self, call.row.mask, call, result) if call.row.mask is not None and call.inside else None
         own = self.find(result) or self.keep(result)
         ran = _CallSpan(call.began[0], len(self.events), call.began[1], len(self.ran))
-        if call.overwrites:  # it is repeated out of place, and laid out with gaps if it has written over a part
+        if call.overwrites:  # it is repeated out of place; a part that it has overwritten is then laid out with gaps
             has_gaps = spec_of(result).size > result.nbytes
             ran = ran._replace(end=ran.begin, besides=result.nbytes if has_gaps else 0)
         parts = [part.value.number for part in call.inside]
@@ -209,7 +209,7 @@ class Trace(KnownValues):
             self.remember(base, own)  # other views of it follow
 
     def _replace(self, of_base: Value | None, own: Value) -> None:
-        """A call has saved the base of its result inside: it is computed from the result."""
+        """If a call has saved the base of its result, that base is computed from the result."""
         if of_base is None or of_base is own or self.values[of_base.number].kind != Kind.KEPT:
             return
         for number, save in enumerate(self.saved):
@@ -241,9 +241,9 @@ class Trace(KnownValues):
         number, signs, unpacking = len(self.saved), 0, 0
         if isinstance(saved, Saved):
             value, saved.number = saved.value.number, number
-            if saved.reads_signs and not tensor._is_view():  # else the base is kept
+            if saved.reads_signs and not tensor._is_view():  # else its base is saved
                 signs, unpacking = -(-tensor.numel() // 8), unpacking_bytes(tensor)
-        else:  # it is made empty for its consumer
+        else:  # only a shape: an empty tensor is made for its consumer
             value = len(self.values)
             self.values.append(self._noted(Kind.DERIVED, tensor, ()))
         self.saved.append(Save(value, signs, self.place(tensor), -1 if call is None else len(self.calls), unpacking))

@@ -1,11 +1,11 @@
 """The table of functions, with a row for each.
 
-A plan may repeat every function that PyTorch has written in C++ and that declares one new tensor (`_learn_own`). To
-repeat one without a plan too, name it in its group of the table: with `rules.activation` if it has an argument
-`inplace`, else with `rules.made` if its result is always a new tensor, or `rules.repeated` if not. `is_slow` leaves a
-function written in Python to plans. With `made` where `repeated` is right (a result may be its argument, or a view of
-it), an activation is computed over a tensor that others still read: gradients are silently wrong.
-What it saves need not be said. Its test is an entry of `ACTIVATIONS` or `FUNCTIONS` in test_functions.py.
+A plan may repeat each of PyTorch's C++ functions that returns only new tensors and draws no random numbers
+(`_learn_own`). To repeat one without a plan too, name it in its group of the table: with `rules.activation` if it has
+an argument `inplace`, else with `rules.made` if its result is always a new tensor, or `rules.repeated` if it may be an
+argument or a view of one: `made` would let an activation overwrite it while others still read it, so gradients would
+be silently wrong. `is_slow` leaves a function written in Python to plans. What it saves need not be said. Its test is
+an entry of `ACTIVATIONS` or `FUNCTIONS` in test_functions.py.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """
@@ -48,13 +48,13 @@ class Row(NamedTuple):
     is_slow: bool = False  # its calls are repeated only if a plan says so
     inside: bool = False  # what its calls save inside is recomputed too, by `again` unless there is a `mask`
     mask: Rule | None = None  # draws the saved mask again, from which the result follows
-    positive: Positive | None = None  # its gradient only needs to know which values of the saved tensor are positive
+    positive: Positive | None = None  # its gradient only needs the sign mask of the saved tensor, by this function
     result_serves: Question | None = None  # whether a call saves its argument although its result would do
     reads_shape_only: Question | None = None  # whether a call saves its input although the gradient needs no values
     narrow: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype] | None = None  # for the indices that a call saves
     draws: Question | None = None  # whether a call draws random numbers
     only_asks: bool = False  # it reads an attribute, such as `grad`, or a number, such as `dim()`: it saves nothing
-    is_opened: bool = False  # the functions that it calls are recorded instead
+    is_opened: bool = False  # it is written in Python without a rule: the functions that it calls are recorded instead
 
 
 TABLE: dict[Function, Row] = {}
@@ -90,7 +90,7 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
 
 
 def _learn_own(function: BuiltinFunctionType | MethodDescriptorType) -> None:
-    """Give a function of PyTorch's a rule for plans, if it makes new tensors, and those alone: no random numbers."""
+    """Give one of PyTorch's C++ functions a rule for plans, if it returns only new tensors and draws nothing."""
     operator = getattr(torch.ops.aten, function.__name__, None)
     if isinstance(operator, OpOverloadPacket) and function.__name__.removeprefix("_unsafe_") not in _NOT_EQUAL:
         overloads = [one for one in overloads_of(operator) if not written_arguments(one)]
@@ -150,7 +150,7 @@ def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _keeps_signs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a leaky ReLU's result has the signs of its argument."""
+    """Whether a leaky ReLU's result has the sign mask of its argument."""
     return bool((args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0)
 
 
@@ -173,7 +173,7 @@ def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_pooled_by_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Pooling on a CPU or CUDA: its gradient reads the indices of maxima, if any, but of the input only the shape."""
+    """On CPUs and CUDA, pooling's gradient reads the indices of maxima, if any, but only the shape of the input."""
     return (args[0] if args else kwargs["input"]).device.type in ("cpu", "cuda")
 
 
@@ -252,7 +252,7 @@ _add([F.max_pool3d], again=rules.max_pool(3), narrow=_indices_in(3))
 _add(_named("avg_pool2d avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d", F), reads_shape_only=_is_pooled_by_shape)
 _add(_named("max_pool2d max_pool3d adaptive_max_pool2d", F), reads_shape_only=_is_pooled_by_shape)
 _add([torch.max_pool2d], reads_shape_only=_is_pooled_by_shape)
-_add([F.interpolate], again=rules.repeated(F.interpolate, lend=True))
+_add([F.interpolate], again=rules.repeated(F.interpolate, may_keep=True))
 _add_each(rules.made, [F.grid_sample], is_slow=True)
 
 # Random numbers

@@ -1,8 +1,8 @@
 """Rules for recomputing the results of functions, each with the inputs that it needs.
 
 A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns a call that computes the
-same result again. `find` returns the value of a tensor, and raises `NotRepeated` if it is not kept; with `lend=True`
-the recipe may keep it (rules 4 and 5 in recording.py).
+same result again. `find` returns the value of a tensor, and raises `NotRepeated` if it is not kept; with
+`may_keep=True` the recipe may keep it (rules 4 and 5 in recording.py).
 """
 
 import inspect
@@ -97,13 +97,13 @@ class NotRepeated(Exception):
 class Find(Protocol):
     """Returns the value of a tensor, or what the recipe keeps in its place."""
 
-    def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
+    def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any: ...
 
     def saved(self, node: Any, name: str) -> Any:
-        """The value of a tensor that a node has saved under this name."""
+        """What a node has saved under this name."""
 
     def shape(self, tensor: Tensor) -> ShapeOnly:
-        """The shape and strides of an argument: any values will do."""
+        """The shape and strides of an argument whose values do not matter."""
 
 
 Function = Callable[..., Any]
@@ -115,14 +115,14 @@ _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBa
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
 
-def repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
+def repeated(function: Function, *, may_keep: bool = False, fresh: bool = False) -> Rule:
     """Call a function again with the same arguments."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if "out" in kwargs:
             raise NotRepeated("its result is written into a given tensor")
         again = function if not kwargs else ByName(function, len(args), tuple(kwargs)).call
-        arguments = [find(a, lend) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
+        arguments = [find(a, may_keep) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
         return Again(again, arguments, fresh)
 
     return rule
@@ -134,8 +134,8 @@ made: Callable[[Function], Rule] = partial(repeated, fresh=True)
 def product(function: Function) -> Rule:
     """Multiply again, by the same algorithm.
 
-    `matmul` folds a batch of matrices into one matrix if the other factor, a matrix or vector, needs a gradient. Only
-    if that one comes second, and the batch is contiguous, it does so without gradients too.
+    `matmul` folds a batch of matrices into one matrix if the other factor, a matrix or vector, needs a gradient.
+    Without gradients it folds only contiguous batches that come first, so other products run again with gradients.
     """
     again = made(function)
 
@@ -155,11 +155,11 @@ def product(function: Function) -> Rule:
 
 
 def with_gradient(number: int, function: Function, *arguments: Any) -> Tensor:
-    """`number`: of the argument that needs a gradient."""
+    """Call a function as if its argument with this number needed a gradient."""
     given = [*arguments]
     if not given[number].requires_grad:
         given[number] = given[number].detach().requires_grad_()
-    hides = nullcontext() if current_hooks() is None else saved_tensors_hooks(id, Tensor.detach)  # from the program's
+    hides = nullcontext() if current_hooks() is None else saved_tensors_hooks(id, Tensor.detach)  # the program's
     with torch.enable_grad(), hides:
         return function(*given).detach()
 
@@ -194,7 +194,7 @@ def drops_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An attention function that always uses one of the backends enabled now (`sdpa_kernel`)."""
+    """An attention function that always chooses among the backends enabled now (`sdpa_kernel`)."""
     backends = attention_backends()
 
     def computed(*arguments: Any, **options: Any) -> Tensor:
@@ -234,7 +234,7 @@ def mask(function: Function) -> Rule:
 
 
 def any_values(x: Tensor) -> ShapeOnly:
-    """What is drawn a mask for: on CPUs, a mask does not depend on strides, so one value is enough."""
+    """The shape for which to draw a mask. If only the shape matters, a single value is expanded to it."""
     return ShapeOnly(x.new_empty(()).expand(x.shape) if is_mask_alike(x) else x)
 
 
@@ -243,7 +243,7 @@ def _on_any_values(function: Function, others: tuple[Any, ...], named: dict[str,
 
 
 def _fixed(argument: object) -> object:
-    """An argument as it is now, because the caller may change a list later. NotRepeated: it holds tensors."""
+    """An argument; a list as a tuple, because the caller may change it later. NotRepeated: it holds tensors."""
     if not isinstance(argument, (list, tuple)):
         return argument
     if any([isinstance(one, Tensor) for one in argument]):
@@ -273,7 +273,7 @@ def activation(function: Function) -> Rule:
         if any([isinstance(option, Tensor) for option in (*others, *named.values())]):  # it may change later
             raise NotRepeated("an option is a tensor")
         if not named.keys() <= known or not all([isinstance(other, bool) for other in others[position - 1 :]]):
-            raise NotRepeated(_UNKNOWN)  # F.elu_ has two more options, without names in Python
+            raise NotRepeated(_UNKNOWN)  # F.elu_ has two more options than F.elu
         again = partial(function, **named) if named else torch.relu if function is F.relu else function
         return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
 
@@ -304,14 +304,14 @@ def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Equal to cuDNN's norm to the bit, unlike `normalised`, but it computes the statistics again."""
+    """Bitwise identical to cuDNN's norm, unlike `normalised`, but it computes the statistics again."""
     return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
 def instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     given = named_arguments(F.instance_norm, args, kwargs)
     of_images = given.get("use_input_stats", True)
-    running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # would be updated again
+    running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # they would be updated again
     vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
     arguments = [find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)]
     return Again(F.instance_norm, arguments, fresh=True)
@@ -326,19 +326,19 @@ def layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Ten
 
 
 def _layer_again(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *others: Any) -> Tensor:
-    """`mean`, `var`: if their values do not matter, only their type."""
+    """`mean`, `var`: only their dtype if their values do not matter."""
     running = [x.new_empty(x.size(1), dtype=one) if isinstance(one, torch.dtype) else one for one in (mean, var)]
     return BatchNormActivation.apply(x, weight, bias, *running, *others)
 
 
 def joined(function: Function) -> Rule:
-    """Concatenate or stack tensors again. They are kept instead of the result."""
+    """Concatenate or stack tensors again; the recipe keeps them instead of the result."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if not kwargs.keys() <= {"tensors", "dim"}:
             raise NotRepeated(_UNKNOWN)
         given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-        parts = [find(tensor, lend=True) for tensor in given["tensors"]]
+        parts = [find(tensor, may_keep=True) for tensor in given["tensors"]]
         return Again(partial(_join, function, given.get("dim", 0)), parts, fresh=True)
 
     return rule
