@@ -181,7 +181,7 @@ def mean_of_largest(losses: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
 class _Tiles:
     """Rows of upsampled logits, a tile at a time: the losses of their pixels, and gradients of the logits.
 
-    Each row of upsampled logits mixes two rows of logits, and each pixel two columns, i.e. by two sparse matrices.
+    Each row of upsampled logits mixes two rows of logits, and each pixel two columns: `down` and `across` are mostly 0.
     """
 
     def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool, stride: int | None):

@@ -1,6 +1,6 @@
 """Norms that include an activation which the network's own code calls afterwards, perhaps for sums too, as in ResNets.
 
-Such a norm returns an `Activated`, which only that activation can read. If a forward pass takes another path than the
+Such a norm returns an `Activated`, which only that activation accepts. If a forward pass takes another path than the
 trace, e.g. because of an argument, other code that gets an `Activated` raises an error.
 """
 

@@ -87,7 +87,7 @@ def to_standard(module: Network, *, sync: bool = True, report: Report = log_repo
 def _replaced(
     module: Network, new: Callable[[Places, nn.Module], nn.Module | None], report: Report, remark: str = ""
 ) -> Network:
-    """Put `new(…)` in place of each layer for which it is not None. `remark`: behind the reasons for the others."""
+    """Put `new(…)` in place of each layer for which it is not None. `remark`: added to the reasons for the others."""
     result, root = ConversionReport(), module
     places: Places = {one: [] for one in module.modules()}
     for parent in places:

@@ -23,7 +23,7 @@ class StepMemory(NamedTuple):
     # forward pass ends) and temporary.
     at_peak: dict[str, int]
     place: str  # what ran at that moment: the forward pass, the backward pass or the optimizer
-    kept: int  # for the backward pass of a micro-batch
+    kept: int  # saved for the backward pass of a micro-batch
 
     @property
     def peak(self) -> int:
@@ -31,7 +31,7 @@ class StepMemory(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """A step whose forward and backward pass can run by one of several plans, in bytes."""
+    """A step whose forward and backward pass can follow one of several plans, in bytes."""
 
     resident: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
     optimizer: int  # temporary bytes of the optimiser's step
@@ -59,7 +59,7 @@ class PlannedStep(NamedTuple):
 class CountedStep(MadeTensors):
     """Context that counts a training step: it runs the forward pass with the loss, the backward pass, the optimiser.
 
-    Tensors count while they exist, and the memory inside recurrent layers. There may be several micro-batches.
+    Tensors count while they exist, and so does the memory inside recurrent layers. There may be several micro-batches.
     `timed`: also add up the estimated seconds of operators.
     """
 

@@ -38,7 +38,7 @@ def repeated_blocks(network: nn.Module) -> list[nn.Module]:
 
 
 class Way(NamedTuple):
-    """A way to run the step on an example. Bytes count all tensors."""
+    """A way to run the step on an example. Bytes are of all tensors."""
 
     name: str
     shape: tuple[int, ...]  # of the example's first tensor
@@ -110,7 +110,7 @@ class Steps:
         return Way(name, shape, step.held, needed, needed <= self.available, time)
 
     def _step(self, name: str, value: int) -> PlannedStep:
-        """A way's step; within a budget with all plans that keep to the time; baseline and recomputed step too."""
+        """A way's step. Within a budget it has all plans that are fast enough, and the baseline and recomputed ones."""
         example, plain = self.growing.resized(value), self.count(PLAIN, value)
         if name == PLANNED:
             logger.info("%s: trying %s", name, size_of(shape_of(example)))  # many seconds each

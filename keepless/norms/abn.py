@@ -29,7 +29,7 @@ class Own(NamedTuple):
 class ABN(NormBase):
     """z = phi(gamma * (x - mean) / sqrt(var + eps) + beta), with mean and var of the minibatch per channel.
 
-    The activation overwrites the normalised values, so the backward pass keeps two activation-sized buffers, x and z.
+    The activation overwrites the normalised values, so two activation-sized buffers are saved for backward, x and z.
     Input and output: (N, C, *spatial), any memory format, float64, float32, bfloat16 or float16.
     Parameters and statistics: (C,), float32 (float64 for float64 inputs). Names as in `torch.nn.BatchNorm2d`.
 
@@ -114,7 +114,7 @@ class ABN(NormBase):
             and isinstance(x, FakeTensor)
             and 0 < x.numel() <= self.num_features
         ):
-            return self.forward(torch.cat([x, x]))[:1]  # plans a step in which other ranks have the second value
+            return self.forward(torch.cat([x, x]))[:1]  # to plan a step in which other ranks have more values
         try:
             # Otherwise function modes, such as a recording, would see every attribute access.
             with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
@@ -128,7 +128,7 @@ class ABN(NormBase):
                 refuse_jointly(self.num_features, x.device, group)
             raise
         momentum, counts = 0.0, False
-        fresh: tuple[Tensor, Tensor] | None = None  # takes the statistics of this minibatch alone
+        fresh: tuple[Tensor, Tensor] | None = None  # buffers for the statistics of this minibatch alone
         tracked = self.track_running_stats and (group is not None or x.numel())  # an empty minibatch has no statistics
         if use_batch and (not tracked or running_mean is None or running_var is None):
             running_mean = running_var = None

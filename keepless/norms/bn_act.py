@@ -1,4 +1,4 @@
-"""BN + activation as one autograd node. Strategies differ in which tensors it keeps for the backward pass."""
+"""BN + activation as one autograd node. Strategies differ in which tensors it saves for backward."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -19,18 +19,18 @@ from .synchronisation import check_total, gathered_moments, joint_sums
 
 
 class Strategy(NamedTuple):
-    """How a layer computes, and which tensor it keeps."""
+    """How a layer computes, and which tensor it saves for backward."""
 
     keep: Literal["x", "x_hat", "z"]
     recover_x_hat: bool = False  # variant I: form x_hat for every value
-    recompute_output: bool = False  # later operations need not keep z, see `recompute_activations`
+    recompute_output: bool = False  # later operations need not save z, see `recompute_activations`
     gamma_floor: float = 0.0  # smallest |gamma| with minibatch statistics
     overwrite_input: bool = False
     backend: str = "auto"
 
 
 class NormArguments(NamedTuple):
-    """The arguments that are not tensors: in one tuple, because PyTorch handles each argument in Python."""
+    """The arguments that are not tensors: in one tuple, because autograd functions spend time on each argument."""
 
     use_batch_statistics: bool
     momentum: float
@@ -61,7 +61,7 @@ class BatchNormActivation(torch.autograd.Function):
         beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype(x))
         values = x if is_packed(x) else x.contiguous()
         overwrite = strategy.overwrite_input and values is x
-        # To keep x_hat, compute it first: batch normalisation without scale, shift or activation.
+        # To save x_hat, compute it first: batch normalisation without scale, shift or activation.
         affine = Affine(gamma, beta, activation, strategy.gamma_floor if use_batch_statistics else 0.0)
         affine = first = affine if backend.floors else affine.explicit()
         if strategy.keep == "x_hat":
@@ -107,7 +107,7 @@ class BatchNormActivation(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Raised now: not every second backward pass would reach an error placed in the graph of the gradient.
+            # Raised now: not every second backward pass would reach an error placed in the gradient's own graph.
             raise RuntimeError(
                 "create_graph=True: in-place, checkpointed, synchronised and fused norms have no second derivative; "
                 "use ABN with backend='eager' and sync=False, or keepless.to_standard(network)"
@@ -133,7 +133,7 @@ class BatchNormActivation(torch.autograd.Function):
 
 
 def _moments_of_one(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`Backend.moments` of an input with one value per channel, its mean, or none."""
+    """`Backend.moments` of an input with one value per channel, which is the mean, or with none."""
     mean = x.sum([dim for dim in range(x.dim()) if dim != 1], dtype=dtype)
     return mean, torch.zeros_like(mean)
 
@@ -153,7 +153,7 @@ def norm_and_activation(
     arguments: NormArguments,
     strategy: Strategy,
 ) -> Tensor:
-    """Make a node, or compute z by PyTorch's operators if that serves as well.
+    """Compute z by our node, or by PyTorch's operators if these save as little.
 
     Function modes, such as recordings, see a node as one call, unless it exchanges statistics or writes over x.
     RuntimeError if it writes over an x that autograd does not allow to change.
@@ -181,7 +181,7 @@ def norm_and_activation(
 
 
 def _is_pytorchs(x: Tensor, arguments: NormArguments, strategy: Strategy) -> bool:
-    """Whether PyTorch's batch normalisation and activation, which are two nodes, keep as little as a node of ours."""
+    """Whether PyTorch's batch normalisation and activation, which are two nodes, save as little as our node."""
     is_eager = strategy.backend in ("auto", "eager")
     if not x.numel() or (strategy.keep == "x" and not strategy.recompute_output and is_eager):
         return True
@@ -213,7 +213,7 @@ def is_node(value: object) -> TypeGuard[Any]:
 
 
 def kept_by(node: Any, saved: Sequence[Tensor] | None = None) -> BackwardInputs:
-    """The tensors that a node keeps, in the form that backends take. `saved`: see `recompute_output`."""
+    """The tensors that a node has saved, in the form that backends take. `saved`: see `recompute_output`."""
     values, gamma, beta, invstd, *rest = _saved_tensors(node) if saved is None else saved
     if not is_packed(values):  # z, written over an x with gaps
         values = values.contiguous()
@@ -234,7 +234,7 @@ def kept_by(node: Any, saved: Sequence[Tensor] | None = None) -> BackwardInputs:
 
 
 def recompute_output(node: Any, saved: Sequence[Tensor] | None = None) -> Tensor:
-    """Recompute z from a node that kept x or x_hat, once for all operations that need it.
+    """Recompute z from a node that saved x or x_hat, once for all operations that need it.
 
     `saved`: the tensors that the node had saved, if its backward pass has freed them.
     """

@@ -11,14 +11,14 @@ STORES = ("x", "x_hat")
 
 
 class CheckpointedABN(ABN):
-    """`ABN` that keeps x (strategy b) or x_hat (strategy c) for the backward pass, and recomputes z from it.
+    """`ABN` that saves x (strategy b) or x_hat (strategy c) for backward, and recomputes z from it.
 
-    Later operations need z in their own backward passes and keep it, unless `recompute_activations` has prepared the
+    Later operations need z in their own backward passes and save it, unless `recompute_activations` has prepared the
     network (`norm=checkpoint` does that). Then z is recomputed when the first of them needs it, and only one
-    activation-sized buffer is kept. Any activation works.
+    activation-sized buffer is saved. Any activation works.
 
     Under `torch.autocast` z must have the precision in which the following convolution computes, or the convolution
-    keeps a converted copy. If x comes from a convolution, z has that precision.
+    saves a converted copy. If x comes from a convolution, z has that precision.
 
     Args (in addition to `ABN`):
         store: "x" to recompute batch normalisation (with the forward pass's statistics) and the activation, or "x_hat"

@@ -17,13 +17,13 @@ VARIANTS = ("I", "II")
 
 
 class InPlaceABN(ABN):
-    """`ABN` that keeps only its output z (and O(C) values) for the backward pass.
+    """`ABN` that saves only its output z (and O(C) values) for backward.
 
     The backward pass inverts the activation: y = phi^-1(z). Variant I also recovers x_hat = (y - beta) / gamma for
-    every value; variant II folds this inversion into per-channel constants. A following convolution keeps z anyway, so
+    every value; variant II folds this inversion into per-channel constants. A following convolution saves z anyway, so
     the layer itself costs no memory.
 
-    z is a new buffer: the preceding operation does not keep its output, so overwriting x would save no more bytes.
+    z is a new buffer: the preceding operation does not save its output x, so overwriting x would not save memory.
 
     With minibatch statistics the scale is gamma = copysign(max(|weight|, gamma_floor), weight), which can be inverted,
     and dL/dweight = dL/dgamma, so a zero weight can recover. With running statistics the layer is exactly batch
@@ -34,8 +34,8 @@ class InPlaceABN(ABN):
         variant: "I" or "II"; same results. II saves one pass in the eager backend; fused backends compute both alike.
         gamma_floor: smallest |gamma| in training.
         overwrite_input: write z over x, which saves one temporary buffer in the forward pass. For a block that owns x,
-            directly after a convolution: as with any in-place operation, later readers see the new values, and the
-            backward pass raises if an earlier operation kept x. An x that is neither contiguous nor channels_last
+            directly after a convolution: as with any in-place operation, later consumers see the new values, and
+            the backward pass raises if an earlier operation saved x. An x that is neither contiguous nor channels_last
             still needs the buffer, and another one in the backward pass. If x is a leaf that requires a gradient, or a
             view made by `chunk` or `split`, PyTorch raises after x was overwritten.
     """

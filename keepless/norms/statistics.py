@@ -1,4 +1,4 @@
-"""Recompute the running statistics of norms, or keep them."""
+"""Recompute the running statistics of norms, or keep forward passes from changing them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,7 +90,7 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which modules have copies of their buffers, and of attributes such as lists."""
+    """Context in which modules use copies of their buffers, and of attributes such as lists."""
     attributes: dict[nn.Module, dict[str, Any]] = {}
     copies: dict[Tensor, Tensor] = {}
     for module in modules:

@@ -1,1 +1,1 @@
-"""Modules that restore their inputs from their outputs instead of keeping them."""
+"""Modules that restore their inputs from their outputs instead of saving them."""

@@ -1,6 +1,6 @@
 """The chain of steps by which reversible modules do without stored inputs: backward walks it from the last output.
 
-The rules, which this file implements together with steps.py, replay.py and state.py:
+The rules, which this file implements together with chain_steps.py, replay.py and state.py:
 
 1. The chain. A `Pass` is one forward pass. It consists of `Step`s (half a coupling, or a whole function) and
    `Regrouping`s (of a tensor into halves, or back). A `Boundary` between two of them stands for the values there.
@@ -12,7 +12,7 @@ The rules, which this file implements together with steps.py, replay.py and stat
 4. Repetition. A half-step runs its branch once, which fills all slots and restores the values before the step (RevNet,
    Algorithm 1 and section 3.2). Other steps run their inverse, and then their function. If the values after a step are
    gone, the later steps restore them first, from the end (`Boundary.take`). So a training step costs four forward
-   passes with couplings, three with stored activations.
+   passes with couplings, three with saved activations.
 5. Restored values are handed over by the first `take` and not cached. Autograd frees each slot with its node. With
    retain_graph=True a slot is only emptied, and the next backward pass computes everything again.
 6. Lifetimes. References point one way: from slots to their step, from a step to the boundary after it, and from a
@@ -155,7 +155,7 @@ class Pass:
     def __init__(
         self, inputs: Values, *, preserve_rng_state: bool = True, reversible: bool = True, widens: bool = False
     ):
-        self.reversible = reversible  # False: an ordinary forward pass
+        self.reversible = reversible  # False: an ordinary forward pass, which saves its activations
         self.widens = widens  # under autocast couplings get float32, see `widened`
         self.values = inputs
         self.boundary = (_boundary_of(inputs) if reversible else None) or Boundary()

@@ -1,4 +1,4 @@
-"""Modules that restore their inputs from their outputs instead of keeping them (RevNet, MemCNN)."""
+"""Modules that restore their inputs from their outputs instead of saving them (RevNet, MemCNN)."""
 
 import functools
 import warnings
@@ -19,7 +19,7 @@ Block = nn.Module | tuple[nn.Module, ...]
 
 
 class InvertibleModuleWrapper(nn.Module):
-    """Run an invertible module without keeping its activations: the backward pass recomputes them from its output.
+    """Run an invertible module without saving its activations: the backward pass recomputes them from its output.
 
     If the input of a wrapper is the output of another, that output is no longer kept. An input with other references
     stays as it is. Gradients, hooks and running statistics are the same as without the wrapper. Without gradients, and

@@ -1,6 +1,6 @@
 """Backend interface: forward and backward pass of BN + activation, in pieces between which ranks can exchange sums.
 
-Tensors with a value per pixel (x, z, dz, dx and the kept tensor) are (N, C, *spatial) and share one dtype and one
+Tensors with a value per pixel (x, z, dz, dx and the saved tensor) are (N, C, *spatial) and share one dtype and one
 packed memory format, contiguous or channels_last. Vectors are (C,). Vectors and arithmetic are float32, or float64 for
 float64 tensors. No function records a graph. Functions change no arguments but the running statistics and, with
 `overwrite`, x, over which z is written.
@@ -29,7 +29,7 @@ class Affine(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The tensors that the forward pass kept, and how the backward pass gets x_hat and y from them.
+    """The tensors that the forward pass saved, and how the backward pass gets x_hat and y from them.
 
     values v | x_hat = (u - offset) * factor             | y
     x        | u = v, offset = mean, factor = invstd     | gamma * x_hat + beta

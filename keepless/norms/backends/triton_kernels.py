@@ -576,8 +576,8 @@ class Launch:
     sizes: tuple[int, ...]
     constants: dict[str, Any]  # compile-time constants
     options: dict[str, Any]  # of compilation, e.g. num_warps
-    # What launches the compiled kernel, by the alignment of the tensors and which of them are None, for which it was
-    # compiled. Triton finds it from all arguments at each launch, which takes several times as long as launching it.
+    # Launchers of compiled kernels, by what these were compiled for: the tensors' alignment (None: no tensor). Triton
+    # would look at all arguments to find them, which takes several times as long as the launch.
     compiled: dict[tuple[int | None, ...], Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
@@ -684,7 +684,7 @@ def _launch(kernel: Any, tiling: Tiling, **constants: Any) -> Launch:
         programs=tiling.blocks * tiling.parts,
         sizes=(n, c, length // tiling.align, *((tiling.tiles_per_part, tiling.parts) if in_parts else ())),
         constants={name: own[name] for name in kernel.arg_names if name in own},
-        # A program alone fits a multiprocessor anyway.
+        # A program that has a multiprocessor to itself fits anyway.
         options={"num_warps": tiling.num_warps, "maxnreg": tiling.registers if tiling.resident > 1 else None},
     )
 

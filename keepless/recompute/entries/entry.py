@@ -129,7 +129,7 @@ class Entry:
         # The guards
         self.only: tuple[Any, ...] | None = None  # the arguments of a call that switches gradients
         self.names: tuple[str, ...] = ()  # of keyword arguments
-        self.count = -1  # of positional arguments; -1: they are not compared
+        self.count = -1  # of positional arguments; -1: not learned
         self.consts: list[tuple[Path, Any]] = []  # arguments that must not change
         self.compares_consts = True
         self.layouts: list[tuple[Path, bool, Any]] = []  # tensors: whether they need gradients; see `layout`

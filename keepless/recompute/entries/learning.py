@@ -74,7 +74,7 @@ class Lesson:
         return self.entries[-1]
 
     def ends(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
-        """A call has run with our hooks. `find`: finds the value of a tensor."""
+        """Note what a call has done that has run with our hooks. `find`: finds the value of a tensor."""
         if not (call.packed or call.recipes):
             return
         entry, own, base = self.entries[-1], None, None

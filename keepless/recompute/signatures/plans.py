@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def _pauses_are_explained() -> Iterator[None]:
-    """Context of planning. If it takes over two seconds, a warning (shown by default) says why the training waits."""
+    """Context of planning. If it takes over two seconds, a logged warning says why the training waits."""
     began = time.perf_counter()
     said = threading.Timer(_PAUSE, _log.warning, ["planning the step within its budget: this may take a few seconds"])
     said.daemon = True
@@ -125,7 +125,7 @@ class Planner:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
     def _planned(self, rehearsed: Step) -> Plan:
-        """The plan of a rehearsed step, with one warning if it may exceed the budget."""
+        """The plan of a rehearsed step, with warnings if it may exceed the budget."""
         if not rehearsed.is_whole:
             place = Simulation(rehearsed).peak_of([True] * len(rehearsed.values))
             self._say(

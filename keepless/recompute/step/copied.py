@@ -209,7 +209,9 @@ def _alike(tensor: Tensor, shared: set[int] | None = None) -> Tensor:
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses operations that use tensors outside the copy, and remembers the fake tensors that were made.
+    """Refuses operations that read the network's own tensors, or train or overwrite others outside the copy.
+
+    It also remembers the fake tensors that were made.
 
     Args:
         own: the parameters and buffers of the network itself.

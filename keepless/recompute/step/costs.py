@@ -180,7 +180,7 @@ _costs: dict[Operator, Cost] = {}
 def measure(operators: Iterable[Operator]) -> None:
     """Measure the cost of operators on ones, outside all modes, each once a process.
 
-    An operator that fails on ones, such as a Cholesky decomposition, costs nothing; one without memory is tried again.
+    An operator that fails on ones, such as a Cholesky decomposition, costs nothing; one out of memory is tried again.
     """
     new = [one for one in dict.fromkeys(operators) if one not in _costs]
     with _measured({one.device for one in new}):

@@ -79,7 +79,7 @@ class Simulation:
         for number, leader in enumerate(self.leaders):
             self.together.setdefault(leader, []).append(number)
         self.consumers = [0] * len(step.values)  # operations
-        self.sign_consumers: dict[int, tuple[int, int]] = {}  # value -> number of sign consumers, bytes of the signs
+        self.sign_consumers: dict[int, tuple[int, int]] = {}  # value -> number of sign consumers, bytes of the mask
         for saved in step.saved:
             if saved.value >= 0:
                 self.consumers[saved.value] += 1
@@ -87,7 +87,7 @@ class Simulation:
                 number, _ = self.sign_consumers.get(saved.value, (0, 0))
                 self.sign_consumers[saved.value] = number + 1, saved.signs
         self.kept_in = [value.memory for value in step.values]
-        # The memories of the program, of each value if it is computed, and of its signs.
+        # The memories of the program, of each value if it is computed, and of its sign mask.
         signs = [self.sign_consumers.get(number, (0, 0))[1] for number in range(len(step.values))]
         self.sizes = [*step.memories, *(value.bytes for value in step.values), *signs]
         # Each event, its number, and the value that is saved. Later events in memories without values are merged into
@@ -155,7 +155,7 @@ class _Run(_Levels):
                 for i in self.inputs[leader]:
                     self.consumers[i] += 1
         self.computed_in = len(self.step.memories)  # the first memory of computed values
-        self.of_signs = self.computed_in + count  # the first memory of signs
+        self.of_signs = self.computed_in + count  # the first memory of sign masks
         self.kept_in = list(whole.kept_in)
         for number, (consumers, _) in whole.sign_consumers.items():
             if kept[number] and consumers == self.consumers[number]:
@@ -165,7 +165,7 @@ class _Run(_Levels):
         self.needs = [0] * count  # consumers that may still read it
         self.wanted = [0] * count  # of a leader: how many values that its recipe computes have such consumers
         self.reads = [0] * count  # how often each was read in this backward pass
-        self.using: dict[int, int] = {}  # number of a save -> the memory in which a running operation reads it
+        self.using: dict[int, int] = {}  # number of a save -> the memory in which an operation that is running reads it
         self.born, self.first, self.last = [end] * count, [end] * count, [-1] * count
         self.seconds = 0.0
         self.now = 0  # number of the event
@@ -208,7 +208,7 @@ class _Run(_Levels):
         return Outcome(max(levels), self.seconds, levels, self.consumers, self.born, self.first, self.last)
 
     def _need(self, number: int) -> None:
-        """A value is needed, and so are the inputs of its recipe."""
+        """Count a consumer of a value, and with the first one those of its recipe's inputs."""
         pending = [number]
         while pending:
             one = pending.pop()
@@ -283,7 +283,7 @@ class _Run(_Levels):
             self._count(i)
 
     def _place(self, number: int) -> None:
-        """A value has been computed."""
+        """Note where a value has been computed."""
         value = self.step.values[number]
         shared = value.inputs[0] if value.overwrites and self._is_spare(value.inputs[0]) else value.alias
         self.place[number] = self.place[shared] if shared >= 0 else self.computed_in + number
@@ -295,7 +295,7 @@ class _Run(_Levels):
         return is_own and self.step.values[number].is_fresh
 
     def _count(self, number: int) -> None:
-        """A value was read; if it is computed, it is dropped after its last consumer."""
+        """Count a read of a value; if it is computed, it is dropped after its last consumer."""
         if self.last[number] < 0:
             self.first[number] = self.now
         self.last[number] = self.now

@@ -17,9 +17,9 @@ class Kind(IntEnum):
 
 
 class Event(IntEnum):
-    """What happens in a step. Events carry a number.
+    """What happens in a step. Each event comes with a number.
 
-    It is a memory's for HOLD and LET, a `Save`'s for SAVE, READ and RELEASE, bytes for BUSY, and 0 for PASS.
+    HOLD and LET: of a memory; SAVE, READ and RELEASE: of a `Save`; BUSY: of bytes; PASS: 0.
     """
 
     HOLD = 0  # the program, or the backward pass, gets a tensor
@@ -44,7 +44,7 @@ class StepValue(NamedTuple):
     busy: int = 0  # temporary bytes of the call while it runs, besides arguments and results
     operations: int = 0  # multiplications and additions
     is_fresh: bool = False  # nothing else shares its memory when it is recomputed
-    overwrites: bool = False  # it is computed over its first input, if that is fresh and has no other consumer
+    overwrites: bool = False  # it is computed in place of its first input, if that is fresh and has no other consumer
     flag: int = Flag.AGAIN  # flag of its call if it is recomputed
     leader: int = -1  # the first of several values made by one recipe: it has their costs; else -1
 

@@ -206,7 +206,7 @@ class Trace(KnownValues):
         if base is not None and base.numel() == result.numel() and call.has_made(base):
             if again is not None and base.is_contiguous() and result.is_contiguous():
                 self._replace(self.find(base), own)
-            self.remember(base, own)  # other views of it follow
+            self.remember(base, own)  # other views of it are recomputed from this
 
     def _replace(self, of_base: Value | None, own: Value) -> None:
         """If a call has saved the base of its result, that base is computed from the result."""
@@ -252,7 +252,7 @@ class Trace(KnownValues):
         return saved, number
 
     def reads(self, save: int) -> None:
-        """The backward pass reads what autograd holds."""
+        """Note that the backward pass reads what autograd holds."""
         if save >= 0 and backward_runs():
             if not self.in_pass:
                 self.in_pass = True
@@ -270,7 +270,7 @@ class Trace(KnownValues):
         return bool(self.unseen) or any(value.kind == Kind.FREE for value in self.values)
 
     def forward_ends(self, outputs: Iterable[Tensor]) -> None:
-        """The forward pass has ended with these outputs."""
+        """Note that the forward pass has ended with these outputs."""
         self.forward = len(self.events)
         if any(type(node).__name__ == _OF_CHECKPOINT for node in _nodes_of(outputs)):
             self.unseen = "a checkpoint of its own"
