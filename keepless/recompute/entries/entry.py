@@ -103,9 +103,9 @@ class Make:
         self.recipe = weakref.ref(recipe)  # the one that was learned
         self.function, self.sources, self.draws = function, sources, draws
         self.how: How = recipe.how
-        # Of what the call saves inside, and perhaps of the result; 0: the result alone
+        # How many tensors it computes, saved inside the call or its result; 0: the result alone
         self.outputs = len(recipe.outputs)
-        self.is_whole = False  # it computes what the call saves inside, and the result
+        self.is_whole = False  # it computes both
 
     @property
     def is_inside(self) -> bool:

@@ -36,9 +36,9 @@ Rule 14. A recorded pass is learned (learning.py): each call gets an entry (entr
     function, and where something is dropped, modes and arguments; then the entry's code (code.py) makes the call and
     writes the same values into the same registry (registry.py). Hooks are only around calls that save a dropped tensor;
     or around the pass, if autograd functions of the program save one outside of calls. A call that differs from its
-    entry is recorded alone, and gets an entry beside it (`grown`). If calls have gone or come, the pass goes on at the
+    entry is recorded alone, and gets an entry beside it (`grown`). If calls are missing or new, the pass goes on at the
     entry that has read the same parameter. The rest of a pass is recorded if gradients are switched otherwise, or
-    within a budget if over a quarter of its calls differ (calls that have gone are not counted).
+    within a budget if over a quarter of its calls differ (missing calls do not count).
 
 An example, and what autograd holds for each tensor:
 
@@ -272,7 +272,7 @@ class Recording(TorchFunctionMode):
             after_overwriting(write, self.known.memories)
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Dispatch a call to subclasses of tensors, and see the functions that they call on plain tensors."""
+        """Dispatch a call to tensor subclasses, and see the functions that they call on ordinary tensors."""
         super().__enter__()
         try:
             for kind in types:

@@ -15,7 +15,7 @@ from ..entries.recipes import how_to_repeat
 from ..entries.registry import KnownValues
 from ..held.signs import unpacking_bytes
 from ..held.values import Again, Call, Recipe, Saved, Value
-from ..table.rules import Rule, is_mask_alike
+from ..table.rules import Rule, mask_needs_only_shape
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
 
@@ -196,7 +196,7 @@ class Trace(KnownValues):
             self._inside(parts, again, Flag.AGAIN, number)
             self.costly.append((parts[0], ran_again))
         if mask is not None:
-            layout = sum(one.nbytes for one in tensors_in(call.arguments) if not is_mask_alike(one))
+            layout = sum(one.nbytes for one in tensors_in(call.arguments) if not mask_needs_only_shape(one))
             self._inside(parts, mask, Flag.MASK, number)
             self.costly.append((parts[0], ran._replace(end=ran.begin, besides=2 * result.nbytes + layout)))
         for saved in call.replaceable:

@@ -51,7 +51,7 @@ class Row(NamedTuple):
     positive: Positive | None = None  # its gradient only needs the sign mask of the saved tensor, by this function
     result_serves: Question | None = None  # whether a call saves its argument although its result would do
     reads_shape_only: Question | None = None  # whether a call saves its input although the gradient needs no values
-    narrow: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype] | None = None  # for the indices that a call saves
+    narrow: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype] | None = None  # dtype of indices that a call saves
     draws: Question | None = None  # whether a call draws random numbers
     only_asks: bool = False  # it reads an attribute, such as `grad`, or a number, such as `dim()`: it saves nothing
     is_opened: bool = False  # it is written in Python without a rule: the functions that it calls are recorded instead

@@ -215,7 +215,7 @@ def _is_aligned(argument: object) -> bool:
     return not isinstance(argument, Tensor) or bool(argument.storage_offset() * argument.itemsize % 16 == 0)
 
 
-def is_mask_alike(x: Tensor) -> bool:
+def mask_needs_only_shape(x: Tensor) -> bool:
     """Whether a dropout's mask depends only on the shape of a tensor, not on its memory layout."""
     return x.is_cpu and x.is_contiguous()
 
@@ -235,7 +235,7 @@ def mask(function: Function) -> Rule:
 
 def any_values(x: Tensor) -> ShapeOnly:
     """The shape for which to draw a mask. If only the shape matters, a single value is expanded to it."""
-    return ShapeOnly(x.new_empty(()).expand(x.shape) if is_mask_alike(x) else x)
+    return ShapeOnly(x.new_empty(()).expand(x.shape) if mask_needs_only_shape(x) else x)
 
 
 def _on_any_values(function: Function, others: tuple[Any, ...], named: dict[str, Any], x: ShapeOnly) -> Tensor:
