@@ -121,7 +121,8 @@ def report(network: nn.Module) -> Report:
     """Report what a prepared network saved for backward in its last forward pass. Call it after a step and print it.
 
     It says why each tensor is saved: without a budget by which rule, with one whether the plan keeps it or it cannot be
-    recomputed. If the pass stopped repeating the calls of earlier ones, only tensors from there on are listed.
+    recomputed. If the pass stopped repeating the calls of earlier ones, only tensors from there on are listed. Bytes
+    are those of the pass in which the calls were learned, also if later inputs have another size.
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """

@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the baseline is within the budget: then nothing is dropped."""
+        """Whether the baseline is within the budget: then passes that follow the script drop nothing."""
         return 0 < self.plain <= self.peak
 
 

@@ -168,7 +168,7 @@ class Planner:
                 f"that, or give a smaller budget, because a step may exceed this one"
             )
         plan, plain = choice.plan(step), plain_peak(step)
-        return replace(plan, peak=plain) if plain <= asked else plan  # nothing is dropped: see `Plan.fits`
+        return replace(plan, peak=plain) if plain <= asked else plan  # scripts drop nothing: see `Plan.fits`
 
 
 def _chosen(step: Step, limit: int) -> tuple[Step, Choice]:
