@@ -22,7 +22,15 @@ from ...saved import (
     laid_out,
     wait_for,
 )
-from ...torch_internals import Hooks, address, at_end_of_backward, backward_number, next_node_number, node_number
+from ...torch_internals import (
+    Hooks,
+    address,
+    at_end_of_backward,
+    backward_number,
+    is_any_autocast_enabled,
+    next_node_number,
+    node_number,
+)
 from .signs import Positive, Signs
 
 
@@ -57,7 +65,7 @@ class _BackwardPass(threading.local):
 
 
 _pass = _BackwardPass()
-_is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Value:
@@ -289,11 +297,10 @@ class Recipe:
         self.outputs: list[weakref.ref[Value]] = []
         self.wanted = int(wanted)  # number of values that it computes and that have consumers
         self.depth = 1  # recipes in the longest chain from kept values to this one
-        own = weakref.ref(self)
         for value in arguments:
             if type(value) is Value:
                 if type(source := value.source) is not Recipe:
-                    value.recipes.append(own)
+                    value.recipes.append(weakref.ref(self))
                 elif source.depth >= self.depth:
                     self.depth = 1 + source.depth
                 if wanted:  # `Value.count`
@@ -330,7 +337,7 @@ class Recipe:
         function = self.function
         if over:
             function = torch.relu_ if function is torch.relu else partial(function, inplace=True)
-        if _is_grad_enabled() or autocast[0] or _is_autocast_enabled(device):
+        if _is_grad_enabled() or autocast[0] or is_any_autocast_enabled():
             with torch.no_grad(), autocast_as(autocast, device):
                 result: Any = function(*arguments)
         else:

@@ -58,11 +58,12 @@ def slow(seeds: range, *values):
     return pytest.param(*values, seeds, marks=pytest.mark.slow)
 
 
-# Without a budget, within each of three budgets, and by plans that keep a random part.
-SEEDS = [("by chance", range(6)), slow(range(6, 400), "by chance"), (None, range(12)), slow(range(12, 3300), None)]
+# Without a budget, within each of three budgets, and by plans that keep a random part. Seeds up to 3,300, 200 and 400
+# have agreed, too; they would take an hour.
+SEEDS = [("by chance", range(6)), slow(range(6, 80), "by chance"), (None, range(12)), slow(range(12, 400), None)]
 SEEDS += [(1.0, range(88, 89))]  # a call differs, and what is kept for it is written over by one that drops nothing
 for budget in (1.0, 0.7, "1KiB"):
-    SEEDS += [(budget, range(1)), slow(range(1, 200), budget)]
+    SEEDS += [(budget, range(1)), slow(range(1, 40), budget)]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -166,7 +167,7 @@ UNPLANNED = {**dict.fromkeys(["checkpoint", "reentrant", "copying hooks"], "a ch
 WITHOUT_SCRIPTS = [{("region", "vmap")}, {("region", "autocast"), ("layer", 7)}, {("unary", 29), ("layer", 5)}]
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 600), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 300), marks=pytest.mark.slow)])
 def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(seeds, monkeypatch, request):
     """From the second step on, which takes no more than the first. It is told what a budget cannot plan."""
     request.addfinalizer(gc.enable)
