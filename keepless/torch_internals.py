@@ -43,7 +43,6 @@ try:
         FakeTensorMode,
         in_kernel_invocation_manager,
     )
-    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.attention import _backend_names
     from torch.nn.modules import module as _modules
     from torch.nn.modules._functions import SyncBatchNorm

@@ -50,7 +50,7 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
 def argument_code(path: Path) -> str:
     """The argument with a path as code, after `unpacking`."""
     if type(path) is tuple:
-        return f"arg_{path[0]}[{path[1]}]"
+        return f"{argument_code(path[0])}[{path[1]}]"
     return f"arg_{path}" if type(path) is int else f"kwargs[{path!r}]"
 
 
@@ -61,12 +61,13 @@ def unpacking(count: int, otherwise: str) -> list[str]:
 
 
 def tensors_by_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
-    for number, one in enumerate(args):
+    """The tensors among the arguments, and in lists of these, with their paths."""
+    given: list[tuple[Path, Any]] = [*enumerate(args), *kwargs.items()]
+    for path, one in given:
         if isinstance(one, Tensor):
-            yield number, one
+            yield path, one
         elif isinstance(one, (list, tuple)):
-            yield from (((number, i), part) for i, part in enumerate(one) if isinstance(part, Tensor))
-    yield from ((name, one) for name, one in kwargs.items() if isinstance(one, Tensor))
+            yield from (((path, i), part) for i, part in enumerate(one) if isinstance(part, Tensor))
 
 
 def constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
@@ -76,7 +77,7 @@ def constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[P
         if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
             if not any([isinstance(part, Tensor) for part in one]):
                 yield path, [*one] if type(one) is list else one  # the program may change its list
-            elif type(path) is int:
+            else:
                 yield from (((path, i), part) for i, part in enumerate(one) if not isinstance(part, Tensor))
         elif not isinstance(one, Tensor):
             yield path, one
@@ -134,7 +135,7 @@ class Entry:
         self.compares_consts = True
         self.layouts: list[tuple[Path, bool, Any]] = []  # tensors: whether they need gradients; see `layout`
         self.alike: list[tuple[Path, Path]] = []  # arguments that must be the same tensor
-        self.counts: list[tuple[int, int]] = []  # lengths of lists of tensors
+        self.counts: list[tuple[Path, int]] = []  # lengths of lists of tensors
         self.stream = -1  # index of the CUDA device; -1 for others
         # What is dropped
         self.makes: list[Make] = []

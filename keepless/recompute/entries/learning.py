@@ -97,7 +97,8 @@ class Lesson:
             entry.layouts.append((path, one.requires_grad, layout(one) if has_layout else None))
         entry.consts = list(constants(call.args, call.kwargs))
         entry.alike = [(path, paths[id(one)]) for path, one in tensors if path != paths[id(one)]]
-        entry.counts = [(n, len(call.args[n])) for n in sorted({path[0] for path, _ in tensors if type(path) is tuple})]
+        given: dict[Path, Any] = {**dict(enumerate(call.args)), **call.kwargs}
+        entry.counts = [(one, len(given[one])) for one in {path[0]: 0 for path, _ in tensors if type(path) is tuple}]
         entry.compares_consts = False  # not if it is repeated with its own arguments, whatever they are
         for recipe, again in call.recipes:
             make = Make(recipe, again.function.args[0] if again.draws else again.function, [], again.draws)  # type: ignore[attr-defined]
@@ -131,7 +132,7 @@ def _source(argument: Any, call: Call, paths: dict[int, Path], is_written: bool)
         for tensor, found in call.found:
             if found is argument and isinstance(tensor, Tensor) and id(tensor) in paths:
                 path = paths[id(tensor)]
-                return Source(_kind(argument, tensor, is_written and path == 0), path)
+                return Source(_kind(argument, is_written and path == 0), path)
         numbers = [n for n, (_, one, _) in enumerate(call.packed) if getattr(one, "value", one) is argument]
         if names and (isinstance(argument, Kept) or isinstance(argument.source, Kept)):
             return Source("saved", names[0])
@@ -139,7 +140,7 @@ def _source(argument: Any, call: Call, paths: dict[int, Path], is_written: bool)
     return Source("unknown") if isinstance(argument, Tensor) else Source("constant", argument)
 
 
-def _kind(argument: Value | Kept, tensor: Tensor, is_overwritten: bool) -> str:
+def _kind(argument: Value | Kept, is_overwritten: bool) -> str:
     """How an entry finds the value of an argument: see `Source`."""
     if isinstance(argument, Kept):
         return "kept"

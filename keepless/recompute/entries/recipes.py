@@ -1,6 +1,5 @@
 """Decide for each result of a call: a recipe that repeats the call from kept values, or a kept tensor."""
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -242,13 +241,6 @@ class Rerun:
         self.function, self.needs_grad = function, needs_grad
         self.positions = {part.number: (position, part.is_base) for position, part in enumerate(inside)}
         self.forms = _forms(originals)
-
-    def around(self, function: Callable[..., Any], originals: Sequence[Tensor | None]) -> "Rerun":
-        """The same for another call, of a function that does the same, e.g. with other random numbers."""
-        other = copy.copy(self)
-        other.function = function
-        other.forms = _forms(originals)
-        return other
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
         found: dict[int, Tensor] = {}

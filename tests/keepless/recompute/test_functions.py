@@ -373,6 +373,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     # Nothing is kept for something smaller: parts of a concatenation, instead of its mean.
     "mean of a concatenation": (lambda x: torch.cat([_opaque(x, 1), _opaque(x, 2)], 1).mean((2, 3), True).sin(), 1),
     "slice of a concatenation": (lambda x: ((torch.cat([_opaque(x, 1), _opaque(x, 2)], 1) * 2)[:, 2:-2] * 2).sin(), 1),
+    "parts by name": (lambda x: torch.stack(dim=1, tensors=[F.silu(x), torch.cat(tensors=(x, x))[:2]]).sin(), 0),
     "mean of a stack": (lambda x: torch.stack([_opaque(x, 1), _opaque(x, 2)]).mean(0).sin(), 1),
     "concatenation under autocast": (_in_bfloat16, 1),
     "in-place norm of a concatenation": (lambda x: IN_PLACE_NORM(torch.cat([_opaque(x, 1), _opaque(x, 2)], 1)), 1),
