@@ -4,7 +4,7 @@ Each activation phi is three maps: z = phi(y), written over y; dL/dy from dL/dz 
 
 Three of them saturate: elu towards -alpha, sigmoid towards 0 and 1, tanh towards -1 and 1. Once z has rounded to an
 asymptote, y is lost: the inverse then uses the nearest value that the dtype can distinguish from the asymptote, which
-keeps y finite (see `invertible_range`). dL/dy is zero to rounding there, so a finite y is all that is needed.
+keeps y finite. dL/dy is zero to rounding there, so a finite y is all that is needed.
 """
 
 import difflib
@@ -19,15 +19,6 @@ from ...inputs import is_number
 
 INVERTIBLE_ACTIVATIONS = ("leaky_relu", "elu", "identity", "sigmoid", "tanh")
 ACTIVATIONS = (*INVERTIBLE_ACTIVATIONS, "relu")
-
-# Range of y in which float64 gradients equal autograd's, to 1e-10 of the largest gradient.
-EXACT_RANGES = {
-    "leaky_relu": (-math.inf, math.inf),
-    "elu": (-15.0, math.inf),
-    "identity": (-math.inf, math.inf),
-    "sigmoid": (-20.0, 20.0),
-    "tanh": (-12.0, 12.0),
-}
 
 
 class Activation(NamedTuple):
@@ -122,15 +113,3 @@ def invert_activation(activation: Activation, z: Tensor, rounded_to: torch.dtype
         return torch.atanh(z.clamp(gap - 1, 1 - gap))
     assert name == "identity", name
     return z
-
-
-def invertible_range(activation: Activation, dtype: torch.dtype) -> tuple[float, float]:
-    """Smallest and largest y that `invert_activation` returns for z of this dtype; beyond them y is lost."""
-    gap = torch.finfo(dtype).eps / 2
-    if activation.name == "elu":
-        return math.log(gap), math.inf
-    if activation.name == "sigmoid":
-        return 2 * math.log(gap), -math.log(gap)
-    if activation.name == "tanh":
-        return -math.atanh(1 - gap), math.atanh(1 - gap)
-    return -math.inf, math.inf
