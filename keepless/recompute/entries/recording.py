@@ -261,11 +261,12 @@ class Recording(TorchFunctionMode):
 
     def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
         """Before a call that may write over tensors: copy what recipes read from their memory."""
-        known = self.known
+        known, writes = self.known, []
         known.note_memories()
-        tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
-        writes = [before_overwriting(tensor, known.memories, known.outer) for tensor in tensors]
-        return [one for one in writes if one is not None]
+        for tensor in map(unwrapped, overwritten(function, args, kwargs)):
+            if is_ordinary(tensor) and (write := before_overwriting(tensor, known.memories, known.outer)) is not None:
+                writes.append(write)
+        return writes
 
     def end_writing(self, writes: list[Overwriting]) -> None:
         for write in writes:
