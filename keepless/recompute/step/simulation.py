@@ -198,7 +198,8 @@ class _Run(_Levels):
                 self.let(what)
             elif event == _PASS:
                 self._pass_ends()
-            levels.append(max(self.most, self.level + most))
+            top = self.level + most
+            levels.append(top if top > self.most else self.most)
             self.level += change
         for leader, numbers in self.whole.together.items():  # the leader stands for all
             if len(numbers) > 1:
