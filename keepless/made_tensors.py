@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .inputs import tensors_in
 from .torch_internals import (
     OpOverload,
     TorchDispatchMode,
@@ -17,7 +18,6 @@ from .torch_internals import (
     has_storage,
     node_number,
     running_node,
-    tree_leaves,
 )
 
 
@@ -143,4 +143,4 @@ def bytes_of_tensors(tensors: Iterable[object]) -> int:
 
 def _storages(values: object) -> list[torch.UntypedStorage]:
     """The storages of all tensors that have one; sparse ones have not."""
-    return [one.untyped_storage() for one in tree_leaves(values) if torch.is_tensor(one) and has_storage(one)]
+    return [one.untyped_storage() for one in tensors_in(values) if has_storage(one)]
