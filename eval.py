@@ -61,12 +61,17 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     log_to(console, None, world.rank)
     split = options.data.split or config.data.val_split
     dataset = task.dataset(config.data, split, state)
+    if not (dataset.has_labels or options.predictions or options.overlays):
+        raise ValueError(
+            f"data.split={split}: {dataset.name} has no labels in this split, so there is nothing to score: choose one "
+            f"with labels, such as val, or give predictions=DIR or overlays=DIR for images"
+        )
     with world.first_goes_ahead() as first:
         if config.data.verify and first:
             verify_with_progress(dataset, console)
     assemble.arithmetic(config.trainer)
     forward = trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
-    writable_file("results", results_file)
+    writable_file("results", results_file, path)
     evaluated = task.evaluate(forward, dataset, config, options, world, console, ranks_of(state.get("random")))
 
     results = {}

@@ -68,7 +68,7 @@ def predict(values: DictConfig) -> list[Path]:
         images = find_images(source, output)
         writable_file("output", output / TABLE)
         if options.report:
-            writable_file("report", Path(options.report))
+            writable_file("report", Path(options.report), *images.values())
         if isinstance(network, Segmenter):
             write_classes(output / CLASSES, network)
         with progress_bar(console) as progress, WrittenBehind() as files:
@@ -205,7 +205,12 @@ def result_names(images: Sequence[Path]) -> list[str]:
 
 
 def write_classes(path: Path, network: Segmenter) -> None:
-    """Write what ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
+    """Write what ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …].
+
+    ValueError: a user's dataset has its classes there, in a file of another form.
+    """
+    if path.is_file() and path.read_bytes().lstrip(b"\xef\xbb\xbf\r\n\t ").startswith(b"{"):
+        raise ValueError(f"output={path.parent} has a dataset's {CLASSES}, which would be lost: give another folder")
     meant = zip(network.label_ids.tolist(), network.classes, network.palette.tolist(), strict=True)
     entries = [{"id": number, "name": name, "colour": colour} for number, name, colour in meant]
     write_file(path, "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")

@@ -119,6 +119,11 @@ def test_the_images_of_a_dataset_are_no_place_for_pictures(run_dir, drawn):
     assert not (images / "new").exists()
 
 
+def test_scores_do_not_replace_the_checkpoint(run_dir):
+    with pytest.raises(ValueError, match=f"^results={run_dir}/checkpoints/last.pt is the input: give another file"):
+        evaluate_run(run_dir, f"results={run_dir / 'checkpoints' / 'last.pt'}")
+
+
 def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, drawn, tmp_path):
     root = shutil.copytree(drawn, tmp_path / "streets")
     image = cityscapes(root, "val").files[-1].image

@@ -47,8 +47,11 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
 
     last = (f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}", "workers=0", "device=cpu")
     assert evaluate(composed("eval", *last))["confusion_matrix"] == results["confusion_matrix"]
-    scores = evaluate(composed("eval", *last, "data.split=test", f"predictions={tmp_path / 'predictions'}"))
     dataset = assemble.dataset(config, "test")
+    if not dataset.has_labels:
+        with pytest.raises(ValueError, match=f"^data.split=test: {name} has no labels .* nothing to score: choose one"):
+            evaluate(composed("eval", *last, "data.split=test"))
+    scores = evaluate(composed("eval", *last, "data.split=test", f"predictions={tmp_path / 'predictions'}"))
     assert bool(scores) == dataset.has_labels
     files = {str(path.relative_to(tmp_path / "predictions")): path for path in tmp_path.glob("predictions/**/*.png")}
     assert set(files) == {f"{entry.name}.png" for entry in dataset.files} and len(files) == 2

@@ -35,13 +35,13 @@ def writable_folder(key: str, folder: Path) -> Path:
     return folder
 
 
-def writable_file(key: str, file: Path, source: Path | None = None) -> None:
-    """Create a file's folder if needed. ValueError, naming `key`: not writable, or `file` is a folder or `source`.
+def writable_file(key: str, file: Path, *sources: Path) -> None:
+    """Create a file's folder if needed. ValueError, naming `key`: not writable, or `file` is a folder or in `sources`.
 
     Devices such as /dev/null are refused too: root would replace them by a file.
     """
     if file.exists():
-        is_source = source is not None and source.exists() and file.samefile(source)
+        is_source = any(source.exists() and file.samefile(source) for source in sources)
         what = "a folder" if file.is_dir() else "the input" if is_source else "" if file.is_file() else "a device"
         if what:
             raise ValueError(f"{key}={file} is {what}: give another file")

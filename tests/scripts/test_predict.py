@@ -264,7 +264,14 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
         with pytest.raises(ValueError, match=re.escape(message)):
             run(trained, tmp_path / "data/images", tmp_path / "out", override)
         assert relative_files(tmp_path) == before
-    with pytest.raises(ValueError, match=f"^report={tmp_path} is a folder: give another file"):
-        run(trained, tmp_path / "data/images", tmp_path / "out", f"report={tmp_path}")
-    assert not (tmp_path / "out" / "ids").exists()
+    image, classes = tmp_path / "data" / "images" / "a.png", tmp_path / "data" / "classes.json"
+    classes.write_text('\n{"classes": []}')
+    for override, message in (
+        (f"report={tmp_path}", f"report={tmp_path} is a folder: give another file"),
+        (f"report={image}", f"report={image} is the input: give another file"),
+        (f"output={tmp_path / 'data'}", f"output={tmp_path / 'data'} has a dataset's classes.json, which would be"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            run(trained, tmp_path / "data/images", tmp_path / "out", override)
+    assert not (tmp_path / "out" / "ids").exists() and classes.read_text() == '\n{"classes": []}'
     assert run(trained, tmp_path / "data" / "images", tmp_path / "data" / "predicted")
