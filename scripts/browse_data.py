@@ -44,7 +44,7 @@ Shown = tuple[str, np.ndarray, np.ndarray]  # title; crop, uint8 (h, w, 3) RGB; 
 @dataclass
 class BrowseData(SegmentationRun):
     data: Data = group({**SEGMENTATION_DATASETS, **CLASSIFICATION_DATASETS})  # type: ignore[assignment]
-    out: str = MISSING  # folder of the sheets
+    out: str = key(MISSING, written=True)  # folder of the sheets
     count: int = key(16, above=0, most=10_000)  # crops
     epoch: int = key(0, least=0)  # of the run, from 0
 

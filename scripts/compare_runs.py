@@ -36,7 +36,7 @@ from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs
 @dataclass
 class Comparison:
     runs: Any = key(MISSING, names=True)  # a folder, or a list of folders: run directories, or folders that hold some
-    out: str = MISSING  # path of the report, without suffix
+    out: str = key(MISSING, written=True)  # path of the report, without suffix
     title: str = "Comparison of runs"  # title of the page
 
 

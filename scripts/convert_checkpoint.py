@@ -53,7 +53,7 @@ class ConversionData:
 @dataclass
 class Conversion:
     input: str = MISSING  # the file to convert, or a run directory
-    output: str = MISSING  # the file to write
+    output: str = key(MISSING, written=True)  # the file to write
     format: str = key("checkpoint", one_of=("checkpoint", "standard_bn"))  # of the output
     # Whether the norms of a released file scale by |weight| + eps (released) or by weight (raw).
     scale: str | None = key(None, one_of=released.SCALES)

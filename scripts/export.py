@@ -49,7 +49,7 @@ LARGEST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}  # differences of
 @dataclass
 class Export:
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
-    output: str = MISSING  # the file to write, such as n.pt2 or n.onnx
+    output: str = key(MISSING, written=True)  # the file to write, such as n.pt2 or n.onnx
     format: str = key("exported", one_of=("exported", "onnx"))
     averaged: bool = True  # the EMA weights, if the checkpoint has them
     argmax: bool = False  # return the class of each pixel, int64 (N, H, W), or of each image, (N,), instead of logits

@@ -43,7 +43,7 @@ class VerifyData:
     # Only timeout_seconds and the keys that choose images and classes matter.
     data: Data = group({**SEGMENTATION_DATASETS, **CLASSIFICATION_DATASETS})
     splits: list[str] | None = None  # null: all
-    out: str | None = None  # JSON file with all problems and counts
+    out: str | None = key(None, written=True)  # JSON file with all problems and counts
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
 
 

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from engine.process.console import log_to, make_console
 from engine.process.distributed import launched
 from engine.process.jobs import has_ended, run_jobs
-from engine.schema.keys import Keys, deciding, named_after, override
+from engine.schema.keys import Keys, deciding, leaves, named_after, override
 
 FLAGS = ("-m", "--multirun")
 OF_RUN_DIRECTORIES = ("run_dir", "resume")  # keys that the sweep sets for each job
@@ -84,6 +84,7 @@ def jobs_of(
     for (own, config), (other, other_config) in itertools.combinations(zip(owns, configs, strict=True), 2):
         if config == other_config:
             raise ValueError(f"{' '.join(own)} and {' '.join(other)} are the same job: leave one of them out")
+    _check_places(owns, configs)
     if not has_run_dir:
         return None, [Job(" ".join(own), [*shared, *own], None) for own in owns]
     default = Path("multirun", named_after([Path(sys.argv[0]).stem, *deciding(shared, configs[0])]))
@@ -93,6 +94,18 @@ def jobs_of(
         run_dir = folder / named_after(own, digest=names.count(name) > 1)
         jobs.append(Job(" ".join(own), [*shared, *own, override("run_dir", run_dir), "resume=auto"], run_dir))
     return folder, jobs
+
+
+def _check_places(owns: list[list[str]], configs: list[Keys]) -> None:
+    """ValueError if two jobs would write the same file or folder: only what the last one writes would be left."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for own, config in zip(owns, configs, strict=True):
+        for name, value, entry in leaves(config):
+            if entry.metadata.get("written") and value and (first := places.setdefault((name, value), own)) is not own:
+                raise ValueError(
+                    f"{name}={value}: {' '.join(first)} would write there, and {' '.join(own)} replace it: give each "
+                    f"its own, such as '{name}=NAME-${{{own[0].partition('=')[0]}}}'"
+                )
 
 
 def _parsed(arguments: list[str], has_run_dir: bool) -> tuple[list[str], dict[str, list[str]], list[str]]:

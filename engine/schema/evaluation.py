@@ -99,9 +99,11 @@ class Evaluation(TrainedNetwork):
     activation: str | None = key(None, one_of=tuple(ACTIVATIONS))
     # exact: a feature cell covers body.output_stride pixels; stretched: all are stretched to the image, as released.
     upsampling: str = key(EXACT, one_of=UPSAMPLINGS, task=SEGMENTATION)
-    predictions: str | None = key(None, task=SEGMENTATION)  # folder for predictions in the dataset's official encoding
-    overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
-    results: str | None = None  # JSON file; null: in the run's folder
+    # Folder for predictions in the dataset's official encoding.
+    predictions: str | None = key(None, task=SEGMENTATION, written=True)
+    # Folder for pictures: image | ground truth | prediction.
+    overlays: str | None = key(None, task=SEGMENTATION, written=True)
+    results: str | None = key(None, written=True)  # JSON file; null: in the run's folder
     # Processes that read, for each process that evaluates. auto: one per core that the machine has for it, at most 8.
     workers: Any = key("auto", word="auto", least=0, most=MOST_WORKERS)
     # Images at once; null: as in training, or a tenth of that with view=ten_crop. auto: in segmentation on CUDA as many
@@ -171,8 +173,9 @@ class Prediction(TrainedNetwork):
     """One run of scripts.predict."""
 
     input: str = MISSING  # an image, or a folder of images, searched with its subfolders
-    output: str = MISSING  # folder
-    report: str | None = None  # HTML file: each image with its overlay and the share of each class, or its top_k bars
+    output: str = key(MISSING, written=True)  # folder
+    # HTML file: each image with its overlay and the share of each class, or its top_k bars.
+    report: str | None = key(None, written=True)
     # Also write each pixel's probability of every class: float16 (classes, height, width), as NumPy files.
     probabilities: bool = key(False, task=SEGMENTATION)
     top_k: int = key(5, above=0, task=CLASSIFICATION)  # classes of each image in predictions.csv, the likeliest first

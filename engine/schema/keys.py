@@ -41,6 +41,7 @@ def key(
     free_on_resume: bool = False,
     per_machine: bool = False,
     task: str | None = None,
+    written: bool = False,
 ) -> T:
     """A key with a default. Bounds hold for every number in a list.
 
@@ -56,10 +57,12 @@ def key(
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
         per_machine: ranks may also have different values.
         task: the only task that has the key, see `refuse_other_tasks`.
+        written: the value is a file or folder that the command replaces, so jobs of a sweep need different ones.
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries, "names": names}
     free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
-    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task, "word": word})
+    others = {"task": task, "word": word, "written": written}
+    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, **others})
 
 
 def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:

@@ -11,6 +11,8 @@ import pytest
 import train_imagenet
 from engine.configuration import sweep
 from engine.configuration.command_line import command_line
+from engine.configuration.config import typed
+from engine.schema.evaluation import Evaluation
 from tests.runs import composed
 
 
@@ -95,6 +97,19 @@ def test_what_is_no_sweep_is_refused_before_anything_runs(arguments, message, sw
     with pytest.raises(SystemExit, match=f"^error: {message}"):
         swept("-m", *arguments.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_jobs_that_would_replace_each_others_files_are_refused():
+    """They need different files, which may be named after what differs. Only the last job's scores were left."""
+
+    def jobs(*words: str) -> list[sweep.Job]:
+        given = ["checkpoint=a.pt", "tta.flip=false,true", *words]
+        return sweep.jobs_of(given, lambda job: typed(composed("eval", *job), Evaluation), has_run_dir=False)[1]
+
+    for word in ("results=a.json", "predictions=OUT", "overlays=OUT"):
+        with pytest.raises(ValueError, match=rf"^{word}: tta.flip=False would .* such as '.*=NAME-\${{tta.flip}}'$"):
+            jobs(word)
+    assert len(jobs()) == len(jobs("results=a-${tta.flip}.json")) == 2
 
 
 def test_under_torchrun_a_line_says_what_to_do(swept, monkeypatch):
