@@ -10,7 +10,7 @@ from datasets.class_names import check_order
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.schema.network import Norm, ReleasedNorm, TorchvisionBody
-from engine.schema.training import TrainingRun
+from engine.schema.training import Init, TrainingRun
 from keepless import from_released
 from models.bodies import LibraryBody
 from models.checkpoints import released, torch_files
@@ -54,6 +54,14 @@ class Weights(NamedTuple):
                 f"trained on images with data.mean={mean} data.std={std}; this run has data.mean={config.data.mean} "
                 f"data.std={config.data.std}"
             )
+
+
+def check_exists(init: Init) -> None:
+    """ValueError if the file `init.weights` is missing. A run asks before it checks its data, which takes long."""
+    if init.weights in (None, PUBLISHED) or (path := checkpoint.file_of(init.weights)).is_file():
+        return
+    instead = "is a folder without checkpoints/last.pt" if path.is_dir() else "does not exist"
+    raise ValueError(f"init.weights={path} {instead}: expected a file of weights, or the run_dir of another run")
 
 
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Loaded:

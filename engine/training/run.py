@@ -17,7 +17,7 @@ from engine.assemble.data import workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
 from engine.checkpoint.files import first_difference
-from engine.checkpoint.initial_weights import initialise
+from engine.checkpoint.initial_weights import check_exists, initialise
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
@@ -251,6 +251,8 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config):
             run = _agree(config, world, stop, directory, *find(data))
+            if run.resumed is None:
+                check_exists(config.init)
             log_to(run.console, directory.log if world.first else None, world.rank)
             logger.debug(command)
             if directory.notice and world.first:

@@ -34,6 +34,8 @@ def test_an_experiment_of_a_trained_body_warns_without_weights(tmp_path, monkeyp
         [],
     )
     monkeypatch.setattr(configuration, "plain", lambda config: made.append(config) or plain(config))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.pt").touch()
     with opened(config, f"python train_seg.py experiment={experiment} norm=std", assemble.labelled_splits) as run:
         assert run.plain_config is run.plain_config and len(made) == 1  # it takes longer than copying a small network
     log = (tmp_path / "log.txt").read_text()
@@ -44,11 +46,24 @@ def test_weights_for_images_of_another_scale_are_doubted_in_the_log(tmp_path, mo
     monkeypatch.setattr("engine.training.run.other_scale", lambda *_: 9e3)
     weights, small = tmp_path / "net.pt", ("norm=std", "norm.backend=eager", "data.verify=false", "trainer.device=cpu")
     config = run_config(*SHORT, *small, f"run_dir={tmp_path}/run", f"init.weights={weights}", "init.format=standard_bn")
+    network = assemble.network_of(config, 19)
+    torch.save(network.state_dict(), weights)
     with opened(config, "train_seg.py", assemble.labelled_splits) as run:
-        network = assemble.network_of(config, len(run.train_set.classes))
-        torch.save(network.state_dict(), weights)
         run.start(lambda: network)
     assert "the first norm sees 9.0e+03 times the variance" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeypatch, there):
+    """Reading every file of a large dataset takes long."""
+    if there:
+        (tmp_path / "start").mkdir()
+    monkeypatch.setattr("engine.training.run.verify", lambda *_, **__: pytest.fail("the data were checked"))
+    config = run_config(*SHORT, f"run_dir={tmp_path}/run", f"init.weights={tmp_path}/start")
+    instead = "is a folder without checkpoints/last.pt" if there else "does not exist"
+    with pytest.raises(ValueError, match=f"^init.weights={tmp_path}/start {instead}: expected a file of weights"):
+        with opened(config, "train_seg.py", assemble.labelled_splits) as run:
+            run.start(lambda: assemble.network_of(config, 19))
 
 
 def test_a_run_computes_with_the_arithmetic_of_its_keys(tmp_path):
