@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -190,10 +191,13 @@ class RunDirectory:
         return state
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
-        """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone.
+        """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone, or a user's.
 
         With resume=auto, records alone may be overwritten: the run died before its first checkpoint.
         """
+        text = self.config.read_text("utf-8", "replace").strip("\0") if self.config.is_file() else ""
+        if text and not re.search(r"^# \d+ x \w+$", text, re.MULTILINE):  # a power cut may leave zeros
+            raise self._error(f" holds a {self.config.name} of something else, which a run would overwrite: {_ANOTHER}")
         left = [path.name for path in (self.best, self.results, self.metrics) if os.path.lexists(path)]
         if resume is None and left:
             raise self._error(f" already holds {', '.join(left)} of a run, which a new run would overwrite: {_ANOTHER}")

@@ -368,6 +368,17 @@ def test_a_run_whose_last_checkpoints_are_gone_is_not_overwritten(left, config, 
         resumed(run, config)
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_another_programs_configuration_is_not_overwritten(config, tmp_path, resume):
+    run, again = run_in(tmp_path), replace(config, resume=resume)
+    for ours in ("", "\0\0\0", "# python train_seg.py\n# 2 x cuda\nseed: 0\n"):  # the run died before its first step
+        run.config.write_text(ours)
+        assert resumed(run, again) is None
+    run.config.write_text("# my project\nlr: 0.1\n")
+    with pytest.raises(ValueError, match=f"^run_dir={tmp_path} holds a config.yaml of something else, which a run"):
+        resumed(run, again)
+
+
 def test_data_that_changed_since_the_last_save_is_refused_or_named(config, tmp_path):
     run = run_in(tmp_path)
 
