@@ -66,12 +66,12 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
             f"data.split={split}: {dataset.name} has no labels in this split, so there is nothing to score: choose one "
             f"with labels, such as val, or give predictions=DIR or overlays=DIR for images"
         )
-    with world.first_goes_ahead() as first:
-        if config.data.verify and first:
-            verify_with_progress(dataset, console)
     assemble.arithmetic(config.trainer)
     forward = trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
     writable_file("results", results_file, path)
+    with world.first_goes_ahead() as first:  # last, as it takes long for many files
+        if config.data.verify and first:
+            verify_with_progress(dataset, console)
     evaluated = task.evaluate(forward, dataset, config, options, world, console, ranks_of(state.get("random")))
 
     results = {}

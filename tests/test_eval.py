@@ -104,7 +104,8 @@ def test_what_an_evaluation_changes_reaches_the_results(run_dir, tmp_path):
         ("tta.scales=[]", "tta.scales=[]: expected a list, each a number above 0"),
     ],
 )
-def test_wrong_values_are_refused(run_dir, override, message):
+def test_wrong_values_are_refused_before_the_data_are_read(run_dir, override, message, monkeypatch):
+    monkeypatch.setattr("eval.verify_with_progress", lambda *_: pytest.fail("the data were read"))
     with pytest.raises(ValueError, match=re.escape(message)):
         evaluate_run(run_dir, override)
 
