@@ -101,15 +101,17 @@ class Run(Generic[Config, Split]):
 
     def _resume(self, learner: Learner, state: dict) -> None:
         """ValueError: the checkpoint has other classes or does not fit the learner."""
+        advice = "Restore the checkpoint"
         try:
             if state["classes"] != list(self.train_set.classes):
+                advice = "Give the dataset's classes their names and order again"
                 raise ValueError(f"its classes differ: {first_difference(state['classes'], self.train_set.classes)}")
             learner.load_state_dict(state)
             restore_random_states(state.get("random"), self.world)
         except ValueError as error:
             raise ValueError(
                 f"run_dir={self.directory.path} cannot be continued from {self.directory.resumed}, of step "
-                f"{self.start_step}: {error}. Restore the checkpoint, or give another run_dir to start a new run"
+                f"{self.start_step}: {error}. {advice}, or give another run_dir to start a new run"
             ) from error
 
     def share_plans(self) -> None:

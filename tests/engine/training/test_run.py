@@ -66,6 +66,14 @@ def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeyp
             run.start(lambda: assemble.network_of(config, 19))
 
 
+def test_a_run_whose_classes_were_renamed_is_not_told_to_restore_its_checkpoint():
+    place = SimpleNamespace(path="RUN", resumed="RUN/last.pt")
+    run = MagicMock(directory=place, start_step=3, train_set=SimpleNamespace(classes=("sky", "road")))
+    renamed = "class 1 is class_1 in the checkpoint and road in the dataset. Give the dataset's classes their names and"
+    with pytest.raises(ValueError, match=f"^run_dir=RUN cannot be continued .*: its classes differ: {renamed}"):
+        Run._resume(run, MagicMock(), {"classes": ["sky", "class_1"]})
+
+
 def test_a_run_computes_with_the_arithmetic_of_its_keys(tmp_path):
     keys = ("trainer.deterministic=true", "trainer.tf32=true", f"run_dir={tmp_path}", "data.verify=false")
     try:
