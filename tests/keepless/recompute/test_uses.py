@@ -192,6 +192,8 @@ def test_ctrl_c_ends_the_recording(nested, checkpoints, options):
     body.calls = 3
     with pytest.raises(KeyboardInterrupt) as traceback:
         run(IMAGES)
+    if checkpoints:  # in torch 2.11 they end only once their frames are freed
+        del traceback
     w = torch.ones(3, requires_grad=True)
     y = w.sigmoid()
     alive = weakref.ref(y)
@@ -205,7 +207,6 @@ def test_ctrl_c_ends_the_recording(nested, checkpoints, options):
     found = [parameter.grad for parameter in network.parameters()]
     assert all(map(torch.equal, found, gradients(plain, IMAGES)))
     assert current_hooks() is None and _get_current_function_mode() is None
-    assert traceback.value is not None
 
 
 @pytest.mark.parametrize("follows", [False, True])
