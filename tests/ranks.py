@@ -40,7 +40,9 @@ class Ranks:
             connection.send((function, args))
         results = []
         for rank, connection in enumerate(self.connections):
-            assert connection.poll(timeout), f"rank {rank} hangs"
+            if not connection.poll(timeout):
+                raised = [one for one in results if isinstance(one, Exception)]
+                raise AssertionError(f"rank {rank} hangs") from next(iter(raised), None)
             results.append(torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False))
         return results
 
