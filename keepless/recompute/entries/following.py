@@ -20,15 +20,16 @@ from ...torch_internals import (
     raw_stream,
     unpack,
 )
+from ..held.calls import Call
 from ..held.signs import Signs
-from ..held.values import Again, Call, Saved, Value
+from ..held.values import Again, Saved, Value
 from ..table.functions import body, row_of
 from ..table.rules import ByName, attention, by_present_backends
 from .code import DEEPEST
 from .entry import END, FOUND, OWN, RULES, Entry, Script
 from .learning import Lesson
 from .plan import ByPlan
-from .recipes import give_recipe, leave_own_inside, note_random, of_inside
+from .recipes import give_recipe, leave_own_inside, note_random, of_inside, read_result_instead
 from .recording import Recording
 from .registry import KnownValues
 
@@ -249,10 +250,7 @@ class Following(Recording):
             elif give_recipe(known, again, call, result, make.is_whole, DEEPEST) is None:
                 return False
         if entry.is_kept:
-            own = known.find(result) or known.keep(result)
-            for saved in call.replaceable:
-                saved.read_instead(own)
-                own.recipes.append(ref(saved))
+            read_result_instead(known.find(result) or known.keep(result), call.replaceable)
         return True
 
     def unlike(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

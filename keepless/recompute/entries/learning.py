@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...saved import Kept, ShapeOnly, is_ordinary, laid_out, view
+from ..held.calls import Call
 from ..held.signs import Signs
-from ..held.values import Call, Recipe, Saved, Value
+from ..held.values import Recipe, Saved, Value
 from ..table.functions import PRODUCTS, Row
 from ..table.rules import INPLACE, attention
 from .code import as_code, may_write, write

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...inputs import tensors_in
 from ...saved import Kept, ShapeOnly, is_ordinary, laid_out
 from ...torch_internals import FakeTensor, address, is_capturing, packed_by
-from ..held.values import Again, Call, Inside, Recipe, Value, kept_bytes_below, saved_value
+from ..held.calls import Call, Inside
+from ..held.values import Again, Recipe, Saved, Value, kept_bytes_below, saved_value
 from ..table.rules import NotRepeated, Rule, any_values
 from .plan import ByPlan, Flag
 from .registry import KnownValues, is_parameter
@@ -219,13 +220,21 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
         own = give_recipe(known, again, call, result, is_whole, _LONGEST if flag is None else LONGEST_PLANNED)
     own = own or known.find(result) or known.keep(result)
     own.number = policy.call
-    for saved in replaceable:
-        saved.read_instead(own)
-        own.recipes.append(weakref.ref(saved))  # the result may be overwritten, as PyTorch alone does not read it
+    read_result_instead(own, replaceable)
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
         of_base = known.find(base) or known.keep(base)  # other views of it are recomputed from this
         of_base.number = own.number
+
+
+def read_result_instead(own: Value, replaceable: Sequence[Saved]) -> None:
+    """Read a kept result in place of saved arguments. `own`: its value.
+
+    The program may overwrite it, as PyTorch alone does not read it: then it is copied, as for a recipe.
+    """
+    for saved in replaceable:
+        saved.read_instead(own)
+        own.recipes.append(weakref.ref(saved))
 
 
 class Rerun:

@@ -90,7 +90,7 @@ from ...torch_internals import (
     unpack,
     unwrapped,
 )
-from ..held.values import Call, Overwriting, after_overwriting, before_overwriting
+from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
 from ..table.functions import Row, body, row_of
 from ..table.rules import Rule, may_overwrite, overwritten
 from .learning import Lesson
@@ -375,7 +375,7 @@ def hooks_around() -> list[Hooks]:
 
 
 def is_ours(hooks: Hooks) -> bool:
-    """Whether saved-tensor hooks are a recording's, or those of a step that is counted for a plan."""
+    """Whether these saved-tensor hooks are ours: of a recorded pass, or of a rehearsal."""
     return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
 
 

@@ -22,19 +22,9 @@ from ...torch_internals import (
     packed_by_function,
     without_function_modes,
 )
+from ..held.calls import Call, Inside
 from ..held.signs import Positive
-from ..held.values import (
-    Again,
-    Call,
-    How,
-    Inside,
-    Memory,
-    Recipe,
-    Saved,
-    Value,
-    kept_bytes_below,
-    saved_value,
-)
+from ..held.values import Again, How, Memory, Recipe, Saved, Value, kept_bytes_below, saved_value
 from ..table.functions import Row
 from .report import Log
 
@@ -384,7 +374,7 @@ class KnownValues:
         return found
 
     def settle_gone(self) -> None:
-        """Forget tensors that have been freed, and settle those of their values that have sign consumers."""
+        """Forget tensors that have been freed. If a consumer needs only their signs, `settle` their values."""
         while self.dead:
             reference = self.dead.pop()
             known, _, value, _ = self.found.get(reference.event, _NONE)

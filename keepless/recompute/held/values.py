@@ -1,4 +1,4 @@
-"""What a backward pass reads: values that are kept, recomputed, or refused as overwritten; and the running call."""
+"""What a backward pass reads: values that are kept, recomputed, or refused as overwritten."""
 
 import threading
 import weakref
@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
-from ...inputs import tensors_in
 from ...saved import (
     ByStorage,
     Kept,
@@ -18,7 +17,6 @@ from ...saved import (
     check_version,
     current_stream,
     has_autocast,
-    is_ordinary,
     laid_out,
     wait_for,
 )
@@ -28,8 +26,6 @@ from ...torch_internals import (
     at_end_of_backward,
     backward_number,
     is_any_autocast_enabled,
-    next_node_number,
-    node_number,
 )
 from .signs import Positive, Signs
 
@@ -91,7 +87,7 @@ class Value:
         self.number = -1  # its call's in a plan; its own in a counted step
         self.why = ""  # why it is kept
         self.consumers = 0  # operations that have saved it, and recipes with consumers of their own
-        self.sign_consumers = 0  # those that only need its sign mask
+        self.sign_consumers = 0  # consumers that need only its sign mask
         self.positive: Positive | None = None  # the function that gives them this mask
         self.tensor = None
         self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
@@ -359,95 +355,3 @@ def saved_value(packed: Any) -> Any:
         return Kept(packed, None)
     saved = getattr(packed, "saved", packed)  # `_Packed`, in a counted step
     return saved.value if isinstance(saved, Saved) else saved
-
-
-class Inside(NamedTuple):
-    """A tensor that the running call has made itself, and saves."""
-
-    value: Value
-    number: int  # among the tensors that the call saves
-    is_base: bool  # the saved tensor is a view of it
-
-
-class Call:
-    """The running call of a function, and what autograd has saved in it. It holds tensors only while the call runs."""
-
-    def __init__(self, function: Callable[..., Any], row: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.row = row  # of the table of functions
-        self.arguments = (*args, *kwargs.values())
-        self.first_node = next_node_number()
-        self.overwrites = False  # it overwrites an argument
-        self.before: Value | None = None  # value of the first argument, if the call overwrites it
-        self.why = ""  # why the result is kept
-        self.random: Any = None  # the state of the generator before the call, if it may be needed
-        self.saves = 0  # number of tensors saved so far
-        # Tensors that autograd saves, what it holds instead, and whether the tensor had a value already.
-        self.packed: list[tuple[Tensor, Any, bool]] = []
-        self.copied: dict[int, Tensor] = {}  # arguments, by the ids of copies that the call saves
-        self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
-        self.replaceable: list[Saved] = []  # saved arguments that the result can replace
-        self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
-        # What recipes read: tensors, or the names under which the result's node has saved them; and their values.
-        self.found: list[tuple[Tensor | str, Any]] = []
-        self.recipes: list[tuple[Recipe, Again]] = []
-        self.began = (0, 0)  # in a counted step: the numbers of its first event and operator
-
-    def has_made(self, base: Tensor) -> bool:
-        """Whether a result that is a view of `base` has new memory. Always False for calls that overwrite."""
-        node = base.grad_fn
-        if self.overwrites or node is None or node_number(node) < self.first_node:
-            return False
-        memory = address(base.untyped_storage())  # compared too: another thread's tensor may have a later node
-        given = filter(is_ordinary, tensors_in(self.arguments))
-        return memory not in [address(tensor.untyped_storage()) for tensor in given]
-
-    def room(self, result: Tensor) -> int:
-        """Bytes that can be freed if the call is repeated in the backward pass."""
-        return result.nbytes + sum([part.value.bytes for part in self.inside])
-
-
-class Overwriting(NamedTuple):
-    """A call that may write over a tensor."""
-
-    tensor: Tensor
-    storage: UntypedStorage
-    version: int  # before the call
-    memory: Memory
-    copied: list[tuple[Value, Kept, int]]  # values that were copied, with their original sources and storages
-
-
-def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> Overwriting | None:
-    """Copy the values in a tensor's memory that recipes read. None if nothing is saved or read from it.
-
-    `memories`: of kept values. `outer`: hooks that get the copies.
-    """
-    memory = memories.get(storage := tensor.untyped_storage())
-    known = [] if memory is None else filter(None, [reference() for reference in memory.values])
-    read = [one for one in known if one.storage == address(storage) and one.may_be_read()]  # others are kept in copies
-    if memory is None or not (memory.is_saved or read):
-        return None
-    memories.pop(storage)
-    write = Overwriting(tensor, storage, tensor._version, memory, [])
-    for value in read:
-        if isinstance(kept := value.source, Kept) and not kept.is_modified():
-            write.copied.append((value, kept, value.storage))
-            with torch.inference_mode(False):
-                value.source, value.storage = Kept(kept.original(tensor).clone(), outer), 0
-    return write
-
-
-def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
-    """Mark the tensors saved by operations as overwritten; or undo the copies if nothing was written (False)."""
-    memory: Memory | None = write.memory
-    if write.tensor._version != write.version:
-        while memory is not None:
-            memory.overwritten, memory = True, memory.earlier
-        return True
-    for value, source, storage in write.copied:
-        value.source, value.storage = source, storage
-    now = memories.get(write.storage) or memories.put(write.storage, write.memory)
-    if now is not write.memory:
-        now.values += write.memory.values
-        now.earlier = write.memory
-    return False

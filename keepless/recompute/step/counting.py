@@ -24,7 +24,7 @@ from ...torch_internals import (
     without_function_modes,
 )
 from ..entries.recording import Recording
-from ..held.values import Call
+from ..held.calls import Call
 from ..table.rules import Rule
 from .costs import (
     Operator,

@@ -37,7 +37,10 @@ def temporaries_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _extrapolated(operator: Operator | None, bytes_of: Callable[[Operator], int | None]) -> int | None:
-    """Bytes of a recurrent layer; on the CPU, where they are linear in time steps and sequences, from few of both."""
+    """Bytes of a recurrent layer.
+
+    On the CPU they grow linearly with the time steps and the sequences, so few of both are measured.
+    """
     if operator is None or (operator.arguments[0].device.type == "cuda" and not torch.cuda.is_available()):
         return None
     steps, sequences = operator.arguments[0].shape[:2]

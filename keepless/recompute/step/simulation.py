@@ -209,7 +209,7 @@ class _Run(_Levels):
         return Outcome(max(levels), self.seconds, levels, self.consumers, self.born, self.first, self.last)
 
     def _need(self, number: int) -> None:
-        """Count a consumer of a value, and with the first one those of its recipe's inputs."""
+        """Count a new consumer of a value. If it is the first, the recipe now reads its inputs: count it there, too."""
         pending = [number]
         while pending:
             one = pending.pop()

@@ -13,8 +13,9 @@ from ...torch_internals import at_end_of_backward, backward_runs
 from ..entries.plan import Flag
 from ..entries.recipes import how_to_repeat
 from ..entries.registry import KnownValues
+from ..held.calls import Call
 from ..held.signs import unpacking_bytes
-from ..held.values import Again, Call, Recipe, Saved, Value
+from ..held.values import Again, Recipe, Saved, Value
 from ..table.rules import Rule, mask_needs_only_shape
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
@@ -77,7 +78,7 @@ class Trace(KnownValues):
         self._before: ByStorage[int] = ByStorage()  # memories that existed before the step
 
     def place(self, tensor: Tensor) -> int:
-        """The number of a tensor's memory; addresses would not do, as those of freed memory are used again."""
+        """The number of a tensor's memory. Not its address, which other memory gets once this is freed."""
         if (number := self.made_here(tensor)) is not None:
             return number
         storage = tensor.untyped_storage()
@@ -205,11 +206,11 @@ class Trace(KnownValues):
         base = result._base
         if base is not None and base.numel() == result.numel() and call.has_made(base):
             if again is not None and base.is_contiguous() and result.is_contiguous():
-                self._replace(self.find(base), own)
+                self._read_instead_of_base(own, self.find(base))
             self.remember(base, own)  # other views of it are recomputed from this
 
-    def _replace(self, of_base: Value | None, own: Value) -> None:
-        """If a call has saved the base of its result, that base is computed from the result."""
+    def _read_instead_of_base(self, own: Value, of_base: Value | None) -> None:
+        """What a call has saved as the base of its result is computed from the result."""
         if of_base is None or of_base is own or self.values[of_base.number].kind != Kind.KEPT:
             return
         for number, save in enumerate(self.saved):

@@ -118,7 +118,7 @@ IMAGES = torch.randn(2, 3, 9, 9, dtype=torch.float64)
 
 
 def like_plain(plain: nn.Module, setup: Setup, budgets: tuple, *uses) -> None:
-    """For each budget, three steps of a prepared copy equal those of a plain copy."""
+    """A prepared network takes the same three steps as a plain one, within each budget."""
     for budget in budgets:
         theirs, ours = copy.deepcopy(plain), recompute_activations(copy.deepcopy(plain), budget=budget)
         for use in uses or [by_backward] * 3:

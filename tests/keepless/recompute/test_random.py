@@ -58,8 +58,7 @@ def slow(seeds: range, *values):
     return pytest.param(*values, seeds, marks=pytest.mark.slow)
 
 
-# Without a budget, within each of three budgets, and by plans that keep a random part. Seeds up to 3,300, 200 and 400
-# have agreed, too; they would take an hour.
+# Without a budget, within each of three budgets, and by plans that keep a random part.
 SEEDS = [("by chance", range(6)), slow(range(6, 80), "by chance"), (None, range(12)), slow(range(12, 400), None)]
 SEEDS += [(1.0, range(88, 89))]  # a call differs, and what is kept for it is written over by one that drops nothing
 for budget in (1.0, 0.7, "1KiB"):
