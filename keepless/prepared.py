@@ -141,8 +141,10 @@ def recomputing() -> Iterator[None]:
     It does nothing where gradients are not recorded, or inside a prepared network's forward pass.
     """
     _drop_abandoned()
-    with Recording() if _can_record() else nullcontext():
+    with Recording() if _can_record() else nullcontext() as recording:
         yield
+    if recording is not None and recording.known.refused is not None:
+        _say_that_a_mode_changes_results(recording.known.refused)
 
 
 def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
@@ -202,6 +204,7 @@ class _Hooks:
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
         self.awaited: RemovableHandle | None = None  # a parameter's hook, until the module is called
         self.is_compiled = False  # a compiled graph has called the module
+        self.has_named_mode = False  # a warning has named a mode that changes results
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(_Hooks(self.checkpointed_only, Signatures(self.signatures.budget)))
@@ -266,6 +269,9 @@ class _Hooks:
                 recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
                 self.kept = recording.kept
                 self.signatures.pass_has_ended(module, recording, output)
+                if recording.known.refused is not None and not self.has_named_mode:
+                    self.has_named_mode = True
+                    _say_that_a_mode_changes_results(recording.known.refused)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
@@ -297,6 +303,13 @@ def _say_that_the_compiler_decides(_: object) -> None:
         "recompute_activations does nothing inside torch.compile, where the compiler decides what to keep: wrap "
         "blocks in torch.utils.checkpoint, which it follows, or train without torch.compile",
         stacklevel=1,
+    )
+
+
+def _say_that_a_mode_changes_results(mode: type) -> None:
+    warn(
+        f"nothing is recomputed under {mode.__name__}, because this mode may change what functions compute, and it is "
+        f"not around the backward pass: leave it before the forward pass, or enter it only in some steps"
     )
 
 

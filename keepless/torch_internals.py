@@ -20,7 +20,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import FrameType
@@ -65,6 +65,8 @@ try:
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
     # Per thread. PyTorch's is_in_torch_dispatch_mode is global, and may stay True where modes of threads overlap.
     dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack
+    _dispatch_mode, _function_mode = torch._C._get_dispatch_stack_at, torch._C._get_function_stack_at
     without_function_modes = torch._C.DisableTorchFunction
     without_subclasses = torch._C.DisableTorchFunctionSubclass
     # Whether `__torch_function__` of tensor subclasses is enabled.
@@ -120,6 +122,12 @@ ASKS_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 _INNER = frozenset(["keepless", "torch", "contextlib"])  # packages whose lines are skipped in warnings
 
+# PyTorch's modes that replace functions by others, which round differently
+_CHANGE_RESULTS = frozenset(["TorchRefsMode", "ComplexTensorMode", "WrapComplexMode", "OpCheckMode", "CrossRefMode"])
+_OBSERVERS = (
+    *("torch.utils.module_tracker", "torch.utils._debug_mode", "torch.autograd.graph"),
+    *("torch.distributed._tools.", "torch.distributed.tensor.debug."),
+)
 _MODULE_CALL = nn.Module.__call__.__code__
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 
@@ -130,6 +138,36 @@ def warn(message: str) -> None:
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def changing_mode() -> type | None:
+    """The class of the innermost mode around that may change what functions compute; None if there is none.
+
+    PyTorch's own modes count operators, make tensors fake or choose devices. Only a few of them change results.
+    """
+    stacks = (_function_mode, function_modes_on), (_dispatch_mode, dispatch_modes_on)
+    modes = [type(mode(number)) for mode, count in stacks for number in range(count())]
+    return next((one for one in reversed(modes) if not _is_known(one)), None)
+
+
+def _is_known(mode: type) -> bool:
+    return mode.__module__.split(".")[0] in ("torch", "keepless") and mode.__name__ not in _CHANGE_RESULTS
+
+
+def is_observed() -> bool:
+    """Whether hooks of PyTorch's observers, such as `FlopCounterMode`'s, make the running call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _MODULE_CALL:
+        if (frame.f_globals.get("__name__") or "").startswith(_OBSERVERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def without_observers() -> AbstractContextManager:
+    """Context without dispatch modes, such as those that count operators, unless one of them makes tensors fake."""
+    are_fake = [isinstance(_dispatch_mode(number), FakeTensorMode) for number in range(dispatch_modes_on())]
+    return nullcontext() if any(are_fake) else with_dispatch_modes_off()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..inputs import is_number
-from ..torch_internals import node_class
+from ..torch_internals import changing_mode, node_class
 from .backends import backend_for
 from .backends.activations import Activation, activate_
 from .backends.eager import EagerBackend
@@ -100,7 +100,7 @@ class BatchNormActivation(torch.autograd.Function):
         # `kept` includes z from its recomputation until this node's backward pass.
         ctx.arguments, ctx.strategy, ctx.kept = arguments, strategy, None
         if strategy.recompute_output and not torch.compiler.is_compiling() and not z.is_inference():
-            ctx.output_version = z._version
+            ctx.output_version = changing_mode() or z._version  # a mode: z is not computed again
         return z
 
     @staticmethod

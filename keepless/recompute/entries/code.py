@@ -7,7 +7,9 @@ For a SiLU whose argument an earlier entry has dropped, and whose result is drop
             arg_0, = args
         except ValueError:
             return follows.unlike(function, types, args, kwargs)  # the rules decide about this call
-        if transform_level() is not None or tuple(kwargs) != ("inplace",) or kwargs["inplace"] is not False:
+        if transform_level() is not None or dispatch_modes_on() != follows.modes:
+            return follows.unlike(function, types, args, kwargs)
+        if tuple(kwargs) != ("inplace",) or kwargs["inplace"] is not False:
             return follows.unlike(function, types, args, kwargs)
         known, found = follows.known, follows.known.found
         one = found.get(id(arg_0))
@@ -33,10 +35,21 @@ from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...saved import PLAIN, Kept, copied
-from ...torch_internals import address, current_hooks, is_any_autocast_enabled, raw_stream, saved_as, transform_level
+from ...torch_internals import (
+    address,
+    current_hooks,
+    dispatch_modes_on,
+    is_any_autocast_enabled,
+    node_number,
+    raw_stream,
+    saved_as,
+    transform_level,
+)
+from ..held.calls import Call
 from ..held.values import Recipe, Value, saved_value
+from ..table.functions import row_of
 from ..table.rules import any_values, may_overwrite
-from .entry import OWN, Entry, Source, argument_code, layout, same, unpacking
+from .entry import OWN, Entry, Source, argument_code, differs_in_origin, layout, origin, same, unpacking
 
 DEEPEST = 250  # recipes in a chain, which call each other: a plan has up to 200; views and casts may lengthen it
 _SEQUENCES = frozenset([list, tuple])
@@ -54,10 +67,13 @@ _SPACE: dict[str, Any] = {
     "autocast_dtype": torch.get_autocast_dtype,
     "copied": copied,
     "current_hooks": current_hooks,
+    "dispatch_modes_on": dispatch_modes_on,
     "is_any_autocast_enabled": is_any_autocast_enabled,
     "is_autocast_enabled": torch.is_autocast_enabled,
     "layout": layout,
     "raw_stream": raw_stream,
+    "node_number": node_number,
+    "origin": origin,
     "ref": ref,
     "same": same,
     "saved_value": saved_value,
@@ -88,6 +104,20 @@ def may_write(follows: Any, function: Any, types: Any, args: tuple[Any, ...], kw
     if may_overwrite(function, args, kwargs):
         return follows.writing(function, args, kwargs)
     return function(*args, **kwargs)
+
+
+def expose(follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The code of a call that gives the program access to memory: see `KnownValues.expose`."""
+    if type(args[0]) in PLAIN:
+        follows.known.expose(args[0])
+    return function(*args)
+
+
+def note_made(run: Any, follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The code of a call whose result, e.g. a mask, recipes keep uncopied, because the pass has made it."""
+    result = run(follows, function, types, args, kwargs) if run else function(*args, **kwargs)
+    follows.known.note_made(Call(function, row_of(function), args, kwargs), result)
+    return result
 
 
 def as_code(entry: Entry, follows: Any, *call: Any) -> Any:
@@ -149,7 +179,7 @@ class _Code:
 
     def compare(self) -> None:
         """Compare modes, and the arguments that no recipe reads as values."""
-        entry, found = self.entry, ["transform_level() is not None"]
+        entry, found = self.entry, ["transform_level() is not None", "dispatch_modes_on() != follows.modes"]
         if entry.stream >= 0 and raw_stream is not None:
             found.append(f"follows.stream_address != raw_stream({entry.stream})")
         if entry.packs or "saved" in [one.kind for make in entry.makes for one in make.sources]:
@@ -210,7 +240,13 @@ class _Code:
                 return name
         indent = "    " if kind == "keep" else ""
         made = _MADE[kind].format(tensor)
-        lines += [f"{indent}if type({tensor}) not in PLAIN:", f"{indent}    {_DIFFERS}", f"{indent}try:"]
+        wrong = [f"type({tensor}) not in PLAIN"]
+        if kind in ("keep", "kept"):
+            learned = self.entry.origins[what]
+            wrong += differs_in_origin(tensor, self.name(learned), learned)
+            wrong.append(f"(known.exposed.found and known.is_exposed({tensor}))")
+        self.differs_if(wrong, indent)
+        lines.append(f"{indent}try:")
         lines.append(f"{indent}    {name} = {made}")
         lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # e.g. made in inference mode
         if kind == "keep":

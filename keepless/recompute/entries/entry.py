@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...torch_internals import address
 from ..held.signs import Positive
 from ..held.values import How, Recipe
 from ..table.functions import Row
@@ -83,6 +84,31 @@ def constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[P
             yield path, one
 
 
+WITHOUT_GRADIENT = "made without a gradient"
+
+
+def origin(known: Any, tensor: Tensor) -> Any:
+    """Why recipes may keep an argument as it is, and not a copy. `known`: the registry of the pass.
+
+    "leaf": it is trained; "made": this pass has made it; "input": of the network; otherwise it is this very object.
+    """
+    if tensor.is_leaf and tensor.requires_grad:
+        return "leaf"
+    if known.is_made(tensor) or known.has_made(tensor):
+        return "made" if tensor.requires_grad else WITHOUT_GRADIENT
+    is_input = not tensor.is_nested and address(tensor.untyped_storage()) in known.outside
+    return "input" if is_input else id(tensor)
+
+
+def differs_in_origin(tensor: str, learned: str, origin: Any) -> list[str]:
+    """Code that compares the origin of a tensor, both given as code, with the learned one."""
+    if origin == "leaf":
+        return [f"not {tensor}.is_leaf", f"not {tensor}.requires_grad"]
+    if origin == "made":
+        return [f"{tensor}.grad_fn is None", f"node_number({tensor}.grad_fn) < known.start"]
+    return [f"origin(known, {tensor}) != {learned}"]
+
+
 class Source(NamedTuple):
     """Where an entry finds an argument of a recipe.
 
@@ -136,6 +162,8 @@ class Entry:
         self.layouts: list[tuple[Path, bool, Any]] = []  # tensors: whether they need gradients; see `layout`
         self.alike: list[tuple[Path, Path]] = []  # arguments that must be the same tensor
         self.counts: list[tuple[Path, int]] = []  # lengths of lists of tensors
+        self.origins: dict[Path, Any] = {}  # of tensors: see `origin`
+        self.makers: dict[Path, Any] = {}  # of those without a gradient: the entries that make them
         self.stream = -1  # index of the CUDA device; -1 for others
         # What is dropped
         self.makes: list[Make] = []
@@ -149,6 +177,7 @@ class Entry:
         self.has_hooks = False  # there are hooks around the whole pass
         self.reads_packed = False  # recipes read what autograd holds for saved tensors
         self.asks_rules = False  # `by_rules`, or rules decide about a saved tensor
+        self.notes_made = False  # a recipe keeps its result, which has no gradient
         # While it is learned: see `_Notes` in learning.py
         self.noted: Any = None
 

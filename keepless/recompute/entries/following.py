@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from ...saved import PLAIN, Kept, current_stream
 from ...torch_internals import (
     current_hooks,
+    dispatch_modes_on,
     hooks_are_allowed,
+    is_observed,
     pop_hooks,
     push_hooks,
     raw_stream,
@@ -89,6 +91,7 @@ class Following(Recording):
         self.known = KnownValues(self.inputs, None, False, self.by_plan)
         self.known.log.is_on = False  # `script.kept` says what entries keep
         self.inputs, self.hook = (), self.pack  # made once
+        self.modes = dispatch_modes_on()
         if self.script.has_hooks:
             self.hooks = saved_tensors_hooks(self.known.pack, unpack)
             self.hooks.__enter__()
@@ -128,6 +131,8 @@ class Following(Recording):
 
     def _other(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of another function than the next entry's; perhaps one that is opened, and so has no entry."""
+        if self.modes and is_observed():
+            return function(*args, **kwargs)
         if self.entries[self.next].asks:
             while self.entries[self.next].asks:
                 self.next += 1

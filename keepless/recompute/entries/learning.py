@@ -12,14 +12,15 @@ from ...saved import Kept, ShapeOnly, is_ordinary, laid_out, view
 from ..held.calls import Call
 from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
-from ..table.functions import PRODUCTS, Row
+from ..table.functions import GETS_DATA, PRODUCTS, Row
 from ..table.rules import INPLACE, attention
-from .code import as_code, may_write, write
+from .code import as_code, expose, may_write, note_made, write
 from .entry import (
     END,
     FOUND,
     OWN,
     RULES,
+    WITHOUT_GRADIENT,
     Entry,
     Make,
     Path,
@@ -28,10 +29,11 @@ from .entry import (
     constants,
     is_constant,
     layout,
+    origin,
     tensors_by_path,
 )
 from .plan import Plan
-from .registry import checkpointed_output
+from .registry import KnownValues, checkpointed_output
 from .report import KeptTensor
 
 _GROWS = 4  # a script grows to at most about so many times the entries of the recorded pass
@@ -74,17 +76,22 @@ class Lesson:
         self.entries.append(Entry(function, row))
         return self.entries[-1]
 
-    def ends(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
-        """Note what a call has done that has run with our hooks. `find`: finds the value of a tensor."""
+    def ends(self, call: Call, result: Any, known: KnownValues) -> None:
+        """Note what a call has done that has run with our hooks."""
         if not (call.packed or call.recipes):
             return
-        entry, own, base = self.entries[-1], None, None
+        entry, own, base, find = self.entries[-1], None, None, known.find
         if isinstance(result, Tensor) and is_ordinary(result):
             entry.written = bool(call.args) and result is call.args[0]
             entry.stream = result.device.index if result.is_cuda else -1
             own, base = find(result), None if result._base is None else find(result._base)
         tensors = list(tensors_by_path(call.args, call.kwargs))
         paths = {id(tensor): path for path, tensor in reversed(tensors)}
+        for path, tensor in tensors:
+            if is_ordinary(tensor):
+                entry.origins[path] = origin(known, tensor)
+                if entry.origins[path] == WITHOUT_GRADIENT:
+                    entry.makers[path] = known.without_gradient.get(tensor.untyped_storage())
         packs = []
         for tensor, saved, is_known in call.packed:
             held = weakref.ref(saved) if isinstance(saved, Saved) else "shape" if type(saved) is ShapeOnly else None
@@ -253,10 +260,15 @@ def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
     if not (is_inside or (is_run and entry.function in PRODUCTS)):
         entry.layouts = []
     entry.has_hooks = has_hooks
+    kept = [*entry.keeps, *(one.what for make in makes for one in make.sources if one.kind == "keep")]
+    for maker in {entry.makers[path] for path in kept if path in entry.makers} - {None, True}:
+        if not maker.notes_made:
+            maker.notes_made, maker.run = True, partial(note_made, maker.run)
     if is_run or entry.only is not None:
         entry.run = partial(as_code, entry)
     else:  # also where nothing is dropped: recipes of calls that differ may read what this one overwrites
         entry.run = write if entry.writes else may_write if entry.function in INPLACE else None
+        entry.run = expose if entry.function == GETS_DATA else entry.run
 
 
 def _is_read(make: Make, own: Value | None) -> bool:

@@ -80,8 +80,10 @@ from ...saved import PLAIN, Kept, adds_metadata, is_ordinary
 from ...torch_internals import (
     FakeTensor,
     Hooks,
+    changing_mode,
     current_function_mode,
     current_hooks,
+    dispatch_modes_on,
     pop_hooks,
     push_hooks,
     set_gradients,
@@ -91,7 +93,7 @@ from ...torch_internals import (
     unwrapped,
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
-from ..table.functions import Row, body, row_of
+from ..table.functions import GETS_DATA, Row, body, row_of
 from ..table.rules import Rule, may_overwrite, overwritten
 from .learning import Lesson
 from .plan import ByPlan
@@ -136,10 +138,12 @@ class Recording(TorchFunctionMode):
         self.kept: Sequence[KeptTensor] = ()  # at the end
         self.lesson: Lesson | None = None  # notes about the calls, to learn a script from them
         self.signature: Any = None  # of the inputs
+        self.modes = 0  # number of dispatch modes around
+        self.mode: type | None = None  # one around that may change what calls compute
 
     def __enter__(self) -> "Recording":
         self.known = self.registry()
-        self.inputs = ()
+        self.inputs, self.modes, self.mode = (), dispatch_modes_on(), changing_mode()
         if self.lesson is not None:
             self.lesson.outside = self.known.saved_outside
         self._start_hooks()
@@ -219,7 +223,7 @@ class Recording(TorchFunctionMode):
         """Run a call, and note it for a script."""
         lesson = self.lesson
         assert lesson is not None
-        entry = lesson.begins(function, row)
+        entry = self.known.maker = lesson.begins(function, row)
         entry.asks = row.only_asks
         entry.only = args if function is set_gradients else None
         entry.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
@@ -239,8 +243,12 @@ class Recording(TorchFunctionMode):
             return self._asked(function, types, args, kwargs)
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
+        if function == GETS_DATA:
+            if is_ordinary(args[0]):
+                self.known.expose(args[0])
+            return function(*args, **kwargs)
         if function == SETS_DATA and is_ordinary(args[0]):
-            self.known.forget(args[0])
+            self.known.forget(*args)
         call = Call(function, row, args, kwargs)
         if not may_overwrite(function, args, kwargs):
             return self.run(call)
@@ -264,7 +272,9 @@ class Recording(TorchFunctionMode):
         known, writes = self.known, []
         known.note_memories()
         for tensor in map(unwrapped, overwritten(function, args, kwargs)):
-            if is_ordinary(tensor) and (write := before_overwriting(tensor, known.memories, known.outer)) is not None:
+            if not is_ordinary(tensor) or known.is_exposed(tensor):  # no recipe reads it
+                continue
+            if (write := before_overwriting(tensor, known.memories, known.outer)) is not None:
                 writes.append(write)
         return writes
 
@@ -296,10 +306,13 @@ class Recording(TorchFunctionMode):
         known, function = self.known, call.function
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
         needs_grad, is_wrapped = torch.is_grad_enabled(), transform_level() is not None
-        if not (needs_grad and self.is_innermost()) or is_wrapped:
+        mode = self.mode if dispatch_modes_on() == self.modes else changing_mode()
+        if not (needs_grad and self.is_innermost()) or is_wrapped or mode is not None:
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
-            if needs_grad:
+            if mode is not None:
+                self._refuse(call, result, mode)
+            elif needs_grad:
                 own = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
                 known.unseen = "torch.vmap" if is_wrapped else own
         else:
@@ -317,6 +330,17 @@ class Recording(TorchFunctionMode):
             finally:
                 known.call = known.log.function = None
         return result
+
+    def _refuse(self, call: Call, result: Any, mode: type) -> None:
+        """Keep what a call has returned under a mode that may change it, and note whether it would be recomputed."""
+        known, row = self.known, call.row
+        for one in tensors_in(result):
+            if known.is_made(one) and known.find(one) is None:
+                known.keep(one)
+        rule = row.again if known.by_plan or not row.is_slow else None
+        if known.refused is None and rule is not None and isinstance(result, Tensor) and known.is_made(result):
+            if how_to_repeat(known, rule, call, result) is not None:
+                known.refused = mode
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
         """Decide about a call's result. `target`: an argument that it may have overwritten; `version`: before that."""
@@ -337,7 +361,7 @@ class Recording(TorchFunctionMode):
             if isinstance(value.source, Kept) and not (value.sign_consumers or value.source.is_modified()):
                 value.source = Kept(tensor, known.outer)
         if self.lesson is not None:
-            self.lesson.ends(call, result, known.find)
+            self.lesson.ends(call, result, known)
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether a result gets a recipe."""

@@ -16,13 +16,15 @@ from ...torch_internals import (
     Hooks,
     address,
     argument_copied_by,
+    changing_mode,
     is_synchronised_norm,
     next_node_number,
     node_number,
+    packed_by,
     packed_by_function,
     without_function_modes,
 )
-from ..held.calls import Call, Inside
+from ..held.calls import Call, Inside, before_overwriting
 from ..held.signs import Positive
 from ..held.values import Again, How, Memory, Recipe, Saved, Value, kept_bytes_below, saved_value
 from ..table.functions import Row
@@ -76,7 +78,11 @@ class KnownValues:
         self.masks: dict[tuple[int, Positive], tuple[weakref.ref[Tensor], int, Value, int]] = {}
         self.signs: list[weakref.ref[Value]] = []  # values with sign consumers, in the order of these saves
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
-        self.without_gradient: ByStorage[bool] = ByStorage()  # memory made by recorded calls
+        self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their entries, or True
+        self.maker: Any = None  # the entry of the running call, while it is learned
+        self.exposed: ByStorage[bool] = ByStorage()  # memory that the program may change unseen
+        self.aliases: list[tuple[weakref.ref[Tensor], dict[Value, Kept], Value]] = []  # what is saved of it
+        self.refused: type | None = None  # a mode under which a call would have got a recipe: see `changing_mode`
         self.unseen = ""  # what has hidden calls from the recording, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
 
@@ -86,8 +92,9 @@ class KnownValues:
             if (value := reference()) is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.found, self.masks, self.unnoted, self.dead, self.signs, self.gone = {}, {}, [], [], [], []
-        self.memories.clear()
-        self.without_gradient.clear()
+        self.aliases = []
+        for known in (self.memories, self.without_gradient, self.exposed):
+            known.clear()
         self.outer = None
 
     def value_of(self, tensor: Tensor) -> Value | None:
@@ -156,14 +163,58 @@ class KnownValues:
             value.storage, value.bytes = address(storage), storage.nbytes()
             self._note_kept(value, storage)
 
-    def forget(self, tensor: Tensor) -> None:
-        """`.data = …` will give a tensor other memory, but no new version. Recipes go on reading its present memory."""
+    def forget(self, tensor: Tensor, other: Tensor) -> None:
+        """`.data = …` will give a tensor the memory of another, but no new version. Recipes read its present memory.
+
+        What has saved a made tensor reads the other memory, as in PyTorch, unless it is the call that made it.
+        """
+        if self.is_made(tensor):
+            own = packed_by(tensor.grad_fn, "result")
+            if isinstance(own, Saved):
+                own.value.sign_consumers -= own.reads_signs
+                own.read_instead(Value(Kept(tensor, None)))
+                own.memory = Memory()
+            self.expose(tensor)
+            for reference, saved, value in self.aliases:
+                if reference() is tensor:
+                    saved[value] = self.kept(tensor, None, detaches=False)
+            self.expose(other)
+            self.exposed.put(other.untyped_storage(), True)
+            return
         self.note_memories()
         for reference in (self.memories.get(tensor.untyped_storage()) or Memory()).values:
             if (value := reference()) is not None and type(value.source) is Kept and value.source.packed is tensor:
                 value.source.packed = tensor.detach()
         self.found.pop(id(tensor), None)
         self.masks.clear()
+
+    def expose(self, tensor: Tensor) -> list[Value]:
+        """The program gets access to a made tensor's memory that changes no version, as `.data` does.
+
+        Whatever is saved from it, before or after, is the memory itself, as PyTorch saves it. Recipes get copies of
+        what they have read from it, and read it no more. Returns the values that are saved in it.
+        """
+        storage = tensor.untyped_storage()
+        if not (self.is_made(tensor) or self.has_made(tensor)) or self.exposed.get(storage):
+            return []
+        self.exposed.put(storage, True)
+        self.note_memories()
+        write, saved = before_overwriting(tensor, self.memories, self.outer), {}
+        for known in (self.found, self.masks):
+            for key, (reference, version, value, _) in [*known.items()]:  # type: ignore[attr-defined]
+                one = reference()
+                if one is not None and is_ordinary(one) and address(one.untyped_storage()) == address(storage):
+                    del known[key]  # type: ignore[attr-defined]
+                    if version == one._version and value.consumers:
+                        saved[value] = self.kept(one, None)
+                        self.aliases.append((reference, saved, value))
+        if write is not None and self.outer is None:  # hooks around have got the values already
+            write.memory.exposed = saved
+        return [*saved]
+
+    def is_exposed(self, tensor: Tensor) -> bool:
+        """Whether the program may change a tensor's memory unseen."""
+        return bool(self.exposed.found and self.exposed.get(tensor.untyped_storage()))
 
     def copied(self, tensor: Tensor) -> Value:
         """Keep a copy of a tensor for a recipe, as the tensor may change."""
@@ -203,12 +254,19 @@ class KnownValues:
             pass
         elif tensor._is_view():
             found = self._of_base(tensor)
+        elif self.is_exposed(tensor):
+            pass
         elif is_node(node):
-            if node.strategy.recompute_output and tensor._version == node.output_version:
+            if node.strategy.recompute_output and isinstance(node.output_version, type):
+                self.refused = node.output_version
+            elif node.strategy.recompute_output and tensor._version == node.output_version:
                 saved = saved_in(node)
                 found = Again(checkpointed_output, (node, saved_value(saved[0]) if saved else None, saved))
         elif tensor._version == 0:
             if is_synchronised_norm(node):
+                if (mode := changing_mode()) is not None:
+                    self.refused = mode
+                    return None
                 found = self._of_synchronised_norm(node, packed_by_function(node))
             elif self.call is not None:
                 found = self._of_copied_argument(tensor, node, self.call)
@@ -282,7 +340,7 @@ class KnownValues:
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
         """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
-        value = self.value_of(argument)
+        value = None if self.is_exposed(argument) else self.value_of(argument)
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or kept_bytes_below([value], only_unread=True) > most else value
 
@@ -396,7 +454,7 @@ class KnownValues:
             if not self.without_gradient.get(storage):
                 given = filter(is_ordinary, tensors_in(call.arguments))
                 if all([self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)]):
-                    self.without_gradient.put(storage, True)
+                    self.without_gradient.put(storage, self.maker or True)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory noted by `note_made`, and not shared with NumPy or the like."""

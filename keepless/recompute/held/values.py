@@ -25,7 +25,9 @@ from ...torch_internals import (
     address,
     at_end_of_backward,
     backward_number,
+    function_modes_on,
     is_any_autocast_enabled,
+    without_function_modes,
 )
 from .signs import Positive, Signs
 
@@ -225,10 +227,12 @@ def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
 class Memory:
     """A storage of the forward pass, until it is overwritten, and the values that are kept in it.
 
-    `is_saved`: autograd has saved a tensor in it.
+    `is_saved`: autograd has saved a tensor in it. `exposed`: what is saved of it, since the program may change it
+    unseen: see `KnownValues.expose`.
     """
 
     values: tuple[weakref.ref[Value], ...] = ()
+    exposed: dict[Value, Kept] | None = None
     is_saved = overwritten = False
     earlier: "Memory | None" = None  # for the same storage, if a call did not overwrite it after all
 
@@ -262,6 +266,8 @@ class Saved:
         """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""
         if self.memory.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
+        if self.memory.exposed is not None and self.value in self.memory.exposed:
+            return self.memory.exposed[self.value].get()
         return self.value.get()
 
 
@@ -333,8 +339,8 @@ class Recipe:
         function = self.function
         if over:
             function = torch.relu_ if function is torch.relu else partial(function, inplace=True)
-        if _is_grad_enabled() or autocast[0] or is_any_autocast_enabled():
-            with torch.no_grad(), autocast_as(autocast, device):
+        if _is_grad_enabled() or autocast[0] or is_any_autocast_enabled() or function_modes_on():
+            with torch.no_grad(), autocast_as(autocast, device), without_function_modes():
                 result: Any = function(*arguments)
         else:
             result = function(*arguments)

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...saved import PLAIN, autocast_of, is_ordinary
-from ...torch_internals import current_hooks, is_any_autocast_enabled, is_capturing, profiler_runs
+from ...torch_internals import (
+    changing_mode,
+    current_hooks,
+    dispatch_modes_on,
+    function_modes_on,
+    is_any_autocast_enabled,
+    is_capturing,
+    profiler_runs,
+)
 from ..entries.entry import Script
 from ..entries.following import Following
 from ..entries.learning import Lesson, grown, script_of
@@ -71,10 +79,11 @@ class Signatures:
         inputs, has_shards = [*args] if is_simple else tensors_in((args, kwargs)), is_sharded(module)
         if current_hooks() is not None:  # hooks around the network decide what is kept
             return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame)
-        one = self.of_pass(module, inputs, args, kwargs)
+        changes = (function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
+        one = self.of_pass(module, inputs, args, kwargs, not changes)
         policy = None if self._planner is None else ByPlan(None if one is None else one.plan)
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
-        if one is None or is_capturing():
+        if one is None or changes or is_capturing():
             return recording
         script, is_learnable = one.script, not has_shards and None not in one.kind[0]
         if is_learnable and script is not None and not one.is_new:
@@ -85,9 +94,14 @@ class Signatures:
         return recording
 
     def of_pass(
-        self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        may_plan: bool = True,
     ) -> Signature | None:
-        """The signature of the next pass; None if it has no plan, and none can be made now."""
+        """The signature of the next pass; None if it has no plan, and none can be made now, or may be."""
         kind, size = self._described(module, inputs, args, kwargs)
         for one in self.known:
             if one.kind == kind and one.size == size:
@@ -100,6 +114,8 @@ class Signatures:
             self._use(larger)
             one.attempt(larger.plan, is_own=False, script=larger.script)
         elif one.is_due and self._planner is not None:
+            if not may_plan:
+                return None
             if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
                 one.attempt(self._planner.plan(module, args, kwargs, one.plan, missed=one.is_own and one.is_new))
             elif one.attempts == 0:

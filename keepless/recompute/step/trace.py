@@ -30,7 +30,7 @@ class _NotHeld(Kept):
 
     __slots__ = ()
 
-    def __init__(self, tensor: Tensor | None, hooks: None, name: str = ""):
+    def __init__(self, tensor: Tensor | None, hooks: None, name: str = "", detaches: bool = True):
         self.hooks = None
 
     def is_modified(self) -> bool:
@@ -170,6 +170,14 @@ class Trace(KnownValues):
             if one.kind == Kind.KEPT and one.memory == memory and number in read:
                 self.sizes.append(one.bytes)
                 self.values[number] = one._replace(memory=len(self.sizes) - 1)
+
+    def expose(self, tensor: Tensor) -> list[Value]:
+        """Likewise; what is saved of the memory stays there."""
+        saved = super().expose(tensor)
+        for one in saved:
+            self.values[one.number] = self.values[one.number]._replace(kind=Kind.KEPT, inputs=())
+        self.note_overwritten(tensor, len(self.values))
+        return saved
 
     # Calls
 

@@ -25,6 +25,8 @@ from ..held.signs import Positive, positive, positive_or_nan
 from . import rules
 from .rules import Function, Rule, overloads_of
 
+GETS_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # writes through it change no version
+
 Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 _NOT_REPEATED = {"aten", "keepless", "prim", "prims"}  # namespaces: their functions have rules of their own
@@ -68,7 +70,7 @@ def row_of(function: Function) -> Row:
         _learn_own(function)
     row = TABLE.get(function, Row())
     return row._replace(
-        only_asks=row.only_asks or getattr(function, "__name__", "") == "__get__",
+        only_asks=row.only_asks or (getattr(function, "__name__", "") == "__get__" and function != GETS_DATA),
         is_opened=function in _CALL_OTHERS and row.again is None,
     )
 
@@ -242,6 +244,7 @@ _add_each(rules.joined, _named("cat concat concatenate stack", torch))
 _add(_named("to float double half bfloat16", Tensor), again=rules.cast)
 _add(_named("dim ndimension size stride numel nelement element_size storage_offset __len__", Tensor), only_asks=True)
 _add(_named("is_contiguous is_floating_point is_complex", Tensor, torch), only_asks=True)
+_add(_named("register_hook retain_grad untyped_storage data_ptr", Tensor), only_asks=True)  # as observers call
 
 # Pooling and resampling
 _add_each(rules.made, _named("avg_pool1d avg_pool2d avg_pool3d", F))

@@ -1,0 +1,283 @@
+"""What a call depends on besides its arguments: modes, memory that changes unseen, and where arguments come from."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from keepless import CheckpointedABN, recompute_activations, recomputing
+
+
+class Doubled(TorchFunctionMode):
+    """Another SiLU, such as one of an emulated number format."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*((args[0] * 2, *args[1:]) if function is F.silu else args), **(kwargs or {}))
+
+
+class Rounded(TorchDispatchMode):
+    """Results of SiLU in the precision of bfloat16, or of a norm."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        names = (torch.ops.aten.silu.default, torch.ops.aten.leaky_relu.default)
+        return result.bfloat16().float() if function in names else result
+
+
+class Halved(Rounded):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 0.5 if function is torch.ops.aten.silu.default else result
+
+
+class Network(nn.Module):
+    """`inside`: a context for a part of the forward pass."""
+
+    def __init__(self, of: Callable[["Network", Tensor], Tensor]):
+        super().__init__()
+        self.of, self.inside, self.passes, self.written = of, nullcontext, 0, None
+        self.conv, self.norm, self.last = nn.Conv2d(3, 8, 3), CheckpointedABN(8, backend="eager"), nn.Conv2d(8, 8, 3)
+        self.register_buffer("table", torch.rand(8, 6, 6))
+        self.bias = nn.Parameter(torch.rand(8, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.of(self, x)
+
+
+def activated(net: Network, x: Tensor) -> Tensor:
+    h = F.gelu(F.silu(net.conv(x)))
+    with net.inside():
+        h = F.silu(F.silu(h) * 2)
+    return net.last(net.norm(F.gelu(h)))
+
+
+def prepared(of: Callable[[Network, Tensor], Tensor], **options: Any) -> tuple[Network, Network]:
+    torch.manual_seed(0)
+    plain = Network(of)
+    return plain, recompute_activations(copy.deepcopy(plain), **options)
+
+
+def gradients(net: Network, step: int, around: Any = nullcontext) -> list[Tensor]:
+    net.zero_grad()
+    torch.manual_seed(step)
+    with around():
+        loss = net(torch.randn(2, 3, 8, 8)).square().sum()
+    if net.written is not None:
+        net.written.numpy()[...] *= 0.5
+    loss.backward()
+    return [one.grad for one in net.parameters() if one.grad is not None]
+
+
+def assert_equal(plain: Network, ours: Network, steps: int, **options: Any) -> None:
+    for step in range(steps):
+        assert all(map(torch.equal, gradients(plain, step, **options), gradients(ours, step, **options)))
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("options", [{}, {"budget": 0.8}, {"checkpointed_only": True}], ids=str)
+@pytest.mark.parametrize("mode", [Doubled, Rounded])
+def test_under_a_mode_that_may_change_results_nothing_is_recomputed(mode, options, is_inside):
+    plain, ours = prepared(activated, **options)
+    assert_equal(plain, ours, 3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for other in (mode, mode, Halved):  # at the same depth
+            if is_inside:
+                plain.inside = ours.inside = other
+            assert_equal(plain, ours, 2, around=nullcontext if is_inside else other)
+    plain.inside = ours.inside = nullcontext
+    assert_equal(plain, ours, 2)
+    names = [str(one.message).split()[4].rstrip(",") for one in said if "is recomputed under" in str(one.message)]
+    seen = "checkpointed_only" not in options or not is_inside  # its norm is outside of the part
+    assert names == ([] if (is_inside and mode is Doubled) or not seen else [mode.__name__]) or names == ["Halved"]
+
+
+def test_a_mode_is_named_only_where_something_would_be_recomputed():
+    net = recompute_activations(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Rounded():
+            net(torch.randn(2, 4)).sum().backward()
+    with pytest.warns(UserWarning, match="Rounded"), Rounded(), recomputing():
+        F.linear(F.silu(F.linear(torch.randn(2, 4), net[0].weight)), net[2].weight).sum().backward()
+
+
+def test_a_function_mode_around_the_backward_pass_changes_nothing():
+    plain, ours = prepared(activated)
+    torch.manual_seed(0)
+    losses = [net(torch.randn(2, 3, 8, 8).fill_(0.3)).square().sum() for net in (plain, ours)]
+    with Doubled():
+        [loss.backward() for loss in losses]
+    for expected, found in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert expected.grad is found.grad is None or torch.equal(expected.grad, found.grad)
+
+
+@pytest.mark.parametrize("budget", [None, 0.6])
+def test_pytorchs_observers_see_the_same_step(budget, caplog):
+    """Also in the first one, whose rehearsal they do not see."""
+    caplog.set_level("INFO", "keepless")
+    counts = []
+    for first in (0, 3):
+        net = prepared(activated, budget=budget)[1]
+        for step in range(5):
+            with FlopCounterMode(display=False) if step >= first else nullcontext() as counter:
+                gradients(net, step)
+            counts += [] if counter is None else [counter.get_total_flops()]
+    assert len(set(counts)) == 1 and len(counts) == 7
+    assert len([one for one in caplog.messages if one.startswith("planned")]) == (2 if budget else 0)
+
+
+# Writes through `.data`: before a tensor is saved, between its uses, through views, and by giving it other memory.
+
+
+def rounded(net, x):
+    q = F.silu(net.conv(x)) * 4
+    q.data.round_()  # the values change, the gradient does not
+    return torch.sigmoid(q) * q
+
+
+def rounded_between(net, x):
+    q = F.silu(net.conv(x)) * 4
+    both = q * torch.sigmoid(q)
+    q.data.round_()
+    return (both * q).sin()
+
+
+def rounded_late(net, x):
+    q = F.silu(net.conv(x))
+    both = torch.sigmoid(q) * q
+    if net.passes > 3:
+        q.data.round_()
+    return torch.tanh(q) * both
+
+
+def by_an_alias(net, x):
+    q = F.silu(net.conv(x))
+    alias, first = q.data, torch.sigmoid(q) * q
+    alias.add_(1)
+    second = torch.tanh(q) * first
+    alias.mul_(0.3)
+    return second * q
+
+
+def by_a_view(net, x):
+    q = F.gelu(net.conv(x))
+    v = q.flatten(1)
+    a = torch.sigmoid(v)
+    v.data.round_()
+    return F.gelu(a * v) * q.flatten(1)
+
+
+def of_a_rectified(net, x):
+    q = F.relu(net.conv(x))
+    mean = q.mean((2, 3))
+    q.data.sub_(0.5)  # other signs
+    return mean
+
+
+def of_a_norm(net, x):
+    z = net.norm(net.conv(x))
+    z.data.round_()
+    return net.last(z)
+
+
+def given(net, x):
+    q = F.silu(net.conv(x))
+    both = torch.sigmoid(q) * q
+    q.data = q.data.round()
+    return torch.tanh(q) * both
+
+
+def given_to_its_own(net, x):
+    q = F.relu(net.conv(x))
+    both = F.gelu(q) * q
+    q.data = q.data - 0.3
+    return F.gelu(q) * both * q
+
+
+def given_to_a_norm(net, x):
+    z = net.norm(net.conv(x))
+    z.data = z.data * 3
+    return net.last(z)
+
+
+def of_a_copy(net, x):
+    q = F.silu(net.conv(x))
+    q.data.round_()
+    r = q.half().float()
+    both = F.gelu(r) * r
+    q.data.zero_()
+    return both
+
+
+def of_a_mask(net, x):
+    q = F.silu(net.conv(x))
+    mask = (q.detach() > 0).to(q.dtype)
+    y = torch.tanh(q * mask)
+    mask.data.zero_()
+    return y * q
+
+
+def of_parameters(net, x):
+    net.conv.weight.data.clamp_(-0.2, 0.2)
+    net.table.data.mul_(1.5)
+    q = F.silu(net.conv(x)) * net.table
+    return F.gelu(q) * q
+
+
+THROUGH_DATA = [rounded, rounded_between, rounded_late, by_an_alias, by_a_view, of_a_rectified, of_a_norm, given]
+THROUGH_DATA += [given_to_its_own, given_to_a_norm, of_a_copy, of_a_mask, of_parameters]
+
+
+@pytest.mark.parametrize("budget", [None, 0.6])
+@pytest.mark.parametrize("of", THROUGH_DATA, ids=lambda of: of.__name__)
+def test_what_the_program_changes_through_data_is_what_pytorch_saves(of, budget):
+    assert_equal(*prepared(of, budget=budget), steps=6)
+
+
+# An argument's place is taken by one that may change later.
+
+
+def of_addend(choose: Callable[[Network, Tensor, bool], Tensor]) -> Callable[[Network, Tensor], Tensor]:
+    def forward(net: Network, x: Tensor) -> Tensor:
+        h = F.gelu(net.conv(x))
+        one = choose(net, h, net.passes > 2)
+        net.written = one.detach() if net.passes > 2 else None
+        return net.last(F.gelu(F.silu(h * 2 + one)))
+
+    return forward
+
+
+def a_buffer(net, h, late):
+    return net.table if late else net.bias
+
+
+def a_product(net, h, late):
+    return net.table * net.bias if late else net.bias
+
+
+def of_a_mask_a_buffer(net, h, late):
+    return net.table.expand(2, -1, -1, -1) if late else (h.detach() > 0).to(h.dtype)
+
+
+def frozen(net, h, late):
+    return net.bias.detach() if late else net.bias
+
+
+PLACES = [(choose, budget) for choose in (a_buffer, of_a_mask_a_buffer, frozen) for budget in (None, 0.7)]
+PLACES.append((a_product, None))  # a plan keeps whatever the pass has made
+
+
+@pytest.mark.parametrize("choose, budget", PLACES)
+def test_an_argument_is_kept_uncopied_only_where_the_learned_one_came_from(choose, budget):
+    assert_equal(*prepared(of_addend(choose), budget=budget), steps=5)
