@@ -47,7 +47,7 @@ from ...torch_internals import (
 )
 from ..held.calls import Call
 from ..held.values import Recipe, Value, saved_value
-from ..table.functions import row_of
+from ..table.functions import is_still, row_of
 from ..table.rules import any_values, may_overwrite
 from .entry import OWN, Entry, Source, argument_code, differs_in_origin, layout, origin, same, unpacking
 
@@ -117,6 +117,34 @@ def note_made(run: Any, follows: Any, function: Any, types: Any, args: tuple[Any
     """The code of a call whose result, e.g. a mask, recipes keep uncopied, because the pass has made it."""
     result = run(follows, function, types, args, kwargs) if run else function(*args, **kwargs)
     follows.known.note_made(Call(function, row_of(function), args, kwargs), result)
+    return result
+
+
+def watched(
+    entry: Entry, run: Any, follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The code of a call that drops nothing, but would if it changed. `run`: its code otherwise."""
+    is_seen = entry.is_hidden and torch.is_grad_enabled() and dispatch_modes_on() == follows.modes
+    is_seen = is_seen and transform_level() is None and (current_hooks() is None or follows.is_innermost())
+    if is_seen or (entry.is_still and not is_still(function, args, kwargs)):
+        follows.note_outdated()
+        return follows.unlike(function, types, args, kwargs)
+    result = run(follows, function, types, args, kwargs) if run else function(*args, **kwargs)
+    if entry.is_flat and getattr(result, "requires_grad", False):
+        follows.looks_again(entry)
+    if entry.is_sized:
+        follows.note_size(result)
+    return result
+
+
+def look_again(
+    entry: Entry, run: Any, follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The code of a call whose result has got a gradient in the last pass: the rules decide about it."""
+    entry.run = run
+    follows.next -= 1  # the new entry comes before this one, which compares nothing
+    result = follows.interpret(function, types, args, kwargs)
+    follows.next += not follows.leaves
     return result
 
 
@@ -318,4 +346,6 @@ class _Code:
             else:
                 lines.append("own = Value(recipe)")
             lines.append("found[id(result)] = ref(result), result._version, own, 0")
+        if entry.is_sized:
+            lines.append("follows.note_size(result)")
         lines.append("return result")

@@ -177,6 +177,12 @@ class Entry:
         self.has_hooks = False  # there are hooks around the whole pass
         self.reads_packed = False  # recipes read what autograd holds for saved tensors
         self.asks_rules = False  # `by_rules`, or rules decide about a saved tensor
+        # What makes a call that drops nothing worth another look: see `watched` in code.py
+        self.is_flat = False  # its result has no gradient
+        self.is_hidden = False  # other hooks, or modes that may change results, are around it
+        self.is_still = False  # it draws nothing, as a dropout with p=0
+        self.options: dict[str, Any] | None = None  # its keyword arguments then, if it has one argument besides
+        self.is_sized = False  # the size of its result depends on values, and there is a budget
         self.notes_made = False  # a recipe keeps its result, which has no gradient
         # While it is learned: see `_Notes` in learning.py
         self.noted: Any = None
@@ -189,6 +195,7 @@ class Script(NamedTuple):
     learned: int  # number of entries that come from the recorded pass
     kept: Sequence[KeptTensor]
     has_hooks: bool  # around the whole pass, because dropped tensors are saved outside of calls
+    sized: int  # bytes of results whose size depends on values
     consumers: dict[int, tuple[Any, int]]  # by id of a parameter: a reference, and the first entry that reads it
 
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...saved import PLAIN, Kept, current_stream
 from ...torch_internals import (
+    calling_module,
     current_hooks,
     dispatch_modes_on,
     hooks_are_allowed,
@@ -27,10 +28,10 @@ from ..held.signs import Signs
 from ..held.values import Again, Saved, Value
 from ..table.functions import body, row_of
 from ..table.rules import ByName, attention, by_present_backends
-from .code import DEEPEST
+from .code import DEEPEST, look_again, may_write, watched
 from .entry import END, FOUND, OWN, RULES, Entry, Script
 from .learning import Lesson
-from .plan import ByPlan
+from .plan import MORE, ByPlan
 from .recipes import give_recipe, leave_own_inside, note_random, of_inside, read_result_instead
 from .recording import Recording
 from .registry import KnownValues
@@ -80,6 +81,8 @@ class Following(Recording):
         self.leaves = False  # the rest of the pass is recorded
         self.left_at: int | None = None  # the number of the next entry when too many calls had differed
         self.has_sought = False  # the entry of the running call has been looked up by its parameter
+        self.outdated = False  # a call that dropped nothing may do so now
+        self.left: ref[nn.Module] | None = None  # the module that has called it
         self.differences = 0  # recorded calls, surprises, and returns to earlier entries
         self.lesson = Lesson()  # of the calls that the recorder makes: see `grown`
         self.places: list[int] = []  # of each recorded call: the number of the next entry
@@ -108,8 +111,13 @@ class Following(Recording):
 
     @property
     def has_followed(self) -> bool:
-        """Whether entries have made all calls of the pass."""
-        return not self.differences
+        """Whether entries have made all calls of the pass, and hold for further ones."""
+        return not (self.differences or self.is_outdated)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether calls that drop nothing now would drop something, or results are larger than planned."""
+        return self.outdated or self.sized > MORE * self.script.sized
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -122,9 +130,17 @@ class Following(Recording):
             self.next += 1
             if (run := entry.run) is not None:
                 return run(self, function, types, args, kwargs or {})
-            if kwargs and "out" in kwargs:
-                return self.writing(function, args, kwargs)
-            return function(*args, **kwargs) if kwargs else function(*args)
+            if kwargs:
+                if "out" in kwargs:
+                    return self.writing(function, args, kwargs)
+                if entry.options is not None and kwargs != entry.options:
+                    return watched(entry, may_write, self, function, types, args, kwargs)
+                result = function(*args, **kwargs)
+            else:
+                result = function(*args)
+            if entry.is_flat and getattr(result, "requires_grad", False):
+                self.looks_again(entry)
+            return result
         if row_of(function).only_asks and PLAIN.issuperset(types):
             return function(*args, **kwargs) if kwargs else function(*args)
         return self._other(function, types, args, kwargs or {})
@@ -294,6 +310,15 @@ class Following(Recording):
         finally:
             ours.__exit__()
             self.hooks, self.known.log.is_on = outer, False
+
+    def note_outdated(self) -> None:
+        if not self.outdated:
+            self.outdated, self.left = True, calling_module()
+
+    def looks_again(self, entry: Entry) -> None:
+        """In the next pass, the rules decide about a call whose result has got a gradient."""
+        self.note_outdated()
+        entry.run = partial(look_again, entry, entry.run)
 
     def run_noted(self, *call: Any) -> Any:
         self.places.append(self.next if self.left_at is None else self.left_at)

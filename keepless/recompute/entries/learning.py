@@ -14,7 +14,7 @@ from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.functions import GETS_DATA, PRODUCTS, Row
 from ..table.rules import INPLACE, attention
-from .code import as_code, expose, may_write, note_made, write
+from .code import as_code, expose, may_write, note_made, watched, write
 from .entry import (
     END,
     FOUND,
@@ -162,21 +162,23 @@ def _kind(argument: Value | Kept, is_overwritten: bool) -> str:
     return "keep" if argument.storage else "copy"
 
 
-def script_of(lesson: Lesson, kept: Sequence[KeptTensor], plan: Plan | None = None) -> Script | None:
+def script_of(lesson: Lesson, kept: Sequence[KeptTensor], sized: int, plan: Plan | None = None) -> Script | None:
     """The script of a pass that has just ended; None if there can be none: see `lesson.why_not`.
 
-    `kept`: of its recording. `plan`: that it has followed.
+    `kept`, `sized`: of its recording. `plan`: that it has followed.
     """
     has_hooks = _drops_outside(lesson)
     if not _decided(lesson, plan is not None and plan.fits, has_hooks):
         return None
-    return _script(lesson.entries, len(lesson.entries), kept, has_hooks)
+    return _script(lesson.entries, len(lesson.entries), kept, sized, has_hooks)
 
 
-def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[KeptTensor]) -> Script | None:
+def grown(
+    script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[KeptTensor], sized: int
+) -> Script | None:
     """The script with the calls that the recorder has made in a pass; None if there are none, or it learns none.
 
-    `places`: for each call, the number of the entry before which it ran. `kept`: in that pass.
+    `places`: for each call, the number of the entry before which it ran. `kept`, `sized`: in that pass.
     """
     if not lesson.entries or len(script.entries) > _GROWS * script.learned:
         return None
@@ -190,15 +192,15 @@ def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[
         if [one.function for one in entries[-_VARIANTS:]] != [entry.function] * _VARIANTS:
             entries.append(entry)
     entries += old[begin:]
-    return _script(entries, script.learned, kept, script.has_hooks)
+    return _script(entries, script.learned, kept, max(sized, script.sized), script.has_hooks)
 
 
-def _script(entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], has_hooks: bool) -> Script:
+def _script(entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], sized: int, has_hooks: bool) -> Script:
     consumers: dict[int, tuple[Any, int]] = {}
     for number, one in enumerate(entries):
         if one.parameter is not None and (parameter := one.parameter()) is not None:
             consumers.setdefault(id(parameter), (one.parameter, number))
-    return Script([*entries, END], learned, kept, has_hooks, consumers)
+    return Script([*entries, END], learned, kept, has_hooks, sized, consumers)
 
 
 def _drops_outside(lesson: Lesson) -> bool:
@@ -260,8 +262,8 @@ def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
     if not (is_inside or (is_run and entry.function in PRODUCTS)):
         entry.layouts = []
     entry.has_hooks = has_hooks
-    kept = [*entry.keeps, *(one.what for make in makes for one in make.sources if one.kind == "keep")]
-    for maker in {entry.makers[path] for path in kept if path in entry.makers} - {None, True}:
+    kept_paths = [*entry.keeps, *(one.what for make in makes for one in make.sources if one.kind == "keep")]
+    for maker in {entry.makers[path] for path in kept_paths if path in entry.makers} - {None, True}:
         if not maker.notes_made:
             maker.notes_made, maker.run = True, partial(note_made, maker.run)
     if is_run or entry.only is not None:
@@ -269,6 +271,10 @@ def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
     else:  # also where nothing is dropped: recipes of calls that differ may read what this one overwrites
         entry.run = write if entry.writes else may_write if entry.function in INPLACE else None
         entry.run = expose if entry.function == GETS_DATA else entry.run
+        if entry.options is not None:
+            entry.run = None
+        elif entry.is_hidden or entry.is_still or entry.is_sized or (entry.is_flat and entry.run is not None):
+            entry.run = partial(watched, entry, entry.run)
 
 
 def _is_read(make: Make, own: Value | None) -> bool:

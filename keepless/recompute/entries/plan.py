@@ -10,7 +10,7 @@ from torch import nn
 from ...torch_internals import calling_module
 from ..held.values import Value
 
-_MORE = 1.01  # results may be so many times larger than planned, because networks round dimensions
+MORE = 1.01  # results may be so many times larger than planned, because networks round dimensions
 
 
 class Flag:
@@ -65,7 +65,7 @@ class ByPlan:
         if self.plan is None:
             return None
         known, most = self.plan.calls[self.call] if self.call < len(self.plan.calls) else (None, 0)
-        if known == function and self.total <= _MORE * most:
+        if known == function and self.total <= MORE * most:
             return self.plan.flags[self.call]
         self.leave()
         return None

@@ -93,8 +93,9 @@ from ...torch_internals import (
     unwrapped,
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
-from ..table.functions import GETS_DATA, Row, body, row_of
+from ..table.functions import GETS_DATA, Row, body, is_sized, is_still, row_of
 from ..table.rules import Rule, may_overwrite, overwritten
+from .entry import Entry
 from .learning import Lesson
 from .plan import ByPlan
 from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
@@ -139,6 +140,7 @@ class Recording(TorchFunctionMode):
         self.lesson: Lesson | None = None  # notes about the calls, to learn a script from them
         self.signature: Any = None  # of the inputs
         self.modes = 0  # number of dispatch modes around
+        self.sized = 0  # bytes of results whose size depends on values
         self.mode: type | None = None  # one around that may change what calls compute
 
     def __enter__(self) -> "Recording":
@@ -329,7 +331,24 @@ class Recording(TorchFunctionMode):
                 self._conclude(call, result, target, version)
             finally:
                 known.call = known.log.function = None
+        if self.lesson is not None:
+            self._watch(known.maker, call, result, mode is not None or not self.is_innermost())
         return result
+
+    def _watch(self, entry: Entry, call: Call, result: Any, is_hidden: bool) -> None:
+        """Note for what a call is to be watched, if it drops nothing."""
+        if isinstance(result, Tensor) and result.dtype.is_floating_point:
+            entry.is_flat, entry.is_hidden = not result.requires_grad, is_hidden
+            entry.is_still = is_still(call.function, call.args, call.kwargs)
+            if entry.is_still and len(call.args) == 1 and not (is_hidden or entry.writes or entry.is_flat):
+                entry.options = call.kwargs
+        if self.known.by_plan and is_sized(call.function, call.args):
+            entry.is_sized = True
+            self.note_size(result)
+
+    def note_size(self, result: Any) -> None:
+        """Count the bytes of a result whose size depends on values."""
+        self.sized += sum([one.nbytes for one in tensors_in(result)])
 
     def _refuse(self, call: Call, result: Any, mode: type) -> None:
         """Keep what a call has returned under a mode that may change it, and note whether it would be recomputed."""

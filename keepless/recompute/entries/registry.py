@@ -254,7 +254,7 @@ class KnownValues:
             pass
         elif tensor._is_view():
             found = self._of_base(tensor)
-        elif self.is_exposed(tensor):
+        elif self.exposed.found and self.is_exposed(tensor):
             pass
         elif is_node(node):
             if node.strategy.recompute_output and isinstance(node.output_version, type):
@@ -340,7 +340,7 @@ class KnownValues:
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
         """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
-        value = None if self.is_exposed(argument) else self.value_of(argument)
+        value = None if self.exposed.found and self.is_exposed(argument) else self.value_of(argument)
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or kept_bytes_below([value], only_unread=True) > most else value
 

@@ -149,24 +149,26 @@ class Signatures:
         if one is None or (isinstance(recording, Following) and recording.has_followed):
             return
         if isinstance(recording, Following):
-            has_diverged = recording.leaves
+            has_diverged = recording.leaves or recording.is_outdated
         else:
             has_diverged = one.plan is not None and policy is not None and policy.plan is None
         if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
             one.is_due = True
-        elif has_diverged and self._planner is not None and policy is not None:
-            self._planner.say_that_it_leaves(module, policy.left, one.is_new)
+        elif has_diverged and self._planner is not None:
+            left = recording.left if isinstance(recording, Following) and policy is None else policy and policy.left
+            self._planner.say_that_it_leaves(module, left, one.is_new)
         if one.is_due or output is None:
             return
         if isinstance(recording, Following):
-            if recording.lesson is not None and (recording.left_at is not None or not has_diverged):
-                script = grown(recording.script, recording.lesson, recording.places, recording.kept)
+            if recording.lesson is not None and (recording.left_at is not None or not recording.leaves):
+                script = grown(recording.script, recording.lesson, recording.places, recording.kept, recording.sized)
                 one.script = script or one.script
         elif recording.lesson is not None:
-            one.script = script_of(recording.lesson, recording.kept, None if has_diverged else one.plan)
+            plan = None if has_diverged else one.plan
+            one.script = script_of(recording.lesson, recording.kept, recording.sized, plan)
         elif (script := one.script) is not None:
             one.script = script._replace(kept=recording.kept)
-        one.is_new = False
+        one.is_new, self._parameters = False, []  # new calls may come with new parameters
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a size before its first pass. ValueError if the network cannot be rehearsed on it."""

@@ -10,6 +10,7 @@ an entry of `ACTIVATIONS` or `FUNCTIONS` in test_functions.py.
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType
@@ -73,6 +74,37 @@ def row_of(function: Function) -> Row:
         only_asks=row.only_asks or (getattr(function, "__name__", "") == "__get__" and function != GETS_DATA),
         is_opened=function in _CALL_OTHERS and row.again is None,
     )
+
+
+# Functions whose results have sizes that depend on values, or on numbers that a program may change
+_SIZED = frozenset(
+    """
+    __getitem__ arange argwhere empty expand fold full gather index_select interpolate linspace masked_select narrow
+    new_empty new_full new_ones new_zeros nonzero one_hot ones pad rand randn repeat repeat_interleave take tile topk
+    unfold unique unique_consecutive upsample zeros
+    """.split()
+)
+
+
+def is_sized(function: Function, args: tuple[Any, ...]) -> bool:
+    """Whether the size of a call's result may depend on more than the shapes of its arguments."""
+    if (name := getattr(function, "__name__", "")) == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return not all([one in (None, ..., slice(None)) if type(one) is not int else True for one in index])
+    return name in _SIZED
+
+
+# Functions that draw random numbers with a chance `p` or `dropout_p`, and unless `training` or `train` is False
+_DRAW = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu scaled_dot_product_attention"
+
+
+def is_still(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that may draw random numbers draws none in a call."""
+    if (names := _DRAWN.get(function)) is None:
+        return False
+    given = dict(zip(names, args, strict=False)) | kwargs
+    chance = given.get("dropout_p", 0.0) if "dropout_p" in names else given.get("p", 1.0)
+    return not chance or given.get("training", given.get("train", "dropout_p" in names)) is False
 
 
 def _add(functions: Iterable[Function], **facts: Any) -> None:
@@ -201,6 +233,12 @@ def _add_each(make: Callable[[Function], Rule], functions: Iterable[Function], *
         _add([function], again=make(function), **facts)
 
 
+_DRAWN = {
+    function: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    if function is F.scaled_dot_product_attention
+    else tuple(inspect.signature(function).parameters)
+    for function in _named(_DRAW, F)
+} | dict.fromkeys(_named(_DRAW, torch), ("input", "p", "train"))
 _CONVOLUTIONS = _named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", F)
 _RELUS = [F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_]
 

@@ -1,0 +1,202 @@
+"""Calls that had nothing to drop when they were learned, and have now: a new plan, or a warning."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from keepless import recompute_activations, report
+from keepless.recompute.step.costs import peak_bytes
+
+
+def block(h: Tensor) -> Tensor:
+    return torch.tanh(F.silu(F.gelu(F.layer_norm(h, h.shape[-1:])) * 1.5) + 0.5)
+
+
+class Network(nn.Module):
+    """`late`: after the change."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(5))
+        self.dropout, self.late, self.adapter = nn.Dropout(0.0), False, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.convs[0](x))
+
+
+class Detached(Network):
+    def blocks(self, h):
+        h = h if self.late else h.detach()
+        for _ in range(4):
+            h = block(h)
+        return self.convs[1](h)
+
+
+class WithoutGradients(Network):
+    def blocks(self, h):
+        with torch.set_grad_enabled(True) if self.late else torch.no_grad():
+            for _ in range(4):
+                h = block(h)
+        return self.convs[1](h)
+
+
+class Dropping(Network):
+    def blocks(self, h):
+        self.dropout.p = 0.1 if self.late else 0.0
+        for conv in self.convs[1:]:
+            h = self.dropout(F.silu(self.dropout(conv(h))))
+        return h
+
+
+class LeavingEvaluation(Network):
+    def blocks(self, h):
+        self.dropout.p = 0.1
+        self.dropout.train(self.late)
+        for conv in self.convs[1:]:
+            h = self.dropout(F.silu(F.dropout(conv(h), 0.1, self.late)))
+        return h
+
+
+class Checkpointed(Network):
+    def blocks(self, h):
+        for conv in self.convs[1:]:
+            h = block(conv(h)) if self.late else checkpoint(lambda u, c=conv: block(c(u)), h, use_reentrant=False)
+        return h
+
+
+class Tokens(Network):
+    def blocks(self, h):
+        h = h.flatten(2).transpose(1, 2)[:, torch.arange(256) < (256 if self.late else 64)]
+        for conv in self.convs[1:]:
+            h = h + F.gelu(F.layer_norm(h, (16,)) @ conv.weight[:, :, 0, 0]).sin()
+        return h
+
+
+class Sliced(Network):
+    def blocks(self, h):
+        h = h[:, :, : 16 if self.late else 4]
+        for conv in self.convs[1:]:
+            h = F.silu(F.group_norm(conv(h), 4))
+        return h
+
+
+class Enlarged(Network):
+    def blocks(self, h):
+        h = F.interpolate(h, scale_factor=3 if self.late else 2)
+        for conv in self.convs[1:]:
+            h = F.silu(F.group_norm(conv(h), 4))
+        return h
+
+
+class Adapted(Network):
+    """An adapter comes, frozen; `late`: and is trained."""
+
+    def blocks(self, h):
+        h = h.detach()
+        for number in range(3):
+            h = block(h if self.adapter is None or number else h * self.adapter)
+        return self.convs[1](h)
+
+
+IMAGES = torch.linspace(-1, 1, 8 * 16 * 16 * 16).sin().view(8, 16, 16, 16)
+CHANGES = [(Detached, 0.7), (Dropping, 0.7), (LeavingEvaluation, 0.7), (Checkpointed, 0.55), (Tokens, 0.5)]
+CHANGES += [(WithoutGradients, 0.7), (Sliced, 0.6), (Enlarged, 0.5), (Adapted, 0.8)]
+
+
+def step(network: nn.Module, late: bool) -> None:
+    network.late = late
+    if isinstance(network, Adapted):
+        network.adapter.requires_grad_(late)
+    torch.manual_seed(0)
+    network(IMAGES).square().mean().backward()
+
+
+def peak(network: nn.Module) -> int:
+    return peak_bytes(lambda: step(network, True), IMAGES.device)
+
+
+def made(kind: type[Network]) -> Network:
+    torch.manual_seed(0)
+    network = kind()
+    if kind is Adapted:
+        network.adapter = nn.Parameter(torch.ones(16, 16))
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return network
+
+
+@pytest.mark.parametrize("kind, share", CHANGES, ids=lambda one: getattr(one, "__name__", None))
+def test_a_budget_holds_after_the_change(kind, share, monkeypatch):
+    monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
+    plain = made(kind)
+    for late in (False, True, True):
+        step(plain, late)
+    budget = int(share * peak(plain))
+    ours = recompute_activations(made(kind), budget=budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the checkpoint
+        for late in (False,) * 4 + (True,) * 3:
+            step(ours, late)
+    assert peak(ours) <= 1.05 * budget
+    for network in (plain, ours):
+        network.zero_grad(set_to_none=False)
+        step(network, True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", [Detached, WithoutGradients, Dropping, LeavingEvaluation, Checkpointed])
+def test_without_a_budget_a_step_saves_as_little_after_the_change_as_a_new_network(kind):
+    """And again before it: states may alternate."""
+    changed, fresh = recompute_activations(made(kind)), recompute_activations(made(kind))
+    for late in (False, False, True, True, True, True):
+        step(changed, late)
+    for _ in range(4):
+        step(fresh, True)
+    assert peak(changed) <= peak(fresh)
+    assert report(changed).bytes == report(fresh).bytes
+    for late in (False, True, False, True):
+        step(changed, late)
+        plain = made(kind)
+        step(plain, late)
+        for parameter in (*changed.parameters(), *plain.parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+        for network in (changed, plain):
+            step(network, late)
+        pairs = zip(changed.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(found.grad, expected.grad) for found, expected in pairs)
+
+
+class Scaled(Network):
+    def blocks(self, h):
+        for conv in self.convs[1:]:
+            h = F.silu(conv(h) * self.scale) + self.scale
+        return h
+
+
+def plans(kind, states, caplog) -> tuple[int, list[str]]:
+    """How many plans are made in these steps, and warnings given."""
+    caplog.set_level("INFO", "keepless")
+    caplog.clear()
+    network = recompute_activations(copy.deepcopy(made(kind)), budget=0.7)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for state in states:
+            network.scale = state
+            step(network, bool(state))
+    return len([one for one in caplog.messages if one.startswith("planned")]), [str(one.message) for one in said]
+
+
+def test_constants_that_change_in_every_step_plan_and_warn_no_more(caplog, monkeypatch):
+    monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
+    assert plans(Scaled, [1 / n for n in range(1, 9)], caplog) == plans(Scaled, [0.5], caplog)
+
+
+def test_states_that_alternate_are_planned_twice_and_named_once(caplog, monkeypatch):
+    monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
+    made, said = plans(Detached, [0, 1, 1] * 4, caplog)
+    assert made == 2 and len([one for one in said if "several paths" in one]) == 1
