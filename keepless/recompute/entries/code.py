@@ -213,6 +213,8 @@ class _Code:
         lines += [f"{indent}if type({tensor}) not in PLAIN:", f"{indent}    {_DIFFERS}", f"{indent}try:"]
         lines.append(f"{indent}    {name} = {made}")
         lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # e.g. made in inference mode
+        if kind == "kept":
+            lines.append(f"known.staying += [{name}]")  # `append` would be a call
         if kind == "keep":
             lines.append(f"    found[key] = ref({tensor}), {tensor}._version, {name}, 0")
             lines.append(f"    known.unnoted.append({name})")

@@ -19,7 +19,7 @@ Rule 7. A value is computed for its first consumer in a backward pass, and held 
     pass has ended. Another backward pass over the graph computes it again.
 Rule 8. A chain has at most `_LONGEST` recipes, in a plan `LONGEST_PLANNED`; views and casts may lengthen it a little.
 Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values
-    in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
+    in it that recipes read, and parameters, are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
@@ -92,7 +92,7 @@ from ...torch_internals import (
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
 from ..table.functions import Row, body, row_of
-from ..table.rules import Rule, may_overwrite, overwritten
+from ..table.rules import Rule, declares_writes, may_overwrite, overwritten
 from .learning import Lesson
 from .plan import ByPlan
 from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
@@ -261,10 +261,13 @@ class Recording(TorchFunctionMode):
 
     def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
         """Before a call that may write over tensors: copy what recipes read from their memory."""
-        known, writes = self.known, []
+        known, writes, is_certain = self.known, [], declares_writes(function)
         known.note_memories()
         for tensor in map(unwrapped, overwritten(function, args, kwargs)):
-            if is_ordinary(tensor) and (write := before_overwriting(tensor, known.memories, known.outer)) is not None:
+            if known.staying and tensor.grad_fn is None:
+                known.note_staying()
+            write = before_overwriting(tensor, known.memories, known.outer, is_certain) if is_ordinary(tensor) else None
+            if write is not None:
                 writes.append(write)
         return writes
 

@@ -223,12 +223,12 @@ def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
 
 
 class Memory:
-    """A storage of the forward pass, until it is overwritten, and the values that are kept in it.
+    """A storage of the forward pass, until it is overwritten, and what is kept in it: values, and recipes' parameters.
 
     `is_saved`: autograd has saved a tensor in it.
     """
 
-    values: tuple[weakref.ref[Value], ...] = ()
+    values: tuple[weakref.ref[Any], ...] = ()
     is_saved = overwritten = False
     earlier: "Memory | None" = None  # for the same storage, if a call did not overwrite it after all
 
