@@ -17,6 +17,7 @@ Other files use only private parts on which PyTorch's extensions rely: `Tensor._
 """
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -89,6 +90,8 @@ try:
     set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
     _disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
     _hooks_of_torch = torch._C._autograd
+    _disable_hooks = _hooks_of_torch._saved_tensors_hooks_disable
+    _enable_hooks = _hooks_of_torch._saved_tensors_hooks_enable
     # Set and remove saved-tensor hooks: pack and unpack.
     push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
     push_hooks = _hooks_of_torch._push_saved_tensors_default_hooks
@@ -308,6 +311,35 @@ def node_class(function: type[torch.autograd.Function]) -> type:
 def hooks_are_allowed() -> bool:
     """Whether saved-tensor hooks may be set; `torch.func.grad` and `disable_saved_tensors_hooks` forbid it."""
     return _disabled_message() is None
+
+
+class _SetAside(threading.local):
+    hooks: Hooks | None = None  # of a recording, while `disable_saved_tensors_hooks` is in effect
+
+
+_set_aside = _SetAside()
+
+
+def set_aside_while_disabled(is_ours: Callable[[Hooks], bool]) -> None:
+    """Let `disable_saved_tensors_hooks` set our hooks aside, in this thread. With any hooks it raises an error.
+
+    It is called inside forward passes, by programs and by `torch.func.grad`. Function modes do not see it.
+    """
+
+    def disable(message: str, fail_if_non_empty: bool = True) -> None:
+        if (hooks := current_hooks()) is not None and is_ours(hooks):
+            pop_hooks()
+            _set_aside.hooks = hooks
+        _disable_hooks(message, fail_if_non_empty)  # an error if others are around ours; then `enable` follows, too
+
+    def enable() -> None:
+        _enable_hooks()
+        if (hooks := _set_aside.hooks) is not None:
+            _set_aside.hooks = None
+            push_hooks(*hooks)
+
+    _hooks_of_torch._saved_tensors_hooks_disable = disable
+    _hooks_of_torch._saved_tensors_hooks_enable = enable
 
 
 # The saved-tensor hooks in effect now, e.g. from `torch.autograd.graph.save_on_cpu`; None if there are none.

@@ -175,9 +175,12 @@ class Following(Recording):
         return None
 
     def with_hooks(
-        self, entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Value | None
-    ) -> tuple[Any, _Packing]:
-        """Run a call that saves dropped tensors. `own`: the value of its result."""
+        self, entry: Entry, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any, own: Value | None
+    ) -> tuple[Any, _Packing | None]:
+        """Run a call that saves dropped tensors. `own`: the value of its result.
+
+        If hooks are disabled, the rules run it, and there is no `_Packing`.
+        """
         self.packing = packing = _Packing()
         packing.kinds, packing.value = iter(entry.packs), own
         if entry.reads_packed:
@@ -190,10 +193,19 @@ class Following(Recording):
                 note_random(call)
         try:
             push_hooks(self.hook, unpack)  # inside the try, because Ctrl-C may come right after it
-            return function(*args, **kwargs) if kwargs else function(*args), packing
-        finally:
+            result = function(*args, **kwargs) if kwargs else function(*args)
+        except BaseException as error:
+            is_pushed = hooks_are_allowed()
+            if is_pushed:
+                pop_hooks()
+            if is_pushed or not isinstance(error, RuntimeError):
+                raise
+        else:
             pop_hooks()
+            return result, packing
+        finally:
             self.packing = self.known.call = None
+        return self.unlike(function, types, args, kwargs), None
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""

@@ -18,8 +18,8 @@ Rule 6. If no gradient needs an input's values (the convolution or eval-mode nor
 Rule 7. A value is computed for its first consumer in a backward pass, and held until the last one has read it or the
     pass has ended. Another backward pass over the graph computes it again.
 Rule 8. A chain has at most `_LONGEST` recipes, in a plan `LONGEST_PLANNED`; views and casts may lengthen it a little.
-Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values
-    in it that recipes read, and parameters, are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
+Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values and parameters
+    in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
@@ -84,6 +84,7 @@ from ...torch_internals import (
     current_hooks,
     pop_hooks,
     push_hooks,
+    set_aside_while_disabled,
     set_gradients,
     subclasses_are_asked,
     transform_level,
@@ -380,6 +381,9 @@ def hooks_around() -> list[Hooks]:
 def is_ours(hooks: Hooks) -> bool:
     """Whether these saved-tensor hooks are ours: of a recorded pass, or of a rehearsal."""
     return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
+
+
+set_aside_while_disabled(is_ours)
 
 
 def is_running(frame: FrameType | None) -> bool:

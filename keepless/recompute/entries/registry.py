@@ -159,7 +159,7 @@ class KnownValues:
             self._note_kept(value, storage)
 
     def stays(self, tensor: Tensor) -> Kept:
-        """A tensor that stays where it is, such as a parameter, for a recipe. It is copied before a call writes over it.
+        """A tensor that stays where it is, such as a parameter, for a recipe: copied before a call writes over it.
 
         What autograd holds for it is not: it raises PyTorch's error.
         """
