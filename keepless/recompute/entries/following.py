@@ -169,9 +169,8 @@ class Following(Recording):
         """The number of the first entry that reads the same parameter, if its function is the same."""
         for one in args:
             if isinstance(one, nn.Parameter):
-                reference, place = self.script.consumers.get(id(one), (None, -1))
-                is_it = reference is not None and reference() is one and self.entries[place].function == function
-                return place if is_it else None
+                place = self.script.consumers.get(id(one))
+                return place if place is not None and self.entries[place].function == function else None
         return None
 
     def with_hooks(

@@ -65,7 +65,6 @@ a value that recipes read, or a single recipe (rule 4). It is *dropped* if a rec
 value exists only in a backward pass, between its first consumer and its last.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -223,7 +222,7 @@ class Recording(TorchFunctionMode):
         entry = lesson.begins(function, row)
         entry.asks = row.only_asks
         entry.only = args if function is set_gradients else None
-        entry.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
+        entry.parameter = next((id(one) for one in args if isinstance(one, nn.Parameter)), 0)
         entry.writes = may_overwrite(function, args, kwargs)
         are_fake = any([isinstance(one, FakeTensor) for one in tensors_in((args, kwargs))])
         if function == SETS_DATA or are_fake or not PLAIN.issuperset(types):

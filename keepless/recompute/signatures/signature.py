@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...saved import PLAIN, autocast_of, is_ordinary
-from ...torch_internals import current_hooks, is_any_autocast_enabled, is_capturing, profiler_runs
+from ...torch_internals import current_hooks, is_any_autocast_enabled, is_capturing, is_transformed, profiler_runs
 from ..entries.entry import Script
 from ..entries.following import Following
 from ..entries.learning import Lesson, grown, script_of
@@ -100,6 +100,8 @@ class Signatures:
             self._use(larger)
             one.attempt(larger.plan, is_own=False, script=larger.script)
         elif one.is_due and self._planner is not None:
+            if is_transformed((args, kwargs)):  # by a program that asks for a Jacobian or a graph, no training
+                return None
             if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
                 one.attempt(self._planner.plan(module, args, kwargs, one.plan, missed=one.is_own and one.is_new))
             elif one.attempts == 0:
@@ -200,11 +202,15 @@ class Signatures:
         return kind, (tuple([size for one in ordinary for size in one.shape]), tuple([one.nbytes for one in ordinary]))
 
     def _trained(self, module: nn.Module) -> tuple[bool, ...]:
-        """Which parameters need gradients. The module is searched again only once one of them is freed."""
+        """Which parameters need gradients. The module is searched again only once one of them is removed.
+
+        There is no weak reference to a parameter: `torch.utils.swap_tensors` refuses tensors that have one.
+        """
         if self._parameters:
             try:
-                return tuple([reference().requires_grad for reference in self._parameters])
-            except AttributeError:  # of None: one was freed
+                return tuple([owner()._parameters[name].requires_grad for owner, name in self._parameters])
+            except (AttributeError, KeyError):  # of None: a module was freed, or has lost a parameter
                 pass
-        self._parameters = [weakref.ref(one) for one in module.parameters()]
+        owned = [(one, name, own) for one in module.modules() for name, own in one._parameters.items()]
+        self._parameters = [(weakref.ref(one), name) for one, name, own in owned if own is not None]
         return tuple([one.requires_grad for one in module.parameters()])
