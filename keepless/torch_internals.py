@@ -54,6 +54,7 @@ try:
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     _attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
@@ -135,19 +136,49 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+class _OfThread(dict[Any, Any]):
+    """`parametrize`'s cache while one thread rehearses: this thread's own; other threads use theirs."""
+
+    def __init__(self, others: dict[Any, Any]):
+        self.others, self.thread = others, threading.get_ident()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, default) if threading.get_ident() == self.thread else self.others.get(key, default)
+
+    def __setitem__(self, key: Any, one: Any) -> None:
+        if threading.get_ident() == self.thread:
+            super().__setitem__(key, one)
+        else:
+            self.others[key] = one
+
+
+class _Elsewhere(NamedTuple):
+    """A global module hook that the rehearsing thread does not call."""
+
+    hook: Callable[..., Any]
+    is_here: Callable[[], bool]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self.is_here() else self.hook(*args, **kwargs)
+
+
 @contextmanager
-def without_global_state() -> Iterator[None]:
-    """Context without global module hooks and `parametrize.cached`, where a copy would find the original's weights."""
-    before, weights = [dict(hooks) for hooks in _global_hooks], _parametrize._cache
+def without_global_state(is_here: Callable[[], bool]) -> Iterator[None]:
+    """Context in which this thread calls no global module hooks, and finds no weights in `parametrize.cached`.
+
+    A copy would find the original's. `is_here`: whether a hook is called by the rehearsal, perhaps in a thread of the
+    backward pass. Nothing changes for other threads, which may also remove hooks.
+    """
+    cache = _parametrize._cache = _OfThread(_parametrize._cache)
     for hooks in _global_hooks:
-        hooks.clear()
-    _parametrize._cache = {}
+        hooks.update({key: _Elsewhere(hook, is_here) for key, hook in list(hooks.items()) if callable(hook)})
     try:
         yield
     finally:
-        _parametrize._cache = weights
-        for hooks, of_user in zip(_global_hooks, before, strict=True):
-            hooks.update(of_user)
+        for hooks in _global_hooks:
+            hooks.update({key: one.hook for key, one in list(hooks.items()) if isinstance(one, _Elsewhere)})
+        if _parametrize._cache is cache:
+            _parametrize._cache = cache.others
 
 
 def argument_copied_by(node: Any, arguments: Iterable[Any]) -> Tensor | None:
@@ -195,6 +226,13 @@ def is_capturing() -> bool:
 def attention_backends() -> list[int]:
     """The numbers of the enabled attention backends (`SDPBackend`), by priority; faster than PyTorch's function."""
     return [one for one in _attention_order() if _attention_enabled[one]()]
+
+
+def is_transformed(arguments: Any) -> bool:
+    """Whether `torch.fx` traces a call with these arguments, or `torch.autograd.functional` runs it in its `vmap`."""
+    torch._C._vmapmode_increment_nesting()
+    is_mapped = torch._C._vmapmode_decrement_nesting() > 0
+    return is_mapped or any(isinstance(one, fx.Proxy) for one in tree_leaves(arguments))
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
