@@ -86,7 +86,7 @@ def _is_of_users(kind: Any) -> bool:
 
 
 def _refuse_iterators(pending: list[Any]) -> None:
-    """RuntimeError if functions refer to an iterator: in closures, defaults, collections, other functions or globals."""
+    """RuntimeError if functions refer to an iterator: in closures, defaults, collections or globals."""
     seen: set[int] = set()
     while pending:
         one = pending.pop()
