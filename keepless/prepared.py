@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import FrameType
+from types import CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -203,6 +203,7 @@ class _Hooks:
         self.checkpointed_only, self.signatures = checkpointed_only, signatures
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
         self.awaited: RemovableHandle | None = None  # a parameter's hook, until the module is called
+        self.is_generator = False  # a warning says that it returns one
         self.is_compiled = False  # a compiled graph has called the module
         self.has_named_mode = False  # a warning has named a mode that changes results
 
@@ -268,6 +269,13 @@ class _Hooks:
             if recording is not None:
                 recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
                 self.kept = recording.kept
+                if isinstance(output, (GeneratorType, CoroutineType)) and not self.is_generator:
+                    self.is_generator = True
+                    warn(
+                        f"the forward pass of {type(module).__name__} returns a {type(output).__name__}, whose calls "
+                        f"run later, so everything is saved: return tensors, or compute the loss inside "
+                        f"`with keepless.recomputing():`"
+                    )
                 self.signatures.pass_has_ended(module, recording, output)
                 if recording.known.refused is not None and not self.has_named_mode:
                     self.has_named_mode = True

@@ -17,6 +17,7 @@ Other files use only private parts on which PyTorch's extensions rely: `Tensor._
 """
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +54,7 @@ try:
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     _attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
@@ -91,6 +93,8 @@ try:
     set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
     _disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
     _hooks_of_torch = torch._C._autograd
+    _disable_hooks = _hooks_of_torch._saved_tensors_hooks_disable
+    _enable_hooks = _hooks_of_torch._saved_tensors_hooks_enable
     # Set and remove saved-tensor hooks: pack and unpack.
     push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
     push_hooks = _hooks_of_torch._push_saved_tensors_default_hooks
@@ -170,19 +174,49 @@ def without_observers() -> AbstractContextManager:
     return nullcontext() if any(are_fake) else with_dispatch_modes_off()
 
 
+class _OfThread(dict[Any, Any]):
+    """`parametrize`'s cache while one thread rehearses: this thread's own; other threads use theirs."""
+
+    def __init__(self, others: dict[Any, Any]):
+        self.others, self.thread = others, threading.get_ident()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, default) if threading.get_ident() == self.thread else self.others.get(key, default)
+
+    def __setitem__(self, key: Any, one: Any) -> None:
+        if threading.get_ident() == self.thread:
+            super().__setitem__(key, one)
+        else:
+            self.others[key] = one
+
+
+class _Elsewhere(NamedTuple):
+    """A global module hook that the rehearsing thread does not call."""
+
+    hook: Callable[..., Any]
+    is_here: Callable[[], bool]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self.is_here() else self.hook(*args, **kwargs)
+
+
 @contextmanager
-def without_global_state() -> Iterator[None]:
-    """Context without global module hooks and `parametrize.cached`, where a copy would find the original's weights."""
-    before, weights = [dict(hooks) for hooks in _global_hooks], _parametrize._cache
+def without_global_state(is_here: Callable[[], bool]) -> Iterator[None]:
+    """Context in which this thread calls no global module hooks, and finds no weights in `parametrize.cached`.
+
+    A copy would find the original's. `is_here`: whether a hook is called by the rehearsal, perhaps in a thread of the
+    backward pass. Nothing changes for other threads, which may also remove hooks.
+    """
+    cache = _parametrize._cache = _OfThread(_parametrize._cache)
     for hooks in _global_hooks:
-        hooks.clear()
-    _parametrize._cache = {}
+        hooks.update({key: _Elsewhere(hook, is_here) for key, hook in list(hooks.items()) if callable(hook)})
     try:
         yield
     finally:
-        _parametrize._cache = weights
-        for hooks, of_user in zip(_global_hooks, before, strict=True):
-            hooks.update(of_user)
+        for hooks in _global_hooks:
+            hooks.update({key: one.hook for key, one in list(hooks.items()) if isinstance(one, _Elsewhere)})
+        if _parametrize._cache is cache:
+            _parametrize._cache = cache.others
 
 
 def argument_copied_by(node: Any, arguments: Iterable[Any]) -> Tensor | None:
@@ -230,6 +264,13 @@ def is_capturing() -> bool:
 def attention_backends() -> list[int]:
     """The numbers of the enabled attention backends (`SDPBackend`), by priority; faster than PyTorch's function."""
     return [one for one in _attention_order() if _attention_enabled[one]()]
+
+
+def is_transformed(arguments: Any) -> bool:
+    """Whether `torch.fx` traces a call with these arguments, or `torch.autograd.functional` runs it in its `vmap`."""
+    torch._C._vmapmode_increment_nesting()
+    is_mapped = torch._C._vmapmode_decrement_nesting() > 0
+    return is_mapped or any(isinstance(one, fx.Proxy) for one in tree_leaves(arguments))
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -346,6 +387,35 @@ def node_class(function: type[torch.autograd.Function]) -> type:
 def hooks_are_allowed() -> bool:
     """Whether saved-tensor hooks may be set; `torch.func.grad` and `disable_saved_tensors_hooks` forbid it."""
     return _disabled_message() is None
+
+
+class _SetAside(threading.local):
+    hooks: Hooks | None = None  # of a recording, while `disable_saved_tensors_hooks` is in effect
+
+
+_set_aside = _SetAside()
+
+
+def set_aside_while_disabled(is_ours: Callable[[Hooks], bool]) -> None:
+    """Let `disable_saved_tensors_hooks` set our hooks aside, in this thread. With any hooks it raises an error.
+
+    It is called inside forward passes, by programs and by `torch.func.grad`. Function modes do not see it.
+    """
+
+    def disable(message: str, fail_if_non_empty: bool = True) -> None:
+        if (hooks := current_hooks()) is not None and is_ours(hooks):
+            pop_hooks()
+            _set_aside.hooks = hooks
+        _disable_hooks(message, fail_if_non_empty)  # an error if others are around ours; then `enable` follows, too
+
+    def enable() -> None:
+        _enable_hooks()
+        if (hooks := _set_aside.hooks) is not None:
+            _set_aside.hooks = None
+            push_hooks(*hooks)
+
+    _hooks_of_torch._saved_tensors_hooks_disable = disable
+    _hooks_of_torch._saved_tensors_hooks_enable = enable
 
 
 # The saved-tensor hooks in effect now, e.g. from `torch.autograd.graph.save_on_cpu`; None if there are none.

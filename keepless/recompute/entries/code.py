@@ -17,7 +17,9 @@ For a SiLU whose argument an earlier entry has dropped, and whose result is drop
             value_1 = one[2]
         elif (value_1 := known.derived(arg_0)) is None:  # nor a view of a dropped tensor
             return follows.unlike(function, types, args, kwargs)
-        result, packing = follows.with_hooks(entry, function, args, kwargs, None)  # autograd saves `value_1`
+        result, packing = follows.with_hooks(entry, function, types, args, kwargs, None)  # autograd saves `value_1`
+        if packing is None:  # the rules have made the call, as hooks are disabled
+            return result
         if type(result) is not Tensor or not result.requires_grad or result is arg_0:
             return follows.surprised(packing, result)  # the result gets no recipe
         recipe = Recipe(F.silu, [value_1], how, result, follows.stream)
@@ -277,6 +279,8 @@ class _Code:
         lines.append(f"{indent}try:")
         lines.append(f"{indent}    {name} = {made}")
         lines += [f"{indent}except RuntimeError:", f"{indent}    {_DIFFERS}"]  # e.g. made in inference mode
+        if kind == "kept":
+            lines.append(f"known.staying += [{name}]")  # `append` would be a call
         if kind == "keep":
             lines.append(f"    found[key] = ref({tensor}), {tensor}._version, {name}, 0")
             lines.append(f"    known.unnoted.append({name})")
@@ -301,11 +305,14 @@ class _Code:
         indent = "    " if entry.writes else ""
         if entry.packs or entry.by_rules:
             whole = self.name(entry)
-            lines.append(f"{indent}result, packing = follows.with_hooks({whole}, function, args, kwargs, own)")
+            given = "function, types, args, kwargs, own"
+            lines.append(f"{indent}result, packing = follows.with_hooks({whole}, {given})")
         else:
             lines.append(f"{indent}result = function(*args{', **kwargs' if entry.names else ''})")
         if entry.writes:
             lines += ["finally:", "    if writes:", "        follows.end_writing(writes)"]
+        if entry.packs or entry.by_rules:
+            lines += ["if packing is None:", "    return result"]
         if entry.packs:
             failed = "packing.own is not None and packing.own is not result"
             if entry.reads_packed:

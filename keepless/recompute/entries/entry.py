@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...torch_internals import address
 from ..held.signs import Positive
@@ -148,7 +148,7 @@ class Entry:
     def __init__(self, function: Callable[..., Any] | None, row: Row):
         self.function = function  # None: after the last call
         self.row = row
-        self.parameter: weakref.ref[nn.Parameter] | None = None  # the first that the call reads
+        self.parameter = 0  # the id of the first that the call reads: programs cannot swap tensors with weak references
         self.asks = False  # it only asks for an attribute, and may come and go
         self.writes = False  # it may write over a tensor
         # The code: `run(follows, function, types, args, kwargs)`. None: the call only runs.
@@ -196,7 +196,7 @@ class Script(NamedTuple):
     kept: Sequence[KeptTensor]
     has_hooks: bool  # around the whole pass, because dropped tensors are saved outside of calls
     sized: int  # bytes of results whose size depends on values
-    consumers: dict[int, tuple[Any, int]]  # by id of a parameter: a reference, and the first entry that reads it
+    consumers: dict[int, int]  # by id of a parameter: the first entry that reads it (another does no harm)
 
 
 END = Entry(None, Row())  # after the last call

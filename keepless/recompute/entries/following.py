@@ -82,7 +82,6 @@ class Following(Recording):
         self.left_at: int | None = None  # the number of the next entry when too many calls had differed
         self.has_sought = False  # the entry of the running call has been looked up by its parameter
         self.outdated = False  # a call that dropped nothing may do so now
-        self.left: ref[nn.Module] | None = None  # the module that has called it
         self.differences = 0  # recorded calls, surprises, and returns to earlier entries
         self.lesson = Lesson()  # of the calls that the recorder makes: see `grown`
         self.places: list[int] = []  # of each recorded call: the number of the next entry
@@ -190,15 +189,17 @@ class Following(Recording):
         """The number of the first entry that reads the same parameter, if its function is the same."""
         for one in args:
             if isinstance(one, nn.Parameter):
-                reference, place = self.script.consumers.get(id(one), (None, -1))
-                is_it = reference is not None and reference() is one and self.entries[place].function == function
-                return place if is_it else None
+                place = self.script.consumers.get(id(one))
+                return place if place is not None and self.entries[place].function == function else None
         return None
 
     def with_hooks(
-        self, entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Value | None
-    ) -> tuple[Any, _Packing]:
-        """Run a call that saves dropped tensors. `own`: the value of its result."""
+        self, entry: Entry, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any, own: Value | None
+    ) -> tuple[Any, _Packing | None]:
+        """Run a call that saves dropped tensors. `own`: the value of its result.
+
+        If hooks are disabled, the rules run it, and there is no `_Packing`.
+        """
         self.packing = packing = _Packing()
         packing.kinds, packing.value = iter(entry.packs), own
         if entry.reads_packed:
@@ -211,10 +212,19 @@ class Following(Recording):
                 note_random(call)
         try:
             push_hooks(self.hook, unpack)  # inside the try, because Ctrl-C may come right after it
-            return function(*args, **kwargs) if kwargs else function(*args), packing
-        finally:
+            result = function(*args, **kwargs) if kwargs else function(*args)
+        except BaseException as error:
+            is_pushed = hooks_are_allowed()
+            if is_pushed:
+                pop_hooks()
+            if is_pushed or not isinstance(error, RuntimeError):
+                raise
+        else:
             pop_hooks()
+            return result, packing
+        finally:
             self.packing = self.known.call = None
+        return self.unlike(function, types, args, kwargs), None
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""

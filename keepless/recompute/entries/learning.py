@@ -101,7 +101,7 @@ class Lesson:
         entry.noted = _Notes(_reference(own), _reference(base), packs)
         entry.names, entry.count = tuple(call.kwargs), len(call.args)
         for path, one in tensors:
-            has_layout = is_ordinary(one) and not isinstance(one, nn.Parameter)
+            has_layout = is_ordinary(one) and not (isinstance(one, nn.Parameter) and one.dim() < 3)  # by `.data = …`
             entry.layouts.append((path, one.requires_grad, layout(one) if has_layout else None))
         entry.consts = list(constants(call.args, call.kwargs))
         entry.alike = [(path, paths[id(one)]) for path, one in tensors if path != paths[id(one)]]
@@ -196,10 +196,10 @@ def grown(
 
 
 def _script(entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], sized: int, has_hooks: bool) -> Script:
-    consumers: dict[int, tuple[Any, int]] = {}
+    consumers: dict[int, int] = {}
     for number, one in enumerate(entries):
-        if one.parameter is not None and (parameter := one.parameter()) is not None:
-            consumers.setdefault(id(parameter), (one.parameter, number))
+        if one.parameter:
+            consumers.setdefault(one.parameter, number)
     return Script([*entries, END], learned, kept, has_hooks, sized, consumers)
 
 

@@ -84,7 +84,7 @@ class _Finder:
         if tensor.requires_grad and not copy_it:
             for saved, kept, _ in self.call.packed:
                 if saved is tensor and isinstance(kept, Kept):  # such as a parameter
-                    return kept
+                    return self.known.stays(tensor)
         value = self._available(tensor)
         if value is not None and not copy_it:
             if value.consumers == value.sign_consumers:

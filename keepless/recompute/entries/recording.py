@@ -18,7 +18,7 @@ Rule 6. If no gradient needs an input's values (the convolution or eval-mode nor
 Rule 7. A value is computed for its first consumer in a backward pass, and held until the last one has read it or the
     pass has ended. Another backward pass over the graph computes it again.
 Rule 8. A chain has at most `_LONGEST` recipes, in a plan `LONGEST_PLANNED`; views and casts may lengthen it a little.
-Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values
+Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values and parameters
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
@@ -86,6 +86,7 @@ from ...torch_internals import (
     dispatch_modes_on,
     pop_hooks,
     push_hooks,
+    set_aside_while_disabled,
     set_gradients,
     subclasses_are_asked,
     transform_level,
@@ -94,7 +95,7 @@ from ...torch_internals import (
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
 from ..table.functions import GETS_DATA, Row, body, is_sized, is_still, row_of
-from ..table.rules import Rule, may_overwrite, overwritten
+from ..table.rules import Rule, declares_writes, may_overwrite, overwritten
 from .entry import Entry
 from .learning import Lesson
 from .plan import ByPlan
@@ -140,6 +141,7 @@ class Recording(TorchFunctionMode):
         self.lesson: Lesson | None = None  # notes about the calls, to learn a script from them
         self.signature: Any = None  # of the inputs
         self.modes = 0  # number of dispatch modes around
+        self.left: weakref.ref[nn.Module] | None = None  # the module in which a call does not fit its entry any more
         self.sized = 0  # bytes of results whose size depends on values
         self.mode: type | None = None  # one around that may change what calls compute
 
@@ -228,7 +230,7 @@ class Recording(TorchFunctionMode):
         entry = self.known.maker = lesson.begins(function, row)
         entry.asks = row.only_asks
         entry.only = args if function is set_gradients else None
-        entry.parameter = next((weakref.ref(one) for one in args if isinstance(one, nn.Parameter)), None)
+        entry.parameter = next((id(one) for one in args if isinstance(one, nn.Parameter)), 0)
         entry.writes = may_overwrite(function, args, kwargs)
         are_fake = any([isinstance(one, FakeTensor) for one in tensors_in((args, kwargs))])
         if function == SETS_DATA or are_fake or not PLAIN.issuperset(types):
@@ -271,12 +273,14 @@ class Recording(TorchFunctionMode):
 
     def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
         """Before a call that may write over tensors: copy what recipes read from their memory."""
-        known, writes = self.known, []
+        known, writes, is_certain = self.known, [], declares_writes(function)
         known.note_memories()
         for tensor in map(unwrapped, overwritten(function, args, kwargs)):
             if not is_ordinary(tensor) or known.is_exposed(tensor):  # no recipe reads it
                 continue
-            if (write := before_overwriting(tensor, known.memories, known.outer)) is not None:
+            if known.staying and tensor.grad_fn is None:
+                known.note_staying()
+            if (write := before_overwriting(tensor, known.memories, known.outer, is_certain)) is not None:
                 writes.append(write)
         return writes
 
@@ -420,6 +424,9 @@ def hooks_around() -> list[Hooks]:
 def is_ours(hooks: Hooks) -> bool:
     """Whether these saved-tensor hooks are ours: of a recorded pass, or of a rehearsal."""
     return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
+
+
+set_aside_while_disabled(is_ours)
 
 
 def is_running(frame: FrameType | None) -> bool:

@@ -73,6 +73,7 @@ class KnownValues:
         self.found: dict[int, tuple[weakref.ref[Tensor], int, Value, int]] = {}
         self.memories: ByStorage[Memory] = ByStorage()
         self.unnoted: list[Value] = []  # kept by entries' code, and not yet in `memories`
+        self.staying: list[Kept] = []  # parameters and their views that recipes read, and that are not in `memories`
         self.dead: list[Gone] = []  # those references in `found` whose tensors are freed
         # Sign masks that entries have made, by id and function. Not in `found`: other consumers need the tensor itself.
         self.masks: dict[tuple[int, Positive], tuple[weakref.ref[Tensor], int, Value, int]] = {}
@@ -92,7 +93,7 @@ class KnownValues:
             if (value := reference()) is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.found, self.masks, self.unnoted, self.dead, self.signs, self.gone = {}, {}, [], [], [], []
-        self.aliases = []
+        self.aliases, self.staying = [], []
         for known in (self.memories, self.without_gradient, self.exposed):
             known.clear()
         self.outer = None
@@ -163,6 +164,21 @@ class KnownValues:
             value.storage, value.bytes = address(storage), storage.nbytes()
             self._note_kept(value, storage)
 
+    def stays(self, tensor: Tensor) -> Kept:
+        """A tensor that stays where it is, such as a parameter, for a recipe: copied before a call writes over it.
+
+        What autograd holds for it is not: it raises PyTorch's error.
+        """
+        kept = Kept(tensor, None)
+        self.staying.append(kept)
+        return kept
+
+    def note_staying(self) -> None:
+        """Note the memories of these: before a call that writes over a tensor without a graph."""
+        staying, self.staying = self.staying, []
+        for kept in [one for one in staying if is_ordinary(one.packed)]:
+            self._note_kept(kept, kept.packed.untyped_storage())
+
     def forget(self, tensor: Tensor, other: Tensor) -> None:
         """`.data = …` will give a tensor the memory of another, but no new version. Recipes read its present memory.
 
@@ -182,9 +198,11 @@ class KnownValues:
             self.exposed.put(other.untyped_storage(), True)
             return
         self.note_memories()
+        self.note_staying()
         for reference in (self.memories.get(tensor.untyped_storage()) or Memory()).values:
-            if (value := reference()) is not None and type(value.source) is Kept and value.source.packed is tensor:
-                value.source.packed = tensor.detach()
+            kept = one.source if isinstance(one := reference(), Value) else one
+            if type(kept) is Kept and kept.packed is tensor:
+                kept.packed = tensor.detach()
         self.found.pop(id(tensor), None)
         self.masks.clear()
 
@@ -199,12 +217,12 @@ class KnownValues:
             return []
         self.exposed.put(storage, True)
         self.note_memories()
-        write, saved = before_overwriting(tensor, self.memories, self.outer), {}
+        write, saved = before_overwriting(tensor, self.memories, self.outer, True), {}
         for known in (self.found, self.masks):
-            for key, (reference, version, value, _) in [*known.items()]:  # type: ignore[attr-defined]
+            for key, (reference, version, value, _) in [*known.items()]:
                 one = reference()
                 if one is not None and is_ordinary(one) and address(one.untyped_storage()) == address(storage):
-                    del known[key]  # type: ignore[attr-defined]
+                    del known[key]
                     if version == one._version and value.consumers:
                         saved[value] = self.kept(one, None)
                         self.aliases.append((reference, saved, value))
@@ -226,8 +244,8 @@ class KnownValues:
         if self.copy_parameters and is_parameter(tensor):
             return Kept(tensor.detach().clone(), None)
         value = self.value_of(tensor)
-        if value is None and isinstance(tensor, nn.Parameter):  # it stays where it is
-            return Kept(tensor, None)
+        if value is None and isinstance(tensor, nn.Parameter):
+            return self.stays(tensor)
         return value or self.keep(tensor)
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
@@ -238,8 +256,8 @@ class KnownValues:
         """Identifies a tensor's memory: the address of its storage."""
         return address(tensor.untyped_storage())
 
-    def _note_kept(self, value: Value, storage: UntypedStorage) -> None:
-        """Note that a value is kept in a storage."""
+    def _note_kept(self, value: Value | Kept, storage: UntypedStorage) -> None:
+        """Note that a value, or a tensor that recipes read, is kept in a storage."""
         known, place = self.memories.found, address(storage)  # in place of `get` and `put`, which are calls
         of = known[place] if place in known else None
         if of is None or of[0]() is not storage:
@@ -378,10 +396,15 @@ class KnownValues:
         return Saved(value, self.memories, tensor)
 
     def _is_simple(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor needs no value: parameters, their views, short vectors, and statistics of rows."""
+        """Whether a saved tensor needs no value: parameters, their views, short vectors, and statistics of rows.
+
+        Recipes read copies of these. So they need not notice when batch norms update running statistics, or views.
+        """
+        base = tensor._base
         if not tensor.is_leaf:
-            return isinstance(tensor._base, nn.Parameter)
+            return isinstance(base, nn.Parameter)
         is_vector = tensor.dim() < 2 and tensor.numel() < self.short
+        is_vector = is_vector or (base is not None and base.dim() < 2 and base.numel() < self.short_rows)
         is_of_rows = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < self.short_rows
         return is_vector or is_of_rows or isinstance(tensor, nn.Parameter)
 

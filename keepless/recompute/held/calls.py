@@ -65,27 +65,45 @@ class Overwriting(NamedTuple):
     storage: UntypedStorage
     version: int  # before the call
     memory: Memory
-    copied: list[tuple[Value, Kept, int]]  # values that were copied, with their original sources and storages
+    copied: list[tuple[Any, dict[str, Any]]]  # what was copied, with attributes that it had before
+    is_certain: bool  # also if the version stays, as under fused optimisers
 
 
-def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> Overwriting | None:
-    """Copy the values in a tensor's memory that recipes read. None if nothing is saved or read from it.
+def before_overwriting(
+    tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None, is_certain: bool
+) -> Overwriting | None:
+    """Copy what recipes read from a tensor's memory. None if nothing is saved or read from it.
 
-    `memories`: of kept values. `outer`: hooks that get the copies.
+    `memories`: of kept values. `outer`: hooks that get the copies. `is_certain`: the call writes, perhaps unseen.
     """
     memory = memories.get(storage := tensor.untyped_storage())
     known = [] if memory is None else filter(None, [reference() for reference in memory.values])
-    read = [one for one in known if one.storage == address(storage) and one.may_be_read()]  # others are kept in copies
+    read: list[Any] = [one for one in known if _is_read_from(one, address(storage))]
     if memory is None or not (memory.is_saved or read):
         return None
     memories.pop(storage)
-    write = Overwriting(tensor, storage, tensor._version, memory, [])
-    for value in read:
-        if isinstance(kept := value.source, Kept) and not kept.is_modified():
-            write.copied.append((value, kept, value.storage))
-            with torch.inference_mode(False):
-                value.source, value.storage = Kept(kept.original(tensor).clone(), outer), 0
+    write = Overwriting(tensor, storage, tensor._version, memory, [], is_certain)
+    for one in read:
+        kept = one.source if isinstance(one, Value) else one
+        if not isinstance(kept, Kept) or kept.is_modified():
+            continue
+        with torch.inference_mode(False), torch.no_grad():
+            original = kept.original(tensor)
+            other = original.clone().requires_grad_(original.requires_grad and original.is_leaf)
+        if isinstance(one, Value):
+            write.copied.append((one, {"source": kept, "storage": one.storage}))
+            one.source, one.storage = Kept(other, outer), 0
+        else:
+            write.copied.append((one, {"packed": kept.packed, "version": kept.version}))
+            one.packed, one.version = other, other._version
     return write
+
+
+def _is_read_from(one: Value | Kept, storage: int) -> bool:
+    """Whether recipes may read a value or parameter from the storage with this address, and not from a copy."""
+    if isinstance(one, Value):
+        return one.storage == storage and one.may_be_read()
+    return address(one.packed.untyped_storage()) == storage
 
 
 def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> None:
@@ -95,8 +113,9 @@ def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> None:
         while memory is not None:
             memory.overwritten, memory = True, memory.earlier
         return
-    for value, source, storage in write.copied:
-        value.source, value.storage = source, storage
+    for one, before in [] if write.is_certain else write.copied:
+        for name, attribute in before.items():
+            setattr(one, name, attribute)
     now = memories.get(write.storage) or memories.put(write.storage, write.memory)
     if now is not write.memory:
         now.values += write.memory.values

@@ -225,13 +225,13 @@ def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
 
 
 class Memory:
-    """A storage of the forward pass, until it is overwritten, and the values that are kept in it.
+    """A storage of the forward pass, until it is overwritten, and what is kept in it: values, and recipes' parameters.
 
     `is_saved`: autograd has saved a tensor in it. `exposed`: what is saved of it, since the program may change it
     unseen: see `KnownValues.expose`.
     """
 
-    values: tuple[weakref.ref[Value], ...] = ()
+    values: tuple[weakref.ref[Any], ...] = ()
     exposed: dict[Value, Kept] | None = None
     is_saved = overwritten = False
     earlier: "Memory | None" = None  # for the same storage, if a call did not overwrite it after all

@@ -2,9 +2,11 @@
 
 import logging
 import math
+import re
 import reprlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +29,7 @@ from ..step.step import Step
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
+_FAILURES = 3  # rehearsals that fail by one error, until no other is tried
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Planner:
         self.budget = budget
         self.error: Exception | None = None  # of the last rehearsal
         self._said: set[str] = set()  # subjects of the warnings given so far
-        self._cannot_rehearse = False
+        self._failed: Counter[str] = Counter()  # rehearsals that have failed, by their errors without numbers
         self._differs_on_fakes: bool | None = None  # other calls, as in Hugging Face's attention; None: not known
 
     @_pauses_are_explained()
@@ -71,7 +74,7 @@ class Planner:
         """
         self.error = None
         learns = [*module.parameters(), *tensors_in((args, kwargs))]
-        if self._cannot_rehearse or not any(one.requires_grad for one in learns):
+        if max(self._failed.values(), default=0) >= _FAILURES or not any(one.requires_grad for one in learns):
             return None
         is_real = missed if self._differs_on_fakes is None else self._differs_on_fakes
         try:
@@ -86,11 +89,15 @@ class Planner:
         return known if is_known else self._planned(step)
 
     def must_plan_again(self, has_raised: bool) -> bool:
-        """Whether a pass has raised an error as its rehearsal did. If only the rehearsal did, warn and plan no more."""
+        """Whether a pass has raised an error as its rehearsal did. If only the rehearsal did, warn once.
+
+        Other sizes are rehearsed, too, until three have failed by the same error.
+        """
         error, self.error = self.error, None
         if error is not None and not has_raised:
-            self._cannot_rehearse = True
-            warn(f"no plan can be made, so a step may exceed the budget: {type(error).__name__}: {error}")
+            cause = re.sub(r"\d+", "", f"{type(error).__name__}: {error}")
+            self._failed[cause] += 1
+            self._say(cause, f"no plan can be made, so a step may exceed the budget: {type(error).__name__}: {error}")
         return error is not None and has_raised
 
     def say_that_it_waits(self, captures: bool) -> None:

@@ -17,6 +17,7 @@ from ...torch_internals import (
     function_modes_on,
     is_any_autocast_enabled,
     is_capturing,
+    is_transformed,
     profiler_runs,
 )
 from ..entries.entry import Script
@@ -114,7 +115,7 @@ class Signatures:
             self._use(larger)
             one.attempt(larger.plan, is_own=False, script=larger.script)
         elif one.is_due and self._planner is not None:
-            if not may_plan:
+            if not may_plan or is_transformed((args, kwargs)):  # a program that asks for a Jacobian or a graph
                 return None
             if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
                 one.attempt(self._planner.plan(module, args, kwargs, one.plan, missed=one.is_own and one.is_new))
@@ -155,8 +156,7 @@ class Signatures:
         if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
             one.is_due = True
         elif has_diverged and self._planner is not None:
-            left = recording.left if isinstance(recording, Following) and policy is None else policy and policy.left
-            self._planner.say_that_it_leaves(module, left, one.is_new)
+            self._planner.say_that_it_leaves(module, recording.left if policy is None else policy.left, one.is_new)
         if one.is_due or output is None:
             return
         if isinstance(recording, Following):
@@ -218,11 +218,15 @@ class Signatures:
         return kind, (tuple([size for one in ordinary for size in one.shape]), tuple([one.nbytes for one in ordinary]))
 
     def _trained(self, module: nn.Module) -> tuple[bool, ...]:
-        """Which parameters need gradients. The module is searched again only once one of them is freed."""
+        """Which parameters need gradients. The module is searched again only once one of them is removed.
+
+        There is no weak reference to a parameter: `torch.utils.swap_tensors` refuses tensors that have one.
+        """
         if self._parameters:
             try:
-                return tuple([reference().requires_grad for reference in self._parameters])
-            except AttributeError:  # of None: one was freed
+                return tuple([owner()._parameters[name].requires_grad for owner, name in self._parameters])
+            except (AttributeError, KeyError):  # of None: a module was freed, or has lost a parameter
                 pass
-        self._parameters = [weakref.ref(one) for one in module.parameters()]
+        owned = [(one, name, own) for one in module.modules() for name, own in one._parameters.items()]
+        self._parameters = [(weakref.ref(one), name) for one, name, own in owned if own is not None]
         return tuple([one.requires_grad for one in module.parameters()])

@@ -5,9 +5,10 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from io import IOBase
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ...conversion.activated import hand_over
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _COLLECTIONS = (list, dict, set, tuple, deque, partial, random.Random)
 _FOLLOWED = (*_COLLECTIONS, FunctionType, MethodType)
+_METHODS = BuiltinFunctionType, MethodType, MethodWrapperType, staticmethod, classmethod
 _LOCKS = type(threading.Lock()), type(threading.RLock())
 _OPERATORS = torch.library.CustomOpDef, torch.jit.ScriptFunction
 _SHARED: tuple[Any, ...] = (*_LOCKS, *_OPERATORS, getattr(dist, "ProcessGroup", ()))
@@ -33,7 +35,12 @@ def add_functions(
 
     Args:
         like: makes a copy of a tensor.
+
+    Raises:
+        RuntimeError: a function takes items of an iterator. So would the rehearsal, and each copy.
     """
+    kinds = {kind for module in network.modules() for kind in type(module).__mro__ if _is_of_users(kind)}
+    _refuse_iterators([one for kind in kinds for one in vars(kind).values()])
     found: list[FunctionType] = []
     pending: list[Any] = [args, kwargs, *map(vars, network.modules())]
     seen: set[int] = set()
@@ -42,6 +49,8 @@ def add_functions(
         if id(one) in seen:
             continue
         seen.add(id(one))
+        if isinstance(one, FunctionType):
+            _refuse_iterators([one])
         if isinstance(one, dict):
             pending += one.values()
         elif isinstance(one, (list, tuple, set)):
@@ -70,6 +79,38 @@ def _holds_modules(function: FunctionType) -> bool:
     """Whether defaults of a function's arguments are modules, or their methods."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return any(isinstance(one, (nn.Module, MethodType)) for one in defaults)
+
+
+def _is_of_users(kind: Any) -> bool:
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] not in ("torch", "keepless", "builtins")
+
+
+def _refuse_iterators(pending: list[Any]) -> None:
+    """RuntimeError if functions refer to an iterator: in closures, defaults, collections or globals."""
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Iterator) and not (isinstance(one, IOBase) and (one.closed or one.writable())):
+            raise RuntimeError(
+                f"the network's code takes items of a {type(one).__name__}, which cannot be copied: keep a list "
+                f"and a position in a module instead"
+            )
+        if isinstance(one, FunctionType) and _is_of_users(one):
+            names = [name for name in one.__code__.co_names if name in one.__globals__]
+            pending += [*_contents(one), one.__defaults__, one.__kwdefaults__, *map(one.__globals__.get, names)]
+        elif isinstance(one, dict):
+            pending += one.values()
+        elif isinstance(one, (list, tuple, set, deque)):
+            pending += one
+        elif isinstance(one, partial):
+            pending += [one.func, one.args, one.keywords]
+        elif isinstance(one, property):
+            pending.append(one.fget)
+        elif isinstance(one, _METHODS):
+            pending += [getattr(one, "__func__", None), getattr(one, "__self__", None)]
 
 
 def _contents(function: FunctionType) -> list[Any]:

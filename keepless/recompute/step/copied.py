@@ -28,6 +28,7 @@ from ...torch_internals import (
     TorchDispatchMode,
     address,
     communicated_alone,
+    dispatch_modes,
     is_any_autocast_enabled,
     quick_fake,
     tree_leaves,
@@ -373,12 +374,23 @@ def _as_before(is_fake: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """`without_global_state`, in which fake tensors log no errors, and anomaly mode prints none."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    """`without_global_state`, in which fake tensors log no errors of this thread, and anomaly mode prints none.
+
+    PyTorch has one anomaly mode for all threads.
+    """
+    log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+
+    def of_others(_: logging.LogRecord) -> bool:
+        return threading.get_ident() != thread
+
+    log.addFilter(of_others)
     try:
-        with torch.autograd.set_detect_anomaly(False), without_global_state():
+        with torch.autograd.set_detect_anomaly(False), without_global_state(_is_watched):
             yield
     finally:
-        log.setLevel(before)
+        log.removeFilter(of_others)
+
+
+def _is_watched() -> bool:
+    """Whether this thread, or the one that has started its backward pass, rehearses a step."""
+    return any(isinstance(one, _Watch) for one in dispatch_modes())

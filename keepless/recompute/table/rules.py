@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,7 +37,7 @@ from ...torch_internals import (
 from ..held.values import Again
 
 _OPERATORS = frozenset(
-    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
+    f"__i{name}__" for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift matmul".split()
 ) | {"__setitem__"}
 _OF_METADATA = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
 
@@ -45,31 +46,59 @@ INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
     for function in vars(F).values()
     if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
 }
+_SETTERS: frozenset[Any] = frozenset([Tensor.real.__set__, Tensor.imag.__set__])  # type: ignore[attr-defined]
+_FIRST = frozenset([(0, "")])
 
 
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call may write over its first argument or `out`, judging by its name and arguments.
+    """Whether a call may write over its arguments or `out`, judging by its name, arguments and schema.
 
-    Operators (`torch.ops`) declare all their mutations.
+    Not the running statistics of batch norms, whose versions stay: `KnownValues._is_simple`.
     """
+    if function is F.embedding:  # it writes over rows of the weight
+        return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
     if (position := INPLACE.get(function)) is not None:
         return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
     if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return kwargs.get("out") is not None or bool(_written(function))
-    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", ""))
+        return kwargs.get("out") is not None or bool(_declared(function))
+    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", "")) or function in _SETTERS
 
 
 @cache
 def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name in _OPERATORS
-    return name.endswith("_") and name not in _OF_METADATA
+    return name not in _OF_METADATA and (name.endswith("_") or bool(_declared_by(name)))
 
 
 @cache
-def _written(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
+def _declared(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes over, in any of its overloads."""
     return frozenset(entry for overload in overloads_of(operator) for entry in written_arguments(overload))
+
+
+@cache
+def _declared_by(name: str) -> frozenset[tuple[int, str]]:
+    """The same of PyTorch's operator with this name, without outputs, e.g. for `fused_moving_avg_obs_fake_quant`."""
+    operator = getattr(torch.ops.aten, name, None)
+    overloads = overloads_of(operator) if isinstance(operator, OpOverloadPacket) else []
+    return frozenset(entry for one in overloads if "out" not in str(one) for entry in written_arguments(one))
+
+
+@cache
+def _written(function: Callable[..., Any]) -> frozenset[tuple[int, str]]:
+    """Positions and names of the arguments that a function may write over: if nothing else is known, the first."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return _declared(function)
+    if function is F.embedding:
+        return frozenset([(1, "weight")])
+    declared = _declared_by(getattr(function, "__name__", "")) if isinstance(function, BuiltinFunctionType) else _FIRST
+    return declared if any(position for position, _ in declared) else _FIRST
+
+
+def declares_writes(function: Callable[..., Any]) -> bool:
+    """Whether a function surely writes over the tensors that `overwritten` returns."""
+    return _written(function) is not _FIRST and function is not F.embedding
 
 
 def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
@@ -78,15 +107,13 @@ def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
 
 def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call may write over, if `may_overwrite` is true for it."""
-    if isinstance(function, (OpOverload, OpOverloadPacket)):
-        written = _written(function)
-        found: Any = [args[position] for position, _ in written if position < len(args)]
-        found += [kwargs[name] for _, name in written if name in kwargs]
-    else:
-        first = args[0] if args else kwargs.get("input")
-        if isinstance(first, Tensor) and "out" not in kwargs:
-            return [first]
-        found = (first, kwargs.get("out"))
+    written = _written(function)
+    if written is _FIRST and args and isinstance(args[0], Tensor) and "out" not in kwargs:
+        return [args[0]]
+    found: list[Any] = [args[position] for position, _ in written if position < len(args)]
+    found += [kwargs[name] for _, name in written if name in kwargs]
+    if written is _FIRST:  # by name only, it is not known which: those of `nn.init` have names of their own
+        found += [kwargs.get("out")] if args else kwargs.values()
     return tensors_in(found)
 
 

@@ -1,0 +1,73 @@
+"""Forward passes that disable saved-tensor hooks."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+
+from keepless import recompute_activations
+
+
+def nested(x: Tensor) -> Tensor:
+    with disable_saved_tensors_hooks("no hooks"):
+        x = F.silu(x)
+        with disable_saved_tensors_hooks("none here either"):
+            x = F.gelu(x).sin()
+        return F.silu(x)
+
+
+def interrupted(x: Tensor) -> Tensor:
+    try:
+        with disable_saved_tensors_hooks("no hooks"):
+            raise KeyError
+    except KeyError:
+        return F.gelu(x).sin()
+
+
+def under_others(x: Tensor) -> Tensor:
+    with save_on_cpu():
+        with pytest.raises(RuntimeError, match="no hooks"), disable_saved_tensors_hooks("no hooks"):
+            pass
+        return F.gelu(x).sin()
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nested": nested,
+    "interrupted": interrupted,
+    "under others": under_others,
+    "func": lambda x: F.gelu(x).sin() + torch.func.grad(lambda given: given.sin().sum())(x),
+    "outside": lambda x: F.gelu(x).sin(),
+}
+
+
+class Network(nn.Module):
+    def __init__(self, part: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.first, self.norm, self.last, self.part = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), part
+
+    def forward(self, x: Tensor, is_on: bool) -> Tensor:
+        x = F.silu(self.norm(self.first(x)))
+        x = F.gelu(x).sin() if is_on is False else self.part(x)
+        return self.last(F.dropout(F.relu(x) * 2))
+
+
+@pytest.mark.parametrize("budget", [None, 0.6])
+@pytest.mark.parametrize("name", PARTS)
+def test_calls_without_hooks_are_those_of_pytorch_in_any_step(name, budget):
+    plain = Network(PARTS[name])
+    ours = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for step, is_on in enumerate([True, False, False, True, True, False]):
+        found = []
+        for network in (plain, ours):
+            torch.manual_seed(step)
+            network.zero_grad()
+            outside = disable_saved_tensors_hooks("outside") if is_on and name == "outside" else nullcontext()
+            with outside:
+                network(torch.randn(16, 8), is_on).square().mean().backward()
+            found.append([one.grad for one in network.parameters()])
+        assert all(map(torch.equal, *found))

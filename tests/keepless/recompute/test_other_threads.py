@@ -1,0 +1,111 @@
+"""A rehearsal changes nothing that other threads of the program use."""
+
+import itertools
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrizations, parametrize
+
+from keepless import recompute_activations
+
+
+class Elsewhere(nn.Module):
+    """Asks another thread what it sees, in the middle of a rehearsal and of a pass."""
+
+    def __init__(self, ask: Callable[[], object]):
+        super().__init__()
+        self.ask = ask
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Elsewhere":
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=self.ask)
+        thread.start()
+        thread.join()
+        return x
+
+
+def test_another_thread_has_its_hooks_cached_weights_and_logs():
+    seen: list[Any] = []
+    other, normed = nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
+    log = logging.getLogger(FakeTensorMode.__module__)
+
+    def ask() -> None:
+        other(torch.ones(1, 4))
+        weight = normed.weight
+        is_cached = weight is normed.weight and weight is cached
+        seen.append((is_cached, log.isEnabledFor(logging.ERROR)))
+
+    called: list[nn.Module] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, _, __: called.append(module))
+    removed = nn.modules.module.register_module_forward_hook(lambda module, _, __: None)
+    network = nn.Sequential(nn.Linear(4, 4), nn.GELU(), Elsewhere(ask), Elsewhere(removed.remove), nn.Linear(4, 4))
+    recompute_activations(network, budget=0.9)
+    try:
+        with parametrize.cached():
+            cached = normed.weight
+            network(torch.randn(8, 4)).sum().backward()
+    finally:
+        hook.remove()
+    assert seen == [(True, True)] * 2 and called.count(other) == 2  # in the rehearsal and in the pass
+    assert called.count(network) == called.count(network[0]) == 1
+    assert not nn.modules.module._global_forward_hooks and type(parametrize._cache) is dict
+
+
+def turns() -> Iterator[Callable[[Tensor], Tensor]]:
+    return itertools.cycle([torch.tanh, F.silu, F.gelu])
+
+
+GLOBAL = turns()
+
+
+def by_default(h: Tensor, given: Iterator[Any] = GLOBAL) -> Tensor:
+    return next(given)(h)
+
+
+def by_global(h: Tensor) -> Tensor:
+    return next(GLOBAL)(h)
+
+
+def by_closure(given: Any) -> Callable[[Tensor], Tensor]:
+    return lambda h: (given() if callable(given) else next(given[0]))(h)
+
+
+FUNCTIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "closure": lambda: by_closure([turns()]),
+    "generator": lambda: by_closure([one for one in [(one for one in itertools.repeat(torch.tanh))]]),
+    "mapped": lambda: by_closure([map(lambda one: one, turns())]),
+    "method": lambda: by_closure(turns().__next__),
+    "partial": lambda: by_closure(partial(next, turns())),
+    "default": lambda: by_default,
+    "global": lambda: by_global,
+}
+
+
+class Turning(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_rehearsal_takes_no_items_of_iterators(name):
+    network = recompute_activations(Turning(FUNCTIONS[name]()), budget=0.5)
+    with pytest.warns(UserWarning, match="no plan can be made.*takes items of a .*: keep a list and a position"):
+        network(torch.randn(2, 8)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network(torch.randn(2, 8)).sum().backward()

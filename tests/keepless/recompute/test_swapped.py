@@ -1,0 +1,101 @@
+"""Parameters that are swapped or laid out anew between steps, passes that cannot be rehearsed, and generators."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from keepless import recompute_activations
+
+
+@pytest.mark.parametrize("budget", [None, 0.5])
+def test_no_weak_reference_to_a_tensor_of_a_network_outlives_a_pass(budget):
+    network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))
+    recompute_activations(network, budget=budget)
+    for _ in range(3):
+        network(torch.randn(6, 8)).sum().backward()
+        network.zero_grad()
+        for one in [*network.parameters(), *network.buffers()]:
+            torch.utils.swap_tensors(one, copy.deepcopy(one))  # an error if there is one
+
+
+class Batches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 24, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.matmul(self.weight, x).sigmoid() @ x.T).tanh()
+
+
+def test_a_parameter_of_three_dimensions_may_be_laid_out_anew():
+    plain, x = Batches(), torch.randn(24, 24, requires_grad=True)
+    ours = recompute_activations(copy.deepcopy(plain), budget=0.5)
+    for step in range(5):
+        found = []
+        for network in (plain, ours):
+            if step == 2:
+                network.weight.data = network.weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+            found.append(torch.autograd.grad(network(x).square().sum(), [network.weight, x]))
+        assert all(map(torch.equal, *found))
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_jacobian_and_a_traced_graph_are_not_rehearsed():
+    network = recompute_activations(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), budget=0.9)
+    torch.autograd.functional.jacobian(network, torch.randn(2, 8), vectorize=True, strategy="forward-mode")
+    torch.fx.symbolic_trace(Outer(network))
+    network(torch.randn(64, 8)).sum().backward()
+    (hook,) = network._forward_hooks.values()
+    assert [one.plan is not None for one in hook.__self__.signatures.known] == [True]
+
+
+class Fails(nn.Module):
+    """Cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> "Fails":
+        raise NotImplementedError("no copies")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+
+def test_three_sizes_are_tried_and_one_warning_says_why_none_is_planned(monkeypatch):
+    tried: list[object] = []
+    failing = Fails.__deepcopy__
+    monkeypatch.setattr(Fails, "__deepcopy__", lambda self, memo: (tried.append(self), failing(self, memo)))
+    network = recompute_activations(nn.Sequential(nn.Linear(8, 8), Fails(), nn.Linear(8, 8)), budget=0.5)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for size in (2, 8, 32, 128, 512):
+            network(torch.randn(size, 8)).sum().backward()
+    assert [str(one.message).partition(": ")[2] for one in told] == ["NotImplementedError: no copies"]
+    assert len(tried) == 2 * 3  # each on fake and on real tensors
+
+
+class Yields(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor):
+        yield self.layer(x).sigmoid()
+
+
+def test_a_forward_pass_that_is_a_generator_gets_a_word():
+    network = recompute_activations(Yields())
+    with pytest.warns(UserWarning, match="the forward pass of Yields returns a generator") as told:
+        for _ in range(2):
+            sum(network(torch.randn(2, 4))).sum().backward()
+    assert len(told) == 1
