@@ -37,7 +37,7 @@ def test_every_listed_command_is_one_that_its_program_takes(monkeypatch, tmp_pat
     for words in lines[1:10]:
         assert words.count('data.root="a b"') == words.count("body.weights=FILE") == 1
     assert len({*re.findall(r"run_dir=\S+|results=\S+", " ".join(sum(lines, [])))}) == 9 + 4  # none is replaced
-    trained = lines[1][-1].replace("run_dir", "checkpoint")
+    trained = lines[3][-1].replace("run_dir", "checkpoint")
     predicting = listed("only=[eval,predict]", "images=OUTSIDE/IMAGES")
     assert all(trained in words for words in predicting) and "input=OUTSIDE/IMAGES" in predicting[-1]
     (table,) = listed("only=[run_table]", *places)
