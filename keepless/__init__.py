@@ -32,6 +32,7 @@ from .reversible.couplings import (
     create_coupling,
 )
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
+from .torch_internals import before_capture
 
 __all__ = [
     "ABN",
@@ -45,6 +46,7 @@ __all__ = [
     "InvertibleModuleWrapper",
     "ReversibleSequence",
     "__version__",
+    "before_capture",
     "checking_repetitions",
     "create_coupling",
     "fit",

@@ -16,12 +16,14 @@ Other files use only private parts on which PyTorch's extensions rely: `Tensor._
 `_non_persistent_buffers_set`, `_load_from_state_dict` and `_save_to_state_dict`.
 """
 
+import gc
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import FrameType
@@ -256,6 +258,20 @@ def profiler_runs() -> bool:
     return getattr(profiler, "_is_profiler_enabled", False) or "ProfilerStep" in steps
 
 
+# Whether the steps of this thread are to be captured later: see `before_capture`.
+awaits_capture = ContextVar("awaits_capture", default=False)
+
+
+@contextmanager
+def before_capture() -> Iterator[None]:
+    """Context of steps before a capture. Plans made in it keep random masks, as a CUDA graph cannot draw them again."""
+    token = awaits_capture.set(True)
+    try:
+        yield
+    finally:
+        awaits_capture.reset(token)
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream: the host must not wait for the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -487,6 +503,18 @@ def move_towards(tensors: list[Tensor], ends: list[Tensor], share: Tensor | floa
 
 
 @contextmanager
+def without_collection() -> Iterator[None]:
+    """Context in which Python's garbage collector does not run by itself."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
 def capturing(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph]:
     """Context that captures a CUDA graph. If that fails, memory, random numbers and the current stream are as before.
 
@@ -498,7 +526,7 @@ def capturing(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph
     drawn = generator.clone_state()
     try:
         # Other threads, which pin memory for the loader or write checkpoints, may go on.
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        with without_collection(), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             yield graph
     except BaseException:
         torch.cuda.set_stream(before)

@@ -28,6 +28,10 @@ TRAINED = "checkpoint=OUT/runs/equal_time/std_seed0 device=cuda"
 EVAL = f"python eval.py {TRAINED} data.split=train results=OUT/evaluated_NUMBER.json"
 COMMANDS = (  # program, minutes on one H100 with 16 cores, arguments or the whole command; in the order to run them
     ("tests", 4.0, "python -m pytest -m gpu -n auto --junitxml=OUT/tests.xml"),
+    *(  # the default path on the installed torch, which no record has
+        ("train_seg", 1.0, ARM.format("std", 0).replace("=true", f"={one}").replace("equal_time", f"capture_{one}"))
+        for one in ("auto", "false")
+    ),
     ("train_seg", 1.0, ARM.format("std", 0)),
     *(("train_seg", 1.0, ARM.format("recompute_larger_crops", seed)) for seed in range(3)),
     *(("train_seg", 1.5, ARM.format("std_equal_time", seed) + " trainer.steps=N_STEPS") for seed in range(3)),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.process.console import logger
 from engine.process.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import Trainer, TrainingRun
@@ -70,6 +71,9 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
     network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
+    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == torch.bfloat16 and emulated:
+        logger.warning("precision=bfloat16: this device only emulates it, which takes longer: give float16 or float32")
     advice = config.trainer.overflow_advice(), config.evaluation_memory_advice
     return Forward(network, mean, std, memory_format, autocast, *advice)
 

@@ -27,16 +27,27 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+_OF_CUDNN = ("unable to find an engine", "unable to find a valid cudnn algorithm")
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed, on the CPU (also in OpenCV) or on a CUDA device (in PyTorch or CUDA's libraries).
 
     If cuDNN cannot allocate a convolution's workspace, it only reports that it found no engine or algorithm.
     """
     of_memory = ("out of memory", "insufficient memory", "can't allocate memory", "alloc_failed", "allocation_failed")
-    of_cudnn = ("unable to find an engine", "unable to find a valid cudnn algorithm")
     text = str(error).lower()
-    known = any(sign in text for sign in of_memory + of_cudnn)
+    known = any(sign in text for sign in of_memory + _OF_CUDNN)
     return known or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def cause_of(error: Exception) -> str:
+    """For messages: what an error may mean that `is_out_of_memory`. cuDNN has one message for two causes."""
+    text = str(error).strip()
+    if not any(sign in text.lower() for sign in _OF_CUDNN):
+        return "out of memory"
+    words = text.splitlines()[0]
+    return f"out of memory, or cuDNN has no kernel for this precision and memory format ({words}: give others),"
 
 
 @contextmanager
@@ -47,7 +58,7 @@ def memory_errors(where: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryError(f"out of memory {where}") from error
+        raise MemoryError(f"{cause_of(error)} {where}") from error
 
 
 def return_freed_memory() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine.process.allocations import is_out_of_memory
+from engine.process.allocations import cause_of, is_out_of_memory
 from engine.process.console import logger, make_printing_safe
 from engine.process.distributed import World, launched
 from engine.process.output_files import NO_ROOM
@@ -147,8 +147,8 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         if out_of_memory:
             what = next(iter(str(error).strip().splitlines()), "the system gives no more")
             sys.exit(
-                f"error: out of memory outside of steps and images: {what}. The network and its optimiser alone need "
-                f"more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
+                f"error: {cause_of(error)} outside of steps and images: {what}. The network and its optimiser alone "
+                f"need more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
             )
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]

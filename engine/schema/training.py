@@ -335,14 +335,21 @@ class TrainingRun:
         return f"data.crops_per_minibatch={self.data.crops_per_minibatch}{over}"
 
     def memory_advice(self, processes: int, captured: bool = False) -> str:
-        """For messages: changes that each roughly halve a training step's memory."""
+        """For messages: changes that each roughly halve a training step's memory, and are not made already."""
+        trainer, norm, crops = self.trainer, self.norm, self.data.crops_per_minibatch
+        at_a_time = crops // (processes * trainer.accumulation_steps)
+        ways = ["twice the trainer.accumulation_steps or processes"] * (at_a_time >= 2 * self.fewest_on_each(processes))
+        ways.append(f"data.crop_size={int(self.data.crop_size / 2**0.5)}")
+        if norm.name == "std" and norm.activation != "relu" and trainer.recompute == "none":
+            ways.append("norm=inplace")
+        if trainer.recompute in ("none", "activations") and not self.body.is_reversible():
+            ways.append("trainer.recompute=blocks")
+        if trainer.precision == "float32" and not isinstance(norm, ReleasedNorm):
+            ways.append("trainer.precision=bfloat16")
+        fit = "" if self.memory.fit else ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
         graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if captured else ""
-        return (
-            f"({self.division(processes)}). Each of these roughly halves the memory for crops: twice the "
-            f"trainer.accumulation_steps or processes, data.crop_size={int(self.data.crop_size / 2**0.5)}, "
-            f"norm=inplace, trainer.recompute=blocks, trainer.precision=bfloat16. memory.budget=… memory.fit=batch "
-            f"chooses a minibatch that fits{graph}"
-        )
+        halves = f"Each of these roughly halves the memory for crops: {', '.join(ways)}"
+        return f"({self.division(processes)}). {halves}{fit}{graph}"
 
     def other_scale(self, variance: float) -> str:
         """A warning if initial weights see `variance` times the variance that they were trained on."""

@@ -1,20 +1,30 @@
 """Micro-batches as a CUDA graph: the host launches one graph instead of thousands of kernels (`trainer.capture`)."""
 
+import itertools
+import pickle
 import random
 import re
+from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from functools import partial
+from types import FunctionType, NoneType, TracebackType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine.process.allocations import is_out_of_memory
+from engine.process.console import logger
 from engine.process.distributed import World
-from keepless.torch_internals import capturing
+from keepless.torch_internals import before_capture, capturing, without_collection
 
 MicroBatch = Callable[[Tensor, Tensor], Tensor]  # images, labels -> the loss, after its backward pass
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 _DRAWS = re.compile("dropout|droppath|dropblock|stochasticdepth|rrelu", re.IGNORECASE)
+_PLAIN = (NoneType, bool, int, float, complex, str, np.generic, itertools.count)
+_PYTORCHS = vars(nn.Module()).keys() - {"training"}  # attributes
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _ALIGNED = 128  # values: gradients begin where an allocator would put them, so kernels read them in the same order
 
 
@@ -94,10 +104,12 @@ class CapturedMicroBatches:
         self.gradients = FlatGradients(network)
         self.reached: list[nn.Parameter] = []  # by the backward pass of the last step
         self.stream = torch.cuda.Stream() if record is None else None
-        self.record = record or self._graph
+        self.record = record or partial(_graph, self.stream)  # not a method: in a cycle, the graph would outlive us
         self.is_warm = False
         self.replay: Callable[[], None] | None = None
         self.problem: str | None = None  # found in a warm-up step
+        self.numbers: dict[str, Any] | None = None  # `numbers_of` the network after the last micro-batch
+        self.has_warned = False
         self.images: Tensor
         self.labels: Tensor
         self.loss: Tensor
@@ -136,7 +148,10 @@ class CapturedMicroBatches:
         ValueError: the micro-batch cannot be captured (`NotCaptured` unless `requested`); or it has another size.
         """
         if not self.is_warm:
-            return self._eagerly(micro_batch, images, labels)
+            with before_capture():
+                loss = self._eagerly(micro_batch, images, labels)
+            self.problem = self.problem or self._changed(micro_batch)
+            return loss
         if self.replay is None:
             self._capture(micro_batch, images, labels)
         if images.shape != self.images.shape:
@@ -171,7 +186,7 @@ class CapturedMicroBatches:
 
         Modules that count their calls in Python have then counted one more.
         """
-        drawn = torch.get_rng_state(), random.getstate()
+        drawn, self.numbers = _generators(), numbers_of(self.network, micro_batch)
         try:
             if self.problem is not None:
                 raise NotCaptured(self.problem)
@@ -180,16 +195,19 @@ class CapturedMicroBatches:
             self.gradients.adopt()
             self.images, self.labels = images.clone(), labels.clone()
             self.replay, self.loss = self._recorded(micro_batch)
-            if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
+            if pickle.dumps(drawn) != pickle.dumps(_generators()):
                 raise NotCaptured(
                     f"the network draws random numbers on the CPU{listed_few(drawing(self.network))}, and a CUDA graph "
                     f"would repeat them"
                 )
             if strangers := self.gradients.strangers():
                 raise NotCaptured(f"{strangers[0]} has a gradient in some steps only, and a CUDA graph in all")
+            if (problem := self._changed(micro_batch)) is not None:
+                raise NotCaptured(problem)
         except Exception as error:
-            torch.set_rng_state(drawn[0])
+            torch.set_rng_state(torch.from_numpy(drawn[0]))
             random.setstate(drawn[1])
+            np.random.set_state(drawn[2])
             if not self.requested and is_out_of_memory(error):
                 raise NotCaptured(f"a CUDA graph needs more memory than there is ({_first_line(error)})") from None
             if self.requested and isinstance(error, NotCaptured):
@@ -208,34 +226,46 @@ class CapturedMicroBatches:
                 raise
 
         try:
-            return self.record(watched)
+            with without_collection():  # what it frees may call CUDA, which would end the capture
+                return self.record(watched)
         except Exception as last:  # PyTorch may raise another one when the capture ends
-            error = raised[0] if raised else last
-            if is_out_of_memory(error) or self.requested and not isinstance(error, RuntimeError):
-                raise error from None
-            raise NotCaptured(
-                f"{self._module_of(error)} cannot be captured in a CUDA graph, where nothing may read a tensor's value "
-                f"({_first_line(error)})"
-            ) from last
-        finally:
-            raised.clear()  # or a cycle would keep the tensors of the pass
+            error = raised.pop() if raised else last
+            try:
+                if is_out_of_memory(error) or self.requested and not isinstance(error, RuntimeError):
+                    raise error from None
+                reads = "stream is capturing" in str(error)  # CUDA's words where the host would wait for the device
+                why = "in a CUDA graph, where nothing may read a tensor's value" if reads else "in a CUDA graph"
+                raise NotCaptured(f"{self._module_of(error)} cannot be captured {why} ({_first_line(error)})") from last
+            finally:
+                del error  # or a cycle would keep the tensors of the pass
 
-    def _graph(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """The function as a CUDA graph."""
-        with capturing(self.stream) as graph:
-            result = function()
-        return graph.replay, result
+    def _changed(self, micro_batch: MicroBatch) -> str | None:
+        """Why modules cannot be captured whose numbers have changed; None if none has. Where `requested`, a warning."""
+        before, self.numbers = self.numbers, numbers_of(self.network, micro_batch)
+        if before is None or self.has_warned:  # the first micro-batch may initialise modules
+            return None
+        changed = [name for name in before | self.numbers if before.get(name) != self.numbers.get(name)]
+        if not changed:
+            return None
+        text = f"{changed[0]} changes from step to step, and a CUDA graph would repeat its present value"
+        if not self.requested:
+            return text
+        self.has_warned = True
+        logger.warning(f"trainer.capture=true: {text}")
+        return None
 
     def _module_of(self, error: BaseException) -> str:
         """The name and class of the innermost module that was running when the error was raised."""
-        names = {id(module): name for name, module in self.network.named_modules()}
+        places = {id(module): _place(name, module) for name, module in self.network.named_modules()}
         found, line = "the network or its loss", error.__traceback__
         while isinstance(line, TracebackType):
-            module = line.tb_frame.f_locals.get("self")
-            if id(module) in names:
-                found = f"{names[id(module)] or 'the network'} ({type(module).__name__})"
+            found = places.get(id(line.tb_frame.f_locals.get("self")), found)
             line = line.tb_next
         return found
+
+
+def _place(name: str, module: nn.Module) -> str:
+    return f"{name or 'the network'} ({type(module).__name__})"
 
 
 def _first_line(error: Exception) -> str:
@@ -255,3 +285,56 @@ def listed_few(names: list[str]) -> str:
     """The first two names in brackets, and how many more there are; empty without names."""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return f" ({', '.join(names[:2])}{more})" if names else ""
+
+
+def _graph(stream: torch.cuda.Stream | None, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """The function as a CUDA graph."""
+    with capturing(stream) as graph:
+        result = function()
+    return graph.replay, result
+
+
+def _generators() -> tuple[Any, Any, Any]:
+    """The states of torch's, Python's and NumPy's generators on the CPU."""
+    return torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()
+
+
+def numbers_of(network: nn.Module, micro_batch: MicroBatch) -> dict[str, Any]:
+    """Numbers, texts and generators in attributes of modules and their classes, by name, to be compared.
+
+    The modules are those of the network and of the loss in the micro-batch's closure.
+    """
+    modules = dict(network.named_modules())
+    if isinstance(micro_batch, FunctionType):
+        for name, cell in zip(micro_batch.__code__.co_freevars, micro_batch.__closure__ or (), strict=True):
+            if isinstance(cell.cell_contents, nn.Module):
+                modules |= dict(cell.cell_contents.named_modules(prefix=name))
+    owners: dict[str, Any] = {_place(name, module): module for name, module in modules.items()}
+    classes = {one for module in modules.values() for one in type(module).__mro__}
+    owners |= {f"class {one.__name__}": one for one in classes if one.__module__.partition(".")[0] != "torch"}
+    seen = {*map(id, modules.values())}
+    states = ((f"{key} of {place}", state) for place, one in owners.items() for key, state in _states(one, 3, seen))
+    return {name: state for name, state in states if state is not None}
+
+
+def _states(owner: Any, depth: int, seen: set[int]) -> list[tuple[str, Any]]:
+    own = getattr(owner, "__dict__", {})
+    return [(name, _state(value, depth, seen)) for name, value in own.items() if name not in _PYTORCHS]
+
+
+def _state(value: Any, depth: int, seen: set[int]) -> Any:
+    """A value's numbers, nested like it; None if it has none. `seen`: ids of the containers and objects so far."""
+    if isinstance(value, Tensor) and value.is_cpu and value.dim() == 0:  # becomes a constant of kernels
+        value = value.item() if type(value) is Tensor else None
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, _GENERATORS + (np.ndarray,)) and not isinstance(value, random.SystemRandom):
+        return pickle.dumps(value)
+    if depth == 0 or id(value) in seen or isinstance(value, type | Tensor):
+        return None
+    seen.add(id(value))
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return [_state(one, depth - 1, seen) for one in value]
+    if isinstance(value, dict):
+        return [(repr(key), _state(one, depth - 1, seen)) for key, one in value.items()]
+    return _states(value, depth - 1, seen) or None

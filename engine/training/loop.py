@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, profiler
 
-from engine.process.allocations import forget_peak, is_out_of_memory, peak_memory_mib
+from engine.process.allocations import cause_of, forget_peak, is_out_of_memory, peak_memory_mib
 from engine.process.console import logger
 from engine.process.distributed import World
 from engine.process.stopping import Preempted
@@ -136,7 +136,7 @@ def _explain(error: Exception, step: int, minibatch: dict, run: Run[Config, Spli
         images, parts = minibatch["image"], run.learner.accumulation_steps
         crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
         advice = run.config.memory_advice(run.world.size, captured=run.learner.captured is not None)
-        raise MemoryError(f"out of memory in step {step} with {crops} on this device {advice}") from error
+        raise MemoryError(f"{cause_of(error)} in step {step} with {crops} on this device {advice}") from error
     if isinstance(error, (RuntimeError, ValueError)) and run.stop.requested:
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
         raise Preempted(f"stopped in step {step}, which did not end and will be repeated") from error

@@ -37,7 +37,7 @@ from keepless.made_tensors import Change, bytes_of_tensors
 from keepless.recompute.signatures.plans import plan
 from keepless.recompute.step.costs import times_of
 from keepless.saved import kept_bytes, size_text
-from keepless.torch_internals import FakeTensorMode
+from keepless.torch_internals import FakeTensorMode, before_capture
 
 Config = TypeVar("Config", bound=TrainingRun)
 
@@ -206,7 +206,8 @@ def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> 
     """
     available = config.memory.available(devices, captured)
     assert available is not None
-    step = planned_step(config, share_of(config, devices), config.data.crop_size, devices)
+    with before_capture() if captured else nullcontext():
+        step = planned_step(config, share_of(config, devices), config.data.crop_size, devices)
     peak, time = step.within(available)
     left = max(available - step.held, peak + 2**10)
     resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)

@@ -253,7 +253,8 @@ def _sweep_moments(
 
     count = _elements(first, end, N, L, BLOCK_N, BLOCK_L)
     mean = _sum(sums, BLOCK_C) / count
-    return shift + mean, tl.maximum(_sum(squares, BLOCK_C) / count - mean * mean, 0.0)
+    var = _sum(squares, BLOCK_C) / count - mean * mean
+    return shift + mean, tl.where(var < 0, 0.0, var)  # NaN stays NaN
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...inputs import tensors_in
 from ...saved import Kept, ShapeOnly, is_ordinary, laid_out
-from ...torch_internals import FakeTensor, address, is_capturing, packed_by
+from ...torch_internals import FakeTensor, address, awaits_capture, is_capturing, packed_by
 from ..held.calls import Call, Inside
 from ..held.values import Again, Recipe, Saved, Value, kept_bytes_below, saved_value
 from ..table.rules import NotRepeated, Rule, any_values
@@ -327,9 +327,9 @@ def state_bytes(like: Tensor) -> int:
 def random_state(like: Tensor) -> RandomState | None:
     """The state of the generator of a tensor's device; None if that generator is unknown.
 
-    Also None while a CUDA graph is captured: the backward pass has its own graph, which would draw other numbers.
+    Also None while a CUDA graph is captured, or before it: the graph's backward pass would draw other numbers.
     """
-    if is_capturing():
+    if is_capturing() or awaits_capture.get():
         return None
     if like.is_cuda and not isinstance(like, FakeTensor):
         return RandomState(torch.cuda.default_generators[like.device.index])

@@ -1,16 +1,22 @@
 """Captured micro-batches, with a stand-in for CUDA graphs: the trainings of eager ones, and what is refused."""
 
 import copy
+import gc
 import itertools
 import os
 import random
 import re
 import signal
+import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,8 +28,8 @@ from engine.process.distributed import World, data_parallel
 from engine.process.stopping import Preempted
 from engine.schema.training import TrainingRun
 from engine.segmentation.cross_entropy import CrossEntropy
-from engine.training import build, loop, planner
-from engine.training.capture import CapturedMicroBatches, Recorder
+from engine.training import build, capture, loop, planner
+from engine.training.capture import CapturedMicroBatches, NotCaptured, Recorder
 from engine.training.learner import Learner, Outcome, WeightAverage
 from engine.training.loop import Loss, accumulate_gradients, train_step
 from keepless import InPlaceABN
@@ -49,6 +55,7 @@ class Unused(nn.Sequential):
 def small_learner(captured: bool = False, precision: str = "float32", extra: nn.Module | None = None) -> Learner:
     torch.manual_seed(0)
     random.seed(0)
+    np.random.seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), InPlaceABN(8, backend="eager"), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)]
     network = Unused(*layers, extra or nn.ReLU(), nn.Conv2d(8, 5, 1))
     network.to(memory_format=torch.channels_last)
@@ -207,20 +214,40 @@ def test_gradients_keep_their_place_and_the_memory_format_of_their_weights():
 
 
 class Draws(nn.Module):
+    def __init__(self, draw: Callable[[], float]):
+        super().__init__()
+        self.draw = draw
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * (random.random() if self.training else 1.0)
+        return x * (self.draw() if self.training else 1.0)
 
 
 class Sometimes(nn.Module):
-    """Uses its weight after the third step only."""
+    """Uses its weight in a capture only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.calls = nn.Parameter(torch.ones(())), 0
+        self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x if self.calls <= 6 else x * self.weight
+        return x * self.weight if is_capturing() else x
+
+
+class Counts(nn.Module):
+    """Has something that changes with each call, and an attribute that the first call sets."""
+
+    total = 0
+
+    def __init__(self, state: Any = None, change: Callable[["Counts"], None] | None = None):
+        super().__init__()
+        self.state, self.change, self.first, self.outputs = state, change, None, []
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first, self.outputs = x.shape, [x]
+        if self.training:
+            self.change(self) if self.change else setattr(self, "factor", 0.99 * self.factor)
+        return x * self.factor
 
 
 def test_crops_of_another_size_are_refused():
@@ -318,7 +345,10 @@ FAILURES = {
     "backward": (2, Fails(WAITS, in_backward=True), r"2\.0 \(Fails\) cannot be captured"),
     "memory": (5, Fails(NO_MEMORY), "a CUDA graph needs more memory than there is"),
     "drawn": (2, nn.Dropout(0.5), r"the network draws random numbers on the CPU \(2\.0\), and a CUDA graph would"),
-    "drawn in Python": (2, Draws(), "the network draws random numbers on the CPU, and a CUDA graph would"),
+    "drawn in Python": (2, Draws(random.random), "the network draws random numbers on the CPU, and a CUDA graph would"),
+    "drawn in NumPy": (2, Draws(lambda: float(np.random.rand())), "the network draws random numbers on the CPU"),
+    "counted": (2, Counts(), r"factor of 2\.0 \(Counts\) changes from step to step, and a CUDA graph would"),
+    "its own": (2, Fails(RuntimeError("no such size")), r"2\.0 \(Fails\) cannot be captured in a CUDA graph \(no such"),
     "new gradient": (4, Sometimes(), r"4\.weight has a gradient in some steps only"),
 }
 
@@ -336,7 +366,7 @@ def failing_learner(place: str, captured: bool, precision: str = "float32") -> t
     return learner, CROSS_ENTROPY if number is not None else partial(loss_through, own)
 
 
-@pytest.mark.parametrize("place", [place for place in FAILURES if place != "memory"])
+@pytest.mark.parametrize("place", [place for place in FAILURES if place not in ("memory", "counted")])
 def test_what_cannot_be_captured_is_an_error_where_that_is_asked_for(place):
     learner, loss = failing_learner(place, captured=True)
     with pytest.raises(ValueError, match=f"^{FAILURES[place][2]}.*: {ADVICE}$"):
@@ -358,6 +388,106 @@ def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(place, precision
     assert learner.captured is None
     (said,) = (record.message for record in caplog.records if record.message.startswith("capture off"))
     assert re.match(f"capture off: {FAILURES[place][2]}.*; this run goes on eagerly$", said)
+
+
+def test_numbers_that_change_are_captured_where_that_is_asked_for_with_one_warning(caplog):
+    learner, loss = failing_learner("counted", captured=True)
+    losses_of(learner, 8, loss)
+    assert learner.captured.replay is not None
+    (said,) = (record.message for record in caplog.records if "changes" in record.message)
+    assert re.match(f"trainer.capture=true: {FAILURES['counted'][2]}", said)
+
+
+def at_once(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """A `Recorder` of nothing."""
+    return lambda: None, function()
+
+
+def problem_of(network: nn.Module, loss: nn.Module) -> str | None:
+    """Why steps of a network are not captured, after three with two micro-batches each."""
+    captured, x = CapturedMicroBatches(network, ADVICE, requested=False, record=at_once), torch.ones(2, 3)
+
+    def micro_batch(images: Tensor, labels: Tensor) -> Tensor:
+        found = (loss(network(images)) - labels).square().mean()
+        found.backward()
+        return found
+
+    for _ in range(6):
+        captured(micro_batch, x, x)
+    return captured.problem
+
+
+def counted(one: Counts) -> None:
+    type(one).total += 1
+
+
+STATES = {
+    "switch": (False, lambda one: setattr(one, "state", not one.state)),
+    "of the class": (None, counted),
+    "dictionary": ({"calls": 0}, lambda one: one.state.update(calls=one.state["calls"] + 1)),
+    "history": (deque(), lambda one: one.state.append(one.first)),
+    "object": (SimpleNamespace(calls=[0]), lambda one: one.state.calls.append(0)),
+    "iterator": (itertools.count(), lambda one: next(one.state)),
+    "NumPy's number": (np.int64(0), lambda one: setattr(one, "state", one.state + 1)),
+    "NumPy's array": (np.zeros(3), lambda one: one.state.__iadd__(1)),
+    "scalar on the CPU": (torch.zeros(()), lambda one: one.state.add_(1)),
+    "Python's generator": (random.Random(0), lambda one: one.state.random()),
+    "NumPy's generator": (np.random.default_rng(0), lambda one: one.state.random()),
+    "torch's generator": (torch.Generator(), lambda one: torch.rand(1, generator=one.state)),
+    "hidden module": ([nn.Linear(1, 1)], lambda one: one.state[0].train(not one.state[0].training)),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_every_kind_of_state_in_python_is_seen_in_the_network_and_in_its_loss(kind):
+    counts, linear = Counts(*STATES[kind]), nn.Linear(3, 3)
+    for problem, place in (
+        (problem_of(nn.Sequential(linear, counts), nn.Identity()), "1 (Counts)"),
+        (problem_of(linear, counts), "loss (Counts)"),
+    ):
+        name = "total of class Counts" if kind == "of the class" else f"state of {place}"
+        assert problem == f"{name} changes from step to step, and a CUDA graph would repeat its present value"
+
+
+def test_what_ordinary_modules_change_is_no_reason_against_a_capture():
+    """Buffers, what the first call sets, tensors in lists, random numbers, weights of parametrizations."""
+    own = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+    layers = own, nn.BatchNorm1d(3), nn.Dropout(0.5), nn.RReLU(), Counts(random.SystemRandom(), lambda one: None)
+    assert problem_of(nn.Sequential(*layers), nn.Identity()) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_captured_training_is_freed_by_its_last_name_and_nothing_is_collected_while_it_is_captured(
+    fails, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    network, x, watched, collects = nn.Linear(3, 3), torch.ones(2, 3), [], []
+
+    def record(stream: None, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        collects.append(gc.isenabled())
+        return at_once(function)
+
+    def micro_batch(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        output = network(images)
+        watched.append(weakref.ref(output))
+        if fails:
+            raise WAITS.with_traceback(None)
+        return output.sum()
+
+    monkeypatch.setattr(capture, "_graph", record)
+    captured = CapturedMicroBatches(network, ADVICE, requested=False)
+    watched += map(weakref.ref, (network, captured, captured.gradients))
+    captured.begin()
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(NotCaptured, match="operation not permitted") if fails else nullcontext():
+            captured(partial(micro_batch, network), x, x)
+        WAITS.__traceback__ = None  # this one outlives the capture
+        del network, captured
+        assert collects == [False] and [one() for one in watched] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def gradients_of(rank: int, flat: bool) -> list[Tensor]:

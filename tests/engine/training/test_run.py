@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine import assemble
+from engine.assemble.network import forward
 from engine.configuration import config as configuration
 from engine.process.distributed import World
 from engine.training.run import Run, opened
@@ -133,6 +134,33 @@ def test_the_log_says_what_bfloat16_gains_where_a_device_computes_it(computes, m
     monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(info=said.append))
     Run._announce(own, learner_of(nn.Conv2d(3, 5, 1)))
     assert len(said) > 1 and (own.config.precision_advice() in said) is computes
+
+
+@pytest.mark.parametrize("computes, precision", [(False, "bfloat16"), (True, "bfloat16"), (False, "float16")])
+def test_bfloat16_that_a_device_only_emulates_gets_a_warning(computes, precision, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: computes)
+    monkeypatch.setattr(torch, "tensor", lambda *args, device, _make=torch.tensor: _make(*args))
+    network = MagicMock()
+    forward(run_config(f"trainer.precision={precision}"), network, torch.device("cuda"))
+    assert ("only emulates it" in caplog.text) is (precision == "bfloat16" and not computes)
+
+
+@pytest.mark.parametrize(
+    "words, crops, ways",
+    [
+        ([], 4, "twice the .*, data.crop_size=.*, norm=inplace, trainer.recompute=blocks, trainer.precision=bfloat16"),
+        ([], 2, "data.crop_size=.*, norm=inplace, trainer.recompute=blocks, trainer.precision=bfloat16"),
+        (["norm=inplace", "trainer.recompute=blocks", "trainer.precision=float16"], 2, r"data.crop_size=\d+"),
+        (["norm.activation=relu", "trainer.recompute=activations"], 2, ".*, trainer.recompute=blocks, trainer.prec.*"),
+        (["body=revnet_tiny", "norm=checkpoint"], 2, r"data.crop_size=\d+, trainer.precision=bfloat16"),
+    ],
+)
+def test_advice_against_too_little_memory_leaves_out_what_is_set(words, crops, ways):
+    config = run_config("norm=std", *words, f"data.crops_per_minibatch={crops}")
+    found = re.search("memory for crops: (.*?)[.] memory.budget=… memory.fit=batch", config.memory_advice(1))
+    assert re.fullmatch(ways, found[1])
+    config.memory.fit = "batch"
+    assert "memory.fit" not in config.memory_advice(1)
 
 
 def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):

@@ -310,6 +310,18 @@ def test_not_a_number_is_not_hidden(backend, device, activation):
     assert dx[:, 0].isnan().all()
 
 
+def test_statistics_of_a_channel_with_nan_are_the_eager_ones(backend, device, many_tiles):
+    example = case((3, 4, 2, 7), device)
+    x, statistics = example.x.clone(), []
+    x[0, 0, 0, 0] = x[2, 1, 1, 6] = torch.nan
+    for one in (backend, EAGER):
+        running = Running(torch.zeros(4, device=device), torch.ones(4, device=device), 0.1)
+        _, _, invstd = one.forward(x, example.affine, 1e-5, running)
+        statistics.append([*one.moments(x), invstd, *running[:2]])
+    for own, wanted in zip(*statistics, strict=True):
+        assert own.isnan().tolist() == wanted.isnan().tolist() == [True, True, False, False]
+
+
 # On a device
 
 on_a_device = pytest.mark.parametrize("device", [CUDA], indirect=True)

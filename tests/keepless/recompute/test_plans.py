@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from keepless import fit, plan, recompute_activations, report
+from keepless import before_capture, fit, plan, recompute_activations, report
 from keepless.recompute.signatures import plans as plans_module
 from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
@@ -234,3 +235,27 @@ def test_the_lowest_peak_has_outputs_that_a_loss_saves():
     for _ in range(3):
         dropping()
     assert peak_bytes(dropping, "cpu") <= least
+
+
+def test_plans_before_a_capture_keep_masks_as_captured_steps_do(monkeypatch):
+    """A CUDA graph's backward pass would draw others. An eager step makes the plan, and the capture follows it."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), nn.Dropout(0.5))]
+    network, x = nn.Sequential(*layers), torch.randn(512, 64)
+    peaks = []
+    for context in (nullcontext, before_capture):
+        with context():
+            found = plan(network, x)
+        peaks.append(found.least)
+    mask = x.numel()
+    assert peaks[1] - peaks[0] >= 3 * mask
+
+    prepared = recompute_activations(network, budget=peaks[1])
+    with before_capture():
+        for _ in range(2):
+            prepared(x).sum().backward()
+    kept = report(prepared).bytes
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    prepared(x).sum().backward()
+    assert report(prepared).bytes == kept

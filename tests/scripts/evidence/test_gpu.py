@@ -34,10 +34,10 @@ def test_every_listed_command_is_one_that_its_program_takes(monkeypatch, tmp_pat
     for one, tiny in zip(lines, rehearsed, strict=True):
         own = {word for word in one if not re.search("a b|FILE", word)}
         assert own < {*tiny} and not {*tiny} & {'data.root="a b"', "body.weights=FILE"}
-    for words in lines[1:8]:
+    for words in lines[1:10]:
         assert words.count('data.root="a b"') == words.count("body.weights=FILE") == 1
-    assert len({*re.findall(r"run_dir=\S+|results=\S+", " ".join(sum(lines, [])))}) == 7 + 4  # none is replaced
-    trained = lines[1][-1].replace("run_dir", "checkpoint")
+    assert len({*re.findall(r"run_dir=\S+|results=\S+", " ".join(sum(lines, [])))}) == 9 + 4  # none is replaced
+    trained = lines[3][-1].replace("run_dir", "checkpoint")
     predicting = listed("only=[eval,predict]", "images=OUTSIDE/IMAGES")
     assert all(trained in words for words in predicting) and "input=OUTSIDE/IMAGES" in predicting[-1]
     (table,) = listed("only=[run_table]", *places)
