@@ -228,6 +228,10 @@ def test_blocks_are_repeated_classes_or_else_sequentials():
             "grow='batch' with a list of tensors: expected a batch in",
         ),
         ({"grow": "size", "x": torch.randn(64)}, r"grow='size' with an example of shape \(64,\): expected 'batch'"),
+        (  # one value per channel cannot be normalised
+            {"grow": "batch", "device": device_for(1000), "x": torch.randn(2, 64), "network": nn.BatchNorm1d(64)},
+            "nothing fits; a step on 2 x 64 takes at least",
+        ),
         ({"grow": "size"}, "the network does not run on 8 x 128: .* must have same reduction dim"),
         ({"network": Asking(64, 64)}, "asks for values of tensors .*: remove code that reads them"),
         ({"network": Blocks().requires_grad_(False)}, "no output of the network needs a gradient"),
