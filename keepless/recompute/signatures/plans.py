@@ -2,7 +2,6 @@
 
 import logging
 import math
-import reprlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ...inputs import check_module, check_one_example, tensors_in
+from ...inputs import check_module, check_one_example, shown, tensors_in
 from ...saved import size_text
 from ...torch_internals import is_compiled, tree_map, warn
 from ...units import UNITS, bytes_of, share_of
@@ -211,7 +210,7 @@ def checked(budget: object) -> float | int:
         if 0 < number <= 1 and not isinstance(given, Integral):
             return number
     raise ValueError(
-        f"budget={reprlib.repr(budget)}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
+        f"budget={shown(budget)}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
         f"{6 * 2**30}, or a share of the baseline's peak up to 1.0, such as 0.3 or '30%'"
     )
 

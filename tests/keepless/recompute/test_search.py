@@ -125,6 +125,12 @@ def test_a_kept_value_is_swapped_for_a_dropped_one_where_no_other_change_lowers_
     assert frontier(step, 1)[-1].peak == best(step)[-1].peak
 
 
+def test_the_front_has_what_only_the_first_search_has_found():
+    """The choice of 193 bytes."""
+    step = random_step(14)
+    assert [choice.peak for choice in frontier(step)] == [choice.peak for choice in best(step)]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_for_one_budget_finds_what_the_whole_front_has(seed):
     """Up to the steps of 3 % in which both go. At the plain peak nothing is searched."""
