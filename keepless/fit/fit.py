@@ -88,8 +88,7 @@ def fit(
     check_has_forward(network, "fit")
     check_one_example(device, "fit")
     available, longest = limits(device, optimizer, grow, time)
-    arguments = arguments_of(example)
-    growth(arguments, grow)  # raises before the network is copied
+    growth(arguments := arguments_of(example), grow)  # raises before the network is copied
 
     def counted(copied: nn.Module, *given: Any) -> Fit:
         with torch.enable_grad():
