@@ -1,5 +1,6 @@
 """Check modules given by users, and find tensors in arguments and results."""
 
+import reprlib
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -81,3 +82,8 @@ def _has_forward(module: nn.Module) -> bool:
 def is_number(value: object) -> bool:
     """Whether a value is a real number, Python's or NumPy's."""
     return isinstance(value, Real)
+
+
+def shown(value: object) -> str:
+    """A short text for a value that a user gave, in one line."""
+    return " ".join(reprlib.repr(value).split())

@@ -13,7 +13,7 @@ import importlib
 import logging
 import sys
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .device import OPTIMIZERS
-from .fit import Fit, fit
+from .fit import Fit, fit, limits
 
 _EXAMPLE = "give mine:step, with def step(): return resnet50(), torch.zeros(8, 3, 224, 224) in mine.py"
 
@@ -42,8 +42,11 @@ def main(given: list[str]) -> Fit:
         "--time", type=float, help="with --grow: longest step within a budget, as a multiple of the baseline (1.15)"
     )
     options = parser.parse_args(given)
+    of_step: dict[str, Any] = {"optimizer": options.optimizer, "grow": options.grow, "time": options.time}
+    with suppress(ValueError):
+        of_step["optimizer"] = float(options.optimizer)
+    limits(options.device, **of_step)  # raises before the network is made
     network, example = _made(options.function)
-    optimizer = float(options.optimizer) if options.optimizer[0].isdigit() else options.optimizer
     device = next((parameter.device.type for parameter in network.parameters()), "cpu").replace("meta", "cpu")
     if options.grow:
         print(f"searching for the largest {options.grow}: minutes for a large network", file=sys.stderr)
@@ -51,7 +54,7 @@ def main(given: list[str]) -> Fit:
         logging.getLogger("keepless.fit").setLevel(logging.INFO)  # each way as it is found
     with torch.autocast(device, getattr(torch, options.autocast)) if options.autocast else nullcontext():
         try:
-            found = fit(network, example, options.device, optimizer=optimizer, grow=options.grow, time=options.time)
+            found = fit(network, example, options.device, **of_step)
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
             raise _in_a_line(error, f"a step of {options.function}'s network on its example") from error
     print(found)

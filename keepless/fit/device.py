@@ -1,7 +1,9 @@
 """A device's memory: how much is left for a step's tensors, and how much an optimiser takes."""
 
 import math
+from typing import Any
 
+from ..inputs import is_number, shown
 from ..units import UNITS, bytes_of
 
 # The largest values with which every row of the in-place ABN paper's Table 3 still fits in 12 GB; not measured.
@@ -15,11 +17,11 @@ OPTIMIZERS = {"none": (0, 0), "sgd": (0, 1), "momentum": (1, 1), "adam": (2, 1),
 
 def bytes_for_tensors(device: int | str) -> int:
     """Bytes that a device, e.g. "12GiB", leaves for tensors. ValueError: it is not a size, or nothing is left."""
-    memory = bytes_of(device) if isinstance(device, str) else device
-    left = 0 if memory is None else memory - (bytes_of(CONTEXT) or 0) - (bytes_of(WORKSPACE) or 0)
-    if left <= 0:
+    memory: Any = bytes_of(device) if isinstance(device, str) else device
+    left = memory - (bytes_of(CONTEXT) or 0) - (bytes_of(WORKSPACE) or 0) if is_number(memory) else 0
+    if not 0 < left < math.inf:
         raise ValueError(
-            f"device={device!r}: expected its memory, such as '12GiB' ({', '.join(UNITS)}), of which CUDA takes "
+            f"device={shown(device)}: expected its memory, such as '12GiB' ({', '.join(UNITS)}), of which CUDA takes "
             f"{CONTEXT} and convolutions {WORKSPACE}"
         )
     return int(left * (1 - FRAGMENTATION))
@@ -30,10 +32,11 @@ def optimizer_bytes(optimizer: str | float, values: int, size: int) -> tuple[int
 
     `optimizer`: a name, or bytes of states per weight. ValueError: it is neither.
     """
-    if isinstance(optimizer, (int, float)) and optimizer >= 0:
-        return math.ceil(optimizer * values), 0
-    if optimizer not in OPTIMIZERS:
+    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
+        states, temporary = OPTIMIZERS[optimizer]
+        return states * size, temporary * size
+    each: Any = optimizer if is_number(optimizer) and not isinstance(optimizer, bool) else -1
+    if not 0 <= each < math.inf:
         expected = f"{', '.join(OPTIMIZERS)}, or bytes per trained weight, such as 2.5"
-        raise ValueError(f"optimizer={optimizer!r}: expected one of {expected}")
-    states, temporary = OPTIMIZERS[str(optimizer)]
-    return states * size, temporary * size
+        raise ValueError(f"optimizer={shown(optimizer)}: expected one of {expected}")
+    return math.ceil(each * values), 0

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..inputs import check_has_forward, check_module, check_one_example
+from ..inputs import check_has_forward, check_module, check_one_example, is_number, shown
 from ..recompute.signatures.plans import arguments_of
 from ..recompute.step.copied import on_copy
 from ..recompute.step.costs import times_of
 from ..saved import size_text
 from ..torch_internals import ASKS_FOR_VALUES
-from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors
+from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors, optimizer_bytes
 from .sizes import growth
 from .steps import CHECKPOINTED, PLAIN, PLANNED, RECOMPUTED, Steps, Way, size_of
 
@@ -87,9 +87,8 @@ def fit(
     check_module(network, "fit")
     check_has_forward(network, "fit")
     check_one_example(device, "fit")
-    if time is not None and (grow is None or time < 1):
-        raise ValueError(f"time={time} with grow={grow!r}: expected at least 1.0, with grow='batch' or 'size'")
-    available, longest = bytes_for_tensors(device), math.inf if grow is None else time or _TIME
+    available, longest = limits(device, optimizer, grow, time)
+    growth(arguments := arguments_of(example), grow)  # raises before the network is copied
 
     def counted(copied: nn.Module, *given: Any) -> Fit:
         with torch.enable_grad():
@@ -100,12 +99,20 @@ def fit(
 
     try:
         with times_of("cuda"):
-            return on_copy(counted, network, *arguments_of(example))
+            return on_copy(counted, network, *arguments)
     except ASKS_FOR_VALUES as error:
         raise ValueError(
             f"the network asks for values of tensors ({error}), which a step on fake tensors does not have: remove "
             f"code that reads them, such as x.item(), x[mask] or `if x.sum() > 0`; keepless.plan runs real steps"
         ) from error
+
+
+def limits(device: int | str, optimizer: str | float, grow: str | None, time: float | None) -> tuple[int, float]:
+    """Bytes for tensors, and the longest step within a budget. ValueError: one of the arguments is not valid."""
+    optimizer_bytes(optimizer, 0, 0)
+    if time is not None and (grow is None or not is_number(time) or time is True or not time >= 1):
+        raise ValueError(f"time={shown(time)}, grow={shown(grow)}: expected at least 1.0, with grow='batch' or 'size'")
+    return bytes_for_tensors(device), math.inf if grow is None else time or _TIME
 
 
 def _line(steps: Steps, ways: list[Way], device: int | str) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..inputs import tensors_in
+from ..inputs import shown, tensors_in
 from ..torch_internals import tree_map
 
 _SIDE = 32  # images and texts grow in steps of this size, because most networks halve images five times
@@ -29,19 +29,19 @@ def growth(example: Any, along: str | None) -> Growth:
     sides of images, in proportion, in every tensor whose last dimensions are those of the first tensor; for integers or
     two-dimensional tensors only the last dimension, the length of a text.
 
-    ValueError: `along` is another word, the first tensor has no such dimension, or tensors are in a list.
+    ValueError: `along` is something else, the first tensor is empty or has no such dimension, or tensors are in a list.
     """
     if along is None:
         return Growth(1, 1, 1, lambda value: example, most=1)
     args, kwargs = example
     if any(isinstance(one, list) and tensors_in(one) for one in (*args, *kwargs.values())):
-        raise ValueError(f"grow={along!r} with a list of tensors: expected a batch in one tensor; leave grow out")
+        raise ValueError(f"grow={shown(along)} with a list of tensors: expected a batch in one tensor; leave grow out")
     first = next(iter(tensors_in(example)), None)
     shape = () if first is None else tuple(first.shape)
-    if first is None or along not in ("batch", "size") or len(shape) < (1 if along == "batch" else 2):
-        raise ValueError(
-            f"grow={along!r} with an example of shape {shape}: expected 'batch', or 'size' of images or texts"
-        )
+    is_known = isinstance(along, str) and along in ("batch", "size")
+    if first is None or not is_known or 0 in shape or len(shape) < (1 if along == "batch" else 2):
+        expected = "expected 'batch', or 'size' of images or texts, and no empty tensor"
+        raise ValueError(f"grow={shown(along)} with an example of shape {shape}: {expected}")
     if along == "batch":
         return Growth(shape[0], 1, 1, lambda value: _with_shapes(example, shape[:1], (value,), slice(1)))
     dims = len(shape[2:]) if len(shape) > 2 and first.is_floating_point() else len(shape[1:])

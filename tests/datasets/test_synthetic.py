@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from datasets import synthetic
+from datasets import shapes, synthetic
 from datasets.streets import draw_street
 from tests import trees
 
@@ -92,3 +92,8 @@ def test_what_it_does_not_write_is_refused_by_name(tmp_path):
             synthetic(root, split, images=SMALL)
     assert [entry.name for entry in mine.iterdir()] == ["thesis.txt"]
     assert json.loads((tmp_path / "streets" / "synthetic-streets.json").read_text())["train"] == 1
+
+
+def test_shapes_take_no_folder():
+    with pytest.raises(ValueError, match="^shapes are synthetic, not read from DIR: give no folder$"):
+        shapes("DIR", "val")

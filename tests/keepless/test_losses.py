@@ -1,10 +1,13 @@
 """`upsampled_cross_entropy` against interpolation and cross-entropy as they are defined, and without their memory."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from keepless import losses, upsampled_cross_entropy
 from keepless.recompute.step.costs import peak_bytes
@@ -172,6 +175,24 @@ def test_fake_tensors_pass():
         logits = torch.empty(2, 19, 32, 32, requires_grad=True)
         upsampled_cross_entropy(logits, torch.empty(2, 256, 256, dtype=torch.uint8), fraction=0.25).backward()
     assert logits.grad.shape == logits.shape
+
+
+def test_a_function_mode_sees_one_call():
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen, (logits, labels) = [], sample()
+    with Seen():
+        upsampled_cross_entropy(logits, labels)
+    assert seen == [upsampled_cross_entropy]
+
+
+def test_an_error_that_is_not_of_labels_passes(monkeypatch):
+    monkeypatch.setattr(losses._Loss, "apply", Mock(side_effect=RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="^out of memory$"):
+        upsampled_cross_entropy(*sample())
 
 
 def test_wrong_arguments_are_refused():

@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-import reprlib
 import threading
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ...inputs import check_module, check_one_example, tensors_in
+from ...inputs import check_module, check_one_example, shown, tensors_in
 from ...saved import size_text
 from ...torch_internals import is_compiled, tree_map, warn, without_observers
 from ...units import UNITS, bytes_of, share_of
@@ -219,7 +218,7 @@ def checked(budget: object) -> float | int:
         if 0 < number <= 1 and not isinstance(given, Integral):
             return number
     raise ValueError(
-        f"budget={reprlib.repr(budget)}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
+        f"budget={shown(budget)}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
         f"{6 * 2**30}, or a share of the baseline's peak up to 1.0, such as 0.3 or '30%'"
     )
 

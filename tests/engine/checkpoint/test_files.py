@@ -30,6 +30,12 @@ def test_a_run_directory_stands_for_its_last_checkpoint(tmp_path, monkeypatch):
     assert {checkpoint.file_of(given) for given in ("~/run", str(last.parent), str(last))} == {last}
 
 
+def test_a_checkpoint_leaves_no_file_open(tmp_path):
+    before = {*os.listdir("/dev/fd")}
+    checkpoint.save(tmp_path / "last.pt", state_of(1))
+    assert {*os.listdir("/dev/fd")} <= before
+
+
 @contextmanager
 def files_of_at_most(size: int):
     """For larger files the kernel, and so torch.save, reports the same error as for a full disk."""

@@ -142,9 +142,9 @@ def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monk
 
 def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_says_why(tmp_path, config):
     run = run_in(tmp_path, config, 1, 2, 3)
-    assert resumed(run, config) == 3 and run.notice is None
+    assert resumed(run, config) == 3 and run.notice is None and run.resumed == run.last
     damage(run.last)
-    assert resumed(run, config) == 2
+    assert resumed(run, config) == 2 and run.resumed == run.previous
     assert f"checkpoint {run.last} is damaged" in run.notice and "checksum" in run.notice
     assert f"The run continues from {run.previous}, of step 2" in run.notice
     save(run, state_of(3, config))  # the good one is kept, not the damaged one

@@ -279,11 +279,7 @@ def test_bodies_are_the_named_networks():
     for name in choices_of.choices("body", SegmentationRun):
         config, named = run_config(f"body={name}", "norm=std").body, getattr(bodies, name, None)
         with torch.device("meta"):
-            try:
-                body = assemble.body(config, partial(ABN, activation="relu"))
-            except ValueError as error:  # body=timm, where timm is not installed
-                assert name == "timm" and "pip install timm" in str(error)
-                continue
+            body = assemble.body(config, partial(ABN, activation="relu"))
             if named is not None:
                 expected = named(partial(ABN, activation="relu"), output_stride=config.output_stride)
                 assert str(body) == str(expected) and body.output_stride == expected.output_stride, name

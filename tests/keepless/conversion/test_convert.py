@@ -180,6 +180,12 @@ def changed(module: nn.Module, **attributes: object) -> nn.Module:
     return module
 
 
+def unsaved(norm: nn.Module) -> nn.Module:
+    for name, buffer in dict(norm.named_buffers()).items():
+        norm.register_buffer(name, buffer, persistent=False)
+    return norm
+
+
 GROUP = dist.ProcessGroup(0, 1)  # nothing is exchanged here
 BATCH_NORMS = {
     "sync": partial(nn.SyncBatchNorm, C, process_group=GROUP),
@@ -187,6 +193,7 @@ BATCH_NORMS = {
     "without shift": lambda: changed(nn.BatchNorm2d(C), bias=None),
     "untracked since": lambda: changed(nn.BatchNorm2d(C), track_running_stats=False),
     "batch statistics always": partial(nn.BatchNorm2d, C, track_running_stats=False),
+    "statistics not saved": lambda: unsaved(nn.BatchNorm2d(C)),
     "averages": partial(nn.BatchNorm2d, C, momentum=None, eps=0.1),
 }
 

@@ -136,6 +136,14 @@ def test_a_network_that_cannot_be_traced_is_converted_in_its_sequentials():
     assert_same_function(network, reference, torch.randn(2, C, 3, 3, dtype=torch.float64))
 
 
+def test_a_sequential_with_another_forward_pass_is_left_alone():
+    """Here it would have been converted alone, as the network around it cannot be traced."""
+    block = nn.Sequential(bn(), act())
+    block.forward = lambda x: block[1](2 * block[0](x))
+    _, report = converted(to_inplace, Network(lambda b, y: half(y), block=block))
+    assert not report.replaced and "block.0" in report.kept
+
+
 def test_the_trace_changes_nothing():
     def after(block: nn.Module, y: Tensor) -> Tensor:
         block.seen.append(y)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from functools import partial
+from math import inf, nan
 from typing import NamedTuple
 
 import pytest
@@ -25,6 +26,8 @@ from keepless.recompute.step.rehearsal import Loss
 from keepless.torch_internals import FakeTensorMode
 from keepless.units import bytes_of
 from tests.runs import REPOSITORY
+
+X = torch.randn(8, 64)
 
 
 class Block(nn.Module):
@@ -218,27 +221,52 @@ def test_blocks_are_repeated_classes_or_else_sequentials():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"device": "12"}, "device='12': expected its memory, such as '12GiB'"),
-        ({"device": "1GiB"}, "of which CUDA takes 0.5GiB and convolutions 0.7GiB"),
         ({"device": "1.25GiB", "x": torch.randn(2**20, 64)}, "nothing fits; a step on 1048576 x 64 takes at least"),
-        ({"optimizer": "lion"}, "optimizer='lion': expected one of none, sgd, momentum, adam, adamw, or bytes"),
-        ({"time": 1.2}, "time=1.2 with grow=None: expected at least 1.0, with grow='batch' or 'size'"),
-        (
-            {"grow": "batch", "x": ([torch.randn(3, 8, 8)] * 2,)},
-            "grow='batch' with a list of tensors: expected a batch in",
+        (  # one value per channel cannot be normalised
+            {"grow": "batch", "device": device_for(1000), "x": torch.randn(2, 64), "network": nn.BatchNorm1d(64)},
+            "nothing fits; a step on 2 x 64 takes at least",
         ),
-        ({"grow": "size", "x": torch.randn(64)}, r"grow='size' with an example of shape \(64,\): expected 'batch'"),
         ({"grow": "size"}, "the network does not run on 8 x 128: .* must have same reduction dim"),
         ({"network": Asking(64, 64)}, "asks for values of tensors .*: remove code that reads them"),
         ({"network": Blocks().requires_grad_(False)}, "no output of the network needs a gradient"),
-        ({"network": Blocks}, "fit got the class Blocks: expected an object"),
     ],
 )
 def test_what_is_wrong_is_said(options, message):
-    given = {"network": Blocks(), "x": torch.randn(8, 64), "device": "2GiB"} | options
+    given = {"network": Blocks(), "x": X, "device": "2GiB"} | options
     with pytest.raises(ValueError, match=message) as caught:
         fit(given.pop("network"), given.pop("x"), given.pop("device"), **given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"device": "12"}, "device='12': expected its memory, such as '12GiB'"),
+        ({"device": "1GiB"}, "of which CUDA takes 0.5GiB and convolutions 0.7GiB"),
+        *(({"device": one}, "^device=.*: expected its mem") for one in (torch.device("cpu"), ["2GiB"], nan, inf, True)),
+        ({"optimizer": "lion"}, "optimizer='lion': expected one of none, sgd, momentum, adam, adamw, or bytes"),
+        *(
+            ({"optimizer": one}, "^optimizer=.*: expected one")
+            for one in (torch.optim.Adam, ["sgd"], nan, inf, True, -1)
+        ),
+        ({"optimizer": torch.optim.Adam(Blocks().parameters())}, "^optimizer=Adam .*: expected one of none"),
+        ({"time": 1.2}, "time=1.2, grow=None: expected at least 1.0, with grow='batch' or 'size'"),
+        *(({"time": one, "grow": "batch"}, "^time=.*: expected at") for one in ("1.2", [1.2], nan, True, 0.9, X[0, 0])),
+        *(({"grow": one}, "^grow=.*: expected 'batch', or") for one in ("Batch", True, ["batch"], X, X.numpy())),
+        *(
+            ({"grow": "batch", "x": x}, r"of shape \((0, 64)?\): expected 'ba")
+            for x in (torch.randn(0, 64), (), X[0, 0])
+        ),
+        ({"grow": "size", "x": torch.randn(2, 3, 0, 0)}, "and no empty tensor"),
+        ({"grow": "size", "x": torch.randn(64)}, r"grow='size' with an example of shape \(64,\): expected 'batch'"),
+        ({"grow": "batch", "x": ([X] * 2,)}, "grow='batch' with a list of tensors: expected a batch in"),
+        ({"x": (8, 64)}, r"example=\(8, 64\) has no tensor"),
+        ({"network": Blocks}, "fit got the class Blocks: expected an object"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_the_network_is_copied(options, message, monkeypatch):
+    monkeypatch.setattr(sys.modules[fit.__module__], "on_copy", lambda *_: pytest.fail("it was copied"))
+    test_what_is_wrong_is_said(options, message)
 
 
 MODULE = """
@@ -285,6 +313,12 @@ def test_the_search_says_what_it_tries_and_finds(module, caplog):
         f"{way.name}: {size_of(way.shape)} fits" for way in found.ways
     ]
     assert any(line.startswith("within a budget: trying ") for line in said)
+
+
+@pytest.mark.parametrize("wrong", ["--device 12", "--optimizer=", "--optimizer 2x", "--optimizer nan", "--time 2"])
+def test_a_wrong_option_is_named_before_the_function_is_called(wrong):
+    with pytest.raises(ValueError, match=f"^{wrong.strip('-').split()[0].strip('=')}="):
+        command.main(["nowhere:example", "--device", "2GiB", *wrong.split()])
 
 
 @pytest.mark.parametrize("name", ["asks", "asks_by_numpy"])

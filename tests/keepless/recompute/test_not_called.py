@@ -1,6 +1,7 @@
 """A prepared network of which training steps call only parts."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def said(steps: list) -> list[str]:
         warnings.simplefilter("always")
         for step in steps:
             step().backward()
-    return [str(warning.message) for warning in caught]
+    theirs = str(Path(torch.__file__).parent)  # on Python 3.13.0 Dynamo warns of slow guards
+    return [str(warning.message) for warning in caught if not warning.filename.startswith(theirs)]
 
 
 @pytest.mark.parametrize("budget", [None, 0.8])

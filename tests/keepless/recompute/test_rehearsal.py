@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import random
 import threading
 import warnings
@@ -636,6 +637,14 @@ def test_given_parameters_are_rehearsed_and_anomalies_are_not_told():
             assert all(map(torch.equal, *found))
             assert plans(within) == [1]  # from the first step on
     assert not told
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_a_rehearsal_leaves_the_log_of_fake_tensors_as_it_is(is_real, monkeypatch):
+    log = logging.getLogger(FakeTensorMode.__module__)
+    monkeypatch.setattr(log, "level", logging.INFO)
+    rehearsed_step(nn.Linear(4, 4), (torch.randn(3, 4),), {}, is_real=is_real)
+    assert log.level == logging.INFO
 
 
 @pytest.mark.parametrize("is_real", [False, True])

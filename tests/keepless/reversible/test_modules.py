@@ -580,6 +580,13 @@ def test_trying_whether_a_module_is_invertible_changes_nothing():
     class Wrong(Rotation):
         inverse = Rotation.forward
 
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x)
+
+        def inverse(self, y):
+            return y - torch.rand_like(y)
+
     module, dropping = additive(norm=nn.BatchNorm2d), additive(dropout=0.5)
     before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     assert is_invertible_module(module_in=module, test_input_shape=(2, 8, 4, 4), atol=1e-5, random_seed=7)
@@ -587,6 +594,7 @@ def test_trying_whether_a_module_is_invertible_changes_nothing():
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert is_invertible_module(Rotation(), ((2, 3), (2, 3)), torch.float64)
+    assert is_invertible_module(Noisy(), (2, 3))  # both draw the same numbers
     assert not is_invertible_module(Wrong(), ((2, 3), (2, 3)), torch.float64)
     assert not is_invertible_module(nn.Identity(), (2, 3))
     assert not is_invertible_module("not a module", (2, 3))

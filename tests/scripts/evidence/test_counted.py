@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.util import find_spec
 
 import pytest
 from torch import nn
@@ -54,8 +53,6 @@ def test_headers_state_the_planned_memory():
 def test_the_plan_is_what_a_new_trace_gives(names, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in names:
-        if papers.configured_as(name).body.name == "timm" and find_spec("timm") is None:
-            continue
         assert memory_plan.measure(memory_plan.PlanArguments(), "experiments", name) == [PLANNED[name]]
 
 
