@@ -98,7 +98,8 @@ def _of_module(network: nn.Module, place: str) -> Iterator[str]:
     for name, module in network.named_modules():
         kind = type(module)
         part = f"{place}.{name.partition('.')[0]}: {kind.__name__}"
-        yield f"{part}({'' if f'{kind.__module__}.'.startswith(OURS) else module.extra_repr()})"
+        without = f"{kind.__module__}.".startswith(OURS) or hasattr(module, "transforms")  # which are shown below
+        yield f"{part}({'' if without else module.extra_repr()})"
         for key, value in vars(module).items():
             is_ours = f"{kind.__module__}.".startswith(OURS) or key in ("stays_in_evaluation", "transforms")
             if is_ours and not key.startswith("_") and isinstance(value, (bool, int, float, str, tuple, list, dict)):

@@ -251,7 +251,7 @@ def observed(observe: Callable, roots: dict[str, str], config: Any) -> Counter[s
     except ValueError as error:
         lines = Counter([f"ValueError: {error}"])
     folder = os.path.dirname(roots["camvid"])
-    named = {re.sub("[0-9a-f]{14,}", "HASH", line.replace(folder, "DATA")): count for line, count in lines.items()}
+    named = {re.sub(r"/[0-9a-f]{14,}", "/HASH", line.replace(folder, "DATA")): count for line, count in lines.items()}
     return _observed.setdefault(key, Counter(named))
 
 

@@ -18,7 +18,7 @@ from keepless import CheckpointedABN
 from keepless.recompute.step.rehearsal import rehearsed_step
 from keepless.recompute.step.search import Choice, frontier
 from keepless.recompute.step.simulation import plain_peak
-from tests.keepless.recompute.networks import IMAGES, Mixed, Row, blocks, residuals
+from tests.keepless.recompute.networks import IMAGES, Mixed, Row, residuals
 from tests.keepless.recompute.test_search import Joined, Texts
 
 RECORDED, SHARES = Path(__file__).with_name("plans.json"), (0.75, 0.55, 0.4)  # budgets, of the baseline's peak
