@@ -75,7 +75,8 @@ SMALL: dict[str, Any] = {
 # Two values where they do not follow from the type, the bounds and the present value, which is ... here.
 VALUES: dict[str, tuple[Any, Any]] = {
     "run_dir": (None, "DIR"),
-    "data.root": (..., "DIR"),
+    "data.root": (..., "NOWHERE"),
+    "data=synthetic.root": (..., "STREETS"),
     "norm.activation": ("leaky_relu", "elu"),
     "norm.momentum": (None, 0.3),
     "lr_schedule.end": (..., 0.05),
@@ -89,7 +90,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "data.val_split": (..., "train"),
     "data.split": (None, "train"),
     "data.class_order": ("text", "numbers"),
-    "sampler.folder": (None, "DIR"),
+    "sampler.folder": (None, "INDEX"),
     "precision": (None, "bfloat16"),
     "lr_schedule.epochs": ([1], [2]),
     "data.label_folder": ("labels", "masks"),
