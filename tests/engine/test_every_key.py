@@ -92,6 +92,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "data.class_order": ("text", "numbers"),
     "sampler.folder": (None, "INDEX"),
     "precision": (None, "bfloat16"),
+    "activation": (None, "elu"),  # whose usual parameter differs
     "lr_schedule.epochs": ([1], [2]),
     "data.label_folder": ("labels", "masks"),
     "data.label_suffix": ("", "_mask"),
