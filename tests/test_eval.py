@@ -70,7 +70,7 @@ def default_file(path: str, *overrides: str, step: int = 12, config: Segmentatio
 
 
 def test_what_an_evaluation_changes_reaches_the_results(run_dir, tmp_path):
-    """tests/engine/prediction/test_opening.py shows that each option reaches the network."""
+    """tests/engine/test_every_key.py shows that each option is handed on."""
     plain = json.loads((run_dir / "results.json").read_text())
     one_view = {"window": None, "overlap": 0.25, "scales": [1.0], "flip": False}
     assert plain["views"] == one_view

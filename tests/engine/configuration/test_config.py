@@ -22,7 +22,6 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.keys import check_values
 from engine.schema.network import BODIES
 from engine.schema.segmentation import SegmentationRun
-from engine.segmentation.cross_entropy import CrossEntropy
 from engine.training import build
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
@@ -245,29 +244,6 @@ def test_every_choice_composes_builds_and_steps(schema, overrides):
     step_on_fake_tensors(config)
 
 
-def test_groups_reach_what_they_build():
-    config = run_config(
-        *("norm=inplace_1", "norm.activation=elu", "norm.activation_param=0.5", "norm.gamma_floor=0.01"),
-        *("norm.momentum=0.3", "norm.eps=0.002", "norm.learn_scale=false", "body=wider_resnet38_a2"),
-        *("head.dilations=[2,4]", "head.pooling_size=[5,6]", "body.output_stride=16"),
-        *("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "lr_schedule.power=2"),
-    )
-    with torch.device("meta"):
-        network = assemble.network_of(config, classes=3)
-    norm = network.head.red_bn
-    assert (norm.variant, norm.activation, norm.activation_param) == ("I", "elu", 0.5)
-    assert (norm.gamma_floor, norm.momentum, norm.eps, norm.weight) == (0.01, 0.3, 0.002, None)
-    assert [conv.dilation for conv in network.head.map_convs] == [(1, 1), (2, 2), (4, 4)]
-    assert network.head.pooling_size == (5, 6) and network.body.output_stride == 16
-    loss = assemble.loss(config.loss)
-    assert (loss.fraction, loss.ignore_index) == (0.5, 255)
-    assert type(assemble.loss(run_config("loss=cross_entropy").loss)) is CrossEntropy
-    optimizer = assemble.optimizer(config.optim, torch.nn.Linear(1, 1), ())
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.05, 0.7, True, 5e-4)
-    assert assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=100)).power == 2
-
-
 # Parameters of networks that have no function in `models.bodies`.
 OTHER_BODIES = {"densenet121": 6_953_856, "densenet169": 12_484_480, "densenet201": 18_092_928}  # torchvision's
 OTHER_BODIES |= {"resnet_cifar_small": 695_328, "resnext_cifar_small": 294_816, "revnet_tiny": 92_432}
@@ -307,33 +283,13 @@ def test_without_the_released_package_its_norm_choice_says_how_to_install_it(mon
         assemble.network_of(run_config("norm=package", "norm.activation=elu"), classes=3)
 
 
-def test_data_keys_reach_the_loader():
-    config = run_config(
-        *("data.crop_size=24", "data.scale=[0.8,0.9]", "data.flip=0.25", "data.mean=[0.1,0.2,0.4]"),
-        *("data.std=[0.25,0.5,1]", "data.crops_per_minibatch=5", "seed=3", "data.workers=0"),
-    )
-    dataset = assemble.dataset(config.data, "train", draw=True)
-    loader = assemble.training_loader(config, dataset, total_steps=9, world=World(), start_step=2)
-    transform = loader.dataset.transform
-    assert (transform.crop_size, transform.scale, transform.flip) == ((24, 24), (0.8, 0.9), 0.25)
-    assert (transform.fill, loader.dataset.seed) == ((26, 51, 102), 3)
-    assert (len(loader), loader.batch_sampler.seed, loader.batch_sampler.crops_per_minibatch) == (7, 3, 5)
-    assert len(assemble.evaluation_loader(WholeImages(dataset), config.data, World(), images=3)) == 3
-
-
-def test_sampler_keys_reach_the_loader(tmp_path):
-    sampling = ("sampler=class_uniform", "sampler.fraction=0.75", f"sampler.folder={tmp_path}")
-    config = run_config(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0")
-    dataset = assemble.dataset(config.data, "train", draw=True)
-    seen = []
+def test_ranks_share_minibatches_and_images(tmp_path):
+    config = run_config("sampler=class_uniform", f"sampler.folder={tmp_path}", "data.crops_per_minibatch=6")
+    dataset, seen = assemble.dataset(config.data, "train", draw=True), []
     index = assemble.class_index(config, dataset, World(), lambda *counts: seen.append(counts))
-    loader = assemble.training_loader(config, dataset, 9, World(), 2, index)
     assert seen[-1] == (len(dataset), len(dataset)) and list(tmp_path.rglob("index.npz"))
-    sampler = loader.batch_sampler
-    assert (len(loader), sampler.seed, sampler.crops_per_minibatch) == (7, 3, 6)
-    assert sampler.fraction == 0.75
-    rank = assemble.training_loader(config, dataset, 9, World(rank=1, size=2), 2, index).batch_sampler
-    assert list(rank) == [minibatch[3:] for minibatch in sampler]
+    whole, rank = (assemble.training_loader(config, dataset, 9, World(r, n), 2, index) for r, n in ((0, 1), (1, 2)))
+    assert list(rank.batch_sampler) == [minibatch[3:] for minibatch in whole.batch_sampler]
     worlds = [World(rank=rank, size=3) for rank in range(3)]
     shares = [assemble.evaluation_loader(WholeImages(dataset), config.data, world, 7) for world in worlds]
     assert [list(share.sampler) for share in shares] == [[0, 3, 6], [1, 4], [2, 5]]  # each image once

@@ -173,18 +173,6 @@ def test_a_classifier_sees_the_crop_of_an_evaluation_whatever_the_size(size, tmp
     assert not np.allclose(ten.probabilities(image), expected, atol=1e-6)
 
 
-def test_options_of_evaluation_reach_the_network(file, tmp_path):
-    image, found = trees.picture(tmp_path / "a.png", (150, 200)), set()
-    kinds = [(), ("window.size=32",), ("tta.scales=[0.7,1.2]", "tta.flip=true"), ("data.base_size=100",)]
-    kinds += [("precision=bfloat16",), ("head.pooling_size=[1,1]",)]
-    for overrides in kinds:
-        values = composed("predict", f"checkpoint={file}", "input=a", "output=b", "device=cpu", *overrides)
-        probabilities = open_network(file, cfg.typed(values, Prediction)).probabilities(image)
-        assert probabilities.shape[-2:] == (150, 200)
-        found.add(probabilities.tobytes())
-    assert len(found) == len(kinds)
-
-
 def test_a_mean_image_is_subtracted_as_in_an_evaluation():
     config = classification_config("data=cifar10", "data.mean_image=true", "data.mean=[0,0,0]", "body=resnet32_cifar")
     mean = torch.rand(3, 32, 32, dtype=torch.float64) * 255

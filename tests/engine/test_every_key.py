@@ -1,0 +1,322 @@
+"""Every key of the schema is handed on: two values of it build something else, and what is recorded in keys.json.
+
+A new key is covered if two values follow from its type and bounds. If not, the test says what to write here. After a
+change that is meant, record anew: python -m tests.engine.test_every_key
+"""
+
+import copy
+import json
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import Field, fields
+from functools import cache, partial, reduce
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+from omegaconf import MISSING as NEEDED
+
+from engine.schema.commands import RUNS
+from engine.schema.evaluation import Evaluation, Prediction
+from engine.schema.keys import Keys, check_values, groups_of, leaves
+from engine.schema.training import TrainingRun
+from tests import trees
+from tests.datasets import classification_trees
+from tests.engine.observed import differences, of_evaluation, of_training
+from tests.runs import hasten
+
+RECORDED = Path(__file__).with_name("keys.json")
+MOST, LONGEST = 6, 140  # differing lines that are recorded, and their characters; of others a checksum
+
+# Why nothing of a key can be seen here. A choice (body=timm) stands for all of its keys.
+EXCEPTIONS = {
+    "resume": "which checkpoint continues: tests/engine/checkpoint/test_run_directory.py",
+    "init": "files of weights: tests/engine/checkpoint/test_initial_weights.py",
+    "memory.fit": "plans take seconds: tests/engine/training/test_planner.py",
+    "memory.time": "plans take seconds: tests/engine/training/test_planner.py",
+    "trainer.profile": "when profiling begins: tests/engine/training/test_loop.py",
+    "trainer.pictures": "what TensorBoard shows: tests/engine/training/test_validation.py",
+    "body=timm": "may not be installed; LibraryBody is body=torchvision's: tests/models/bodies/test_library.py",
+    "body=torchvision norm.eps": "a library's norms keep their own: tests/models/bodies/test_library.py",
+    "body.weights": "short for init.weights: tests/engine/checkpoint/test_initial_weights.py",
+    "checkpoint": "which file is read: tests/engine/checkpoint/test_files.py",
+    "input": "which files are read: tests/scripts/test_predict.py",
+    "output": "which files are written: tests/scripts/test_predict.py",
+    "report": "which files are written: tests/scripts/test_predict.py",
+    "probabilities": "which files are written: tests/scripts/test_predict.py",
+    "top_k": "which files are written: tests/scripts/test_predict.py",
+}
+# The choice of a group for the keys of others, where it is not the first one.
+USUAL = {"norm": "inplace", "loss": "bootstrapped"}
+# The choices with which the keys of another group are tried, too: a library's norms have options of their own.
+CROSSED = {"body=torchvision": ("norm", "std")}
+# Values of keys that have no default, and small ones.
+SMALL: dict[str, Any] = {
+    "trainer": {"epochs": 30, "device": "cpu"},
+    "body": {"structure": [1, 1, 1, 1], "stem_channels": 8, "stem": "7x7"},
+    "body=resnet": {"base_channels": [8, 8]},
+    "body=resnext": {"base_channels": [8, 8, 16], "groups": 2},
+    "body=densenet": {"growth": 8},
+    "body=revnet": {"structure": [1] * 3, "channels": [[8, 8], [16, 16], [32, 32]], "stem": "cifar"},
+    "body=wider_resnet": {"structure": [1] * 6, "channels": [[8, 8]] * 4 + [[8, 8, 8]] * 2},
+    # Its norms' momentum is another than ours.
+    "body=torchvision": {"network": "mnasnet0_5", "last": "layers.10"},
+    "data=cifar10": {"val_split": "test"},
+    "data=cifar100": {"val_split": "test"},
+    "data": {"crop_size": 32, "crops_per_minibatch": 4, "workers": 0},
+    "optim": {"lr": 0.1},
+    "lr_schedule=multistep": {"steps": [4, 8]},
+}
+# Two values where they do not follow from the type, the bounds and the present value, which is ... here.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "run_dir": (None, "DIR"),
+    "data.root": (..., "NOWHERE"),
+    "data=synthetic.root": (..., "STREETS"),
+    "norm.activation": ("leaky_relu", "elu"),
+    "norm.momentum": (None, 0.3),
+    "lr_schedule.end": (..., 0.05),
+    **dict.fromkeys(("predictions", "overlays", "results"), (None, "DIR")),
+    "body.network": ("mnasnet0_5", "mnasnet0_75"),
+    "body.last": (..., "layers.9"),
+    "body.downsampling": ("stride", "pool"),
+    "body=revnet.channels": (..., [[16, 16], [16, 16], [32, 32]]),
+    "body=wider_resnet.channels": (..., [[16, 16]] * 4 + [[8, 8, 8]] * 2),
+    "data.train_split": ("train", "val"),
+    "data.val_split": (..., "train"),
+    "data.split": (None, "train"),
+    "data.class_order": ("text", "numbers"),
+    "sampler.folder": (None, "INDEX"),
+    "precision": (None, "bfloat16"),
+    "activation": (None, "elu"),  # whose usual parameter differs
+    "lr_schedule.epochs": ([1], [2]),
+    "data.label_folder": ("labels", "masks"),
+    "data.label_suffix": ("", "_mask"),
+    "data.mean": ([0.0, 0.0, 0.0], [0.2, 0.4, 0.6]),
+    "data.std": ([0.2, 0.4, 0.6], [1.0, 1.0, 1.0]),
+    **dict.fromkeys(("data.workers", "workers"), (0, 2)),
+    "memory.activations": ("1GiB", "2GiB"),
+    "memory.budget": (None, "12GiB"),
+    "memory.gpus": (None, 3),
+    "trainer.evaluate_images": (None, 1),
+    "trainer.evaluate_batch_size": (2, 3),
+    "window.size": (None, 64),
+    "head.pooling_size": (None, [2, 3]),
+    "crop": (None, 16),
+    "resize": (None, 40),
+}
+# What a key needs to be seen, besides itself.
+BESIDES: dict[str, dict[str, Any]] = {
+    "memory.activations": {"trainer.recompute": "budget"},
+    "sampler.folder": {"loss.class_weights": "frequency"},
+    "lr_schedule.epochs": {"lr_schedule.steps": None},
+    "norm.activation_param": {"norm.activation": "leaky_relu"},
+    "memory.gpus": {"memory.budget": "12GiB"},
+    "window.overlap": {"window.size": 64},
+    "data.mean_image": {"data.mean": [0.0, 0.0, 0.0]},
+    "optim.nesterov": {"optim.momentum": 0.9},
+    "data.crop_size": {"data.resize": 64},
+    "data.resize": {"data.crop_size": 16},
+}
+
+
+def made(group: str, name: str, cls: type[Any], roots: dict[str, str]) -> Keys:
+    """A choice of a group, with small values."""
+    given = {**SMALL.get(group, {}), **SMALL.get(f"{group}={name}", {}), "name": name, "root": roots.get(name)}
+    names = {entry.name for entry in fields(cls)}
+    config = cls(**{key: value for key, value in given.items() if key in names})
+    for key, value, _ in leaves(config, f"{group}."):
+        assert value != NEEDED, f"{key} has no default: give SMALL a value for it, under {group} or {group}={name}"
+    return config
+
+
+def configuration(task: str, roots: dict[str, str], **choices: str) -> TrainingRun:
+    """A small training, not yet checked."""
+    groups = groups_of(RUNS[task])
+    names = {group: choices.get(group) or USUAL.get(group) or next(iter(groups[group])) for group in groups}
+    config = RUNS[task](**{group: made(group, name, groups[group][name], roots) for group, name in names.items()})
+    vars(config.trainer).update(SMALL["trainer"])
+    return config
+
+
+def other(entry: Field, value: Any) -> Iterator[Any]:
+    """Values near one that a key may take."""
+    if (one_of := entry.metadata.get("one_of")) is not None:
+        yield from one_of
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (2 * value, value + 1, value - 1)
+    elif isinstance(value, float):
+        yield from (value / 2, value + 0.25, 2.0)
+    elif isinstance(value, list) and all(isinstance(each, (int, float)) for each in value):
+        for change in (lambda each: 2 * each, lambda each: each + 1, lambda each: each / 2):
+            yield [type(each)(change(each)) for each in value]
+    elif value is None and entry.metadata.get("word") is None:
+        kind = float if "float" in str(entry.type) else int if "int" in str(entry.type) else None
+        if "bool" in str(entry.type):
+            yield False
+        if kind is not None and "list" not in str(entry.type):
+            yield from (kind(3), kind(0.5))
+    elif entry.metadata.get("word") is not None:
+        yield from (False, True) if entry.metadata.get("least") is None else (2, 3)
+
+
+def with_keys(config: Keys, changes: dict[str, Any]) -> Any:
+    """A checked copy with other values of the keys that it has."""
+    changed = copy.deepcopy(config)
+    for key, value in changes.items():
+        *groups, name = key.split(".")
+        if hasattr(owner := reduce(getattr, groups, changed), name):
+            setattr(owner, name, copy.deepcopy(value))
+    check_values(changed)
+    return changed
+
+
+def two_values(config: Keys, key: str, value: Any, entry: Field, choice: str) -> dict[str, Any]:
+    """Two values of a key, as text, each with a configuration that has it."""
+    tried, given = [], VALUES.get(f"{choice}.{key.partition('.')[2]}", VALUES.get(key))
+    for pair in [given] if given else ((value, each) for each in other(entry, value) if each != value):
+        try:
+            values = [value if each is ... else each for each in pair]
+            return {str(each): with_keys(config, {**BESIDES.get(key, {}), key: each}) for each in values}
+        except ValueError as error:
+            tried.append(str(error))
+    pytest.fail(
+        f"{key}, {choice}: no two values follow from its type and bounds {tried}. In {__file__}, give VALUES two, and "
+        f"BESIDES the keys without which they cannot be seen; or say in EXCEPTIONS why nothing can be seen"
+    )
+
+
+def seen(keys: Iterator[tuple[str, Any, Field]], config: Keys, choice: str, observe: Callable) -> dict[str, list[str]]:
+    """What two values of each key make different. `observe(configuration)` returns lines."""
+    found = {}
+    for key, value, entry in keys:
+        group = key.partition(".")[0]
+        if key.endswith(".name") or {key, group, choice, f"{choice} {key}"} & EXCEPTIONS.keys():
+            continue
+        (first, before), (second, after) = two_values(config, key, value, entry, choice).items()
+        lines = differences(*map(observe, (before, after)))
+        shown = [one if len(one) < LONGEST else f"{one[:LONGEST]}… {crc32(one.encode()):08x}" for one in lines]
+        rest = "\n".join(shown[MOST:])
+        more = [f"and {len(lines) - MOST} more: {crc32(rest.encode()):08x}"] if rest else []
+        found[f"{key}: {Path(first).name} -> {second}"] = shown[:MOST] + more
+    return found
+
+
+def choices_of(task: str) -> Iterator[str]:
+    """ "train", for the keys outside of groups, and "norm=std", …"""
+    yield "train"
+    for group, alternatives in groups_of(RUNS[task]).items():
+        yield from (f"{group}={name}" for name in alternatives)
+
+
+def seen_in_training(task: str, choice: str, roots: dict[str, str]) -> dict[str, list[str]]:
+    groups, (group, _, name) = groups_of(RUNS[task]), choice.partition("=")
+    if choice in EXCEPTIONS:
+        return {}
+    crossed, *others = CROSSED.get(choice, ("", ""))
+    config = configuration(task, roots, **({group: name} if name else {}), **({crossed: others[0]} if crossed else {}))
+    prefixes = (f"{group}.", *([f"{crossed}."] if crossed else []))
+    keys = [
+        one
+        for one in leaves(config)
+        if one[0].startswith(prefixes) or not name and one[0].partition(".")[0] not in groups
+    ]
+    return seen(iter(keys), config, choice, partial(observed, partial(of_training), roots))
+
+
+def seen_in_evaluation(task: str, schema: type, roots: dict[str, str]) -> dict[str, list[str]]:
+    data = {"segmentation": "camvid", "classification": "imagenet"}[task]
+    trained = configuration(task, roots, data=data)
+    check_values(trained)
+    _observed.clear()
+    options = schema(checkpoint="net.pt")
+    keys = (one for one in leaves(options) if one[2].metadata.get("task") in (None, task))
+    observe = lambda options: of_evaluation(options, copy.deepcopy(trained))  # noqa: E731
+    return seen(keys, options, schema.__name__, partial(observed, observe, roots))
+
+
+_observed: dict[str, Counter[str]] = {}  # by configuration; cleared between the tasks that eval.py has
+
+
+def observed(observe: Callable, roots: dict[str, str], config: Any) -> Counter[str]:
+    """The lines of `observe`, or the error's, without the places of files."""
+    if (key := f"{type(config)}{config}") in _observed:
+        return _observed[key]
+    try:
+        lines = observe(copy.deepcopy(config))
+    except ValueError as error:
+        lines = Counter([f"ValueError: {error}"])
+    folder = os.path.dirname(roots["camvid"])
+    named = {re.sub(r"/[0-9a-f]{14,}", "/HASH", line.replace(folder, "DATA")): count for line, count in lines.items()}
+    return _observed.setdefault(key, Counter(named))
+
+
+@contextmanager
+def datasets() -> Iterator[dict[str, str]]:
+    """Small datasets, by name."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", f"{folder}/cache")
+        patch.chdir(folder)
+        patch.setattr("tests.runs.DRAWN", {"synthetic": {"train": 4, "val": 2}, "shapes": {"train": 16, "val": 8}})
+        hasten(patch)
+        roots = {name: make(Path(folder, name)) for name, make in trees.SEGMENTATION.items()}
+        roots["cifar10"] = classification_trees.cifar10_python(Path(folder, "cifar10"), patch)
+        roots["cifar100"] = classification_trees.cifar100_python(Path(folder, "cifar100"), patch)
+        classes = classification_trees.imagenet(Path(folder, "imagenet"))
+        for number, above in enumerate(sorted(classes.glob("*/*"))):
+            above.rename(above.with_name(str(8 + number % 3)))  # 8, 9, 10
+        roots |= dict.fromkeys(("imagenet", "image_folder"), classes)
+        yield {name: str(root) for name, root in roots.items()}
+
+
+@pytest.fixture(scope="module")
+def roots() -> Iterator[dict[str, str]]:
+    with datasets() as found:
+        yield found
+
+
+@cache
+def recorded() -> dict[str, dict[str, list[str]]]:
+    return json.loads(RECORDED.read_text())
+
+
+TRAININGS = [(task, choice) for task in RUNS for choice in choices_of(task)]
+EVALUATIONS = [(task, schema) for task in RUNS for schema in (Evaluation, Prediction)]
+
+
+def compare(place: str, found: dict[str, list[str]]) -> None:
+    same = [key for key, lines in found.items() if not lines]
+    assert not same, f"{place}: both values of {', '.join(same)} build the same: is the key handed on?"
+    expected = recorded().get(place, {})
+    assert found == expected, f"{place}: if this is meant, record it anew: python -m tests.engine.test_every_key"
+
+
+@pytest.mark.parametrize("task, choice", TRAININGS)
+def test_every_key_of_a_training_is_handed_on(task, choice, roots):
+    compare(f"{task} {choice}", seen_in_training(task, choice, roots))
+
+
+@pytest.mark.parametrize("task, schema", EVALUATIONS)
+def test_every_key_of_an_evaluation_is_handed_on(task, schema, roots):
+    compare(f"{task} {schema.__name__}", seen_in_evaluation(task, schema, roots))
+
+
+def record() -> None:
+    with datasets() as roots:
+        found = {f"{task} {choice}": seen_in_training(task, choice, roots) for task, choice in TRAININGS}
+        found |= {f"{task} {own.__name__}": seen_in_evaluation(task, own, roots) for task, own in EVALUATIONS}
+    rows = []
+    for place, keys in found.items():
+        own = ",\n".join(f"  {json.dumps(key)}: {json.dumps(lines, ensure_ascii=False)}" for key, lines in keys.items())
+        rows.append(f" {json.dumps(place)}: {{\n{own}\n }}")
+    RECORDED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+if __name__ == "__main__":
+    record()
