@@ -10,8 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import CheckpointedABN
 from keepless.inputs import tensors_in
@@ -242,6 +246,53 @@ REGIONS: dict[str, Callable] = {
     "reentrant": _apart(partial(checkpoint, use_reentrant=True)),
     "vmap": _apart(lambda inside, x: torch.vmap(lambda y: inside(y[None])[0], randomness="different")(x)),
 }
+
+
+class OfFunctions(TorchFunctionMode):
+    """Computes something else than the functions that are called."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function in (F.silu, torch.sin, F.layer_norm, Tensor.exp) else result
+
+
+class OfOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        names = ("silu", "gelu", "relu", "native_batch_norm", "add", "cat")
+        is_changed = function.overloadpacket.__name__ in names and isinstance(result, Tensor)
+        return result.bfloat16().to(result.dtype) if is_changed and result.is_floating_point() else result
+
+
+class OfOthers(OfOperators):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        is_changed = function.overloadpacket.__name__ in ("sigmoid", "mul", "native_group_norm", "sin")
+        return result * 0.5 if is_changed and isinstance(result, Tensor) and result.is_floating_point() else result
+
+
+MODES: dict[str, Callable[[], AbstractContextManager]] = {
+    **{"of functions": OfFunctions, "of operators": OfOperators, "of others": OfOthers},
+    **{"counting": partial(FlopCounterMode, display=False), "device": partial(torch.device, "cpu")},
+    "without hooks": partial(disable_saved_tensors_hooks, "of the program"),
+}
+
+
+def _given_data(x: Tensor) -> None:
+    x.data = x.data * 1.5
+
+
+# Writes that change no version
+DATA = [lambda x: x.data.round_(), lambda x: x.data.mul_(0.5), lambda x: x.view(-1).data.add_(0.1), _given_data]
+DATA += [lambda x: x.data.zero_(), lambda x: x[:, 1:].data.neg_()]
+# Tensors from elsewhere, which take each other's places: trained, made in the pass, and not.
+ADDENDS = [lambda net: net.small, lambda net: net.table, lambda net: net.table * net.small]
+ADDENDS += [
+    lambda net: (net.small * 2).detach(),
+    lambda net: (net.small > 0).to(net.small.dtype),
+    lambda net: net.large,
+]
+ADDENDS += [lambda net: net.large * 1.5, lambda net: net.large.detach()]
 FUNCTIONS_OF_MOVES: dict[str, list[Callable]] = {
     **{"unary": UNARY, "binary": BINARY, "transposed": [lambda x: x.transpose(2, 3).contiguous()]},
     **{"in place": IN_PLACE, "part": IN_PLACE, "no_grad": IN_PLACE, "operator": BY_OPERATORS, "unseen": UNSEEN},
@@ -251,10 +302,12 @@ LAYERS = 9
 CHOICES: dict[str, Sequence[Any]] = {
     **{kind: range(len(functions)) for kind, functions in FUNCTIONS_OF_MOVES.items()},
     **{"region": [*REGIONS], "layer": range(LAYERS), "given": [0], "raises": [RuntimeError, KeyboardInterrupt]},
+    **{"mode": [*MODES], "data": range(len(DATA)), "addend": range(len(ADDENDS)), "dropout": range(4)},
     "call": [(name, number) for name, calls in CALLS.items() for number in range(len(calls))],
 }
 CALM = [*["unary"] * 4, "binary", "binary", *["call"] * 3, "transposed", "region", *["layer"] * 3]
 WRITING = [*CALM, "in place", "in place", "part", "no_grad", "operator"]
+DEPENDING = [*CALM, *["mode"] * 2, *["data"] * 3, *["addend"] * 2, *["dropout"] * 2]
 HIDING = ["unseen", "given"]  # the caller writes over a given tensor
 
 
@@ -267,6 +320,9 @@ def hides(moves: Moves) -> bool:
     return any(kind in HIDING for kind, *_ in moves)
 
 
+DROPOUTS = [(0.0, True), (0.3, False), (0.3, True), (0.6, True)]
+
+
 def _run(moves: Moves, tensors: list[Tensor], layers: nn.ModuleList) -> None:
     """Make further tensors, or change some. A region is around the moves behind it."""
     for place, (kind, choice, first, second) in enumerate(moves):
@@ -275,7 +331,18 @@ def _run(moves: Moves, tensors: list[Tensor], layers: nn.ModuleList) -> None:
             end = place + 2 + second % 4
             REGIONS[choice](moves[place + 1 : end], tensors, x, layers)
             return _run(moves[end:], tensors, layers)
-        if kind == "layer":
+        if kind == "mode":
+            end = place + 2 + second % 4
+            with MODES[choice]():
+                _run(moves[place + 1 : end], tensors, layers)
+            return _run(moves[end:], tensors, layers)
+        if kind == "data":
+            DATA[choice](tensors[first % len(tensors)])
+        elif kind == "dropout":
+            tensors.append(F.silu(F.dropout(x, *DROPOUTS[choice])))
+        elif kind == "addend":
+            tensors.append(F.gelu(x + ADDENDS[choice](layers)))
+        elif kind == "layer":
             layer = layers[choice]
             is_trained = any(parameter.requires_grad for parameter in layer.parameters())
             # Of a frozen norm's input in eval mode only the shape is kept, so it may be overwritten, unlike PyTorch's.
@@ -308,6 +375,8 @@ class Program(nn.Module):
         transformer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         self.layers = nn.ModuleList([*layers, nn.Sequential(nn.Flatten(0, 1), transformer, nn.Unflatten(0, (-1, 4)))])
         self.head = nn.Parameter(torch.ones(6))
+        self.layers.small, self.layers.large = nn.Parameter(torch.ones(6)), nn.Parameter(torch.rand(4, 1, 6))
+        self.layers.register_buffer("table", torch.rand(6))
 
     def forward(self, w: Tensor, moves: Moves, autocast: bool) -> dict[str, Any]:
         tensors = [w * 1.0, w + 1.0]

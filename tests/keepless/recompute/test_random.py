@@ -36,7 +36,9 @@ from tests.keepless.recompute.programs import (
     CALLS,
     CALM,
     CHOICES,
+    DEPENDING,
     HIDING,
+    MODES,
     Moves,
     Program,
     WithMeta,
@@ -99,6 +101,39 @@ def test_a_prepared_network_whose_steps_change_is_like_the_plain_one(budget, see
                 continue  # PyTorch checks no versions under a checkpoint: its gradients are wrong
             agree(plain, within, step, use, wraps, around, hides(moves))
             assert is_interrupted or current_hooks() is None
+
+
+def under(mode, forward):
+    """A pass under a mode."""
+
+    def one():
+        with MODES[mode]():
+            return forward()
+
+    return one
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("budget, seeds", [(None, range(6)), ("by chance", range(4)), slow(range(6, 120), None)])
+def test_calls_depend_on_modes_on_memory_and_on_where_arguments_come_from(budget, seeds, monkeypatch):
+    """Modes around a pass or in it, writes through `.data`, other addends, dropout's p; in steps that change."""
+    for seed in seeds:
+        draws = Random(seed)
+        moves = drawn(draws, 3, 12, [DEPENDING])
+        if budget == "by chance":
+            keep_by_chance(monkeypatch, draws)
+        plain, within = pair("1KiB" if budget == "by chance" else budget)
+        others = [drawn(draws, 1, 1, [DEPENDING[-9:]]) for _ in range(3)]
+        places = [draws.randrange(len(moves) + 1) for _ in others]
+        steps = [
+            moves,
+            *([*moves[:place], *one, *moves[place + 1 :]] for place, one in zip(places, others, strict=True)),
+        ]
+        for number in [0, 0, 1, 1, 0, 2, 2, 0, 3, 3, 0]:
+            wraps = draws.choice([once] * 3 + [several, partial(under, draws.choice([*MODES]))])
+            print(seed, budget, wraps, steps[number])
+            agree(plain, within, program(steps[number]), draws.choice(USES[:2]), wraps)
+            assert current_hooks() is None
 
 
 @pytest.mark.parametrize("name", CALLS)
