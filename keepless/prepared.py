@@ -47,7 +47,8 @@ def recompute_activations(
 
     Tensors that the backward pass reads must not be modified in place before it: this raises PyTorch's error about an
     in-place operation, also under other hooks. (Small parameters that PyTorch alone would not save are copied, so they
-    may change.) Changes through `.data` are not detected, as elsewhere in autograd.
+    may change.) Changes through `.detach().numpy()` are not detected, as elsewhere in autograd. Under a
+    `TorchFunctionMode` or `TorchDispatchMode` of the program nothing is recomputed, and a warning names it.
 
     Args:
         network: any uncompiled network; it is returned with two hooks around its forward pass, which `undo` removes.
@@ -316,8 +317,8 @@ def _say_that_the_compiler_decides(_: object) -> None:
 
 def _say_that_a_mode_changes_results(mode: type) -> None:
     warn(
-        f"nothing is recomputed under {mode.__name__}, because this mode may change what functions compute, and it is "
-        f"not around the backward pass: leave it before the forward pass, or enter it only in some steps"
+        f"nothing is recomputed under {mode.__name__}, because this mode may change what functions compute: the step "
+        f"saves as much as the baseline; leave the mode before the forward pass"
     )
 
 

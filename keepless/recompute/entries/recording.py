@@ -21,14 +21,16 @@ Rule 8. A chain has at most `_LONGEST` recipes, in a plan `LONGEST_PLANNED`; vie
 Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values and parameters
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
+    If the program reads or sets `.data` of a tensor that the pass has made, its memory is saved as in PyTorch, and no
+    recipe reads it any more (`KnownValues.expose`).
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors. No generator is left before its end while a pass is
     recorded (`all([…])`, not `all(…)`): Python would swallow a Ctrl-C while it frees that generator.
 Rule 12. Gradients never differ from autograd's. Random functions are repeated only with the same random numbers (in a
     plan; otherwise dropout keeps its mask). Running statistics are not updated twice. Tensors without versions are
-    kept as they are. Inside other saved-tensor hooks, such as a checkpoint's, and in functorch's transforms, no call
-    is recorded. When in doubt, keep the tensor.
+    kept as they are. Inside other saved-tensor hooks, such as a checkpoint's, in functorch's transforms, and under
+    modes of the program, which may change what functions compute, no call is recorded. When in doubt, keep the tensor.
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`decide_by_plan` in recipes.py).
 Rule 14. A recorded pass is learned (learning.py): each call gets an entry (entry.py), an inline cache of what these
