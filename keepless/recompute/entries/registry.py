@@ -228,7 +228,20 @@ class KnownValues:
                         self.aliases.append((reference, saved, value))
         if write is not None and self.outer is None:  # hooks around have got the values already
             write.memory.exposed = saved
-        return [*saved]
+        return [*saved, *self._outputs_kept()]
+
+    def _outputs_kept(self) -> list[Value]:
+        """Keep the outputs of checkpointed norms that would be computed from exposed memory."""
+        found = []
+        for reference, _, value, _ in self.found.values():
+            recipe, tensor = value.source, reference()
+            if type(recipe) is Recipe and recipe.function is checkpointed_output and tensor is not None:
+                if any([is_exposed(one) for one in recipe.arguments[2]]):
+                    value.source, value.storage = self.kept(tensor, self.outer), self.place(tensor)  # type: ignore[arg-type]
+                    if value.consumers:
+                        recipe.count(-1)
+                    found.append(value)
+        return found
 
     def is_exposed(self, tensor: Tensor) -> bool:
         """Whether the program may change a tensor's memory unseen."""
@@ -279,6 +292,8 @@ class KnownValues:
                 self.refused = node.output_version
             elif node.strategy.recompute_output and tensor._version == node.output_version:
                 saved = saved_in(node)
+                if any([is_exposed(one) for one in saved]):
+                    return None
                 found = Again(checkpointed_output, (node, saved_value(saved[0]) if saved else None, saved))
         elif tensor._version == 0:
             if is_synchronised_norm(node):
@@ -495,9 +510,19 @@ def checkpointed_output(node: Any, kept: Tensor | None, saved: Sequence[Any]) ->
 
     `kept`: the tensor that the node saved and reads by itself: an argument, so that it is computed first if dropped.
     """
+    if kept is not None and is_exposed(saved[0]) and not torch.equal(kept, saved[0].get()):
+        raise RuntimeError(
+            f"the input of a checkpointed norm, of shape {tuple(kept.shape)}, was modified through .data after the norm: "
+            f"its output cannot be computed again"
+        )
     if saved and not packed_by_function(node):  # freed by a backward pass over another part of the graph
         return recompute_output(node, [one.get() for one in saved])
     return recompute_output(node)
+
+
+def is_exposed(saved: Any) -> bool:
+    """Whether the program may have changed what autograd has saved: see `KnownValues.expose`."""
+    return isinstance(saved, Saved) and saved.memory.exposed is not None
 
 
 def saved_in(node: Any) -> Sequence[Any]:

@@ -18,6 +18,7 @@ from ...saved import (
     current_stream,
     has_autocast,
     laid_out,
+    view,
     wait_for,
 )
 from ...torch_internals import (
@@ -266,8 +267,15 @@ class Saved:
         """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""
         if self.memory.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
-        if self.memory.exposed is not None and self.value in self.memory.exposed:
-            return self.memory.exposed[self.value].get()
+        return self.value.get() if self.memory.exposed is None else self._exposed(self.memory.exposed)
+
+    def _exposed(self, exposed: dict[Value, Kept]) -> Tensor:
+        """The tensor as the program has left it."""
+        source = self.value.source
+        if self.value in exposed:
+            return exposed[self.value].get()
+        if type(source) is Recipe and source.function is view and source.arguments[0] in exposed:
+            return view(exposed[source.arguments[0]].get(), *source.arguments[1:])
         return self.value.get()
 
 
