@@ -22,7 +22,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -157,7 +157,8 @@ def changing_mode() -> type | None:
 
 
 def _is_known(mode: type) -> bool:
-    return mode.__module__.split(".")[0] in ("torch", "keepless") and mode.__name__ not in _CHANGE_RESULTS
+    is_ours = mode.__module__.split(".")[0] in ("torch", "keepless") and mode.__name__ not in _CHANGE_RESULTS
+    return is_ours or issubclass(mode, FakeTensorMode)  # which computes no values
 
 
 def is_observed() -> bool:
@@ -168,12 +169,6 @@ def is_observed() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def without_observers() -> AbstractContextManager:
-    """Context without dispatch modes, such as those that count operators, unless one of them makes tensors fake."""
-    are_fake = [isinstance(_dispatch_mode(number), FakeTensorMode) for number in range(dispatch_modes_on())]
-    return nullcontext() if any(are_fake) else with_dispatch_modes_off()
 
 
 class _OfThread(dict[Any, Any]):
@@ -393,6 +388,11 @@ def quick_fake(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...]
     if isinstance(made, Tensor):
         return made if made is base else FakeTensor(mode, made, base.fake_device)
     return [FakeTensor(mode, one, base.fake_device) for one in made]
+
+
+def forget_originals(mode: FakeTensorMode) -> None:
+    """Let a mode, which may be freed late, refer no more to the tensors of which it has made fake ones."""
+    mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:

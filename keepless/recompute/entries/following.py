@@ -83,7 +83,7 @@ class Following(Recording):
         self.has_sought = False  # the entry of the running call has been looked up by its parameter
         self.outdated = False  # a call that dropped nothing may do so now
         self.differences = 0  # recorded calls, surprises, and returns to earlier entries
-        self.lesson = Lesson()  # of the calls that the recorder makes: see `grown`
+        self.lesson: Lesson = Lesson()  # of the calls that the recorder makes: see `grown`
         self.places: list[int] = []  # of each recorded call: the number of the next entry
 
     def __enter__(self) -> "Following":
@@ -116,7 +116,7 @@ class Following(Recording):
     @property
     def is_outdated(self) -> bool:
         """Whether calls that drop nothing now would drop something, or results are larger than planned."""
-        return self.outdated or self.sized > MORE * self.script.sized
+        return self.outdated or self.lesson.sized > MORE * self.script.sized
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -71,6 +71,7 @@ class Lesson:
         self.entries: list[Entry] = []
         self.outside: list[Any] = []  # what autograd holds for tensors saved outside calls
         self.why_not = ""  # why there can be no script
+        self.sized = 0  # bytes of results whose size depends on values
 
     def begins(self, function: Callable[..., Any], row: Row) -> Entry:
         self.entries.append(Entry(function, row))
@@ -162,23 +163,21 @@ def _kind(argument: Value | Kept, is_overwritten: bool) -> str:
     return "keep" if argument.storage else "copy"
 
 
-def script_of(lesson: Lesson, kept: Sequence[KeptTensor], sized: int, plan: Plan | None = None) -> Script | None:
+def script_of(lesson: Lesson, kept: Sequence[KeptTensor], plan: Plan | None = None) -> Script | None:
     """The script of a pass that has just ended; None if there can be none: see `lesson.why_not`.
 
-    `kept`, `sized`: of its recording. `plan`: that it has followed.
+    `kept`: of its recording. `plan`: that it has followed.
     """
     has_hooks = _drops_outside(lesson)
     if not _decided(lesson, plan is not None and plan.fits, has_hooks):
         return None
-    return _script(lesson.entries, len(lesson.entries), kept, sized, has_hooks)
+    return _script(lesson.entries, len(lesson.entries), kept, lesson.sized, has_hooks)
 
 
-def grown(
-    script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[KeptTensor], sized: int
-) -> Script | None:
+def grown(script: Script, lesson: Lesson, places: Sequence[int], kept: Sequence[KeptTensor]) -> Script | None:
     """The script with the calls that the recorder has made in a pass; None if there are none, or it learns none.
 
-    `places`: for each call, the number of the entry before which it ran. `kept`, `sized`: in that pass.
+    `places`: for each call, the number of the entry before which it ran. `kept`: in that pass.
     """
     if not lesson.entries or len(script.entries) > _GROWS * script.learned:
         return None
@@ -192,7 +191,7 @@ def grown(
         if [one.function for one in entries[-_VARIANTS:]] != [entry.function] * _VARIANTS:
             entries.append(entry)
     entries += old[begin:]
-    return _script(entries, script.learned, kept, max(sized, script.sized), script.has_hooks)
+    return _script(entries, script.learned, kept, max(lesson.sized, script.sized), script.has_hooks)
 
 
 def _script(entries: Sequence[Entry], learned: int, kept: Sequence[KeptTensor], sized: int, has_hooks: bool) -> Script:

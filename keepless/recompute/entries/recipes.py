@@ -78,7 +78,7 @@ class _Finder:
     def _found(self, tensor: Tensor, may_keep: bool) -> Value | Kept:
         if not is_ordinary(tensor):
             raise NotRepeated("its input may change unseen")
-        if self.known.is_exposed(tensor):
+        if self.known.exposed.found and self.known.is_exposed(tensor):
             raise NotRepeated("its input may change unseen, through .data")
         copy_it = self.known.copy_parameters and is_parameter(tensor)
         if tensor.requires_grad and not copy_it:

@@ -96,7 +96,7 @@ from ...torch_internals import (
     unwrapped,
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
-from ..table.functions import GETS_DATA, Row, body, is_sized, is_still, row_of
+from ..table.functions import DRAWN, GETS_DATA, Row, body, is_sized, is_still, row_of
 from ..table.rules import Rule, declares_writes, may_overwrite, overwritten
 from .entry import Entry
 from .learning import Lesson
@@ -144,7 +144,6 @@ class Recording(TorchFunctionMode):
         self.signature: Any = None  # of the inputs
         self.modes = 0  # number of dispatch modes around
         self.left: weakref.ref[nn.Module] | None = None  # the module in which a call does not fit its entry any more
-        self.sized = 0  # bytes of results whose size depends on values
         self.mode: type | None = None  # one around that may change what calls compute
 
     def __enter__(self) -> "Recording":
@@ -278,7 +277,7 @@ class Recording(TorchFunctionMode):
         known, writes, is_certain = self.known, [], declares_writes(function)
         known.note_memories()
         for tensor in map(unwrapped, overwritten(function, args, kwargs)):
-            if not is_ordinary(tensor) or known.is_exposed(tensor):  # no recipe reads it
+            if not is_ordinary(tensor) or (known.exposed.found and known.is_exposed(tensor)):  # no recipe reads it
                 continue
             if known.staying and tensor.grad_fn is None:
                 known.note_staying()
@@ -315,7 +314,8 @@ class Recording(TorchFunctionMode):
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
         needs_grad, is_wrapped = torch.is_grad_enabled(), transform_level() is not None
         mode = self.mode if dispatch_modes_on() == self.modes else changing_mode()
-        if not (needs_grad and self.is_innermost()) or is_wrapped or mode is not None:
+        is_innermost = self.is_innermost()
+        if not (needs_grad and is_innermost) or is_wrapped or mode is not None:
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
             if mode is not None:
@@ -337,15 +337,15 @@ class Recording(TorchFunctionMode):
                 self._conclude(call, result, target, version)
             finally:
                 known.call = known.log.function = None
-        if self.lesson is not None:
-            self._watch(known.maker, call, result, mode is not None or not self.is_innermost())
+        if self.lesson is not None and not self.lesson.why_not:
+            self._watch(known.maker, call, result, mode is not None or not is_innermost)
         return result
 
     def _watch(self, entry: Entry, call: Call, result: Any, is_hidden: bool) -> None:
         """Note for what a call is to be watched, if it drops nothing."""
         if isinstance(result, Tensor) and result.dtype.is_floating_point:
             entry.is_flat, entry.is_hidden = not result.requires_grad, is_hidden
-            entry.is_still = is_still(call.function, call.args, call.kwargs)
+            entry.is_still = call.function in DRAWN and is_still(call.function, call.args, call.kwargs)
             if entry.is_still and len(call.args) == 1 and not (is_hidden or entry.writes or entry.is_flat):
                 entry.options = call.kwargs
         if self.known.by_plan and is_sized(call.function, call.args):
@@ -354,7 +354,8 @@ class Recording(TorchFunctionMode):
 
     def note_size(self, result: Any) -> None:
         """Count the bytes of a result whose size depends on values."""
-        self.sized += sum([one.nbytes for one in tensors_in(result)])
+        assert self.lesson is not None
+        self.lesson.sized += sum([one.nbytes for one in tensors_in(result)])
 
     def _refuse(self, call: Call, result: Any, mode: type) -> None:
         """Keep what a call has returned under a mode that may change it, and note whether it would be recomputed."""

@@ -237,7 +237,7 @@ class KnownValues:
             recipe, tensor = value.source, reference()
             if type(recipe) is Recipe and recipe.function is checkpointed_output and tensor is not None:
                 if any([is_exposed(one) for one in recipe.arguments[2]]):
-                    value.source, value.storage = self.kept(tensor, self.outer), self.place(tensor)  # type: ignore[arg-type]
+                    value.source, value.storage = self.kept(tensor, self.outer), self.place(tensor)
                     if value.consumers:
                         recipe.count(-1)
                     found.append(value)
@@ -512,8 +512,8 @@ def checkpointed_output(node: Any, kept: Tensor | None, saved: Sequence[Any]) ->
     """
     if kept is not None and is_exposed(saved[0]) and not torch.equal(kept, saved[0].get()):
         raise RuntimeError(
-            f"the input of a checkpointed norm, of shape {tuple(kept.shape)}, was modified through .data after the norm: "
-            f"its output cannot be computed again"
+            f"the input of a checkpointed norm was modified through .data after the norm, so its output of shape "
+            f"{tuple(kept.shape)} cannot be computed again"
         )
     if saved and not packed_by_function(node):  # freed by a backward pass over another part of the graph
         return recompute_output(node, [one.get() for one in saved])

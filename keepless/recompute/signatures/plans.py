@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...inputs import check_module, check_one_example, shown, tensors_in
 from ...saved import size_text
-from ...torch_internals import is_compiled, tree_map, warn, without_observers
+from ...torch_internals import is_compiled, tree_map, warn
 from ...units import UNITS, bytes_of, share_of
 from ..entries.plan import Plan
 from ..step.closures import has_hooks_of_users
@@ -77,8 +77,7 @@ class Planner:
             return None
         is_real = missed if self._differs_on_fakes is None else self._differs_on_fakes
         try:
-            with without_observers():
-                step = rehearsed_step(module, args, kwargs, is_real, self.budget)
+            step = rehearsed_step(module, args, kwargs, is_real, self.budget)
         except Exception as error:  # a network may raise anything
             self.error = error
             return None

@@ -161,11 +161,11 @@ class Signatures:
             return
         if isinstance(recording, Following):
             if recording.lesson is not None and (recording.left_at is not None or not recording.leaves):
-                script = grown(recording.script, recording.lesson, recording.places, recording.kept, recording.sized)
+                script = grown(recording.script, recording.lesson, recording.places, recording.kept)
                 one.script = script or one.script
         elif recording.lesson is not None:
             plan = None if has_diverged else one.plan
-            one.script = script_of(recording.lesson, recording.kept, recording.sized, plan)
+            one.script = script_of(recording.lesson, recording.kept, plan)
         elif (script := one.script) is not None:
             one.script = script._replace(kept=recording.kept)
         one.is_new, self._parameters = False, []  # new calls may come with new parameters

@@ -29,6 +29,7 @@ from ...torch_internals import (
     address,
     communicated_alone,
     dispatch_modes,
+    forget_originals,
     is_any_autocast_enabled,
     quick_fake,
     tree_leaves,
@@ -136,6 +137,7 @@ def on_copy(
         watch.restore()
         if isinstance(mode, _Rehearsal):
             mode.has_ended = True
+            forget_originals(mode)  # programs cannot swap parameters that have weak references
             watch.forget()
 
 

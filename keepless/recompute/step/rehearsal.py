@@ -132,9 +132,7 @@ def rehearsed_step(
     try:
         if not is_real or without_values:
             on_fakes = partial(run, measures=not without_values, copy_parameters=is_sharded(network))
-            step = on_copy(on_fakes, network, args, kwargs)
-            gc.collect()  # fake tensors' mode, a circle, refers weakly to parameters: programs could not swap them
-            return step
+            return on_copy(on_fakes, network, args, kwargs)
     except Exception as error:  # a network may raise anything
         if without_values:
             raise

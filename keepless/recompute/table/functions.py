@@ -99,9 +99,8 @@ _DRAW = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropo
 
 
 def is_still(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function that may draw random numbers draws none in a call."""
-    if (names := _DRAWN.get(function)) is None:
-        return False
+    """Whether a function in `DRAWN` draws no random numbers in a call."""
+    names = DRAWN[function]
     given = dict(zip(names, args, strict=False)) | kwargs
     chance = given.get("dropout_p", 0.0) if "dropout_p" in names else given.get("p", 1.0)
     return not chance or given.get("training", given.get("train", "dropout_p" in names)) is False
@@ -233,7 +232,7 @@ def _add_each(make: Callable[[Function], Rule], functions: Iterable[Function], *
         _add([function], again=make(function), **facts)
 
 
-_DRAWN = {
+DRAWN = {
     function: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     if function is F.scaled_dot_product_attention
     else tuple(inspect.signature(function).parameters)

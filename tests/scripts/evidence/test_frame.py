@@ -121,7 +121,7 @@ def test_a_call_goes_on_with_what_is_missing_and_what_cannot_be_the_same_call_is
     assert measured == ["a", "fails", "stops", "fails", "stops"]
     calls, _ = carried_out(rounds=3)
     assert len(calls) == 2 and calls[0] == call
-    now = frame.provenance()
+    now = frame.provenance(frame.PACKAGES)
     for number, changed in enumerate(({}, {"hardware": "x"}, {"versions": {"torch": "3.0"}}, {"commit": "x"})):
         monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: now | changed)
         assert len(carried_out(only=["a/1"])[0]) == 2 + number
