@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -234,6 +234,11 @@ class KnownValues:
         if write is not None and self.outer is None:  # hooks around have got the values already
             write.memory.exposed = saved
         return [*saved]
+
+    def forget_values(self, values: Container[Value]) -> None:
+        """Tensors have other values now, though in the same version."""
+        self.found = {key: one for key, one in self.found.items() if one[2] not in values}
+        self.masks.clear()
 
     def is_exposed(self, tensor: Tensor) -> bool:
         """Whether the program may change a tensor's memory unseen."""

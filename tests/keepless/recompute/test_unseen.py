@@ -252,9 +252,25 @@ def given_without_a_gradient(net, x):
     return y * mask * net.table
 
 
+def of_a_buffer_between(net, x):
+    h = F.silu(net.conv(x))
+    y = F.gelu(h * net.table) * net.table[:4].repeat(2, 1, 1)
+    net.table.data.mul_(0.9).add_(0.1)  # as codebooks are moved
+    y = F.gelu(y * net.table)
+    net.table.data.mul_(0.9)
+    return y * net.table
+
+
+def of_an_input_between(net, x):
+    wide = x[:, :1, :6, :6]
+    y = F.gelu(F.silu(net.conv(x)) * wide)
+    x.data.mul_(0.5)
+    return F.gelu(y * wide).sin()
+
+
 THROUGH_DATA = [rounded, rounded_between, rounded_late, by_an_alias, by_a_view, of_a_rectified, of_a_norm, given]
 THROUGH_DATA += [given_to_its_own, given_to_a_norm, of_a_copy, of_a_mask, of_parameters]
-THROUGH_DATA += [of_views_that_are_gone, given_without_a_gradient]
+THROUGH_DATA += [of_views_that_are_gone, given_without_a_gradient, of_a_buffer_between, of_an_input_between]
 
 
 @pytest.mark.parametrize("budget", [None, 0.6])
