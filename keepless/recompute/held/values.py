@@ -18,8 +18,8 @@ from ...saved import (
     current_stream,
     has_autocast,
     laid_out,
-    wait_for,
     view,
+    wait_for,
 )
 from ...torch_internals import (
     Hooks,
