@@ -287,7 +287,8 @@ class Recording(TorchFunctionMode):
 
     def end_writing(self, writes: list[Overwriting]) -> None:
         for write in writes:
-            after_overwriting(write, self.known.memories)
+            if after_overwriting(write, self.known.memories):
+                self.known.forget_values(write.memory.exposed or {})
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Dispatch a call to tensor subclasses, and see the functions that they call on ordinary tensors."""

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,9 @@ class KnownValues:
         self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their entries, or True
         self.maker: Any = None  # the entry of the running call, while it is learned
         self.exposed: ByStorage[bool] = ByStorage()  # memory that the program may change unseen
-        self.aliases: list[tuple[weakref.ref[Tensor], dict[Value, Kept], Value]] = []  # what is saved of it
+        self.aliases: list[
+            tuple[weakref.ref[Tensor], dict[Value, tuple[Kept, Kept]], Value]
+        ] = []  # what is saved of it
         self.refused: type | None = None  # a mode under which a call would have got a recipe: see `changing_mode`
         self.unseen = ""  # what has hidden calls from the recording, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
@@ -193,16 +195,19 @@ class KnownValues:
             self.expose(tensor)
             for reference, saved, value in self.aliases:
                 if reference() is tensor:
-                    saved[value] = self.kept(tensor, None, detaches=False)
+                    saved[value] = self.kept(tensor, None, detaches=False), saved[value][1]
             self.expose(other)
             self.exposed.put(other.untyped_storage(), True)
             return
         self.note_memories()
         self.note_staying()
-        for reference in (self.memories.get(tensor.untyped_storage()) or Memory()).values:
+        memory = self.memories.get(tensor.untyped_storage()) or Memory()
+        for reference in memory.values:
             kept = one.source if isinstance(one := reference(), Value) else one
             if type(kept) is Kept and kept.packed is tensor:
                 kept.packed = tensor.detach()
+                if isinstance(one, Value):
+                    memory.exposed = {**(memory.exposed or {}), one: (self.kept(tensor, None), kept)}
         self.found.pop(id(tensor), None)
         self.masks.clear()
 
@@ -224,7 +229,7 @@ class KnownValues:
                 if one is not None and is_ordinary(one) and address(one.untyped_storage()) == address(storage):
                     del known[key]
                     if version == one._version and value.consumers:
-                        saved[value] = self.kept(one, None)
+                        saved[value] = (self.kept(one, None),) * 2
                         self.aliases.append((reference, saved, value))
         if write is not None and self.outer is None:  # hooks around have got the values already
             write.memory.exposed = saved
@@ -242,6 +247,11 @@ class KnownValues:
                         recipe.count(-1)
                     found.append(value)
         return found
+
+    def forget_values(self, values: Container[Value]) -> None:
+        """Tensors have other values now, though in the same version."""
+        self.found = {key: one for key, one in self.found.items() if one[2] not in values}
+        self.masks.clear()
 
     def is_exposed(self, tensor: Tensor) -> bool:
         """Whether the program may change a tensor's memory unseen."""

@@ -106,17 +106,35 @@ def _is_read_from(one: Value | Kept, storage: int) -> bool:
     return address(one.packed.untyped_storage()) == storage
 
 
-def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> None:
-    """Mark the tensors saved by operations as overwritten; or undo the copies if nothing was written."""
+def _kept_in(memory: Memory) -> list[Kept]:
+    """What is kept of a memory, not in a copy."""
+    known: list[Any] = [reference() for reference in memory.values]
+    kept = [one.source for one in known if isinstance(one, Value) and one.storage and type(one.source) is Kept]
+    return [*kept, *(one for one, _ in (memory.exposed or {}).values())]
+
+
+def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
+    """Mark the tensors saved by operations as overwritten; or undo the copies if nothing was written.
+
+    A tensor that `.data` has returned has a version of its own: what is saved is the memory, as in PyTorch. Returns
+    whether it has written so: the values in `write.memory.exposed` are those of before.
+    """
     memory: Memory | None = write.memory
-    if write.tensor._version != write.version:
+    was_written = write.tensor._version != write.version
+    originals = [(one, before["source"]) for one, before in write.copied if isinstance(one, Value)]
+    kept = [*_kept_in(write.memory), *(original for _, original in originals)]
+    is_unseen = was_written and any([not one.is_modified() for one in kept])
+    if was_written and not is_unseen:
         while memory is not None:
             memory.overwritten, memory = True, memory.earlier
-        return
-    for one, before in [] if write.is_certain else write.copied:
+        return False
+    if is_unseen:
+        write.memory.exposed = {**(write.memory.exposed or {}), **{one: (was, was) for one, was in originals}}
+    for one, before in [] if write.is_certain or is_unseen else write.copied:
         for name, attribute in before.items():
             setattr(one, name, attribute)
     now = memories.get(write.storage) or memories.put(write.storage, write.memory)
     if now is not write.memory:
         now.values += write.memory.values
         now.earlier = write.memory
+    return is_unseen

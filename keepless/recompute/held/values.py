@@ -229,11 +229,11 @@ class Memory:
     """A storage of the forward pass, until it is overwritten, and what is kept in it: values, and recipes' parameters.
 
     `is_saved`: autograd has saved a tensor in it. `exposed`: what is saved of it, since the program may change it
-    unseen: see `KnownValues.expose`.
+    unseen: see `KnownValues.expose`. The second tensor is for views, which `.data = …` of the first does not change.
     """
 
     values: tuple[weakref.ref[Any], ...] = ()
-    exposed: dict[Value, Kept] | None = None
+    exposed: dict[Value, tuple[Kept, Kept]] | None = None
     is_saved = overwritten = False
     earlier: "Memory | None" = None  # for the same storage, if a call did not overwrite it after all
 
@@ -267,15 +267,12 @@ class Saved:
         """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""
         if self.memory.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
-        return self.value.get() if self.memory.exposed is None else self._exposed(self.memory.exposed)
-
-    def _exposed(self, exposed: dict[Value, Kept]) -> Tensor:
-        """The tensor as the program has left it."""
-        source = self.value.source
-        if self.value in exposed:
-            return exposed[self.value].get()
-        if type(source) is Recipe and source.function is view and source.arguments[0] in exposed:
-            return view(exposed[source.arguments[0]].get(), *source.arguments[1:])
+        if (exposed := self.memory.exposed) is not None:
+            if self.value in exposed:
+                return exposed[self.value][0].get()
+            source = self.value.source
+            if type(source) is Recipe and source.function is view and source.arguments[0] in exposed:
+                return view(exposed[source.arguments[0]][1].get(), *source.arguments[1:])
         return self.value.get()
 
 

@@ -235,8 +235,42 @@ def of_parameters(net, x):
     return F.gelu(q) * q
 
 
+def of_views_that_are_gone(net, x):
+    q = F.silu(net.conv(x))
+    halves = q[:, :4] * torch.tanh(q)[:, 4:] + torch.relu(q.flatten(1)).mean()
+    q.data.round_()
+    both = F.gelu(q[:, 4:]) * q[:, :4]
+    q.data = q.data * 2
+    return halves * both
+
+
+def given_without_a_gradient(net, x):
+    h = F.silu(net.conv(x))
+    mask, y = (h.detach() > 0).to(h.dtype), F.gelu(h * net.table)
+    y = F.gelu(y * mask)
+    mask.data, net.table.data = mask * 0.5, net.table * 1.1
+    return y * mask * net.table
+
+
+def of_a_buffer_between(net, x):
+    h = F.silu(net.conv(x))
+    y = F.gelu(h * net.table) * net.table[:4].repeat(2, 1, 1)
+    net.table.data.mul_(0.9).add_(0.1)  # as codebooks are moved
+    y = F.gelu(y * net.table)
+    net.table.data.mul_(0.9)
+    return y * net.table
+
+
+def of_an_input_between(net, x):
+    wide = x[:, :1, :6, :6]
+    y = F.gelu(F.silu(net.conv(x)) * wide)
+    x.data.mul_(0.5)
+    return F.gelu(y * wide).sin()
+
+
 THROUGH_DATA = [rounded, rounded_between, rounded_late, by_an_alias, by_a_view, of_a_rectified, of_a_norm, given]
 THROUGH_DATA += [given_to_its_own, given_to_a_norm, of_a_copy, of_a_mask, of_parameters]
+THROUGH_DATA += [of_views_that_are_gone, given_without_a_gradient, of_a_buffer_between, of_an_input_between]
 
 
 @pytest.mark.parametrize("budget", [None, 0.6])
