@@ -26,7 +26,7 @@ from ...torch_internals import (
 from ..held.calls import Call
 from ..held.signs import Signs
 from ..held.values import Again, Saved, Value
-from ..table.functions import body, row_of
+from ..table.functions import DRAWN, body, is_still, row_of
 from ..table.rules import ByName, attention, by_present_backends
 from .code import DEEPEST, look_again, may_write, watched
 from .entry import END, FOUND, OWN, RULES, Entry, Script
@@ -41,6 +41,9 @@ _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
 _SHARE = 4  # a pass leaves its plan if more than one call in so many differs; missing calls do not count
 _NEAR = 8  # a call that is not the next one is looked for among so many entries, as others may be missing
+
+
+_DETACHES = frozenset([Tensor.detach, torch.detach])
 
 
 class _Packing:
@@ -178,6 +181,8 @@ class Following(Recording):
         """Continue with another entry."""
         if place < self.next:
             self._note_difference()
+        elif not _DETACHES.isdisjoint([one.function for one in self.entries[self.next : place]]):
+            self.note_outdated()  # what follows may have a graph now
         if not self.leaves:
             self.next = place
 
@@ -288,6 +293,8 @@ class Following(Recording):
         """A call that differs from its entry and has not run yet: try the next entry, then its parameter's."""
         if self.leaves:
             return self.interpret(function, types, args, kwargs)
+        if self.entries[self.next - 1].is_still and function in DRAWN and not is_still(function, args, kwargs):
+            self.note_outdated()
         if self.entries[self.next].function == function:
             return self.__torch_function__(function, types, args, kwargs)
         if not self.has_sought and (place := self._place(function, args)) is not None and place != self.next - 1:

@@ -155,6 +155,8 @@ class Signatures:
             has_diverged = one.plan is not None and policy is not None and policy.plan is None
         if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
             one.is_due = True
+            if isinstance(recording, Following) and recording.is_outdated:
+                one.plan = None  # also if the calls are the same
         elif has_diverged and self._planner is not None:
             self._planner.say_that_it_leaves(module, recording.left if policy is None else policy.left, one.is_new)
         if one.is_due or output is None:

@@ -100,10 +100,9 @@ _DRAW = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropo
 
 def is_still(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function in `DRAWN` draws no random numbers in a call."""
-    names = DRAWN[function]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    chance = given.get("dropout_p", 0.0) if "dropout_p" in names else given.get("p", 1.0)
-    return not chance or given.get("training", given.get("train", "dropout_p" in names)) is False
+    names, defaults = DRAWN[function]
+    given = defaults | dict(zip(names, args, strict=False)) | kwargs
+    return not given.get("dropout_p", given.get("p", 1.0)) or not given.get("training", given.get("train", True))
 
 
 def _add(functions: Iterable[Function], **facts: Any) -> None:
@@ -232,12 +231,13 @@ def _add_each(make: Callable[[Function], Rule], functions: Iterable[Function], *
         _add([function], again=make(function), **facts)
 
 
-DRAWN = {
-    function: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    if function is F.scaled_dot_product_attention
-    else tuple(inspect.signature(function).parameters)
-    for function in _named(_DRAW, F)
-} | dict.fromkeys(_named(_DRAW, torch), ("input", "p", "train"))
+DRAWN: dict[Function, tuple[Iterable[str], dict[str, Any]]] = {}  # their parameters, and the defaults of some
+for _function in _named(_DRAW, F):
+    if isinstance(_function, FunctionType):
+        _known = inspect.signature(_function).parameters
+        DRAWN[_function] = _known, {name: one.default for name, one in _known.items() if one.default is not one.empty}
+DRAWN[F.scaled_dot_product_attention] = ("query", "key", "value", "attn_mask", "dropout_p"), {"dropout_p": 0.0}
+DRAWN |= dict.fromkeys(_named(_DRAW, torch), (("input", "p", "train"), {}))
 _CONVOLUTIONS = _named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", F)
 _RELUS = [F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_]
 

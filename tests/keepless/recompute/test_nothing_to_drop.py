@@ -37,6 +37,31 @@ class Detached(Network):
         return self.convs[1](h)
 
 
+class DetachedEach(Network):
+    """The graph of each block but the last is freed within the pass."""
+
+    def blocks(self, h):
+        for conv in self.convs[1:]:
+            h = block(conv(h if self.late else h.detach()))
+        return h
+
+
+class Attending(Network):
+    def blocks(self, h):
+        h = h.flatten(2).transpose(1, 2)
+        for conv in self.convs[1:]:
+            h = block(h @ conv.weight[:, :, 0, 0])
+            h = h + F.scaled_dot_product_attention(h, h, h, dropout_p=0.2 if self.late else 0.0)
+        return h
+
+
+class DroppingChannels(Network):
+    def blocks(self, h):
+        for conv in self.convs[1:]:
+            h = block(F.feature_alpha_dropout(conv(h), 0.2, self.late))
+        return h
+
+
 class WithoutGradients(Network):
     def blocks(self, h):
         with torch.set_grad_enabled(True) if self.late else torch.no_grad():
@@ -106,6 +131,7 @@ class Adapted(Network):
 IMAGES = torch.linspace(-1, 1, 8 * 16 * 16 * 16).sin().view(8, 16, 16, 16)
 CHANGES = [(Detached, 0.7), (Dropping, 0.7), (LeavingEvaluation, 0.7), (Checkpointed, 0.55), (Tokens, 0.5)]
 CHANGES += [(WithoutGradients, 0.7), (Sliced, 0.6), (Enlarged, 0.5), (Adapted, 0.8)]
+CHANGES += [(DetachedEach, 0.7), (Attending, 0.7), (DroppingChannels, 0.7)]
 
 
 def step(network: nn.Module, late: bool) -> None:
