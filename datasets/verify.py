@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,14 +82,14 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
 
     Returns doubts, such as classes that no image shows (`keys`: see `Inspection.doubts`), and sets the split's
     `digests` and `sizes`. TimeoutError names the first image that takes longer than `reading_errors` around this call
-    allows. The cache folder remembers success until a path, size or modification time changes. If it cannot be written,
-    the check runs every time.
+    allows. The cache folder remembers success until a path, size or modification time changes. If there is none, or it
+    cannot be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
         key = dataset.files.fingerprint([_CHECKS, dataset.name, dataset.split, *dataset.classes])
     else:
         key = dataset.fingerprint([_CHECKS, dataset.palette_fix])
-    remembered = cache_folder() / "verified" / key
+    remembered = (cache_folder() or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
     found, split = None, f"{dataset.name}, split {dataset.split!r}"
     with suppress(OSError, ValueError, TypeError):
         found = Inspection(dataset, (), *json.loads(remembered.read_text()))
