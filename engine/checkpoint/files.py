@@ -24,7 +24,7 @@ from models.checkpoints.loading import not_finite
 
 FORMAT = "inplace-abn/2"
 RESTORE = "Restore the file from a copy"
-RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
+RESUMED, BEST = ("last.pt", "previous.pt"), "best.pt"  # what a run continues from, the newest first
 NEEDED = ("task", "step", "config", "classes", "network")
 # palette, label_ids: segmentation. unnamed_classes: `classes` are numbers, because a converted file had no names.
 # mean_image: was subtracted from the images.
@@ -71,8 +71,8 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 
     OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
-    for leftover in path.parent.glob("*.pt.partial"):
-        leftover.unlink()
+    for name in (path.name, *RESUMED, BEST):
+        path.with_name(f"{name}.partial").unlink(missing_ok=True)
 
     def not_written(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
@@ -108,7 +108,8 @@ def _replace(
     """
     try:
         path.parent.mkdir(exist_ok=True)  # without parents: a run's folder may have been renamed
-        with open(unfinished, "wb") as file:
+        unfinished.unlink(missing_ok=True)
+        with open(unfinished, "xb") as file:  # not through a link that another user has put there
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -225,7 +226,7 @@ def read(path: Path) -> object:
 
 def advice_if_damaged(path: Path) -> str | None:
     """Advice for a damaged file: the other checkpoints of its run; None if there are none."""
-    names = *RESUMED, "best.pt"
+    names = *RESUMED, BEST
     found = [name for name in names if path.name in names and name != path.name and (path.parent / name).is_file()]
     return f"{' or '.join(found)} of the same run may be good" if found else None
 

@@ -4,6 +4,7 @@ import difflib
 import gc
 import itertools
 import json
+import os
 import re
 import shlex
 import time
@@ -21,7 +22,7 @@ from engine.configuration.choices import CONFIGS
 from engine.configuration.command_line import configured
 from engine.process.allocations import keep_freed_memory
 from engine.process.distributed import device_of
-from engine.process.output_files import replace_file
+from engine.process.output_files import marked, writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts
@@ -97,6 +98,12 @@ def carry_out(benchmark: Benchmark, arguments: Any) -> str:
     out = Path(arguments.out)
     if out.suffix != ".json":
         raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
+    writable_file("out", out, ours=marked(rb'\A\{\s*"calls": \['))
+    picture = out.with_name(f"{picture_of(out.stem, 0)}.png")
+    if not out.is_file() and os.path.lexists(picture):
+        raise ValueError(
+            f"out={out}: {picture} is there already and would be replaced: give another file, or remove it"
+        )
     record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
     measure(benchmark, arguments, record, out)
     for number, call in written_here(record):
@@ -173,7 +180,7 @@ def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> No
         call["items"] = {name: found[name] for name in items if name in found}
         call["command"] = command_of(benchmark, arguments, call["items"] if len(found) < len(items) else ())
         call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
-        replace_file(out, json_lines(record))
+        write_file(out, json_lines(record))
 
 
 FAILED = ["reason"]  # the keys of the only row of an item
