@@ -66,8 +66,8 @@ class TrainingCrops(_Items):
         read = self.dataset.undecoded(draw.image)
         if draw.pixel is not None and np.greater_equal(draw.pixel, size := read[0].shape).any():
             raise ValueError(
-                f"{printable(self.dataset.path(draw.image))}: is {size[1]}x{size[0]} pixels, but the class index has its "
-                f"pixel (row, column) {draw.pixel}: the image changed after it was indexed. Restore it, or remove "
+                f"{printable(self.dataset.path(draw.image))}: is {size[1]}x{size[0]} pixels, but the class index "
+                f"has its pixel (row, column) {draw.pixel}: the image changed after it was indexed. Restore it, or remove "
                 f"{self.index_folder} and start again"
             )
         image, label = self.transform(*read, _generator(self.seed, draw), draw.pixel, draw.class_id)

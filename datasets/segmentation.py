@@ -184,7 +184,8 @@ class SegmentationDataset(Dataset):
             return
         raise ValueError(
             f"{printable(entry.label)}: the label is {label_size[0]}x{label_size[1]} pixels and its image "
-            f"{printable(entry.image)} is {image_size[0]}x{image_size[1]}; expected the same size. {self.label_fix or RESTORE}"
+            f"{printable(entry.image)} is {image_size[0]}x{image_size[1]}; expected the same size. "
+            f"{self.label_fix or RESTORE}"
         )
 
     @property
