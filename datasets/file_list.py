@@ -14,8 +14,8 @@ import numpy as np
 
 # Folders that network disks, macOS, Windows and Linux put beside images.
 _OF_SYSTEMS = {"@eadir", "#recycle", "#snapshot", "$recycle.bin", "system volume information", "__macosx", "lost+found"}
-# What moves a terminal's cursor, begins a line or turns text around, and half UTF-16 pairs, which UTF-8 cannot encode.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# What moves a terminal's cursor, begins a line or turns text around.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _MOST_BYTES = 2**32  # of a file
 
 
@@ -63,13 +63,18 @@ def composed(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def printable(text: object, lines: bool = False) -> str:
-    """A name as messages and pages show it: control characters are escaped. `lines`: not ends of lines, nor tabs."""
+def readable(name: object, lines: bool = False) -> str:
+    """A name as messages show it: control characters are escaped. `lines`: not ends of lines, nor tabs."""
 
     def escaped(found: re.Match) -> str:
         return found[0] if lines and found[0] in "\n\t" else found[0].encode("unicode_escape").decode()
 
-    return _CONTROL.sub(escaped, str(text))
+    return _CONTROL.sub(escaped, str(name))
+
+
+def printable(name: object) -> str:
+    """A name as pages and pictures show it: what UTF-8 cannot encode is escaped, too."""
+    return readable(name).encode(errors="backslashreplace").decode()
 
 
 def unfit(path: Path) -> str | None:
@@ -126,7 +131,7 @@ def _entries(
             if is_hidden(entry.name):
                 continue
             if suffix is not None and entry.is_dir():
-                raise ValueError(f"{printable(folder / entry.name)} is a folder with an image's name: rename it")
+                raise ValueError(f"{readable(folder / entry.name)} is a folder with an image's name: rename it")
             if deep and entry.is_dir():
                 inside = _entries(folder / entry.name, suffixes, deep, above)
                 yield from ((f"{composed(entry.name)}/{name}", file) for name, file in inside)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets.file_list import list_files, printable, unfit
+from datasets.file_list import list_files, readable, unfit
 from datasets.segmentation import Files
 
 # Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image.
@@ -44,7 +44,7 @@ class Layout:
         """A ValueError that states the problem, the contents of `root`, the expected tree and the `fix`."""
         found = ""
         if root is not None:
-            entries = sorted(printable(entry.name) + "/" * entry.is_dir() for entry in root.iterdir())
+            entries = sorted(readable(entry.name) + "/" * entry.is_dir() for entry in root.iterdir())
             more = f", … ({len(entries)} entries)" if len(entries) > 8 else ""
             found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
@@ -72,12 +72,8 @@ class Layout:
     ) -> None:
         """ValueError unless all names on a list have an image in the split's folder. `fix`: see `error`."""
         if missing := [name for name in names if name not in images]:
-            count = f"{len(missing)} of its {len(names)} images"
-            raise self.error(
-                f"{self.name}: {file}: {count}, such as {printable(missing[0])}, are missing from the split's folder",
-                root,
-                fix,
-            )
+            count = f"{len(missing)} of its {len(names)} images, such as {readable(missing[0])},"
+            raise self.error(f"{self.name}: {file}: {count} are missing from the split's folder", root, fix)
 
     def pair(
         self,
@@ -129,4 +125,4 @@ def read_list(file: Path, of: str) -> list[str]:
 
 def first_of(names: Sequence[str]) -> str:
     """The first five names, for messages."""
-    return ", ".join(map(printable, names[:5])) + ", …" * (len(names) > 5)
+    return ", ".join(map(readable, names[:5])) + ", …" * (len(names) > 5)

@@ -19,7 +19,7 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.file_list import printable
+from datasets.file_list import readable
 from datasets.levels import doubts16, used16
 from datasets.reading import Range16, Stored, decode_image, label_palette, read
 from datasets.segmentation import SegmentationDataset, restorable
@@ -199,7 +199,7 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
             if progress is not None:
                 progress(done, len(dataset))
     except TimeoutError as error:
-        raise TimeoutError(f"{printable(dataset.path(done))}: {error}") from error
+        raise TimeoutError(f"{readable(dataset.path(done))}: {error}") from error
 
 
 class _Seen(NamedTuple):
@@ -223,9 +223,8 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         except ValueError as error:
             problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
         except Exception as error:  # it must not stop the check of the other files
-            problems.append(
-                Problem("unexpected error", f"{printable(dataset.path(index))}: {type(error).__name__}: {error}")
-            )
+            where = readable(dataset.path(index))
+            problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
         return None
 
     file = attempted("unreadable image", restorable()(read), dataset.path(index), dataset.turned)

@@ -14,8 +14,7 @@ lacks the norms' eps and activation, so the command prints them. The last makes 
 weights, classes and configuration of a run, without its optimiser, random states and folders.
 """
 
-from collections import Counter, OrderedDict
-from contextlib import suppress
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from engine.checkpoint import initial_weights
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import make_console
-from engine.process.output_files import marked, writable_file
+from engine.process.output_files import writable_file
 from engine.schema.classification import ClassFoldersData, ClassificationRun
 from engine.schema.keys import key
 from engine.schema.network import StandardNorm
@@ -42,7 +41,6 @@ from keepless.norms.conversion_report import listed
 from models.checkpoints import released
 
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"
-MARK = "scripts.convert_checkpoint"  # in state dicts, to know them again
 Colours = list[tuple[int, int, int]]
 
 
@@ -79,7 +77,7 @@ def convert(values: DictConfig) -> list[str]:
     for key_name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
         if ours and given is not None:
             raise ValueError(f"{key_name}={given} has no effect on {name}, a checkpoint of ours: leave it out")
-    writable_file("output", output, source, ours=_was_converted)
+    writable_file("output", output, source, ours=checkpoint.was_written_alone)
     if ours and options.format == "checkpoint":
         lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
     elif ours:
@@ -93,9 +91,7 @@ def convert(values: DictConfig) -> list[str]:
         if options.format == "checkpoint":
             lines += _write_checkpoint(options, file, source, output)
     if options.format == "standard_bn":
-        standard = OrderedDict(released.to_standard_bn(tensors))
-        vars(standard)["_metadata"] = OrderedDict({"": {"written_by": MARK}})  # where PyTorch keeps modules' versions
-        checkpoint.write_alone(output, standard)
+        checkpoint.write_alone(output, released.to_standard_bn(tensors))
         slope = f" ({norm.activation_param})" if norm.activation in ("leaky_relu", "elu") else ""
         network = content["config"]["body"].get("network") if ours and isinstance(content, dict) else None
         slope += f" (in the body {network}'s own eps, and this for its ReLUs alone)" if network else ""
@@ -103,15 +99,6 @@ def convert(values: DictConfig) -> list[str]:
     lines.append(f"output {output}")
     make_console().print("\n".join(lines), soft_wrap=True)
     return lines
-
-
-def _was_converted(file: Path) -> bool:
-    """Whether this command has written a file: a checkpoint, not one of a run, or a state dict with its mark."""
-    if marked(MARK.encode())(file):
-        return True
-    with suppress(ValueError):
-        return checkpoint.load(file).keys().isdisjoint(checkpoint.OF_TRAINING)
-    return False
 
 
 def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
-from datasets.file_list import printable
+from datasets.file_list import readable
 from datasets.folder import CLASSES, TRAINED, LabelNames, alike, check_whole, folder_labels, palette_fix
 from datasets.layout import first_of
 from datasets.levels import doubts16, used16
@@ -250,7 +250,7 @@ def contents(path: Path, image: Path | None) -> Contents:
         if image is not None:
             stored = read(image, photograph=True)
             if (shown := stored.size(turned=True)) != size:
-                other_size = f"{printable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
+                other_size = f"{readable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
             used = used16(stored, turned=True)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS

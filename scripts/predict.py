@@ -193,13 +193,11 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     suffixes.add(".mpo")  # JPEGs too, although Pillow registers them as another format
     named = [path for path in files if path.suffix.lower() in suffixes]
     images = [path for path in named if unfit(path) is None]
-    for why, left in (
-        ("without an image's suffix", {*files} - {*named}),
-        ("that are no regular files of at most 4 GiB", {*named} - {*images}),
-    ):
-        if left:
-            names = [str(path.relative_to(source)) for path in sorted(left)]
-            logger.info(f"skipped {len(left)} file(s) {why}: {first_of(names)}")
+    skipped = {"without an image's suffix": {*files} - {*named}}
+    skipped["that are no regular files of at most 4 GiB"] = {*named} - {*images}
+    for why, left in skipped.items():
+        if names := [str(path.relative_to(source)) for path in sorted(left)]:
+            logger.info(f"skipped {len(names)} file(s) {why}: {first_of(names)}")
     if not images:
         raise ValueError(f"input={source} holds no image, such as .png, .jpg or .tif, or only predictions")
     return dict(zip(result_names([path.relative_to(source) for path in images]), images, strict=True))

@@ -19,7 +19,7 @@ from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.process.output_files import WrittenBehind, check_outside, claim_folder, picture_name
+from engine.process.output_files import WrittenBehind, check_outside, claim_folder, short_name
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
@@ -75,7 +75,7 @@ def segment(
     places = [Path(path).resolve() for path in given.values() if path is not None]
     if len({*places}) < len(places):
         raise ValueError(f"predictions={options.predictions} is also the folder of overlays: give two folders")
-    names = [picture_name(entry.name) for entry in dataset.files] if places else []
+    names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
     predictions, overlays = (path and folder_for_pictures(key, path, dataset, names) for key, path in given.items())
     with progress_bar(console) as progress, WrittenBehind() as files:
         return segmentation.evaluate_split(
@@ -119,15 +119,13 @@ def folder_for_pictures(
     folder = Path(path).resolve()
     if isinstance(dataset, ClassificationDataset):
         check_outside(key, folder, [dataset.files.root] if dataset.pixels is None else [])
-    else:
-        # Names are paths below the folder of images.
-        images = {file.image.parents[file.name.count("/")] for file in dataset.files if file.image is not None}
-        check_outside(key, folder, images)
-        labels = {file.label.parents[file.name.count("/")] for file in dataset.files if file.label is not None}
-        if folder in {place.resolve() for place in labels}:
-            raise ValueError(
-                f"{key}={folder} holds labels of the dataset, which would be replaced: give another folder"
-            )
+        return claim_folder(key, folder, names)
+    # Names are paths below the folder of images.
+    images = {file.image.parents[file.name.count("/")] for file in dataset.files if file.image is not None}
+    check_outside(key, folder, images)
+    labels = {file.label.parents[file.name.count("/")] for file in dataset.files if file.label is not None}
+    if folder in {place.resolve() for place in labels}:
+        raise ValueError(f"{key}={folder} holds labels of the dataset, which would be replaced: give another folder")
     return claim_folder(key, folder, names)
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 import reprlib
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from datasets.class_names import check_order
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM
+from engine.process.output_files import NO_ROOM, marked
 from engine.schema.training import OF_OTHERS
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
@@ -32,6 +33,8 @@ OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
 
 
+_ALONE = "scripts.convert_checkpoint"
+was_written_alone = marked(_ALONE.encode())  # whether a file is one of `write_alone`
 _COUNT, _BYTE = range(2**63), range(256)
 # What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
 _PARTS: dict[str, tuple[Any, str]] = {
@@ -91,6 +94,8 @@ def write_alone(path: Path, content: dict) -> None:
 
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
+    content = OrderedDict(content)
+    vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
     unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
 
     def not_written(why: OSError) -> str:

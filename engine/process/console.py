@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from datasets.file_list import printable
+from datasets.file_list import readable
 
 logger = logging.getLogger("engine")
 SLOW_SECONDS, LOG_SECONDS = 1.0, 30.0
@@ -60,14 +60,14 @@ class _Console(Console):
     """A console that escapes control characters in what it is given, also in tables: they may be part of a name."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text, lines=True), **options)
+        return super().render_str(readable(text, lines=True), **options)
 
 
 class _Formatter(logging.Formatter):
     """Escapes control characters in messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), lines=True)
+        return readable(super().format(record), lines=True)
 
 
 def make_console(rank: int = 0) -> Console:
@@ -123,6 +123,7 @@ class _CutText(TextColumn):
 
     def render(self, task: Task) -> Text:
         text = super().render(task)
+        text.plain = readable(text.plain)
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 

@@ -54,8 +54,7 @@ def writable_file(key: str, file: Path, *sources: Path, ours: Callable[[Path], b
     if os.path.lexists(file):
         is_source = file.exists() and any(source.exists() and file.samefile(source) for source in sources)
         what = "a folder" if file.is_dir() else "the input" if is_source else "" if file.is_file() else "a device"
-        if file.is_symlink() and not file.exists():
-            what = "a link that leads nowhere"
+        what = what if file.exists() else "a link that leads nowhere"
         if what:
             raise ValueError(f"{key}={file} is {what}: give another file")
         if file.stat().st_size and not ours(file):
@@ -80,15 +79,9 @@ def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
 
     ValueError, naming `key`: it is not writable, or holds some of them although they are not in its list.
     """
-    writable_folder(key, folder)
     there, file = [name for name in names if os.path.lexists(folder / name)], folder / LIST
-    known: set[str] = set()
-    if os.path.lexists(file):  # another rank may have written it, and then files, since `there`
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            listed = json.loads(file.read_text())
-            known = {*listed["files"]} if listed["about"] == _ABOUT else known
-        if not known:
-            raise ValueError(f"{key}={folder} has a {LIST} of something else: give another folder")
+    writable_file(key, file, ours=marked(_ABOUT.encode()))  # another rank may have written it, and files since `there`
+    known = {*json.loads(file.read_text())["files"]} if file.is_file() else set()
     if foreign := [name for name in there if name not in known]:
         raise ValueError(
             f"{key}={folder} holds {foreign[0]}{f' and {len(foreign) - 1} others' if foreign[1:] else ''}, which would "
@@ -123,11 +116,6 @@ def short_name(name: str, suffix: str = ".png") -> str:
     return folder + slash + os.fsencode(own)[: room - len(number)].decode(errors="ignore") + number
 
 
-def picture_name(name: str) -> str:
-    """The PNG of an image."""
-    return f"{short_name(name)}.png"
-
-
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8, and create its folder. OSError names the file.
 
@@ -139,9 +127,6 @@ def write_file(path: Path, content: str | bytes) -> None:
     file: IO[bytes] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a device or pipe, such as /dev/stdout
-            path.write_bytes(data)
-            return
         with _opened_alone(partial) as file:
             file.write(data)
             file.flush()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from datasets import IGNORED, SegmentationDataset
-from engine.process.output_files import WrittenBehind, picture_name, png, write_file
+from engine.process.output_files import WrittenBehind, png, short_name, write_file
 from engine.process.transfers import HostCopy
 
 OVERLAY_OPACITY = 0.6
@@ -48,10 +48,10 @@ def write_predictions(
     `folder`: for the dataset's official encoding; None writes none. `overlays`: for image | ground truth | prediction.
     """
     kinds = [(make, place) for make, place in ((_official, folder), (_overlaid, overlays)) if place is not None]
-    for number, name in enumerate(map(picture_name, minibatch["name"] if kinds else [])):
+    for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):
         copied, size = HostCopy(_compared(minibatch, predictions, number)), predictions[number].nbytes
         for make, place in kinds:  # an overlay has nine bytes a pixel; the copy has five
-            files.add(partial(make, dataset, copied), partial(write_file, place / name), 14 * size)
+            files.add(partial(make, dataset, copied), partial(write_file, place / f"{name}.png"), 14 * size)
 
 
 def _official(dataset: SegmentationDataset, compared: HostCopy) -> bytes:

@@ -4,7 +4,6 @@ import difflib
 import gc
 import itertools
 import json
-import os
 import re
 import shlex
 import time
@@ -99,11 +98,6 @@ def carry_out(benchmark: Benchmark, arguments: Any) -> str:
     if out.suffix != ".json":
         raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
     writable_file("out", out, ours=marked(rb'\A\{\s*"calls": \['))
-    picture = out.with_name(f"{picture_of(out.stem, 0)}.png")
-    if not out.is_file() and os.path.lexists(picture):
-        raise ValueError(
-            f"out={out}: {picture} is there already and would be replaced: give another file, or remove it"
-        )
     record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
     measure(benchmark, arguments, record, out)
     for number, call in written_here(record):

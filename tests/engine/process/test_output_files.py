@@ -110,7 +110,7 @@ def test_a_folder_takes_pictures_beside_others_but_replaces_only_those_on_its_li
     (folder / "mine.png").unlink()
     claim_folder("overlays", folder, ["mine.png", *names])
     (folder / "written.json").write_text('{"files": ["a.png"]}')
-    with pytest.raises(ValueError, match="has a written.json of something else"):
+    with pytest.raises(ValueError, match="written.json was not written by this command"):
         claim_folder("overlays", folder, names)
     (old := tmp_path / "old").mkdir()
     (old / "a.png").symlink_to("nowhere")
