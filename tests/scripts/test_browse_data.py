@@ -65,7 +65,7 @@ def test_writes_pages_of_eight_and_the_legend_names_what_occurs(tmp_path):
     data = ("data=camvid", f"data.root={root}", *CROPS)
     written = browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))
     assert browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "count=1"))  # again
-    for folder in (root / "train" / "new", root / "trainannot"):
+    for folder in (root / "train" / "images" / "new", root / "train" / "labels"):
         with pytest.raises(ValueError, match=f"^out={folder} (lies in .*, the images|holds labels) of (a|the) dataset"):
             browse(composed("browse_data", *data, f"out={folder}"))
     written = browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))
