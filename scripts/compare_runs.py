@@ -88,9 +88,8 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         lines += (f"- {escaped(run.name)}, after steps {after}" for run, after in zip(stopped, steps, strict=True))
     if left_out:
         lines += ["", "Not in the table:"]
-        lines += [
-            f"- {escaped('/'.join(path.resolve().parts[-2:]))}: {escaped(reason)}" for path, reason in left_out.items()
-        ]
+        ends = ("/".join(path.resolve().parts[-2:]) for path in left_out)
+        lines += [f"- {escaped(end)}: {escaped(why)}" for end, why in zip(ends, left_out.values(), strict=True)]
     lines += ["", f"![training loss and validation {best} over steps]({picture})", ""]
     lines += environments(runs)
     return in_lines("\n".join(lines)) + "\n"

@@ -84,11 +84,8 @@ def tables_of(folders: list[str], out: Path) -> dict[str, str]:
     missing = (run.folder for run in runs if run.folder not in shown)
     left_out |= {folder: repeats.get(folder, "it is of no experiment") for folder in missing}
     blocks = {name: as_markdown(rows, out) for name, rows in tables.items()}
-    return blocks | {
-        LEFT_OUT: "\n".join(
-            f"- {escaped(_relative(path, out))}: {escaped(reason)}" for path, reason in left_out.items()
-        )
-    }
+    left = (f"- {escaped(_relative(path, out))}: {escaped(reason)}" for path, reason in left_out.items())
+    return blocks | {LEFT_OUT: "\n".join(left)}
 
 
 def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
