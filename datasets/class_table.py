@@ -8,6 +8,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from datasets.file_list import readable
+
 IGNORED = 255  # the train id of pixels that do not count
 _ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this module
 
@@ -32,7 +34,7 @@ class Palettes:
             first, expected = self._first.setdefault(number, (str(path), colour))
             if self.conflict is None and colour != expected:
                 self.conflict = (
-                    f"{path}: its palette gives the id {number} the colour {colour}, and {first} the colour "
+                    f"{readable(path)}: its palette gives the id {number} the colour {colour}, and {first} the colour "
                     f"{expected}: the same id may mean different classes"
                 )
 

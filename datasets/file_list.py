@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+import stat
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ import numpy as np
 
 # Folders that network disks, macOS, Windows and Linux put beside images.
 _OF_SYSTEMS = {"@eadir", "#recycle", "#snapshot", "$recycle.bin", "system volume information", "__macosx", "lost+found"}
+# What moves a terminal's cursor, begins a line or turns text around.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_MOST_BYTES = 2**32  # of a file
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,32 @@ def composed(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
+def readable(name: object, lines: bool = False) -> str:
+    """A name as messages show it: control characters are escaped. `lines`: not ends of lines, nor tabs."""
+
+    def escaped(found: re.Match) -> str:
+        return found[0] if lines and found[0] in "\n\t" else found[0].encode("unicode_escape").decode()
+
+    return _CONTROL.sub(escaped, str(name))
+
+
+def printable(name: object) -> str:
+    """A name as pages and pictures show it: what UTF-8 cannot encode is escaped, too."""
+    return readable(name).encode(errors="backslashreplace").decode()
+
+
+def unfit(path: Path) -> str | None:
+    """Why a path is not read as a file; None if it can be, or if reading it will say why it cannot."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    if not stat.S_ISREG(state.st_mode):
+        return "is a folder, pipe or device; expected a regular file"
+    large = f"has {state.st_size:,} bytes; expected at most {_MOST_BYTES:,} (4 GiB)"
+    return large if state.st_size > _MOST_BYTES else None
+
+
 def is_hidden(name: str) -> bool:
     """Whether a file or folder is ignored: its name starts with a dot, or it is a system's own folder."""
     return name.startswith(".") or name.lower() in _OF_SYSTEMS
@@ -100,7 +131,7 @@ def _entries(
             if is_hidden(entry.name):
                 continue
             if suffix is not None and entry.is_dir():
-                raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")
+                raise ValueError(f"{readable(folder / entry.name)} is a folder with an image's name: rename it")
             if deep and entry.is_dir():
                 inside = _entries(folder / entry.name, suffixes, deep, above)
                 yield from ((f"{composed(entry.name)}/{name}", file) for name, file in inside)

@@ -15,7 +15,7 @@ import numpy as np
 
 from datasets.class_names import check_names
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.file_list import composed, is_hidden, list_files
+from datasets.file_list import composed, is_hidden, list_files, readable
 from datasets.layout import PHOTOGRAPHS, Layout, as_listed, read_json, read_list
 from datasets.reading import Stored, Window, decode_mask, label_palette
 from datasets.segmentation import Files, SegmentationDataset
@@ -229,7 +229,9 @@ class LabelNames(NamedTuple):
         place, suffix = max(sorted(seen), key=seen.__getitem__)
         given = {"label_folder": (place, self.folder), "label_suffix": (suffix, self.suffix)}
         options = " ".join(f"{self.keys}{key}={new}" for key, (new, old) in given.items() if new != old)
-        return f"{above / place} holds labels such as {wanted[0]}{suffix}: give {options}" if options else None
+        return (
+            f"{above / place} holds labels such as {readable(wanted[0] + suffix)}: give {options}" if options else None
+        )
 
 
 def palette_fix(keys: str = "") -> str:
@@ -334,8 +336,8 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> li
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
     names = [stems.get(line, line) for line in lines]
     fix = (
-        f"give one path below {root / 'images'} a line, such as {min(stems)}, without a label beside it; take out "
-        f"lines of images that are not there"
+        f"give one path below {root / 'images'} a line, such as {readable(min(stems))}, without a label beside it; "
+        f"take out lines of images that are not there"
     )
     _LAYOUT.check_list(file, names, images, root, fix)
     return names

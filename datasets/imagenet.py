@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from datasets.class_names import ORDERS, by_number, check_names
 from datasets.classification import ClassificationDataset
-from datasets.file_list import class_folders, composed, list_classes
+from datasets.file_list import class_folders, composed, list_classes, readable
 from datasets.layout import PHOTOGRAPHS, Layout, first_of
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -97,8 +97,8 @@ def _in_folders(
     if flat:
         beside = "beside" if classes else "without"
         raise layout.error(
-            f"{layout.name}: {folder} holds {len(flat)} images {beside} class folders, such as {min(flat)}; expected "
-            "images only in class folders",
+            f"{layout.name}: {folder} holds {len(flat)} images {beside} class folders, such as "
+            f"{readable(min(flat))}; expected images only in class folders",
             root,
             fix=_SORT_FLAT if layout is _LAYOUT else None,
         )

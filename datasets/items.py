@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from datasets.classification import ClassificationDataset
+from datasets.file_list import readable
 from datasets.image_transforms import PaddedCrop, Transform, seeded
 from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
@@ -65,8 +66,8 @@ class TrainingCrops(_Items):
         read = self.dataset.undecoded(draw.image)
         if draw.pixel is not None and np.greater_equal(draw.pixel, size := read[0].shape).any():
             raise ValueError(
-                f"{self.dataset.path(draw.image)}: is {size[1]}x{size[0]} pixels, but the class index has its pixel "
-                f"(row, column) {draw.pixel}: the image changed after it was indexed. Restore it, or remove "
+                f"{readable(self.dataset.path(draw.image))}: is {size[1]}x{size[0]} pixels, but the class index has "
+                f"its pixel (row, column) {draw.pixel}: the image changed after it was indexed. Restore it, or remove "
                 f"{self.index_folder} and start again"
             )
         image, label = self.transform(*read, _generator(self.seed, draw), draw.pixel, draw.class_id)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets.file_list import list_files
+from datasets.file_list import list_files, readable, unfit
 from datasets.segmentation import Files
 
 # Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image.
@@ -44,7 +44,7 @@ class Layout:
         """A ValueError that states the problem, the contents of `root`, the expected tree and the `fix`."""
         found = ""
         if root is not None:
-            entries = sorted(entry.name + "/" * entry.is_dir() for entry in root.iterdir())
+            entries = sorted(readable(entry.name) + "/" * entry.is_dir() for entry in root.iterdir())
             more = f", … ({len(entries)} entries)" if len(entries) > 8 else ""
             found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
@@ -72,10 +72,8 @@ class Layout:
     ) -> None:
         """ValueError unless all names on a list have an image in the split's folder. `fix`: see `error`."""
         if missing := [name for name in names if name not in images]:
-            count = f"{len(missing)} of its {len(names)} images"
-            raise self.error(
-                f"{self.name}: {file}: {count}, such as {missing[0]}, are missing from the split's folder", root, fix
-            )
+            count = f"{len(missing)} of its {len(names)} images, such as {readable(missing[0])},"
+            raise self.error(f"{self.name}: {file}: {count} are missing from the split's folder", root, fix)
 
     def pair(
         self,
@@ -104,6 +102,8 @@ def as_listed(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
 
 def read_json(file: Path) -> Any:
     """The content of a JSON file. OSError or ValueError if it cannot be read."""
+    if (why := unfit(file)) is not None:
+        raise ValueError(f"it {why}")
     try:
         return json.loads(file.read_text("utf-8-sig"))
     except RecursionError:
@@ -113,6 +113,8 @@ def read_json(file: Path) -> Any:
 def read_list(file: Path, of: str) -> list[str]:
     """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is not text."""
     try:
+        if (why := unfit(file)) is not None:
+            raise ValueError(f"it {why}")
         lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8, {of} per line") from None
@@ -123,4 +125,4 @@ def read_list(file: Path, of: str) -> list[str]:
 
 def first_of(names: Sequence[str]) -> str:
     """The first five names, for messages."""
-    return ", ".join(names[:5]) + ", …" * (len(names) > 5)
+    return ", ".join(map(readable, names[:5])) + ", …" * (len(names) > 5)

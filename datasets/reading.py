@@ -13,6 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
+from datasets.file_list import readable, unfit
 
 _MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
 _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow decodes this many
@@ -69,11 +70,17 @@ class Stored(NamedTuple):
 
 
 def read(path: Path, photograph: bool = False) -> Stored:
-    """Read a file. Unreadable if it is missing, incomplete or, unless it is a `photograph`, neither PNG nor JPEG."""
+    """Read a file. Unreadable if it is missing, incomplete or, unless it is a `photograph`, neither PNG nor JPEG.
+
+    Also unless it is a regular file of at most 4 GiB: a pipe would be waited for, and a device may never end.
+    """
+    if (why := unfit(path)) is not None:
+        raise Unreadable(f"{readable(path)}: {why}.")
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise Unreadable(f"{path}: cannot be read ({error.strerror or error}); expected a readable file.") from None
+        why = f"cannot be read ({error.strerror or error}); expected a readable file"
+        raise Unreadable(f"{readable(path)}: {why}.") from None
     return complete(path, data, photograph)
 
 
@@ -82,6 +89,7 @@ def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
 
     A PNG is complete if all its chunks have the right checksums, a JPEG if it has its end mark.
     """
+    path = Path(readable(path))
     is_png, is_jpeg = data.startswith(formats.PNG), data.startswith(formats.JPEG)
     if not (is_png or is_jpeg or (data and photograph)):
         what = f"is neither PNG nor JPEG (starts with {data[:4]!r})" if data else "the file is empty"

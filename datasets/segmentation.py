@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable, UnknownIds
-from datasets.file_list import FileList, listed
+from datasets.file_list import FileList, listed, readable
 from datasets.reading import ALL_16, EVERYTHING, Range16, Stored, Unreadable, Window, decode_image, decode_label, read
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
@@ -161,7 +161,7 @@ class SegmentationDataset(Dataset):
         path = self.files[index].label
         if path is None:
             raise ValueError(
-                f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
+                f"{self.name} has no labels in split {self.split!r} ({readable(self.files[index].name)}); "
                 "choose a split with labels, such as val"
             )
         with restorable(self.label_fix or RESTORE):
@@ -183,8 +183,9 @@ class SegmentationDataset(Dataset):
         if label_size == image_size:
             return
         raise ValueError(
-            f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
-            f"{image_size[0]}x{image_size[1]}; expected the same size. {self.label_fix or RESTORE}"
+            f"{readable(entry.label)}: the label is {label_size[0]}x{label_size[1]} pixels and its image "
+            f"{readable(entry.image)} is {image_size[0]}x{image_size[1]}; expected the same size. "
+            f"{self.label_fix or RESTORE}"
         )
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
+from datasets.file_list import readable
 from datasets.levels import doubts16, used16
 from datasets.reading import Range16, Stored, decode_image, label_palette, read
 from datasets.segmentation import SegmentationDataset, restorable
@@ -81,14 +83,14 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
 
     Returns doubts, such as classes that no image shows (`keys`: see `Inspection.doubts`), and sets the split's
     `digests` and `sizes`. TimeoutError names the first image that takes longer than `reading_errors` around this call
-    allows. The cache folder remembers success until a path, size or modification time changes. If it cannot be written,
-    the check runs every time.
+    allows. The cache folder remembers success until a path, size or modification time changes. If there is none, or it
+    cannot be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
         key = dataset.files.fingerprint([_CHECKS, dataset.name, dataset.split, *dataset.classes])
     else:
         key = dataset.fingerprint([_CHECKS, dataset.palette_fix])
-    remembered = cache_folder() / "verified" / key
+    remembered = (cache_folder() or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
     found, split = None, f"{dataset.name}, split {dataset.split!r}"
     with suppress(OSError, ValueError, TypeError):
         found = Inspection(dataset, (), *json.loads(remembered.read_text()))
@@ -197,7 +199,7 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
             if progress is not None:
                 progress(done, len(dataset))
     except TimeoutError as error:
-        raise TimeoutError(f"{dataset.path(done)}: {error}") from error
+        raise TimeoutError(f"{readable(dataset.path(done))}: {error}") from error
 
 
 class _Seen(NamedTuple):
@@ -221,7 +223,8 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         except ValueError as error:
             problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
         except Exception as error:  # it must not stop the check of the other files
-            problems.append(Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}"))
+            where = readable(dataset.path(index))
+            problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
         return None
 
     file = attempted("unreadable image", restorable()(read), dataset.path(index), dataset.turned)

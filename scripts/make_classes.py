@@ -26,6 +26,7 @@ from rich.console import Console
 
 from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
+from datasets.file_list import readable
 from datasets.folder import CLASSES, TRAINED, LabelNames, alike, check_whole, folder_labels, palette_fix
 from datasets.layout import first_of
 from datasets.levels import doubts16, used16
@@ -36,7 +37,7 @@ from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, progress_bar, tracked
-from engine.process.output_files import replace_file
+from engine.process.output_files import write_file
 from engine.schema.data import FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table
@@ -122,7 +123,7 @@ def make_classes(values: DictConfig) -> Path:
     dark = doubts16(held.used16, config.data.range16, "images", keys="data.")
     for note in [*notes, *doubts(pixels, ids, ignored), *dark]:
         console.print(note, soft_wrap=True)
-    replace_file(file, written(ids, ignored))
+    write_file(file, written(ids, ignored))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
     return file
 
@@ -249,7 +250,7 @@ def contents(path: Path, image: Path | None) -> Contents:
         if image is not None:
             stored = read(image, photograph=True)
             if (shown := stored.size(turned=True)) != size:
-                other_size = f"{path} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
+                other_size = f"{readable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
             used = used16(stored, turned=True)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS

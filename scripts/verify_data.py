@@ -31,7 +31,7 @@ from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, table_of
-from engine.process.output_files import write_file
+from engine.process.output_files import marked, writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
@@ -54,6 +54,8 @@ def verify_data(values: DictConfig) -> dict[str, dict]:
     """
     config = configuration.typed(values, VerifyData)
     console = make_console()
+    if config.out is not None:
+        writable_file("out", Path(config.out), ours=marked(rb'\A\{\s*"dataset": "[^"]*",\s*"problems": '))
     official = assemble.official_images(config.data) or {"train": None}  # whose error shows the layout
     unknown = [split for split in config.splits or () if split not in official]
     if unknown or config.splits == []:

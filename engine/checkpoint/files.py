@@ -4,6 +4,7 @@ import errno
 import os
 import reprlib
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from datasets.class_names import check_order
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM
+from engine.process.output_files import NO_ROOM, marked
 from engine.schema.training import OF_OTHERS
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
@@ -24,7 +25,7 @@ from models.checkpoints.loading import not_finite
 
 FORMAT = "inplace-abn/2"
 RESTORE = "Restore the file from a copy"
-RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
+RESUMED, BEST = ("last.pt", "previous.pt"), "best.pt"  # what a run continues from, the newest first
 NEEDED = ("task", "step", "config", "classes", "network")
 # palette, label_ids: segmentation. unnamed_classes: `classes` are numbers, because a converted file had no names.
 # mean_image: was subtracted from the images.
@@ -32,6 +33,8 @@ OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
 
 
+_ALONE = "scripts.convert_checkpoint"
+was_written_alone = marked(_ALONE.encode())  # whether a file is one of `write_alone`
 _COUNT, _BYTE = range(2**63), range(256)
 # What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
 _PARTS: dict[str, tuple[Any, str]] = {
@@ -71,8 +74,8 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 
     OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
-    for leftover in path.parent.glob("*.pt.partial"):
-        leftover.unlink()
+    for name in (path.name, *RESUMED, BEST):
+        path.with_name(f"{name}.partial").unlink(missing_ok=True)
 
     def not_written(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
@@ -91,6 +94,8 @@ def write_alone(path: Path, content: dict) -> None:
 
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
+    content = OrderedDict(content)
+    vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
     unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
 
     def not_written(why: OSError) -> str:
@@ -108,7 +113,8 @@ def _replace(
     """
     try:
         path.parent.mkdir(exist_ok=True)  # without parents: a run's folder may have been renamed
-        with open(unfinished, "wb") as file:
+        unfinished.unlink(missing_ok=True)
+        with open(unfinished, "xb") as file:  # not through a link that another user has put there
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -225,7 +231,7 @@ def read(path: Path) -> object:
 
 def advice_if_damaged(path: Path) -> str | None:
     """Advice for a damaged file: the other checkpoints of its run; None if there are none."""
-    names = *RESUMED, "best.pt"
+    names = *RESUMED, BEST
     found = [name for name in names if path.name in names and name != path.name and (path.parent / name).is_file()]
     return f"{' or '.join(found)} of the same run may be good" if found else None
 

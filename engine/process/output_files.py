@@ -1,11 +1,20 @@
-"""Write all files except checkpoints (engine/checkpoint/files.py); errors name the file."""
+"""Write all files except checkpoints (engine/checkpoint/files.py); errors name the file.
+
+A file that is there already is replaced only if a command of ours wrote it: a mark in it, or a list beside it, says so.
+"""
 
 import errno
+import fcntl
 import hashlib
+import json
+import mmap
 import os
+import re
+import stat
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import IO, TypeVar
@@ -14,6 +23,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
+LIST = "written.json"  # of the pictures that a command wrote into a folder
+_ABOUT = "the files below were written by a command, which may replace them"  # in the list
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _WRITERS = 4  # threads
@@ -35,17 +46,51 @@ def writable_folder(key: str, folder: Path) -> Path:
     return folder
 
 
-def writable_file(key: str, file: Path, *sources: Path) -> None:
-    """Create a file's folder if needed. ValueError, naming `key`: not writable, or `file` is a folder or in `sources`.
+def writable_file(key: str, file: Path, *sources: Path, ours: Callable[[Path], bool] = lambda file: False) -> None:
+    """Create a file's folder if needed. ValueError, naming `key`: not writable, or what is there would be lost.
 
-    Devices such as /dev/null are refused too: root would replace them by a file.
+    `sources`: the command's inputs. `ours`: whether the command wrote a file, which it may replace, as an empty one.
     """
-    if file.exists():
-        is_source = any(source.exists() and file.samefile(source) for source in sources)
+    if os.path.lexists(file):
+        is_source = file.exists() and any(source.exists() and file.samefile(source) for source in sources)
         what = "a folder" if file.is_dir() else "the input" if is_source else "" if file.is_file() else "a device"
+        what = what if file.exists() else "a link that leads nowhere"
         if what:
             raise ValueError(f"{key}={file} is {what}: give another file")
+        if file.stat().st_size and not ours(file):
+            raise ValueError(
+                f"{key}={file} was not written by this command, and would be lost: give another file, or remove it"
+            )
     writable_folder(key, file.parent)
+
+
+def marked(*marks: bytes) -> Callable[[Path], bool]:
+    """A function that says whether all `marks`, regular expressions, are found in a file that is not empty."""
+
+    def is_marked(file: Path) -> bool:
+        with open(file, "rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            return all(re.search(mark, view) for mark in marks)
+
+    return is_marked
+
+
+def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
+    """Make a folder for files, and add their names to its list before the first is written. Ranks may do so at once.
+
+    ValueError, naming `key`: it is not writable, or holds some of them although they are not in its list.
+    """
+    there, file = [name for name in names if os.path.lexists(folder / name)], folder / LIST
+    writable_file(key, file, ours=marked(_ABOUT.encode()))  # another rank may have written it, and files since `there`
+    known = {*json.loads(file.read_text())["files"]} if file.is_file() else set()
+    if foreign := [name for name in there if name not in known]:
+        raise ValueError(
+            f"{key}={folder} holds {foreign[0]}{f' and {len(foreign) - 1} others' if foreign[1:] else ''}, which would "
+            f"be replaced: no {LIST} says that a command wrote them (earlier versions wrote none). Give another "
+            f"folder, or remove them"
+        )
+    if not known.issuperset(names):
+        write_file(file, json.dumps({"about": _ABOUT, "files": sorted(known.union(names))}, indent=0) + "\n")
+    return folder
 
 
 def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
@@ -53,8 +98,8 @@ def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
     for place in images:
         if place.resolve() in (folder.resolve(), *folder.resolve().parents):
             raise ValueError(
-                f"{key}={folder} lies in {place}, the images of a dataset, which would then have images without a "
-                f"label: give a folder outside of it"
+                f"{key}={folder} lies in {place}, the images of a dataset, to which pictures would be added: give a "
+                f"folder outside of it"
             )
 
 
@@ -72,23 +117,44 @@ def short_name(name: str, suffix: str = ".png") -> str:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, and create its folder. OSError names the file, of which no part is left."""
-    file: IO | None = None
+    """Write a file, text as UTF-8, and create its folder. OSError names the file.
+
+    It is written beside `path` and renamed: a full disk or a kill leaves the old file or the complete new one, and a
+    link at `path` is replaced, not what it leads to.
+    """
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    partial = path.with_name(f".{short_name(path.name, '..partial')}.partial")
+    file: IO[bytes] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-    except OSError as error:  # it names no file if the disk is full or fails
-        if file is not None and path.is_file():  # not a device
-            path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with _opened_alone(partial) as file:
+            file.write(data)
+            file.flush()
+            os.replace(partial, path)
+    except BaseException as error:  # Ctrl-C as well
+        if file is not None:
+            with suppress(OSError):
+                partial.unlink()
+        if not isinstance(error, OSError):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file
 
 
-def replace_file(path: Path, content: str) -> None:
-    """Write a file like `write_file`; a full disk or a kill leaves the old file or the complete new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    write_file(partial, content)
-    partial.replace(path)
+def _opened_alone(path: Path) -> IO[bytes]:
+    """Open a file for writing once no other process writes it. What a killed process left is replaced, as are links."""
+    while True:
+        with suppress(FileNotFoundError):
+            left = os.lstat(path)
+            if not stat.S_ISREG(left.st_mode) or left.st_nlink > 1 or left.st_uid != os.geteuid():
+                path.unlink()
+        file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+        with suppress(OSError):  # a network folder without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(path), os.fstat(file.fileno())):  # not renamed by another process
+                file.truncate()
+                return file
+        file.close()
 
 
 def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False) -> None:

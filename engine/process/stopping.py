@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from datasets.file_list import readable
 from engine.process.allocations import cause_of, is_out_of_memory
 from engine.process.console import logger, make_printing_safe
 from engine.process.distributed import World, launched
@@ -153,7 +154,7 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
         cure = _CURES.get(error.errno or 0) if isinstance(error, OSError) else None
-        message = f"error: {message.strip()}" + f": {cure}" * bool(cure)
+        message = readable(f"error: {message.strip()}", lines=True) + f": {cure}" * bool(cure)
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _for_torchrun(Path(file), message)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):

@@ -15,8 +15,9 @@ from typing import Any
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
-from engine.process.console import SLOW_SECONDS, logger, printable, progress_bar, time_left
-from engine.process.output_files import replace_file
+from datasets.file_list import printable
+from engine.process.console import SLOW_SECONDS, logger, progress_bar, time_left
+from engine.process.output_files import write_file
 from engine.records.evaluated import Evaluated, without_nan
 
 PLANNED_STEPS = 3  # first steps, in which budgets are planned, cuDNN chooses algorithms and code is compiled
@@ -58,7 +59,7 @@ class MetricsLogger:
                 self.scores.setdefault(*best)
             if 0 < start_step < total_steps:
                 self._record({"kind": "resumed", "step": start_step})
-            if start_step == 0:  # left by an attempt that saved no checkpoint
+            if start_step == 0 and self.metrics_file.is_file():  # left by an attempt that saved no checkpoint
                 for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
                     events.unlink()
             self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
@@ -249,4 +250,4 @@ class MetricsLogger:
                 kept.append(line + "\n")
                 if record["kind"] == "val":
                     self.scores[record["step"]] = math.nan if score is None else score
-        replace_file(self.metrics_file, "".join(kept))
+        write_file(self.metrics_file, "".join(kept))

@@ -1,6 +1,7 @@
 """Windows of image files: exactly the pixels of the whole image, without decoding the rows below."""
 
 import itertools
+import os
 import struct
 import zlib
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
 from datasets.file_formats import png_chunks
+from datasets.layout import read_json, read_list
 from datasets.reading import decode_image, decode_label, decode_mask, values16
 from datasets.reading import read as stored
 from tests import trees
@@ -449,3 +451,20 @@ def test_photographs_cut_short_are_named(tmp_path):
             with pytest.raises(ValueError) as error:
                 decode_image(path, turned=True)
             assert str(error.value).startswith(f"{path}: ") and "archive" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge", "folder"])
+def test_only_regular_files_of_at_most_4_gib_are_read(kind, tmp_path):
+    """Nobody waits for a pipe, and no memory is filled: a sparse file of a terabyte takes no room on the disk."""
+    path = tmp_path / "a\x1b[2J\n.png"
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "huge": lambda: path.touch() or os.truncate(path, 2**32 + 1),
+        "folder": path.mkdir,
+    }[kind]()
+    reason = "has 4,294,967,297 bytes; expected at most" if kind == "huge" else "is a folder, pipe or device; expected"
+    for read in (decode_image, decode_label, decode_mask, partial(decode_image, turned=True), read_list, read_json):
+        with pytest.raises(ValueError, match=reason) as error:
+            read(path, "a name") if read is read_list else read(path)
+        assert read in (read_list, read_json) or str(error.value).startswith(rf"{tmp_path}/a\x1b[2J\n.png: ")

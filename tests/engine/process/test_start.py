@@ -40,6 +40,32 @@ def test_the_environment_chooses_no_window_for_figures():
     assert loaded([sys.executable, "-c", check], MPLBACKEND="nonsense", MPLCONFIGDIR=str(Path("/nowhere"))) == (0, "")
 
 
+CACHES = """
+import os
+import keepless
+assert not [name for name in os.environ if "INDUCTOR" in name]
+import engine.process.start
+folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+open(f"{folder}/code", "w").close()
+print(folder, oct(os.stat(folder).st_mode & 0o777), os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"], sep=",")
+"""
+
+
+@pytest.mark.parametrize("has_home", [True, False])
+def test_commands_compile_into_a_folder_of_their_user_alone(tmp_path, has_home):
+    """PyTorch loads pickles from a folder for temporary files, whose name everybody knows. The package sets nothing."""
+    home = tmp_path / "home"
+    home.mkdir() if has_home else home.touch()
+    environment = {"HOME": str(home), "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    printed = subprocess.check_output([sys.executable, "-c", CACHES], cwd=REPOSITORY, env=environment, text=True)
+    folder, mode, precompiles = printed.strip().split(",")
+    assert (mode, precompiles) == ("0o700", "0")
+    kept = home / ".cache" / "inplace-abn-segmentation" / "compiled"
+    assert Path(folder) == kept if has_home else Path(folder).is_relative_to(tmp_path)
+    assert Path(folder).exists() == has_home  # otherwise it lasts until the command ends
+    assert {path.name for path in tmp_path.iterdir()} <= {"home"}
+
+
 RANK = "import engine.process.start, time; print('started', flush=True); time.sleep(600)"
 AGENT = """
 import os, subprocess, sys, time
