@@ -25,6 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 
 Progress = Callable[[int, int], None] | None  # called with (done, total) after each item
 
+_STOP_SIGNALS = (  # of engine/process/stopping.py
+    *(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGXCPU),
+)
 _SECONDS_TO_DIE = 5  # it takes longer only in an uninterruptible system call
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send when the parent ends
 _limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, and the message about it
@@ -58,7 +61,7 @@ def worker_init(worker_id: int) -> None:
     # Schedulers, torchrun and Ctrl-C signal the whole process group. The signals are meant for the main process: it
     # still needs data to finish its step, and then stops its workers.
     if parent_process() is not None:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if sys.platform == "linux":  # a stopped or stuck worker obeys only SIGKILL
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -8,6 +8,7 @@ import threading
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_STREAMS = ("stdin", "stdout", "stderr")  # by descriptor; Python leaves out those that are closed
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -24,12 +25,21 @@ def _say_of_thread(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
+def _open_closed() -> None:
+    """Open closed descriptors of stdin, stdout and stderr: files would get their numbers, and then what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+        setattr(sys, _STREAMS[number], open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+    os.close(number)
+
+
 def die_with_parent(number: signal.Signals) -> None:
     """Have Linux send this process a signal when its parent ends. (A stopped or stuck process obeys only SIGKILL.)"""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+_open_closed()
 if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process. If it is killed, it cannot stop it
     die_with_parent(signal.SIGTERM)
 sys.excepthook, threading.excepthook = _say, _say_of_thread

@@ -1,18 +1,21 @@
-"""How commands end: on a stop request (Ctrl-C, or a scheduler's SIGTERM or SIGUSR1), or with an error message."""
+"""How commands end: on a stop request (`ONE_REQUEST_SECONDS`), or with an error message."""
 
 import atexit
+import ctypes
 import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,16 @@ from engine.process.output_files import NO_ROOM
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 SECONDS_TO_END = 20  # for Python's exit, when all files have been written
-# Stop signals, and for how many seconds a repeated signal counts as the same request: Slurm and torchrun
-# may both pass it on, and torchrun repeats Ctrl-C at once.
-ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
+_SIGEV_THREAD = 2  # of Linux's timer_create: call a function in a new thread
+# Stop signals, and for how many seconds a repeated signal counts as the same request: Slurm and torchrun may both pass
+# it on, torchrun repeats Ctrl-C at once, and a shell repeats a lost terminal's SIGHUP. Beyond the soft limit of
+# processor time (ulimit -St), SIGXCPU comes every second. Data workers ignore them: datasets/workers.py.
+ONE_REQUEST_SECONDS: dict[int, float] = {
+    **dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2), 5.0),
+    signal.SIGINT: 1.0,
+    signal.SIGXCPU: math.inf,
+}
+_IN_COMMAND: ContextVar[bool] = ContextVar("in_command", default=False)  # whether `errors_for_users` runs
 
 
 # What to do about an error of a file, by its number.
@@ -46,26 +56,25 @@ class StopRequest:
 
     Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. A signal that comes
     again, more than `ONE_REQUEST_SECONDS` after the first, kills the process. If torchrun dies, SIGTERM comes
-    (engine/process/start.py). Ignored signals stay ignored (`nohup`, `&`).
+    (engine/process/start.py). Ignored signals stay ignored (`nohup`, `&`). Afterwards, a command that has finished or
+    stopped ignores all of them.
     """
 
     def __init__(self) -> None:
         self.training = False
         self.requested = False
         self.requested_s: dict[int, float] = {}  # when each signal first came
-        self.before: dict = {}
+        self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # no other thread may install handlers
-            heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
-            self.before = {number: signal.signal(number, self._request) for number in heard}
+        self.before = hear(self._request)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and launched():
-            return  # after an error, torchrun's SIGTERM must not kill the process before its message is printed
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        if _IN_COMMAND.get() and (kind is None or issubclass(kind, Preempted)):
+            ignore_signals()
+        elif kind is None or not launched():  # torchrun's SIGTERM must not kill the process before its error is printed
+            hear_again(self.before)
 
     def anywhere(self, world: World) -> bool:
         """Whether any rank was asked to stop. Every rank must call it."""
@@ -75,8 +84,8 @@ class StopRequest:
         if time.monotonic() > self.requested_s.setdefault(number, time.monotonic()) + ONE_REQUEST_SECONDS[number]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.requested = True
-        if not self.training:
+        before, self.requested = self.requested, True
+        if not (self.training or before):  # another one must not interrupt what the first one makes the run do
             raise Preempted("stopped before the first step")
 
 
@@ -101,40 +110,75 @@ class UntilStopped:
                 yield next(items)
 
 
+def hear(handler: Callable[[int, Any], None]) -> dict[int, Any]:
+    """Let `handler` get all stop signals that are not ignored; return their handlers before.
+
+    In another thread than the main one, which may not do that, there are none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def hear_again(before: dict[int, Any]) -> None:
+    """Give stop signals the handlers that `hear` has replaced."""
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """Ignore stop signals: the process ends, and they would change its exit status, or print a traceback."""
+    hear(signal.SIG_IGN)  # type: ignore[arg-type]
+
+
+class _Event(ctypes.Structure):
+    """Linux's `struct sigevent`."""
+
+    _fields_ = (
+        *(("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("notify", ctypes.c_int)),
+        *(("function", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("unused", ctypes.c_char * 32)),
+    )
+
+
 def _end_within_seconds(status: int) -> None:
     """An exit handler: end with `status` even if a library's handler hangs, as PyTorch's may on its compilers.
 
-    It is registered last, so it runs first, but after all threads of ours, such as one that writes a checkpoint.
+    It is registered last, so it runs first, but after all threads of ours, such as one that writes a checkpoint. The
+    system's timer calls _exit(status): a signal handler of Python's is gone while the interpreter frees its memory.
     """
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
-    signal.alarm(SECONDS_TO_END)
-
-
-def _ignore_signals(*numbers: int) -> None:
-    """Ignore signals while Python exits: Ctrl-C would print a traceback, a repeated SIGTERM change the exit status."""
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        system, timer = ctypes.CDLL(None), ctypes.c_void_p()
+        event = _Event(value=status, notify=_SIGEV_THREAD, function=ctypes.cast(system._exit, ctypes.c_void_p))
+        if system.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
+            once = (ctypes.c_long * 4)(0, 0, SECONDS_TO_END, 0)  # struct itimerspec
+            system.timer_settime(timer, 0, ctypes.byref(once), None)
 
 
 @contextmanager
 def errors_for_users(again: str = "start it again") -> Iterator[None]:
     """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback.
 
-    HYDRA_FULL_ERROR=1 keeps all tracebacks. `again`: how to go on after a stop on request.
+    HYDRA_FULL_ERROR=1 keeps all tracebacks. `again`: how to go on after a stop on request. Its end decides the exit
+    status: from then on the process ignores stop signals.
     """
     make_printing_safe()
-    status = 1
+    status, in_command = 1, _IN_COMMAND.set(True)
     # Its warning that it finds no CUDA runtime only means that code is compiled for the CPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
-        yield
+        try:
+            yield
+        finally:
+            ignore_signals()
+            _IN_COMMAND.reset(in_command)
         status = 0
+    except SystemExit as ended:  # of a command: its status, or a message
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
     except KeyboardInterrupt:
-        _ignore_signals(signal.SIGINT)
         sys.exit("interrupted")
     except Preempted as stopped:
-        _ignore_signals(*ONE_REQUEST_SECONDS)
         status = EXIT_CODE
         logger.log(logging.INFO if logger.handlers else logging.WARNING, f"{stopped}; exit status {EXIT_CODE}: {again}")
         sys.exit(EXIT_CODE)

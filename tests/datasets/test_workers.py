@@ -23,8 +23,9 @@ from datasets import SegmentationDataset, Workers, reading_errors, worker_init
 from datasets.coco_stuff import coco_stuff_classes
 from datasets.segmentation import Files
 from datasets.workers import Loader, in_order
+from engine.process.stopping import ONE_REQUEST_SECONDS
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = tuple(ONE_REQUEST_SECONDS)
 
 
 def answers_each_question(questions) -> None:

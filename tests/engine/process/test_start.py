@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,22 @@ def test_an_interrupted_import_ends_in_a_line(tmp_path, words):
 def test_the_environment_chooses_no_window_for_figures():
     check = "import engine.process.start, matplotlib; print(matplotlib.get_backend())"
     assert loaded([sys.executable, "-c", check], MPLBACKEND="nonsense", MPLCONFIGDIR=str(Path("/nowhere"))) == (0, "")
+
+
+CLOSED = """
+import engine.process.start, os, sys
+with open(sys.argv[1], "w") as file:
+    print("line"), print("warning", file=sys.stderr), os.system("echo child >&2"), sys.stdout.flush()
+    print(sys.stdin.read() + "content", file=file)
+"""
+
+
+@pytest.mark.parametrize("first, end", [(0, 3), (0, 1), (1, 2)])
+def test_nothing_printed_gets_into_a_file_if_the_standard_descriptors_are_closed(tmp_path, first, end):
+    words, env = [sys.executable, "-c", CLOSED, str(tmp_path / "file")], {"PATH": "/usr/bin:/bin"}
+    close = partial(os.closerange, first, end)
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, preexec_fn=close, stdin=subprocess.DEVNULL, timeout=300)
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "content\n"
 
 
 RANK = "import engine.process.start, time; print('started', flush=True); time.sleep(600)"
