@@ -1,11 +1,15 @@
 """Write all files except checkpoints (engine/checkpoint/files.py); errors name the file."""
 
 import errno
+import fcntl
 import hashlib
 import os
+import re
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import IO, TypeVar
@@ -15,6 +19,14 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ACCESS = "Make the folder and its files writable (or readable: owner, permissions, chattr -i, how it is mounted)"
+_CURES = {
+    **dict.fromkeys(NO_ROOM, "Make room there (or raise the quota or limit)"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Move the file away that is in the place of a folder"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n), or close other programs"),
+    errno.ELOOP: "A link leads back to itself; remove it, or let it lead to the file",
+}
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _WRITERS = 4  # threads
 _MOST_BYTES = 2**28  # of what waits to be written
@@ -81,14 +93,72 @@ def write_file(path: Path, content: str | bytes) -> None:
     except OSError as error:  # it names no file if the disk is full or fails
         if file is not None and path.is_file():  # not a device
             path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, reason_of(error, path.parent), str(path)) from error
 
 
 def replace_file(path: Path, content: str) -> None:
     """Write a file like `write_file`; a full disk or a kill leaves the old file or the complete new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    write_file(partial, content)
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial_file(path) as file:
+            file.write(content.encode(errors="backslashreplace"))
+            file.flush()
+            os.replace(file.name, path)
+    except OSError as error:
+        raise OSError(error.errno, reason_of(error, path.parent), str(path)) from error
+
+
+@contextmanager
+def partial_file(path: Path, others: str = "") -> Iterator[IO[bytes]]:
+    """Context with a new file beside `path`, which the caller writes and renames to it; an error removes it.
+
+    Partial files that killed processes left are removed: those of `path`, or those that match the pattern `others`.
+    Each is locked while it is written, so several processes may write the same file: the last one stays.
+    """
+    name = short_name(path.name, ".partial-" + 16 * "0")
+    for left in path.parent.iterdir():
+        if re.fullmatch(others or rf"{re.escape(name)}\.partial-[0-9a-f]{{16}}", left.name):
+            with suppress(OSError), open(left, "r+b") as unfinished:
+                if _lock(unfinished):
+                    left.unlink()
+    file: IO | None = None
+    while file is None or not (_lock(file) and os.path.exists(file.name)):  # another process has just removed it
+        file = open(path.with_name(f"{name}.partial-{uuid.uuid4().hex[:16]}"), "xb")
+    try:
+        with file:
+            yield file
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(file.name)
+        raise
+
+
+def _lock(file: IO) -> bool:
+    """Lock a file until it is closed. False: another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # or the file system has no locks
+        return not isinstance(error, BlockingIOError)
+    return True
+
+
+def no_inodes(error: OSError, folder: Path) -> bool:
+    """Whether a disk takes no more files, however small; the system says that it has no space."""
+    with suppress(OSError):
+        room = os.statvfs(folder)
+        return error.errno == errno.ENOSPC and room.f_files > 0 == room.f_favail
+    return False
+
+
+def reason_of(error: OSError, folder: Path) -> str:
+    """The system's words for an error of writing into a folder."""
+    return "No inodes left on device" if no_inodes(error, folder) else error.strerror or str(error)
+
+
+def cure_of(error: OSError, folder: Path, unknown: str = "Check the disk or the connection to it") -> str:
+    """What to do about an error of a file in a folder."""
+    many = "Remove files there: the disk is full of small ones (df -i), whatever space it has"
+    return many if no_inodes(error, folder) else _CURES.get(error.errno or 0, unknown)
 
 
 def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False) -> None:

@@ -8,7 +8,6 @@ import threading
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_STREAMS = ("stdin", "stdout", "stderr")  # by descriptor; Python leaves out those that are closed
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -29,7 +28,8 @@ def _open_closed() -> None:
     """Open closed descriptors of stdin, stdout and stderr: files would get their numbers, and then what is printed."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
-        setattr(sys, _STREAMS[number], open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+        stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], stream)  # in place of None
     os.close(number)
 
 

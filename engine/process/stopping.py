@@ -2,7 +2,6 @@
 
 import atexit
 import ctypes
-import errno
 import hashlib
 import json
 import logging
@@ -10,10 +9,11 @@ import math
 import os
 import re
 import signal
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -24,11 +24,10 @@ import torch
 from engine.process.allocations import is_out_of_memory
 from engine.process.console import logger, make_printing_safe
 from engine.process.distributed import World, launched
-from engine.process.output_files import NO_ROOM
+from engine.process.output_files import cure_of
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 SECONDS_TO_END = 20  # for Python's exit, when all files have been written
-_SIGEV_THREAD = 2  # of Linux's timer_create: call a function in a new thread
 # Stop signals, and for how many seconds a repeated signal counts as the same request: Slurm and torchrun may both pass
 # it on, torchrun repeats Ctrl-C at once, and a shell repeats a lost terminal's SIGHUP. Beyond the soft limit of
 # processor time (ulimit -St), SIGXCPU comes every second. Data workers ignore them: datasets/workers.py.
@@ -40,13 +39,6 @@ ONE_REQUEST_SECONDS: dict[int, float] = {
 _IN_COMMAND: ContextVar[bool] = ContextVar("in_command", default=False)  # whether `errors_for_users` runs
 
 
-# What to do about an error of a file, by its number.
-_CURES = {
-    **dict.fromkeys(NO_ROOM, "make room there (or raise the quota or limit), then start it again"),
-    errno.ELOOP: "a link leads back to itself; remove it, or let it lead to the file",
-}
-
-
 class Preempted(BaseException):
     """The run stopped on request and can be resumed. Like KeyboardInterrupt, it passes every `except Exception`."""
 
@@ -56,8 +48,7 @@ class StopRequest:
 
     Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. A signal that comes
     again, more than `ONE_REQUEST_SECONDS` after the first, kills the process. If torchrun dies, SIGTERM comes
-    (engine/process/start.py). Ignored signals stay ignored (`nohup`, `&`). Afterwards, a command that has finished or
-    stopped ignores all of them.
+    (engine/process/start.py). Ignored signals stay ignored (`nohup`, `&`). A command that ends ignores all of them.
     """
 
     def __init__(self) -> None:
@@ -72,7 +63,7 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if _IN_COMMAND.get() and (kind is None or issubclass(kind, Preempted)):
-            ignore_signals()
+            hear(signal.SIG_IGN)
         elif kind is None or not launched():  # torchrun's SIGTERM must not kill the process before its error is printed
             hear_again(self.before)
 
@@ -110,11 +101,8 @@ class UntilStopped:
                 yield next(items)
 
 
-def hear(handler: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Let `handler` get all stop signals that are not ignored; return their handlers before.
-
-    In another thread than the main one, which may not do that, there are none.
-    """
+def hear(handler: Any) -> dict[int, Any]:
+    """Give stop signals that are not ignored a handler; return their handlers before. (Only the main thread may.)"""
     if threading.current_thread() is not threading.main_thread():
         return {}
     heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -127,20 +115,6 @@ def hear_again(before: dict[int, Any]) -> None:
         signal.signal(number, handler)
 
 
-def ignore_signals() -> None:
-    """Ignore stop signals: the process ends, and they would change its exit status, or print a traceback."""
-    hear(signal.SIG_IGN)  # type: ignore[arg-type]
-
-
-class _Event(ctypes.Structure):
-    """Linux's `struct sigevent`."""
-
-    _fields_ = (
-        *(("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("notify", ctypes.c_int)),
-        *(("function", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("unused", ctypes.c_char * 32)),
-    )
-
-
 def _end_within_seconds(status: int) -> None:
     """An exit handler: end with `status` even if a library's handler hangs, as PyTorch's may on its compilers.
 
@@ -149,10 +123,10 @@ def _end_within_seconds(status: int) -> None:
     """
     if sys.platform == "linux":
         system, timer = ctypes.CDLL(None), ctypes.c_void_p()
-        event = _Event(value=status, notify=_SIGEV_THREAD, function=ctypes.cast(system._exit, ctypes.c_void_p))
-        if system.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
-            once = (ctypes.c_long * 4)(0, 0, SECONDS_TO_END, 0)  # struct itimerspec
-            system.timer_settime(timer, 0, ctypes.byref(once), None)
+        function = ctypes.cast(system._exit, ctypes.c_void_p).value
+        event = struct.pack("PiiP40x", status, 0, 2, function)  # struct sigevent with SIGEV_THREAD
+        if system.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0:
+            system.timer_settime(timer, 0, struct.pack("4l", 0, 0, SECONDS_TO_END, 0), None)  # struct itimerspec
 
 
 @contextmanager
@@ -170,7 +144,7 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         try:
             yield
         finally:
-            ignore_signals()
+            hear(signal.SIG_IGN)
             _IN_COMMAND.reset(in_command)
         status = 0
     except SystemExit as ended:  # of a command: its status, or a message
@@ -196,8 +170,10 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
             )
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
-        cure = _CURES.get(error.errno or 0) if isinstance(error, OSError) else None
-        message = f"error: {message.strip()}" + f": {cure}" * bool(cure)
+        message = f"error: {message.strip()}"
+        if isinstance(error, OSError):
+            cure = cure_of(error, Path(str(error.filename)).parent, unknown="")
+            message += f": {cure[:1].lower()}{cure[1:]}, then start it again" * bool(cure)
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _for_torchrun(Path(file), message)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):

@@ -1,10 +1,14 @@
 """Files stay inside the user's folder; errors name the key of a folder, and the file that could not be written."""
 
+import errno
 import os
 import re
+import signal
 from functools import partial
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,8 +26,10 @@ from engine.process.output_files import (
     write_figure,
     write_file,
 )
+from engine.process.stopping import errors_for_users
 from scripts.predict import write_classes
 from tests.engine.checkpoint.test_files import files_of_at_most
+from tests.ranks import FORKSERVER
 from tests.runs import REPOSITORY
 
 
@@ -149,3 +155,41 @@ def test_little_waits_to_be_written(monkeypatch):
         files.add(held.set, lambda _: written.append(False), 4)
         files.add(lambda: None, written.append, 11)
         assert written == [True, False, None]
+
+
+def _dies_while_writing(path: Path, number: int) -> None:
+    with output_files.partial_file(path) as file:
+        file.write(b"half")
+        file.flush()
+        signal.raise_signal(number)
+
+
+def test_several_processes_write_the_same_file_and_the_next_removes_what_killed_ones_left(tmp_path):
+    """Two evaluations with one results file: the slower one died at its end."""
+    path = tmp_path / f"{'r' * 250}.json"  # as long as a disk takes
+    processes = [
+        FORKSERVER.Process(target=_dies_while_writing, args=(path, number))
+        for number in (signal.SIGKILL, signal.SIGSTOP)
+    ]
+    for process in processes:
+        process.start()
+    processes[0].join()
+    while len(partial := [file for file in tmp_path.iterdir() if ".partial" in file.name]) < 2:
+        processes[1].join(0.01)
+    assert not path.exists() and len({*partial}) == 2
+    output_files.replace_file(path, "ours")
+    assert len([*tmp_path.iterdir()]) == 2 and path.read_text() == "ours"  # the other process still writes
+    processes[1].kill(), processes[1].join()
+    users = tmp_path / f"{path.name[:100]}.partial-mine"
+    users.touch()
+    output_files.replace_file(path, "again")
+    assert {*tmp_path.iterdir()} == {path, users} and path.read_text() == "again"
+
+
+def test_a_file_that_cannot_be_replaced_is_named_with_the_cure(tmp_path, monkeypatch):
+    """A file with the attribute "immutable": the rename fails, and names the partial file first."""
+    monkeypatch.setattr(os, "replace", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted", "a")))
+    with pytest.raises(SystemExit, match=f"not permitted: '{tmp_path / 'r.json'}': make the .*chattr -i.*start it a"):
+        with errors_for_users():
+            output_files.replace_file(tmp_path / "r.json", "{}")
+    assert not [*tmp_path.iterdir()]
