@@ -102,7 +102,7 @@ class Loader(DataLoader):
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor on its way needs an open file
             if most != resource.RLIM_INFINITY:  # which macOS says, but does not grant
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-                if most < (needed := 16 + 10 * self.num_workers):
+                if most < (needed := 20 + 6 * self.num_workers):
                     what = f"{self.num_workers} processes that read images need {needed} open files, {most} are allowed"
                     raise ValueError(f"{what}: raise ulimit -n, or read without processes, with workers=0")
         items: Any = None

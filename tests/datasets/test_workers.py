@@ -254,5 +254,5 @@ def test_a_low_limit_of_open_files_is_named(monkeypatch):
     """Workers would fail one by one, and the run wait for data."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
-    with pytest.raises(ValueError, match="^2 processes that read images need 36 open files, 16 are allowed: raise uli"):
+    with pytest.raises(ValueError, match="^2 processes that read images need 32 open files, 16 are allowed: raise uli"):
         list(Loader([1, 2], 2))
