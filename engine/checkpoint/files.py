@@ -1,6 +1,5 @@
 """Checkpoint files: all that resuming or evaluating a run needs, as tensors in plain containers."""
 
-import errno
 import os
 import reprlib
 import shutil
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from datasets.class_names import check_order
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM, marked
+from engine.process.output_files import NO_ROOM, cure_of, marked, no_inodes, partial_file, partial_path, reason_of
 from engine.schema.training import OF_OTHERS
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
@@ -70,65 +69,60 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
     """Write `state` to `path`. If `previous`, a file in the same folder, is given, the old checkpoint moves there.
 
     Killing the process at any time leaves a complete checkpoint at `path`, or for a moment only at `previous`, if one
-    was ever written. The next call removes partial files. Only one process may write to a folder.
+    was ever written. The next call removes partial files, also of other names.
 
     OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
     for name in (path.name, *RESUMED, BEST):
-        path.with_name(f"{name}.partial").unlink(missing_ok=True)
+        for left in (path.with_name(f"{name}.partial"), partial_path(path.with_name(name))):  # before, and now
+            left.unlink(missing_ok=True)
 
     def not_written(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
         left = what_is_left(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
-        needs = f"It needs {size:,} bytes, and " * (reason.errno in NO_ROOM)
+        left = f"It needs {size:,} bytes, and " * ("bytes are free" in left) + left
         return (
-            f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. "
-            f"{needs}{left}"
+            f"checkpoint {path} of step {state.get('step')} cannot be written: {reason_of(reason, path.parent)}. {left}"
         )
 
-    _replace(path, {"format": FORMAT, **state}, path.with_name(path.name + ".partial"), not_written, previous)
+    _replace(path, {"format": FORMAT, **state}, not_written, previous)
 
 
 def write_alone(path: Path, content: dict) -> None:
-    """Write any content to `path`, completely or not at all. Other files stay, even a running training's partial ones.
+    """Write any content to `path`, completely or not at all. Other files stay.
 
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
     content = OrderedDict(content)
     vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
-    unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
 
     def not_written(why: OSError) -> str:
-        return f"{path} cannot be written: {why.strerror or why}. {cure_of(why)}, or give another file"
+        cure = cure_of(why, path.parent)
+        return f"{path} cannot be written: {reason_of(why, path.parent)}. {cure}, or give another file"
 
-    _replace(path, content, unfinished, not_written)
+    _replace(path, content, not_written)
 
 
-def _replace(
-    path: Path, content: dict, unfinished: Path, message: Callable[[OSError], str], previous: Path | None = None
-) -> None:
-    """Write to `unfinished` and rename it to `path`; the file that was there becomes `previous`.
+def _replace(path: Path, content: dict, message: Callable[[OSError], str], previous: Path | None = None) -> None:
+    """Write a partial file and rename it to `path`; the file that was there becomes `previous`.
 
     OSError, with `message`: the disk is full or not writable; no unfinished file is left.
     """
     try:
         path.parent.mkdir(exist_ok=True)  # without parents: a run's folder may have been renamed
-        unfinished.unlink(missing_ok=True)
-        with open(unfinished, "xb") as file:  # not through a link that another user has put there
+        with partial_file(path) as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        if previous is not None and path.exists():
-            os.replace(path, previous)
-        os.replace(unfinished, path)
+            if previous is not None and path.exists():
+                os.replace(path, previous)
+            os.replace(file.name, path)
         folder = os.open(path.parent, os.O_RDONLY)  # flush the renames too
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
     except BaseException as error:
-        with suppress(OSError):  # before the message counts free bytes
-            unfinished.unlink(missing_ok=True)
         reason: BaseException | None = error  # torch.save may report an unexpected file position instead
         while reason is not None and not isinstance(reason, OSError):
             reason = reason.__cause__ or reason.__context__
@@ -142,20 +136,12 @@ def what_is_left(reason: OSError, folder: Path, *checkpoints: Path | None) -> st
     kept, free = "there is no earlier checkpoint", "an unknown number of"
     if good := last_good(*checkpoints):
         kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
-    if reason.errno not in NO_ROOM:
-        return f"{kept[0].upper()}{kept[1:]}. {cure_of(reason)}, then continue with resume=auto"
+    cure = f"{cure_of(reason, folder)}, then continue with resume=auto"
+    if reason.errno not in NO_ROOM or no_inodes(reason, folder):
+        return f"{kept[0].upper()}{kept[1:]}. {cure}"
     with suppress(OSError):
         free = f"{shutil.disk_usage(folder).free:,}"
-    return f"{free} bytes are free there; {kept}. {cure_of(reason)}, then continue with resume=auto"
-
-
-def cure_of(reason: OSError) -> str:
-    """What to do about an error of writing a file."""
-    if reason.errno in NO_ROOM:
-        return "Make room (or raise the quota or limit)"
-    if reason.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Make the folder and its files writable (owner, permissions, chattr -i, how it is mounted)"
-    return "Check the disk or the connection to it"
+    return f"{free} bytes are free there; {kept}. {cure}"
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:

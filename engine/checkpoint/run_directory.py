@@ -16,7 +16,7 @@ from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.configuration.help import as_text
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM
+from engine.process.output_files import NO_ROOM, cure_of, reason_of
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
@@ -77,7 +77,7 @@ class RunDirectory:
         """Raise OSError if the path no longer leads to the locked file: a write would leave half a run there."""
         if self._lock is None:
             return
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             if os.path.samestat(os.stat(self.lock_file), os.fstat(self._lock.fileno())):
                 return
         raise OSError(
@@ -141,14 +141,16 @@ class RunDirectory:
             raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
         except OSError as error:
             self.check_in_place()
-            if error.errno in NO_ROOM:
-                left = checkpoint.what_is_left(error, self.path, self.last, self.previous)
-                raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
-            file = error.filename if isinstance(error.filename, (str, bytes)) else ""
-            if not file or not Path(os.fsdecode(file)).is_relative_to(self.path):
+            file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+            full = error.errno in NO_ROOM
+            if not full and not (file and Path(file).is_relative_to(self.path)):
                 raise  # checkpoint.save has worded it
-            what = f"{os.fsdecode(file)}: {error.strerror}. Give another run_dir, or make this one writable"
-            raise OSError(f"run_dir={self.path} cannot be used: {what}") from error
+            cure = cure_of(error, self.path)
+            cure = f"Give another run_dir, or {cure[0].lower()}{cure[1:]}"
+            if full or checkpoint.last_good(self.last, self.previous):
+                cure = checkpoint.what_is_left(error, self.path, self.last, self.previous)
+            what = "cannot be written to" if full else f"cannot be used: {file}"
+            raise OSError(f"run_dir={self.path} {what}: {reason_of(error, self.path)}. {cure}") from error
         finally:
             if self._lock is not None:
                 self._lock.close()

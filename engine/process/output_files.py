@@ -11,10 +11,11 @@ import mmap
 import os
 import re
 import stat
+import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import IO, TypeVar
@@ -26,6 +27,14 @@ from PIL import Image
 LIST = "written.json"  # of the pictures that a command wrote into a folder
 _ABOUT = "the files below were written by a command, which may replace them"  # in the list
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ACCESS = "Make the folder and its files writable (or readable: owner, permissions, chattr -i, how it is mounted)"
+_CURES = {
+    **dict.fromkeys(NO_ROOM, "Make room there (or raise the quota or limit)"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Move the file away that is in the place of a folder"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n), or close other programs"),
+    errno.ELOOP: "A link leads back to itself; remove it, or let it lead to the file",
+}
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _WRITERS = 4  # threads
 _MOST_BYTES = 2**28  # of what waits to be written
@@ -123,38 +132,83 @@ def write_file(path: Path, content: str | bytes) -> None:
     link at `path` is replaced, not what it leads to.
     """
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
-    partial = path.with_name(f".{short_name(path.name, '..partial')}.partial")
-    file: IO[bytes] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _opened_alone(partial) as file:
+        with partial_file(path) as file:
             file.write(data)
             file.flush()
-            os.replace(partial, path)
-    except BaseException as error:  # Ctrl-C as well
-        if file is not None:
+            os.replace(file.name, path)
+    except OSError as error:  # a full disk names no file
+        raise OSError(error.errno, reason_of(error, path.parent), str(path)) from error
+
+
+def partial_path(path: Path) -> Path:
+    """Where the unfinished file of `path` is."""
+    return path.with_name(f".{short_name(path.name, '..partial')}.partial")
+
+
+@contextmanager
+def partial_file(path: Path) -> Iterator[IO[bytes]]:
+    """Context with a file beside `path`, which the caller writes and renames to it; an error removes it.
+
+    Its name is always the same, so the next write takes over what a killed process left. Several processes may write
+    the same file: they wait for each other, and the last one stays.
+    """
+    file = _opened_alone(partial_path(path)) or open(path.with_name(f".{uuid.uuid4().hex}.partial"), "xb")
+    with file:
+        try:
+            yield file
+        except BaseException:  # Ctrl-C as well
             with suppress(OSError):
-                partial.unlink()
-        if not isinstance(error, OSError):
+                os.unlink(file.name)
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file
 
 
-def _opened_alone(path: Path) -> IO[bytes]:
-    """Open a file for writing once no other process writes it. What a killed process left is replaced, as are links."""
+def _opened_alone(path: Path) -> IO[bytes] | None:
+    """Open a file for writing once no other process writes it.
+
+    None: it cannot be locked (on some network disks) or opened, or it is a link, a pipe or another user's.
+    """
+
+    def untouched(name: str, flags: int) -> int:
+        return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
     while True:
-        with suppress(FileNotFoundError):
-            left = os.lstat(path)
-            if not stat.S_ISREG(left.st_mode) or left.st_nlink > 1 or left.st_uid != os.geteuid():
+        with ExitStack() as stack, suppress(OSError):
+            file = stack.enter_context(open(path, "wb", opener=untouched))
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1 or state.st_uid != os.geteuid():
+                return None
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
                 path.unlink()
-        file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
-        with suppress(OSError):  # a network folder without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.lstat(path), os.fstat(file.fileno())):  # not renamed by another process
-                file.truncate()
-                return file
-        file.close()
+                raise
+            if not (path.exists() and os.path.samestat(state, os.lstat(path))):
+                continue  # another process has just renamed it
+            file.truncate()
+            stack.pop_all()
+            return file
+        return None
+
+
+def no_inodes(error: OSError, folder: Path) -> bool:
+    """Whether a disk takes no more files, however small; the system says that it has no space."""
+    with suppress(OSError):
+        room = os.statvfs(folder)
+        return error.errno == errno.ENOSPC and room.f_files > 0 == room.f_favail
+    return False
+
+
+def reason_of(error: OSError, folder: Path) -> str:
+    """The system's words for an error of writing into a folder."""
+    return "No inodes left on device" if no_inodes(error, folder) else error.strerror or str(error)
+
+
+def cure_of(error: OSError, folder: Path, unknown: str = "Check the disk or the connection to it") -> str:
+    """What to do about an error of a file in a folder."""
+    many = "Remove files there: the disk is full of small ones (df -i), whatever space it has"
+    return many if no_inodes(error, folder) else _CURES.get(error.errno or 0, unknown)
 
 
 def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False) -> None:

@@ -29,6 +29,15 @@ def _say_of_thread(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
+def _open_closed() -> None:
+    """Open closed descriptors of stdin, stdout and stderr: files would get their numbers, and then what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+        stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], stream)  # in place of None
+    os.close(number)
+
+
 def die_with_parent(number: signal.Signals) -> None:
     """Have Linux send this process a signal when its parent ends. (A stopped or stuck process obeys only SIGKILL.)"""
     if sys.platform == "linux":
@@ -54,6 +63,7 @@ def compiler_cache() -> Path:
     return folder
 
 
+_open_closed()
 if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process. If it is killed, it cannot stop it
     die_with_parent(signal.SIGTERM)
 sys.excepthook, threading.excepthook = _say, _say_of_thread

@@ -1,5 +1,6 @@
 """Files stay inside the user's folder; errors name the key of a folder, and the file that could not be written."""
 
+import errno
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from engine.process.output_files import (
     write_figure,
     write_file,
 )
+from engine.process.stopping import errors_for_users
 from scripts.predict import write_classes
 from tests.engine.checkpoint.test_files import files_of_at_most
 from tests.runs import REPOSITORY
@@ -120,7 +123,7 @@ def test_a_folder_takes_pictures_beside_others_but_replaces_only_those_on_its_li
 
 
 def test_links_are_replaced_and_not_written_through(tmp_path):
-    """Also at the name of the unfinished file, whoever made it."""
+    """Also at the name of the unfinished file, where another user may have put them."""
     (victim := tmp_path / "victim").write_text("precious")
     for name in ("soft", ".unfinished.partial"):
         (tmp_path / name).symlink_to(victim)
@@ -131,7 +134,7 @@ def test_links_are_replaced_and_not_written_through(tmp_path):
         write_file(tmp_path / name, name)
         assert (tmp_path / name).read_text() == name and not (tmp_path / name).is_symlink()
     assert victim.read_text() == "precious"
-    assert not [*tmp_path.glob(".*")]
+    assert {path.name for path in tmp_path.glob(".*")} == {".unfinished.partial", ".other.partial", ".pipe.partial"}
 
 
 def dies_while_it_writes(path: str) -> None:
@@ -146,12 +149,12 @@ def write_often(path: str) -> None:
 
 
 def test_a_kill_leaves_the_old_file_and_several_writers_complete_ones(tmp_path):
-    path = tmp_path / "a.png"
+    path = tmp_path / f"{'r' * 250}.json"  # as long as a disk takes
     path.write_bytes(b"old")
     killed = get_context("fork").Process(target=dies_while_it_writes, args=(str(path),))
     killed.start()
     killed.join()
-    assert killed.exitcode == -signal.SIGKILL and path.read_bytes() == b"old"
+    assert killed.exitcode == -signal.SIGKILL and path.read_bytes() == b"old" and len([*tmp_path.iterdir()]) == 2
     writers = [get_context("fork").Process(target=write_often, args=(str(path),)) for _ in range(3)]
     for writer in writers:
         writer.start()
@@ -159,7 +162,13 @@ def test_a_kill_leaves_the_old_file_and_several_writers_complete_ones(tmp_path):
         text = path.read_text()
         assert text == "old" or text == text[:1] * 5000
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
-    assert [file.name for file in tmp_path.iterdir()] == ["a.png"]
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_disk_without_locks_takes_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_files.fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "not implemented")))
+    write_file(tmp_path / "a.json", "{}")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
 
 
 def test_only_one_place_writes_files():
@@ -240,3 +249,12 @@ def test_little_waits_to_be_written(monkeypatch):
         files.add(held.set, lambda _: written.append(False), 4)
         files.add(lambda: None, written.append, 11)
         assert written == [True, False, None]
+
+
+def test_a_file_that_cannot_be_replaced_is_named_with_the_cure(tmp_path, monkeypatch):
+    """A file with the attribute "immutable": the rename fails, and names the partial file first."""
+    monkeypatch.setattr(os, "replace", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted", "a")))
+    with pytest.raises(SystemExit, match=f"not permitted: '{tmp_path / 'r.json'}': make the .*chattr -i.*start it a"):
+        with errors_for_users():
+            write_file(tmp_path / "r.json", "{}")
+    assert not [*tmp_path.iterdir()]

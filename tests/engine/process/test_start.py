@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_commands_compile_into_a_folder_of_their_user_alone(tmp_path, has_home):
     assert Path(folder) == kept if has_home else Path(folder).is_relative_to(tmp_path)
     assert Path(folder).exists() == has_home  # otherwise it lasts until the command ends
     assert {path.name for path in tmp_path.iterdir()} <= {"home"}
+
+
+CLOSED = """
+import engine.process.start, os, sys
+with open(sys.argv[1], "w") as file:
+    print("line"), print("warning", file=sys.stderr), os.system("echo child >&2"), sys.stdout.flush()
+    print(sys.stdin.read() + "content", file=file)
+"""
+
+
+@pytest.mark.parametrize("first, end", [(0, 3), (0, 1), (1, 2)])
+def test_nothing_printed_gets_into_a_file_if_the_standard_descriptors_are_closed(tmp_path, first, end):
+    words, env = [sys.executable, "-c", CLOSED, str(tmp_path / "file")], {"PATH": "/usr/bin:/bin"}
+    close = partial(os.closerange, first, end)
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, preexec_fn=close, stdin=subprocess.DEVNULL, timeout=300)
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "content\n"
 
 
 RANK = "import engine.process.start, time; print('started', flush=True); time.sleep(600)"
