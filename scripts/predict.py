@@ -22,13 +22,12 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
-from PIL import Image
 
 from datasets import reading_errors
-from datasets.file_list import is_hidden
-from datasets.layout import first_of
+from datasets.file_list import files_in
+from datasets.layout import PHOTOGRAPHS, RARE, first_of
 from datasets.levels import doubts16, used16
-from datasets.reading import PHOTOGRAPHS, Range16, decode_image, read
+from datasets.reading import Range16, decode_image, read
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -158,7 +157,7 @@ def is_labelled(folder: Path) -> bool:
 
 
 def find_images(source: Path, output: Path) -> dict[str, Path]:
-    """Find one image, or all in a folder and its subfolders: {result name: image file}, sorted.
+    """Find one image, or all in a folder and its subfolders, also linked ones: {result name: image file}, sorted.
 
     A name is the path in the folder without the suffix; images that differ only in the suffix keep theirs. Files
     without an image suffix are skipped, which is logged. Hidden files and earlier predictions in `output` are left
@@ -171,15 +170,12 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
     files = sorted(
         path
-        for path in source.rglob("*")
-        if (path.is_file() or (path.is_symlink() and not path.exists()))
-        and not any(map(is_hidden, path.relative_to(source).parts))
+        for path in (Path(entry.path) for _, entry in files_in(source))
+        if path.is_file() or (path.is_symlink() and not path.exists())
         if ours.isdisjoint([path.resolve(), *path.resolve().parents])
     )
-    suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in PHOTOGRAPHS}
-    suffixes.add(".mpo")  # JPEGs too, although Pillow registers them as another format
-    images = [path for path in files if path.suffix.lower() in suffixes]
-    skipped = [str(path.relative_to(source)) for path in files if path.suffix.lower() not in suffixes]
+    images = [path for path in files if path.suffix.lower() in (*PHOTOGRAPHS, *RARE)]
+    skipped = [str(path.relative_to(source)) for path in files if path.suffix.lower() not in (*PHOTOGRAPHS, *RARE)]
     if skipped:
         logger.info(f"skipped {len(skipped)} file(s) without an image's suffix: {first_of(skipped)}")
     if not images:

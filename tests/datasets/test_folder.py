@@ -328,6 +328,29 @@ def test_images_of_other_formats_are_not_passed_over(root):
     assert len(folder(root, "train").files) == 5
 
 
+def test_what_is_left_out_is_counted_and_what_trained_before_trains(root):
+    """A suffix that earlier versions did not read counts where no other file has its name, and with a label."""
+    before, image = folder(root, "train"), next((root / "train/images/b").iterdir())
+    assert before.remarks == ()
+    for name in (f"{image.stem}.ppm", "unlabelled.tga", "x.png.part", ".hidden", "Thumbs.db"):
+        (image.parent / name).write_bytes(b"not read")
+    for name in ("new", "z", "without"):
+        shutil.copy(root / f"train/labels/b/{image.stem}.png", root / f"train/labels/b/{name}.png")
+    (image.parent / "folder.ppm").mkdir()  # which is no error, as before
+    shutil.copy(image, image.parent / "new.jp2")
+    for name in ("z.pgm", "z.ppm"):
+        (image.parent / name).write_bytes(b"")
+    after = folder(root, "train")
+    assert {*after.files} > {*before.files} and len(after) == len(before) + 2
+    assert [sentence.partition(", such as ")[0] for sentence in after.remarks] == [
+        "left out 1 labels without an image",
+        "left out 4 files that are not read as images",  # beside another of the name, without a label, of other kinds
+        "read 2 images with suffixes that earlier versions passed over",
+    ]
+    assert after.remarks[0].endswith("train/labels/b/without.png") and joined([after, after]).remarks == after.remarks
+    assert {entry.image.name for entry in after.files} >= {"new.jp2", "z.ppm", image.name}
+
+
 def test_without_its_list_of_classes_the_fix_is_the_command_that_makes_it(root):
     (root / "classes.json").unlink()
     with pytest.raises(ValueError, match=f"{root}/classes.json is missing[^$]*python -m scripts.make_classes"):
