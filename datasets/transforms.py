@@ -56,7 +56,8 @@ class TrainingTransform:
 
         `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `class_id`: its
         class. An image that shrinks may lose all pixels of a class. The centre of `pixel` then lies in one pixel of the
-        crop, and `class_id` is written there. `image` and `label` are sliced once each.
+        crop, and `class_id` is written there. `image` and `label` are sliced once each, the label again if it lost the
+        class: LookupError if the pixel never had it.
         """
         height, width = image.shape[:2]
         scaled_size, offset, mirrored = self.draw((height, width), rng, pixel)
@@ -69,9 +70,14 @@ class TrainingTransform:
             fill=self.fill,
             antialias=self.antialias,
         )
-        if pixel is not None and class_id is not None and not (label_crop == class_id).any():
+        if pixel is not None and class_id is not None:
             row, column = map(at_scale, pixel, (height, width), scaled_size)
-            label_crop[row - offset[0], column - offset[1]] = class_id
+            place = row - offset[0], column - offset[1]
+            shrinks, (y, x) = np.less(scaled_size, (height, width)).any(), pixel
+            if label_crop[place] != class_id and not (shrinks and (label_crop == class_id).any()):
+                if label[y : y + 1, x : x + 1] != class_id:
+                    raise LookupError(f"its label has another class than {class_id} there")
+                label_crop[place] = class_id
         if self.colour_jitter is not None:  # draws last, so jitter does not change the choice of crops
             covered = tuple(
                 slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)

@@ -27,7 +27,8 @@ from datasets import reading_errors
 from datasets.file_list import files_in
 from datasets.layout import PHOTOGRAPHS, RARE, first_of
 from datasets.levels import doubts16, used16
-from datasets.reading import Range16, decode_image, read
+from datasets.reading import Range16, decode_image, pages, read
+from datasets.verify import several_pages
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -59,7 +60,7 @@ def predict(values: DictConfig) -> list[Path]:
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
     written, unreadable, rows, deep = [] if segments else [output / TABLE], [], list[list[str]](), list[Range16]()
-    started, since_s = 0, 0.0
+    started, since_s, several = 0, 0.0, dict[str, int]()
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     with reading_errors(config.data.timeout_seconds):
@@ -82,6 +83,7 @@ def predict(values: DictConfig) -> list[Path]:
                     continue
                 started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
+                several |= {shown: count} if (count := pages(stored)) > 1 else {}
                 add = partial(page.add, shown, image) if options.report else None
                 if isinstance(network, Segmenter):
                     written.append(places["ids"])
@@ -97,7 +99,7 @@ def predict(values: DictConfig) -> list[Path]:
         write_table(output / TABLE, rows)
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
-    for doubt in doubts16(deep, network.range16, f"images in {source}", keys="data."):
+    for doubt in [*several_pages(several), *doubts16(deep, network.range16, f"images in {source}", keys="data.")]:
         logger.warning(doubt)
     console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:
