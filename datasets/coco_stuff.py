@@ -123,7 +123,7 @@ def _listed(root: Path, split: str, images: dict[str, Path], keys: str) -> list[
             f"in {root}, which contains the lists",
         )
     names = []
-    for line in read_list(file, "one image id (a number)"):
+    for line in map(str.strip, read_list(file, "one image id (a number)")):
         if not line.isdecimal():
             raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
         names.append(f"{int(line):012d}")

@@ -186,7 +186,7 @@ def folder(
     colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
     decode = partial(_decode, colours, np.array(levels, np.uint8))
     different = None if palettes == "any" else palette_fix(keys)
-    files = as_listed(files, chosen)
+    files = [entry._replace(name=as_stored(entry, above / "images")) for entry in as_listed(files, chosen)]
     remarks = remarks_on(alone, others, [entry.image for entry in files])
     return SegmentationDataset(
         "folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=different, remarks=remarks
@@ -260,6 +260,12 @@ def _below(root: Path, split: str) -> Path:
     return root / same[0] if len(same) == 1 else below
 
 
+def as_stored(entry: Files, folder: Path) -> str:
+    """The name of an image as its file has it below a folder: accents may be letters of their own there."""
+    path = str(entry.image.relative_to(folder))
+    return path.removesuffix(entry.image.suffix) if composed(path) != path else entry.name
+
+
 _USUAL = LabelNames()
 
 
@@ -306,6 +312,9 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL) 
             else:
                 found.alone.append(label)
     if not found.images:
+        if (above := root.resolve().parent / "images").is_dir():
+            whole = above.parent.parent if _beside(above.parent) else above.parent
+            fix = fix or f"give {options.keys}root={whole}, the folder above"
         raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found.alone)} in {root}", root, fix)
     return found
 
@@ -340,9 +349,10 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> li
         raise _LAYOUT.error(
             f"folder: neither the folder {own / 'images'} nor the list {file} exists", root, _elsewhere(root, keys)
         )
-    lines = (composed(line).removeprefix("./") for line in read_list(file, "the name of an image"))
+    lines = [composed(line).removeprefix("./") for line in read_list(file, "the name of an image")]
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
-    names = [stems.get(line, line) for line in lines]
+    stripped = {line: stems.get(line.strip()) for line in lines}  # a name may end in a blank, or the line alone
+    names = [stems.get(line) or stripped[line] or line for line in lines]
     fix = (
         f"give one path below {root / 'images'} a line, such as {min(stems)}, without a label beside it; take out "
         f"lines of images that are not there"

@@ -88,7 +88,9 @@ def _in_folders(
     root = layout.check(root, split)
     folder = root / split
     if not folder.is_dir():
-        raise layout.error(f"{layout.name}: the folder {folder} is missing", root)
+        alike = [name for name in class_folders(root) if name.lower().startswith(split) and name not in layout.splits]
+        fix = f"rename {root / alike[0]} to {split}" if alike else None
+        raise layout.error(f"{layout.name}: the folder {folder} is missing", root, fix)
     classes = class_folders(folder)
     if class_order == "numbers":
         places = {name: place for place, name in enumerate(by_number(map(composed, classes)))}

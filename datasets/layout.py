@@ -80,9 +80,9 @@ class Layout:
     ) -> None:
         """ValueError unless all names on a list have an image in the split's folder. `fix`: see `error`."""
         if missing := [name for name in names if name not in images]:
-            count = f"{len(missing)} of its {len(names)} images"
+            count, such = f"{len(missing)} of its {len(names)} images", first_of(missing[:1])
             raise self.error(
-                f"{self.name}: {file}: {count}, such as {missing[0]}, are missing from the split's folder", root, fix
+                f"{self.name}: {file}: {count}, such as {such}, are missing from the split's folder", root, fix
             )
 
     def pair(
@@ -119,14 +119,14 @@ def read_json(file: Path) -> Any:
 
 
 def read_list(file: Path, of: str) -> list[str]:
-    """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is not text."""
+    """The lines of a text file that are not blank, as they are. ValueError if there are none, or it is not text."""
     try:
-        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
+        lines = [line for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8, {of} per line") from None
     if not any(lines):
         raise ValueError(f"{file}: the list is empty; expected {of} per line")
-    return [line for line in lines if line]
+    return lines
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -47,7 +47,9 @@ def synthetic(
     folder = Path(os.path.expanduser(root)) if root else drawn
     is_written = (folder / _MARKER).is_file()
     if not is_written and not draw:
-        raise ValueError(f"the synthetic dataset is not yet in {folder}: a training writes it")
+        raise ValueError(
+            f"the synthetic dataset is not yet in {folder}: a training writes it; for your own images, {own_images}"
+        )
     if not is_written:
         _write_once(folder, settings, own_images)
     try:

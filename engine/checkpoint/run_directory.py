@@ -20,6 +20,7 @@ from engine.process.output_files import NO_ROOM
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
+from models.checkpoints.published import IMAGENET
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
 _ANOTHER = "give another run_dir to start a new run"
@@ -177,7 +178,11 @@ class RunDirectory:
             raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
         if state["task"] != config.task:
             raise self._error(f" is for the task {state['task']}: expected {config.task}")
-        before, now = fixed(of_checkpoint(state, f"run_dir={self.path}")), fixed(config)
+        recorded = of_checkpoint(state, f"run_dir={self.path}")
+        default = config.body.name == "torchvision" and config.data.normalisation() == config.body.normalisation()
+        if default and recorded.data.normalisation() == IMAGENET:  # the default of earlier versions
+            config.data.mean, config.data.std = recorded.data.mean, recorded.data.std
+        before, now = fixed(recorded), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
             listed = "; ".join(

@@ -26,7 +26,7 @@ class Data:
     # Pixels, square unless there is data.crop_aspect. Larger ones show more context: memory.fit=crop finds the largest.
     crop_size: int = key(MISSING, above=0, most=MOST_PIXELS)
     # Crops per optimiser step, as in the paper: over all processes and accumulation steps. 8 to 16 for segmentation;
-    # with fewer than 4 on a device give norm.sync=true, or body.frozen_norms with trained weights.
+    # with 2 or 3 on a device give norm.sync=true, or body.frozen_norms with trained weights, with 1 norm.sync=true.
     crops_per_minibatch: int = key(MISSING, above=0, most=1_000_000)
     # Mean of each colour channel, from 0 to 1: images are normalised by mean and std. null: with body=timm what the
     # network's published weights expect, else ImageNet's.
