@@ -366,6 +366,8 @@ def test_what_hydra_lets_pass_is_refused(override, message):
         ("norm.activation=relu", "^norm.activation='relu' maps all negative .* use norm.activation='leaky_relu'"),
         ("norm=inplace_1 norm.activation_param=0", "^norm.activation_param=0 makes leaky_relu not invertible"),
         ("norm.name=std", "norm.name=std does not change the norm: give norm=std"),
+        ("data.name=vistas", "data.name=vistas does not change the data: give data=vistas"),
+        ("data=cityscapes data.name=camvid", "data.name=camvid does not change the data: give data=camvid"),
         ("body.name=vgg", f"body.name=vgg: expected one of {', '.join(BODIES)}$"),
         ("body.output_stride=4", "body.output_stride=4: expected one of 8, 16, 32 with body.stem=3x3"),
         ("body=resnet_cifar_small body.output_stride=1", "output_stride=1: expected one of 2, 4, 8, 16, 32"),

@@ -16,6 +16,7 @@ from engine.schema.segmentation import SegmentationRun
 from scripts.browse_data import BrowseData
 from scripts.compare_runs import Comparison
 from scripts.export import Export
+from scripts.make_classes import MakeClasses
 from scripts.run_table import RunTable
 from scripts.verify_data import VerifyData
 
@@ -26,6 +27,7 @@ COMMANDS = {
     "predict": Prediction,
     "export": Export,
     "browse_data": BrowseData,
+    "make_classes": MakeClasses,
     "verify_data": VerifyData,
     "plan_memory": SegmentationRun,
     "run_table": RunTable,
