@@ -70,14 +70,11 @@ class TrainingTransform:
             fill=self.fill,
             antialias=self.antialias,
         )
-        if pixel is not None and class_id is not None:
-            row, column = map(at_scale, pixel, (height, width), scaled_size)
-            place = row - offset[0], column - offset[1]
-            shrinks, (y, x) = np.less(scaled_size, (height, width)).any(), pixel
-            if label_crop[place] != class_id and not (shrinks and (label_crop == class_id).any()):
-                if label[y : y + 1, x : x + 1] != class_id:
-                    raise LookupError(f"its label has another class than {class_id} there")
-                label_crop[place] = class_id
+        if pixel is not None and class_id is not None and not (label_crop == class_id).any():
+            (y, x), (row, column) = pixel, map(at_scale, pixel, (height, width), scaled_size)
+            if label[y : y + 1, x : x + 1] != class_id:
+                raise LookupError(f"its label has another class than {class_id} there")
+            label_crop[row - offset[0], column - offset[1]] = class_id
         if self.colour_jitter is not None:  # draws last, so jitter does not change the choice of crops
             covered = tuple(
                 slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)

@@ -103,7 +103,7 @@ def by_name(*alternatives: Any) -> dict[str, Any]:
 
 def own_class(name: str, base: type[T]) -> type[T]:
     """A dataclass like `base` for the alternative `name` alone: GROUP.name cannot turn it into another alternative."""
-    made = make_dataclass(f"{base.__name__}_{name}", [("name", str, name)], bases=(base,))
+    made = make_dataclass(f"{base.__name__}_{name}", [("name", str, name)], bases=(base,), namespace={"is_made": True})
     made.__doc__, made.__module__ = base.__doc__, base.__module__
     setattr(sys.modules[base.__module__], made.__name__, made)  # where pickle looks for it
     return made
