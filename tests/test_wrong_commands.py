@@ -30,7 +30,7 @@ ANSWERS = {
     "train_seg.py norm=null": "norm=null: there is no such norm; the nearest are ",
     "train_seg.py +experiment=camvid/resnext_small": "leave out the +: experiment=camvid/resnext_small",
     "train_seg.py lr_schedule=poly gamma=0.9": "there is no such key; give lr_schedule.power=0.9",
-    "train_imagenet.py --val-crop-size 224 --train-crop-size 176": "--val-crop-size 224: leave it out: data.crop_size is ",
+    "train_imagenet.py --val-crop-size 224 --train-crop-size 176": "--val-crop-size 224: leave it out: ",
     "train_imagenet.py data=imagenet --val-resize-size 232": "give data.resize=232",
     "eval.py checkpoint=RUN window.size=512,512": "give window.size=512",
     "eval.py checkpoint=RUN window.size=512,768": "expected one number: windows are squares",
