@@ -52,6 +52,7 @@ def evaluate(values: DictConfig) -> dict:
         joined(options.device, config.trainer.timeout_seconds) as world,
         reading_errors(config.data.timeout_seconds),
     ):
+        assemble.check_classes(config.data, state)
         return score(state, path, config, options, results_file, world)
 
 

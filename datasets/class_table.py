@@ -38,6 +38,17 @@ class Palettes:
                     f"{expected}: the same id may mean different classes"
                 )
 
+    def swapped(self, listed: Mapping[int, int]) -> list[str]:
+        """A sentence if an id has the colour of another one in a list of classes, {0xRRGGBB: id}."""
+        for number, (source, colour) in self._first.items():
+            other = listed.get(int.from_bytes(bytes(colour), "big"), number)
+            if other != number:
+                return [
+                    f"{source}: its palette gives the id {number} the colour {colour}, which the list of classes gives "
+                    f"the id {other}: check their names there; with palettes=any only ids count"
+                ]
+        return []
+
 
 class UnknownIds(ValueError):
     """A label file holds values that are not in the class table."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, ImageSequence, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
 from datasets.file_list import readable, unfit
@@ -21,6 +21,7 @@ _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
+_SUBFILE = 254  # a tag: 1 a reduced copy, 4 a mask
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
 _BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
 # Kinds of PNGs: depth, colour type (4 and 6 have alpha). Decoders stretch gray of 2 and 4 bits.
@@ -134,7 +135,9 @@ def _decode(file: Stored, window: Window = EVERYTHING, turned: bool = False, dee
     path, data = file
     if turned and not file.has_end_mark:
         return _decode_photograph(file, deep)[window]
-    turn = _orientation(data) if turned else 1
+    if data.startswith(formats.PNG) and b"acTL" in data:  # OpenCV skips a first image that the animation does not show
+        data = formats.png_without(data, formats.PNG_ANIMATION)
+    turn = _orientation(file.data) if turned else 1
     if turn == 1 and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
         return part
     image = None
@@ -171,7 +174,7 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     orientation, which is applied to images only.
     """
     path, data = stored = _stored(file, photograph=True)
-    if b"eXIf" in data and _orientation(data) > 1:
+    if stored.has_end_mark and _orientation(data) > 1:
         raise Unreadable(f"{path}: has an EXIF orientation, but labels are read as stored; expected none.")
     kind = tuple(data[24:26]) if data.startswith(formats.PNG) else None  # depth and colour type
     if not stored.has_end_mark:
@@ -204,7 +207,7 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
     expected = f"a label; expected {_TIFF}, black as 0, unturned, one page"
     with _decoding(path, expected), Image.open(BytesIO(data), formats=["TIFF"]) as image:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
-        turned, inverted = tags.get(ExifTags.Base.Orientation, 1) != 1, tags.get(_INTERPRETATION) == 0
+        turned, inverted = _orientation(data) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
         if not exact or turned or inverted or _is_misread(image, tags) or getattr(image, "n_frames", 1) > 1:
             raise UnidentifiedImageError("another kind of TIFF")
@@ -221,6 +224,17 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
     else:
         levels = bytes(next((chunk[8:-4] for chunk in formats.png_chunks(file.data) if chunk[4:8] == b"PLTE"), b""))
     return {number // 3: tuple(levels[number : number + 3]) for number in range(0, len(levels), 3)}
+
+
+def pages(file: Stored) -> int:
+    """How many pages or frames of its first one's size a TIFF, GIF, WebP or AVIF has, without reduced copies, masks."""
+    with suppress(Exception), Image.open(BytesIO(file.data), formats=PHOTOGRAPHS) as image:
+        if not file.has_end_mark and getattr(image, "n_frames", 1) > 1:
+            shown = [
+                (each.size, getattr(each, "tag_v2", {}).get(_SUBFILE, 0)) for each in ImageSequence.Iterator(image)
+            ]
+            return sum(size == shown[0][0] and not kind & 5 for size, kind in shown)
+    return 1
 
 
 def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
@@ -304,11 +318,12 @@ def _is_misread(image: Image.Image, tags: Mapping[int, Any]) -> bool:
 
 
 def _orientation(data: bytes) -> int:
-    """The EXIF orientation in an image's header, 1 to 8; 1 if there is none."""
-    exif, found = Image.Exif(), 1
+    """The orientation in an image's EXIF or XMP data, 1 to 8, as Pillow finds it; 1 if there is none."""
+    found = 1
     with suppress(Exception):  # Pillow raises whatever Python does for damaged EXIF data
-        exif.load(Image.open(BytesIO(data), formats=PHOTOGRAPHS).info.get("exif", b""))
-        found = exif.get(ExifTags.Base.Orientation, 1)
+        header = formats.png_without(data, formats.PNG_PIXELS) if data.startswith(formats.PNG) else data
+        image = Image.open(BytesIO(header), formats=PHOTOGRAPHS)
+        found = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # a PNG's own method decodes its pixels
     return found if found in range(1, 9) else 1
 
 

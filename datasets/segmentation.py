@@ -80,7 +80,7 @@ class SegmentationDataset(Dataset):
     in a window of a label file, uint8 (H, W). `turned`, `range16`: see `decode_image`; `turned` is true for the user's
     own images. Reading checks the files: a ValueError names the file, the problem, the expected content and the fix.
     `label_fix` is the fix for wrong labels that no archive can restore; labels whose palettes differ are refused if
-    there is a `palette_fix`.
+    there is a `palette_fix`. `remarks`: sentences on files in its folders, see `layout.remarks_on`.
     """
 
     mean_image = None  # only small images have one
@@ -94,6 +94,7 @@ class SegmentationDataset(Dataset):
     range16: Range16 = ALL_16
     label_fix: str | None = None
     palette_fix: str | None = None
+    remarks: tuple[str, ...] = ()
     digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
     sizes: Sequence[tuple[int, int, int]] = field(default=(), init=False)  # width, height, number of images; as well
     has_labels: bool = field(init=False)  # False for test splits whose labels are withheld
@@ -240,4 +241,5 @@ def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
                 f"differently; expected labels of one kind"
             )
     files = [entry for part in parts for entry in part.files]
-    return replace(first, split="+".join(part.split for part in parts), files=files)
+    remarks = tuple(dict.fromkeys(sentence for part in parts for sentence in part.remarks))
+    return replace(first, split="+".join(part.split for part in parts), files=files, remarks=remarks)

@@ -50,7 +50,9 @@ def synthetic(
         folder = cache / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
     is_written = (folder / _MARKER).is_file()
     if not is_written and not draw:
-        raise ValueError(f"the synthetic dataset is not yet in {folder}: a training writes it")
+        raise ValueError(
+            f"the synthetic dataset is not yet in {folder}: a training writes it; for your own images, {own_images}"
+        )
     if not is_written:
         _write_once(folder, settings, own_images, in_cache=not root)
     try:

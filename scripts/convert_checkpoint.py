@@ -157,7 +157,7 @@ def _classes(
             table = vistas_classes(file)
             names, colours, ids = list(table.names), list(table.palette), list(table.official_ids)
         else:
-            names = read_list(file, "one class")
+            names = [line.strip() for line in read_list(file, "one class")]
             check_names(enumerate(names), f"{given}: ")
             if repeated := [name for name, times in Counter(names).items() if times > 1]:
                 raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")

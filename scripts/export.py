@@ -52,7 +52,8 @@ class Export:
     output: str = key(MISSING, written=True)  # the file to write, such as n.pt2 or n.onnx
     format: str = key("exported", one_of=("exported", "onnx"))
     averaged: bool = True  # the EMA weights, if the checkpoint has them
-    argmax: bool = False  # return the class of each pixel, int64 (N, H, W), or of each image, (N,), instead of logits
+    # Return the position of each pixel's class, int64 (N, H, W), or of each image's, (N,), instead of logits.
+    argmax: bool = False
     precision: str = key("float32", one_of=tuple(LARGEST))  # of the program's weights and features, but not its norms
     # Height and width of all images, for a network that can only be exported for one size; null: any.
     size: list[int] | None = key(None, above=0, entries=("height", "width in pixels"))
@@ -104,6 +105,7 @@ def metadata(found: Opened, options: Export) -> str:
         "task": config.task,
         "classes": network.classes,
         "palette": state.get("palette"),  # RGB of each class
+        "label_ids": network.label_ids.tolist() if isinstance(network, Segmenter) else None,  # of each class, in labels
         "ignore_index": IGNORED if isinstance(network, Segmenter) else None,  # of the labels in training
         "output": "classes" if options.argmax else "logits",
         "precision": options.precision,

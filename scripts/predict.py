@@ -23,13 +23,13 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
-from PIL import Image
 
 from datasets import reading_errors
-from datasets.file_list import is_hidden, unfit
-from datasets.layout import first_of
+from datasets.file_list import files_in, unfit
+from datasets.layout import PHOTOGRAPHS, RARE, first_of
 from datasets.levels import doubts16, used16
-from datasets.reading import PHOTOGRAPHS, Range16, decode_image, read
+from datasets.reading import Range16, decode_image, pages, read
+from datasets.verify import several_pages
 from engine import assemble
 from engine.checkpoint.files import file_of
 from engine.configuration import config as configuration
@@ -74,7 +74,7 @@ def predict(values: DictConfig) -> list[Path]:
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
     written, unreadable, rows, deep = [] if segments else [output / TABLE], [], list[list[str]](), list[Range16]()
-    started, since_s = 0, 0.0
+    started, since_s, several = 0, 0.0, dict[str, int]()
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     with reading_errors(config.data.timeout_seconds):
@@ -95,6 +95,7 @@ def predict(values: DictConfig) -> list[Path]:
                     continue
                 started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
+                several |= {shown: count} if (count := pages(stored)) > 1 else {}
                 add = partial(page.add, shown, image) if options.report else None
                 if isinstance(network, Segmenter):
                     written.append(places["ids"])
@@ -110,7 +111,7 @@ def predict(values: DictConfig) -> list[Path]:
         write_table(output / TABLE, rows)
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
-    for doubt in doubts16(deep, network.range16, f"images in {source}", keys="data."):
+    for doubt in [*several_pages(several), *doubts16(deep, network.range16, f"images in {source}", keys="data.")]:
         logger.warning(doubt)
     console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:
@@ -170,7 +171,7 @@ def is_labelled(folder: Path) -> bool:
 
 
 def find_images(source: Path, output: Path) -> dict[str, Path]:
-    """Find one image, or all in a folder and its subfolders: {result name: image file}, sorted.
+    """Find one image, or all in a folder and its subfolders, also linked ones: {result name: image file}, sorted.
 
     A name is the path in the folder without the suffix; images that differ only in the suffix keep theirs. Files
     without an image suffix, pipes, devices and huge files are skipped, which is logged. Hidden files and earlier
@@ -185,13 +186,10 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
     files = sorted(
         path
-        for path in source.rglob("*")
-        if not path.is_dir() and not any(map(is_hidden, path.relative_to(source).parts))
+        for path in (Path(entry.path) for _, entry in files_in(source))
         if ours.isdisjoint([path.resolve(), *path.resolve().parents])
     )
-    suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in PHOTOGRAPHS}
-    suffixes.add(".mpo")  # JPEGs too, although Pillow registers them as another format
-    named = [path for path in files if path.suffix.lower() in suffixes]
+    named = [path for path in files if path.suffix.lower() in (*PHOTOGRAPHS, *RARE)]
     images = [path for path in named if unfit(path) is None]
     skipped = {"without an image's suffix": {*files} - {*named}}
     skipped["that are no regular files of at most 4 GiB"] = {*named} - {*images}

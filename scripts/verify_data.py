@@ -8,9 +8,9 @@ Compares the number of images with the official number, and decodes every file, 
 Reports unreadable and damaged files, labels whose size differs from their image's, and ids that are not in the class
 table. A JPEG has no checksums, and decoders fill damage inside it with other pixels, so only a damaged header or a
 missing end is found: compare its archive's checksum. Goes on after a problem, but if images of a split lack labels, it
-only names them. Prints each class's pixels and doubts (classes that no image shows, many ignored pixels, 16-bit images
-that use few levels), then every kind of problem with its first files. Exit status 0 means no problem. You can train on
-part of a dataset, but its number of images is reported.
+only names them. Prints each class's pixels and doubts (files that are left out, classes that no image shows, many
+ignored pixels, 16-bit images that use few levels), then every kind of problem with its first files. Exit status 0 means
+no problem. You can train on part of a dataset, but its number of images is reported.
 """
 
 import json
@@ -102,7 +102,7 @@ def check_split(
         problems["number of images"] = [message]
     for problem in found.problems:
         problems.setdefault(problem.kind, []).append(problem.message)
-    report |= {"images": len(dataset), "doubts": found.doubts(f"image of {split}", keys="data.")}
+    report |= {"images": len(dataset), "doubts": [*dataset.remarks, *found.doubts(f"image of {split}", keys="data.")]}
     pixels = found.by_class.tolist()
     if any(pixels):
         counts = zip(dataset.classes, pixels, found.holding, strict=False)  # those have 256 entries

@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -20,6 +20,7 @@ from engine.process.output_files import NO_ROOM, cure_of, reason_of
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
+from models.checkpoints.published import IMAGENET
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
 _ANOTHER = "give another run_dir to start a new run"
@@ -156,11 +157,14 @@ class RunDirectory:
                 self._lock.close()
                 self._lock = None
 
-    def checkpoint_to_resume(self, config: TrainingRun, total_steps: int, files: dict[str, list[str]]) -> dict | None:
+    def checkpoint_to_resume(
+        self, config: TrainingRun, total_steps: int, files: dict[str, list[str]], said: Mapping[str, str] | None = None
+    ) -> dict | None:
         """The state to resume from; None for a new run.
 
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so. `notice` also reports
         data files whose size has changed. `files`: {split: [hash of names, of sizes, of the labels' numbering]}.
+        `said`: what a split holds, in words.
 
         ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
         configuration or its data differ.
@@ -176,7 +180,11 @@ class RunDirectory:
             raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
         if state["task"] != config.task:
             raise self._error(f" is for the task {state['task']}: expected {config.task}")
-        before, now = fixed(of_checkpoint(state, f"run_dir={self.path}")), fixed(config)
+        recorded = of_checkpoint(state, f"run_dir={self.path}")
+        default = config.body.name == "torchvision" and config.data.normalisation() == config.body.normalisation()
+        if default and recorded.data.normalisation() == IMAGENET:  # the default of earlier versions
+            config.data.mean, config.data.std = recorded.data.mean, recorded.data.std
+        before, now = fixed(recorded), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
             listed = "; ".join(
@@ -189,7 +197,7 @@ class RunDirectory:
         if state["step"] > total_steps:  # also of a run of as many steps
             steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
             raise self._error(f" holds {steps}. {self._restore()}")
-        self._check_files(state["data"], files)
+        self._check_files(state["data"], files, said or {})
         return state
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
@@ -212,12 +220,12 @@ class RunDirectory:
         copy = f", copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
         return f"Restore one of the two{copy}, or {_ANOTHER}"
 
-    def _check_files(self, before: dict, now: dict[str, list[str]]) -> None:
+    def _check_files(self, before: dict, now: dict[str, list[str]], said: Mapping[str, str]) -> None:
         """ValueError if file names or the labels' numbering have changed; a notice if sizes have."""
         for split, (names, sizes, numbering) in now.items():
             names_before, sizes_before, numbering_before = before.get(split, ("", "", ""))
             if names != names_before or numbering != numbering_before:
-                renamed = f"{split} files were added, removed or renamed"
+                renamed = f"{split} files were added, removed or renamed (now {said.get(split)})"
                 other = renamed if names != names_before else f"{split} labels number the classes differently"
                 raise self._error(f" holds a run on other data: {other}. Continue it on the same data, or {_ANOTHER}")
             if sizes != sizes_before:

@@ -135,19 +135,23 @@ def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_
     (source / "cut.png").write_bytes((source / "colour.png").read_bytes()[:300])
     (source / "@eaDir").mkdir()  # of a network disk
     (source / "gone.png").symlink_to(source / "elsewhere.png")
+    (tmp_path / "linked").mkdir()
+    trees.picture(tmp_path / "linked" / "more.png")
+    (source / "link").symlink_to(tmp_path / "linked")
+    (source / sub / "circle").symlink_to(source)
     for name in ("text.png", "notes.txt", f"{sub}/film.mp4", ".hidden.png", "@eaDir/thumb.jpg"):
         (source / name).write_text("no image")
     with pytest.raises(ValueError) as error:
         run(trained, source, tmp_path / "out")
     first, *lines = str(error.value).splitlines()
-    assert first == "3 of 5 images were not predicted:" and "archive" not in str(error.value)  # advice for datasets
+    assert first == "3 of 6 images were not predicted:" and "archive" not in str(error.value)  # advice for datasets
     assert lines[0].startswith(f"{source / 'cut.png'}: the PNG file is truncated")
     assert lines[1].startswith(f"{source / 'gone.png'}: cannot be read (No such file")
     assert lines[2].startswith(f"{source / 'text.png'}: cannot be decoded as an image")
     skipped = f"skipped 2 file(s) without an image's suffix: {Path('notes.txt')}, {Path(sub) / 'film.mp4'}\n"
     assert capsys.readouterr().out.count(skipped) == 1
     for kind in ("ids", "colour", "overlays"):
-        assert relative_files(tmp_path / "out" / kind) == ["colour.png", f"{sub}/gray.png"]
+        assert relative_files(tmp_path / "out" / kind) == ["colour.png", "link/more.png", f"{sub}/gray.png"]
         assert Image.open(tmp_path / "out" / kind / "colour.png").size == (60, 40)
 
 

@@ -403,11 +403,11 @@ def test_data_that_changed_since_the_last_save_is_refused_or_named(config, tmp_p
     run = run_in(tmp_path)
 
     def step(*hashes: str) -> int:
-        return run.checkpoint_to_resume(config, 9, {"training": [*hashes]})["step"]
+        return run.checkpoint_to_resume(config, 9, {"training": [*hashes]}, {"training": "7 images"})["step"]
 
     save(run, {**state_of(3, config), "data": {"training": ["names", "sizes", "ids"]}})
     assert step("names", "sizes", "ids") == 3 and run.notice is None
-    with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
+    with pytest.raises(ValueError, match=r"training files were added, removed or renamed \(now 7 images\)"):
         step("other names", "sizes", "ids")
     with pytest.raises(ValueError, match="a run on other data: training labels number the classes differently"):
         step("names", "sizes", "other ids")
