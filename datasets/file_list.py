@@ -138,9 +138,10 @@ def files_in(
         for entry in entries:
             if is_hidden(entry.name):
                 continue
-            if entry.name.lower().endswith(ends) and entry.is_dir():
+            is_folder = os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()  # a link may lead to itself
+            if entry.name.lower().endswith(ends) and is_folder:
                 raise ValueError(f"{readable(folder / entry.name)} is a folder with an image's name: rename it")
-            if not entry.is_dir():
+            if not is_folder:
                 yield composed(entry.name), entry
             elif deep:
                 inside = files_in(folder / entry.name, deep, suffixes, above)

@@ -187,7 +187,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     files = sorted(
         path
         for path in (Path(entry.path) for _, entry in files_in(source))
-        if ours.isdisjoint([path.resolve(), *path.resolve().parents])
+        if ours.isdisjoint([real := Path(os.path.realpath(path)), *real.parents])
     )
     named = [path for path in files if path.suffix.lower() in (*PHOTOGRAPHS, *RARE)]
     images = [path for path in named if unfit(path) is None]

@@ -139,6 +139,7 @@ def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_
     trees.picture(tmp_path / "linked" / "more.png")
     (source / "link").symlink_to(tmp_path / "linked")
     (source / sub / "circle").symlink_to(source)
+    (source / "itself").symlink_to("itself")
     for name in ("text.png", "notes.txt", f"{sub}/film.mp4", ".hidden.png", "@eaDir/thumb.jpg"):
         (source / name).write_text("no image")
     with pytest.raises(ValueError) as error:
@@ -148,7 +149,7 @@ def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_
     assert lines[0].startswith(f"{source / 'cut.png'}: the PNG file is truncated")
     assert lines[1].startswith(f"{source / 'gone.png'}: cannot be read (No such file")
     assert lines[2].startswith(f"{source / 'text.png'}: cannot be decoded as an image")
-    skipped = f"skipped 2 file(s) without an image's suffix: {Path('notes.txt')}, {Path(sub) / 'film.mp4'}\n"
+    skipped = f"skipped 3 file(s) without an image's suffix: itself, notes.txt, {Path(sub) / 'film.mp4'}\n"
     assert capsys.readouterr().out.count(skipped) == 1
     for kind in ("ids", "colour", "overlays"):
         assert relative_files(tmp_path / "out" / kind) == ["colour.png", "link/more.png", f"{sub}/gray.png"]
