@@ -228,8 +228,9 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
 
 def pages(file: Stored) -> int:
     """How many pages or frames of its first one's size a TIFF, GIF, WebP or AVIF has, without reduced copies, masks."""
-    with suppress(Exception), Image.open(BytesIO(file.data), formats=PHOTOGRAPHS) as image:
-        if not file.has_end_mark and getattr(image, "n_frames", 1) > 1:
+    with suppress(Exception):
+        if not file.has_end_mark:
+            image = Image.open(BytesIO(file.data), formats=PHOTOGRAPHS)
             shown = [
                 (each.size, getattr(each, "tag_v2", {}).get(_SUBFILE, 0)) for each in ImageSequence.Iterator(image)
             ]
