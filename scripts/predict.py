@@ -184,11 +184,8 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     if not source.is_dir():
         raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
-    files = sorted(
-        path
-        for path in (Path(entry.path) for _, entry in files_in(source))
-        if ours.isdisjoint([real := Path(os.path.realpath(path)), *real.parents])
-    )
+    real = ((Path(entry.path), Path(os.path.realpath(entry))) for _, entry in files_in(source))
+    files = sorted(path for path, its in real if ours.isdisjoint([its, *its.parents]))
     named = [path for path in files if path.suffix.lower() in (*PHOTOGRAPHS, *RARE)]
     images = [path for path in named if unfit(path) is None]
     skipped = {"without an image's suffix": {*files} - {*named}}
