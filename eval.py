@@ -24,7 +24,7 @@ from engine.prediction.opening import checkpoint_of, trained_forward
 from engine.process.console import log_to, make_console
 from engine.process.distributed import World, joined
 from engine.process.output_files import writable_file
-from engine.records.evaluated import print_results, write_results
+from engine.records.evaluated import are_results, print_results, write_results
 from engine.schema.evaluation import Evaluation
 from engine.schema.training import TrainingRun
 from engine.training.run import verify_with_progress
@@ -52,6 +52,7 @@ def evaluate(values: DictConfig) -> dict:
         joined(options.device, config.trainer.timeout_seconds) as world,
         reading_errors(config.data.timeout_seconds),
     ):
+        assemble.check_classes(config.data, state)
         return score(state, path, config, options, results_file, world)
 
 
@@ -68,7 +69,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         )
     assemble.arithmetic(config.trainer)
     forward = trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
-    writable_file("results", results_file, path)
+    writable_file("results", results_file, path, ours=are_results)
     with world.first_goes_ahead() as first:  # last, as it takes long for many files
         if config.data.verify and first:
             verify_with_progress(dataset, console)

@@ -42,7 +42,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         FloatingPointError: a loss, gradient or weight is infinite or NaN; the last checkpoint is from an earlier step.
         MemoryError: the device does not have enough memory.
         OSError: a checkpoint cannot be written, reading data timed out, or another process was lost.
-        Preempted: SIGTERM or SIGUSR1 stopped the run; it can be resumed.
+        Preempted: a signal such as SIGTERM stopped the run; it can be resumed.
     """
     config, eager_because = planner.fitted(configuration.typed(values, SegmentationRun))
     with opened(config, command, assemble.labelled_splits) as run:

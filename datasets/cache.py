@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-import shutil
+import stat
 import tempfile
 import uuid
 import zipfile
@@ -13,31 +13,81 @@ from pathlib import Path
 
 import numpy as np
 
+_NAME = "inplace-abn-segmentation"
 
-def cache_folder() -> Path:
+
+def cache_folder() -> Path | None:
     """`inplace-abn-segmentation` in $XDG_CACHE_HOME, by default in ~/.cache. It may not exist yet.
 
-    For users without a home, whom containers may have, it is in the folder for temporary files.
+    For users without a home, whom containers may have, it is a `private` folder in the folder for temporary files;
+    None if there is no such folder.
     """
     above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if above.startswith("~"):
-        return Path(tempfile.gettempdir()) / f"inplace-abn-segmentation-{os.getuid()}"
-    return Path(above) / "inplace-abn-segmentation"
+    if not above.startswith("~"):
+        return Path(above) / _NAME
+    with suppress(OSError):
+        return private(Path(tempfile.gettempdir()) / f"{_NAME}-{os.getuid()}")
+    return None
+
+
+def needed_cache(what: str, instead: str) -> Path:
+    """`cache_folder`. ValueError if there is none: `what` needs it, unless the user follows `instead`."""
+    if (folder := cache_folder()) is None:
+        raise ValueError(
+            f"{what} has no cache folder: this user has no home, and {_NAME}-{os.getuid()} in the folder for temporary "
+            f"files is not this user's own; {instead}"
+        )
+    return folder
+
+
+def private(folder: Path) -> Path | None:
+    """Make a folder that only this user may enter; None if something else, or another user's folder, has its name.
+
+    Several processes may make it at once. An older one of this user's becomes private, unless others wrote into it.
+    OSError: it cannot be made.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    user, state, above = os.getuid(), os.lstat(folder), os.stat(folder.parent).st_mode
+    replaceable = above & stat.S_IWOTH and not above & stat.S_ISVTX  # by anybody
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != user or replaceable:
+        return None
+    if (mode := stat.S_IMODE(state.st_mode)) != 0o700:
+        os.chmod(folder, 0o700)  # before the search, so that nobody adds a file during it
+        inside = (Path(at, name) for at, *names in os.walk(folder) for name in (*names[0], *names[1]))
+        if any(path.lstat().st_uid != user for path in inside):
+            os.chmod(folder, mode)
+            return None
+    return folder
 
 
 @contextmanager
 def alone_in(folder: Path, partial: str) -> Iterator[None]:
     """Context for writing into a folder of the cache: one process at a time, if the file system has locks.
 
-    Files and folders whose names begin with `partial`, which killed processes left there, are removed.
+    Files and folders whose names begin with `partial`, which killed processes left there, are removed, unless the
+    folder is a link.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a network folder without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            for left in [path for path in folder.iterdir() if path.name.startswith(partial)]:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            _remove(folder, partial)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path | str, prefix: str = "", above: int | None = None) -> None:
+    """Remove what is in a folder, or only names that begin with `prefix`. No link is followed, not even `folder`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    try:
+        for name in filter(lambda name: name.startswith(prefix), os.listdir(descriptor)):
+            try:
+                os.unlink(name, dir_fd=descriptor)
+            except (IsADirectoryError, PermissionError):  # PermissionError: a folder, on other systems than Linux
+                _remove(name, above=descriptor)
+                os.rmdir(name, dir_fd=descriptor)
     finally:
         os.close(descriptor)
 

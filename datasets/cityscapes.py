@@ -3,7 +3,7 @@
 import os
 
 from datasets.class_table import ClassTable
-from datasets.layout import Layout
+from datasets.layout import Layout, remarks_on, without_image
 from datasets.segmentation import Files, SegmentationDataset
 
 _IMAGE_SUFFIX = "_leftImg8bit.png"
@@ -70,10 +70,11 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
     root = _LAYOUT.check(root, split)
     folder = root / "leftImg8bit" / split
     images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), images_of=split, deep=True)  # CITY/NAME
-    files = [Files(name, path) for name, path in images.items()]
+    files, alone = [Files(name, path) for name, path in images.items()], tuple[str, ...]()
     if split != _WITHHELD:
         folder = root / "gtFine" / split
         labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), deep=True)
         files = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
+        alone = remarks_on(without_image(labels, images))
     files = [entry._replace(name=entry.name.rpartition("/")[2]) for entry in files]
-    return SegmentationDataset("cityscapes", split, files, cityscapes_classes())
+    return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), remarks=alone)

@@ -11,7 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from datasets.cache import cache_folder, read_arrays, write_arrays
+from datasets.cache import needed_cache, read_arrays, write_arrays
 from datasets.segmentation import SegmentationDataset
 from datasets.verify import every
 from datasets.workers import Progress
@@ -73,11 +73,13 @@ def index_classes(
     The file is named after the dataset's fingerprint. `workers`: see `in_order`.
 
     Raises:
-        ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).
+        ValueError: a label is bad or missing, or there is no folder, or it cannot be written (the message names
+            `folder_key`).
         TimeoutError: names the image whose label took longer than `reading_errors` around this call allows.
     """
     key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes)])
-    kept = (Path(os.path.expanduser(folder)) if folder else cache_folder() / "class-index") / key
+    above = folder or needed_cache("the class index", f"give {folder_key}=DIR") / "class-index"
+    kept = Path(os.path.expanduser(above)) / key
     file = kept / "index.npz"
     found = read_arrays(file, _ARRAYS)
     if found is None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from datasets.file_list import readable
+
 IGNORED = 255  # the train id of pixels that do not count
 _ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this module
 
@@ -32,9 +34,20 @@ class Palettes:
             first, expected = self._first.setdefault(number, (str(path), colour))
             if self.conflict is None and colour != expected:
                 self.conflict = (
-                    f"{path}: its palette gives the id {number} the colour {colour}, and {first} the colour "
+                    f"{readable(path)}: its palette gives the id {number} the colour {colour}, and {first} the colour "
                     f"{expected}: the same id may mean different classes"
                 )
+
+    def swapped(self, listed: Mapping[int, int]) -> list[str]:
+        """A sentence if an id has the colour of another one in a list of classes, {0xRRGGBB: id}."""
+        for number, (source, colour) in self._first.items():
+            other = listed.get(int.from_bytes(bytes(colour), "big"), number)
+            if other != number:
+                return [
+                    f"{source}: its palette gives the id {number} the colour {colour}, which the list of classes gives "
+                    f"the id {other}: check their names there; with palettes=any only ids count"
+                ]
+        return []
 
 
 class UnknownIds(ValueError):

@@ -19,7 +19,7 @@ class ClassificationDataset(Dataset):
     `name`: the dataset, e.g. "imagenet". `classes`: names of the classes. `labels`: the class of every image, int64
     (images,). `files`: one per image, unless all images are in memory: then `pixels` are uint8 (images, 3, H, W) RGB,
     and `names` their names. `mean_image`: see `minus`. `turned`: EXIF orientation is applied.
-    `range16`: see `decode_image`.
+    `range16`: see `decode_image`. `remarks`: see `layout.remarks_on`.
     """
 
     palette = None  # classes have no colours
@@ -37,6 +37,7 @@ class ClassificationDataset(Dataset):
     mean_image: np.ndarray | None = None
     turned: bool = False
     range16: Range16 = ALL_16
+    remarks: tuple[str, ...] = ()
     digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
     sizes: Sequence[tuple[int, int, int]] = field(default=(), init=False)  # none: they do not matter
 

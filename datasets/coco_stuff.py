@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets.class_table import IGNORED, ClassTable, distinct_colours
 from datasets.file_list import list_files
-from datasets.layout import Layout, as_listed, read_list
+from datasets.layout import Layout, as_listed, read_list, remarks_on, without_image
 from datasets.segmentation import Files, SegmentationDataset
 
 LISTS = ("challenge", "full")  # of images
@@ -89,11 +89,12 @@ def coco_stuff(
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes())
     names = _listed(root, split, images, keys) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
+    alone = remarks_on(without_image(labels, images)) if names is None else ()
     if names is not None:
         images = {name: images[name] for name in names}
     files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
     files = files if names is None else as_listed(files, names)
-    return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps))
+    return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps), remarks=alone)
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
@@ -122,7 +123,7 @@ def _listed(root: Path, split: str, images: dict[str, Path], keys: str) -> list[
             f"in {root}, which contains the lists",
         )
     names = []
-    for line in read_list(file, "one image id (a number)"):
+    for line in map(str.strip, read_list(file, "one image id (a number)")):
         if not line.isdecimal():
             raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
         names.append(f"{int(line):012d}")

@@ -9,6 +9,7 @@ PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
 JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
 GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
 _PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
+PNG_PIXELS, PNG_ANIMATION = (_PIXELS, b"fdAT"), (b"acTL", b"fcTL", b"fdAT")  # kinds of chunks
 _HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing
 _CHANNELS = {GRAY: 1, COLOUR: 3, PALETTE: 1, 4: 2, 6: 4}
 # First column, first row, and the steps to the next ones, of the parts in which a PNG stores its pixels; interlaced: 7.
@@ -43,6 +44,11 @@ def png_is_intact(data: bytes) -> bool:
 def png_size(data: bytes) -> tuple[int, int]:
     """(width, height) from the header of an intact PNG."""
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def png_without(data: bytes, kinds: tuple[bytes, ...]) -> bytes:
+    """A PNG without its chunks of some kinds."""
+    return data[:8] + b"".join(chunk for chunk in png_chunks(data) if chunk[4:8] not in kinds)
 
 
 def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:

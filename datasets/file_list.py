@@ -3,15 +3,22 @@
 import hashlib
 import json
 import os
+import re
+import stat
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-# Folders that network disks, macOS, Windows and Linux put beside images.
+# Folders and files that network disks, macOS, Windows and Linux put beside images.
 _OF_SYSTEMS = {"@eadir", "#recycle", "#snapshot", "$recycle.bin", "system volume information", "__macosx", "lost+found"}
+_OF_SYSTEMS |= {"thumbs.db", "desktop.ini"}
+# What moves a terminal's cursor, begins a line or turns text around.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_MOST_BYTES = 2**32  # of a file
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,32 @@ def composed(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
+def readable(name: object, lines: bool = False) -> str:
+    """A name as messages show it: control characters are escaped. `lines`: not ends of lines, nor tabs."""
+
+    def escaped(found: re.Match) -> str:
+        return found[0] if lines and found[0] in "\n\t" else found[0].encode("unicode_escape").decode()
+
+    return _CONTROL.sub(escaped, str(name))
+
+
+def printable(name: object) -> str:
+    """A name as pages and pictures show it: what UTF-8 cannot encode is escaped, too."""
+    return readable(name).encode(errors="backslashreplace").decode()
+
+
+def unfit(path: Path) -> str | None:
+    """Why a path is not read as a file; None if it can be, or if reading it will say why it cannot."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    if not stat.S_ISREG(state.st_mode):
+        return "is a folder, pipe or device; expected a regular file"
+    large = f"has {state.st_size:,} bytes; expected at most {_MOST_BYTES:,} (4 GiB)"
+    return large if state.st_size > _MOST_BYTES else None
+
+
 def is_hidden(name: str) -> bool:
     """Whether a file or folder is ignored: its name starts with a dot, or it is a system's own folder."""
     return name.startswith(".") or name.lower() in _OF_SYSTEMS
@@ -70,58 +103,83 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(found, key=composed))
 
 
-def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
+def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False, more: Sequence[str] = ()) -> dict[str, Path]:
     """{name: path} of the files in `folder` with one of `suffixes`, which are not part of the names; sorted.
 
     Names are `composed`, so images and labels pair however their disk stores accents. `deep`: also files in its
     folders; their names are paths below `folder`. Hidden files and folders do not count, nor links to a folder above.
+    `more`: suffixes of files that count only where no other file has their name; earlier ones come first.
     ValueError if two files have the same name, or a folder has one of the suffixes.
     """
     found: dict[str, Path] = {}
-    for name, entry in _entries(folder, suffixes, deep):
-        path = Path(entry.path)
-        if (other := found.setdefault(name, path)) != path:
+    entries = [*files_in(folder, deep, suffixes)]
+    for name, entry in entries:
+        path, end = Path(entry.path), next((each for each in suffixes if name.lower().endswith(each.lower())), None)
+        if end is not None and (other := found.setdefault(name[: -len(end)], path)) != path:
             one, two = (ascii(str(file.relative_to(folder))) for file in (other, path))  # it shows how accents differ
             raise ValueError(f"{folder} holds both {one} and {two}: expected one file per name. Remove one.")
+    found |= {name: Path(entry.path) for name, entry in _others(found, entries, more)}
     return dict(sorted(found.items()))
 
 
-def _entries(
-    folder: Path, suffixes: Sequence[str], deep: bool = False, above: frozenset[str] = frozenset()
+def files_in(
+    folder: Path, deep: bool = True, suffixes: Sequence[str] = (), above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, os.DirEntry]]:
-    """Each file of `list_files`, and its name there."""
+    """Each file of a folder that is not hidden, also behind links, and its `composed` path below the folder.
+
+    ValueError if a folder has one of `suffixes`. `above`: the folders above, where a circle of links ends.
+    """
     if deep and (real := os.path.realpath(folder)) not in above:
         above |= {real}
-    elif deep:  # a circle of links
+    elif deep:
         return
+    ends = tuple(map(str.lower, suffixes))
     with os.scandir(folder) as entries:
         for entry in entries:
-            suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
             if is_hidden(entry.name):
                 continue
-            if suffix is not None and entry.is_dir():
-                raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")
-            if deep and entry.is_dir():
-                inside = _entries(folder / entry.name, suffixes, deep, above)
+            is_folder = os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()  # a link may lead to itself
+            if entry.name.lower().endswith(ends) and is_folder:
+                raise ValueError(f"{readable(folder / entry.name)} is a folder with an image's name: rename it")
+            if not is_folder:
+                yield composed(entry.name), entry
+            elif deep:
+                inside = files_in(folder / entry.name, deep, suffixes, above)
                 yield from ((f"{composed(entry.name)}/{name}", file) for name, file in inside)
-            elif suffix is not None:
-                yield composed(entry.name[: -len(suffix)]), entry
 
 
-def list_classes(folder: Path, classes: Sequence[str], suffixes: tuple[str, ...]) -> tuple[FileList, np.ndarray]:
+def _others(
+    names: Collection[str], entries: Sequence[tuple[str, os.DirEntry]], suffixes: Sequence[str]
+) -> Iterator[tuple[str, os.DirEntry]]:
+    """The entries with one of `suffixes`, under their names without it, except `names` and those of an earlier one."""
+    taken = {*names}
+    for end, (name, entry) in product(suffixes, sorted(entries, key=lambda entry: entry[0]) if suffixes else ()):
+        if name.lower().endswith(end) and (own := name[: -len(end)]) not in taken:
+            taken.add(own)
+            yield own, entry
+
+
+def list_classes(
+    folder: Path, classes: Sequence[str], suffixes: tuple[str, ...], more: Sequence[str] = ()
+) -> tuple[FileList, np.ndarray, list[str]]:
     """The files in `folder`/CLASS for each of `classes`, sorted by class and name, and their classes, int64 (n,).
 
     Files in folders inside CLASS count, too, as in torchvision's ImageFolder. Only names that end with one of
-    `suffixes`, in lower or upper case, count; hidden files do not. ImageNet's 1.3 million files take about ten seconds
-    on a local disk.
+    `suffixes`, in lower or upper case, count, and `more`, see `list_files`; hidden files do not. Also returns the paths
+    of the other files. ImageNet's 1.3 million files take about ten seconds on a local disk.
     """
-    start = len(os.path.join(folder, ""))
-    found = [
-        sorted((entry.path[start:], _size_and_time(entry)) for _, entry in _entries(folder / name, suffixes, deep=True))
-        for name in classes
-    ]
+    start, left_out = len(os.path.join(folder, "")), list[str]()
+    found = list[list[tuple[str, tuple[int, int]]]]()
+    for each in classes:
+        entries = [*files_in(folder / each, suffixes=suffixes)]
+        images = {entry.path: entry for name, entry in entries if name.lower().endswith(suffixes)}
+        if len(images) < len(entries):
+            names = {name.rpartition(".")[0] for name, entry in entries if entry.path in images}
+            images |= {entry.path: entry for _, entry in _others(names, entries, more)}
+            left_out += (entry.path for _, entry in entries if entry.path not in images)
+        found.append(sorted((path[start:], _size_and_time(entry)) for path, entry in images.items()))
     files = _file_list(folder, [entry for entries in found for entry in entries])
-    return files, np.repeat(np.arange(len(classes)), [len(entries) for entries in found])
+    return files, np.repeat(np.arange(len(classes)), [len(entries) for entries in found]), left_out
 
 
 def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> FileList:

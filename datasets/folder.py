@@ -15,8 +15,8 @@ import numpy as np
 
 from datasets.class_names import check_names
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.file_list import composed, is_hidden, list_files
-from datasets.layout import PHOTOGRAPHS, Layout, as_listed, read_json, read_list
+from datasets.file_list import composed, files_in, is_hidden, list_files, readable
+from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_json, read_list, remarks_on, without_image
 from datasets.reading import Stored, Window, decode_mask, label_palette
 from datasets.segmentation import Files, SegmentationDataset
 
@@ -151,8 +151,15 @@ def folder(
     above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
     if not (above / "images").is_dir():
         raise _LAYOUT.error(f"folder: the folder {above / 'images'} is missing", root, _elsewhere(root, keys))
-    images = options.images(_LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True))
-    labels, is_test, looked_in = options.labels(above), own.name == WITHHELD, above / label_folder
+    found = _LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True, more=RARE)
+    images, labels = options.images(found), options.labels(above)
+    is_test, looked_in = own.name == WITHHELD, above / label_folder
+    alone = without_image(labels, images)
+    if above != root and labels:  # one without a label is passed over, as before its suffix was read
+        known = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in PHOTOGRAPHS}
+        images = known or images
+    used = {*map(str, (*images.values(), *labels.values()))}
+    others = [entry.path for _, entry in files_in(above / "images") if entry.path not in used]
     chosen = _on_list(root, own, images, keys) if above == root else list(images)
     if above == root:
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
@@ -179,8 +186,11 @@ def folder(
     colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
     decode = partial(_decode, colours, np.array(levels, np.uint8))
     different = None if palettes == "any" else palette_fix(keys)
-    files = as_listed(files, chosen)
-    return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=different)
+    files = [entry._replace(name=as_stored(entry, above / "images")) for entry in as_listed(files, chosen)]
+    remarks = remarks_on(alone, others, [entry.image for entry in files])
+    return SegmentationDataset(
+        "folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=different, remarks=remarks
+    )
 
 
 class LabelNames(NamedTuple):
@@ -229,7 +239,9 @@ class LabelNames(NamedTuple):
         place, suffix = max(sorted(seen), key=seen.__getitem__)
         given = {"label_folder": (place, self.folder), "label_suffix": (suffix, self.suffix)}
         options = " ".join(f"{self.keys}{key}={new}" for key, (new, old) in given.items() if new != old)
-        return f"{above / place} holds labels such as {wanted[0]}{suffix}: give {options}" if options else None
+        return (
+            f"{above / place} holds labels such as {readable(wanted[0] + suffix)}: give {options}" if options else None
+        )
 
 
 def palette_fix(keys: str = "") -> str:
@@ -248,6 +260,12 @@ def _below(root: Path, split: str) -> Path:
         return below
     same = [found for found in folder_splits(root) if composed(found) == composed(split)]
     return root / same[0] if len(same) == 1 else below
+
+
+def as_stored(entry: Files, folder: Path) -> str:
+    """The name of an image as its file has it below a folder: accents may be letters of their own there."""
+    path = str(entry.image.relative_to(folder))
+    return path.removesuffix(entry.image.suffix) if composed(path) != path else entry.name
 
 
 _USUAL = LabelNames()
@@ -286,7 +304,7 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL) 
     for above in _folders(root, {"images", options.folder}):
         labels, images = options.labels(above), None
         if (folder := above / "images").is_dir():
-            images = options.images(list_files(folder, PHOTOGRAPHS, deep=True))
+            images = options.images(list_files(folder, PHOTOGRAPHS, deep=True, more=RARE))
             without = [path for name, path in images.items() if name not in labels]
             found.without.extend(without if labels or above.name != WITHHELD else ())
             fix = fix or (options.found(above, images) if without else None)
@@ -296,6 +314,9 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL) 
             else:
                 found.alone.append(label)
     if not found.images:
+        if (above := root.resolve().parent / "images").is_dir():
+            whole = above.parent.parent if _beside(above.parent) else above.parent
+            fix = fix or f"give {options.keys}root={whole}, the folder above"
         raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found.alone)} in {root}", root, fix)
     return found
 
@@ -330,12 +351,13 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> li
         raise _LAYOUT.error(
             f"folder: neither the folder {own / 'images'} nor the list {file} exists", root, _elsewhere(root, keys)
         )
-    lines = (composed(line).removeprefix("./") for line in read_list(file, "the name of an image"))
+    lines = [composed(line).removeprefix("./") for line in read_list(file, "the name of an image")]
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
-    names = [stems.get(line, line) for line in lines]
+    stripped = {line: stems.get(line.strip()) for line in lines}  # a name may end in a blank, or the line alone
+    names = [stems.get(line) or stripped[line] or line for line in lines]
     fix = (
-        f"give one path below {root / 'images'} a line, such as {min(stems)}, without a label beside it; take out "
-        f"lines of images that are not there"
+        f"give one path below {root / 'images'} a line, such as {readable(min(stems))}, without a label beside it; "
+        f"take out lines of images that are not there"
     )
     _LAYOUT.check_list(file, names, images, root, fix)
     return names

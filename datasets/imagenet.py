@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from datasets.class_names import ORDERS, by_number, check_names
 from datasets.classification import ClassificationDataset
-from datasets.file_list import class_folders, composed, list_classes
-from datasets.layout import PHOTOGRAPHS, Layout, first_of
+from datasets.file_list import class_folders, composed, is_hidden, list_classes, readable
+from datasets.layout import PHOTOGRAPHS, RARE, Layout, first_of, remarks_on
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
@@ -58,7 +58,7 @@ def image_folder(
 
     ValueError also if there is only one class.
     """
-    dataset = _in_folders(_OWN, root, split, class_order, keys, PHOTOGRAPHS)
+    dataset = _in_folders(_OWN, root, split, class_order, keys, PHOTOGRAPHS, RARE)
     if len(dataset.classes) == 1:
         raise ValueError(
             f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
@@ -80,6 +80,7 @@ def _in_folders(
     class_order: str | None,
     keys: str,
     suffixes: tuple[str, ...] = _SUFFIXES,
+    more: tuple[str, ...] = (),
 ) -> ClassificationDataset:
     """The class folders in `root`/`split`."""
     if class_order not in (None, *ORDERS):
@@ -87,18 +88,21 @@ def _in_folders(
     root = layout.check(root, split)
     folder = root / split
     if not folder.is_dir():
-        raise layout.error(f"{layout.name}: the folder {folder} is missing", root)
+        alike = [name for name in class_folders(root) if name.lower().startswith(split) and name not in layout.splits]
+        fix = f"rename {root / alike[0]} to {split}" if alike else None
+        raise layout.error(f"{layout.name}: the folder {folder} is missing", root, fix)
     classes = class_folders(folder)
     if class_order == "numbers":
         places = {name: place for place, name in enumerate(by_number(map(composed, classes)))}
         classes = tuple(sorted(classes, key=lambda name: places[composed(name)]))
     with os.scandir(folder) as entries:
-        flat = [entry.name for entry in entries if entry.name.lower().endswith(suffixes) and entry.is_file()]
+        outside = [entry.name for entry in entries if entry.is_file() and not is_hidden(entry.name)]
+    flat = [name for name in outside if name.lower().endswith(suffixes)]
     if flat:
-        beside = "beside" if classes else "without"
+        where = "beside" if classes else "without"
         raise layout.error(
-            f"{layout.name}: {folder} holds {len(flat)} images {beside} class folders, such as {min(flat)}; expected "
-            "images only in class folders",
+            f"{layout.name}: {folder} holds {len(flat)} images {where} class folders, such as "
+            f"{readable(min(flat))}; expected images only in class folders",
             root,
             fix=_SORT_FLAT if layout is _LAYOUT else None,
         )
@@ -117,8 +121,11 @@ def _in_folders(
                 root,
                 fix="complete the splits; a class without images needs an empty folder",
             )
-    files, labels = list_classes(folder, classes, suffixes)
+    files, labels, others = list_classes(folder, classes, suffixes, more)
+    rare = map(files.name, range(len(files))) if more else ()
+    others += (str(folder / name) for name in outside if name.lower().endswith(more))
     if not len(files):
         looked_for = f"{folder}/*/**/*{{{','.join(suffixes)}}}"
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
-    return ClassificationDataset(layout.name, split, names, labels, files)
+    remarks = remarks_on((), others, rare)
+    return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks)

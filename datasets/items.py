@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from datasets.classification import ClassificationDataset
+from datasets.file_list import readable
 from datasets.image_transforms import PaddedCrop, Transform, seeded
 from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
@@ -63,13 +64,15 @@ class TrainingCrops(_Items):
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         draw = Draw(*key)
         read = self.dataset.undecoded(draw.image)
-        if draw.pixel is not None and np.greater_equal(draw.pixel, size := read[0].shape).any():
+        try:
+            if draw.pixel is not None and np.greater_equal(draw.pixel, size := read[0].shape).any():
+                raise LookupError(f"is {size[1]}x{size[0]} pixels")
+            image, label = self.transform(*read, _generator(self.seed, draw), draw.pixel, draw.class_id)
+        except LookupError as error:
             raise ValueError(
-                f"{self.dataset.path(draw.image)}: is {size[1]}x{size[0]} pixels, but the class index has its pixel "
-                f"(row, column) {draw.pixel}: the image changed after it was indexed. Restore it, or remove "
-                f"{self.index_folder} and start again"
-            )
-        image, label = self.transform(*read, _generator(self.seed, draw), draw.pixel, draw.class_id)
+                f"{readable(self.dataset.path(draw.image))}: {error}, but the class index has its pixel (row, column) "
+                f"{draw.pixel}: it changed since. Restore it, or remove {self.index_folder} and start again"
+            ) from None
         return {
             "image": _channels_first(image),
             "label": torch.from_numpy(label),

@@ -2,16 +2,18 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets.file_list import list_files
+from datasets.file_list import list_files, readable, unfit
 from datasets.segmentation import Files
 
-# Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image.
+# Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image. Files
+# with a `RARE` one, which earlier versions passed over, count where no other has their name.
 PHOTOGRAPHS = tuple(".png .jpg .jpeg .bmp .jfif .tif .tiff .webp .avif .gif .heic .heif".split())
+RARE = tuple(".jpe .mpo .apng .ppm .pgm .pbm .pnm .jp2 .j2k .jpf .jpx .jpc .j2c .tga .vda .icb .vst .qoi".split())
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Layout:
         """A ValueError that states the problem, the contents of `root`, the expected tree and the `fix`."""
         found = ""
         if root is not None:
-            entries = sorted(entry.name + "/" * entry.is_dir() for entry in root.iterdir())
+            entries = sorted(readable(entry.name) + "/" * entry.is_dir() for entry in root.iterdir())
             more = f", … ({len(entries)} entries)" if len(entries) > 8 else ""
             found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
@@ -52,15 +54,21 @@ class Layout:
         return ValueError(f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\nFix: {fix}.")
 
     def files(
-        self, root: Path, folder: Path, suffixes: Sequence[str], images_of: str | None = None, deep: bool = False
+        self,
+        root: Path,
+        folder: Path,
+        suffixes: Sequence[str],
+        images_of: str | None = None,
+        deep: bool = False,
+        more: Sequence[str] = (),
     ) -> dict[str, Path]:
         """`list_files` of a folder below `root`. ValueError if it is missing.
 
-        `images_of`: the split whose images they are, if there must be some. `deep`: see `list_files`.
+        `images_of`: the split whose images they are, if there must be some. `deep`, `more`: see `list_files`.
         """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root)
-        found = list_files(folder, suffixes, deep)
+        found = list_files(folder, suffixes, deep, more)
         if images_of is not None and not found:
             ends = suffixes[0] if len(suffixes) == 1 else f"{{{','.join(suffixes)}}}"
             looked_for = f"{folder}/{'**/' * deep}*{ends}"
@@ -72,9 +80,9 @@ class Layout:
     ) -> None:
         """ValueError unless all names on a list have an image in the split's folder. `fix`: see `error`."""
         if missing := [name for name in names if name not in images]:
-            count = f"{len(missing)} of its {len(names)} images"
+            count, such = f"{len(missing)} of its {len(names)} images", first_of(missing[:1])
             raise self.error(
-                f"{self.name}: {file}: {count}, such as {missing[0]}, are missing from the split's folder", root, fix
+                f"{self.name}: {file}: {count}, such as {such}, are missing from the split's folder", root, fix
             )
 
     def pair(
@@ -87,7 +95,7 @@ class Layout:
     ) -> list[Files]:
         """Pair images with labels by name. ValueError counts and names the images without a label.
 
-        Labels without an image are left out. `fix`: see `error`.
+        Labels without an image are left out, see `remarks_on`. `fix`: see `error`.
         """
         if missing := [name for name in images if name not in labels]:
             count = f"{len(missing)} of {len(images)} images"
@@ -104,6 +112,8 @@ def as_listed(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
 
 def read_json(file: Path) -> Any:
     """The content of a JSON file. OSError or ValueError if it cannot be read."""
+    if (why := unfit(file)) is not None:
+        raise ValueError(f"it {why}")
     try:
         return json.loads(file.read_text("utf-8-sig"))
     except RecursionError:
@@ -111,16 +121,35 @@ def read_json(file: Path) -> Any:
 
 
 def read_list(file: Path, of: str) -> list[str]:
-    """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is not text."""
+    """The lines of a text file that are not blank, as they are. ValueError if there are none, or it is not text."""
     try:
-        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
+        if (why := unfit(file)) is not None:
+            raise ValueError(f"it {why}")
+        lines = [line for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8, {of} per line") from None
     if not any(lines):
         raise ValueError(f"{file}: the list is empty; expected {of} per line")
-    return [line for line in lines if line]
+    return lines
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first five names, for messages."""
-    return ", ".join(names[:5]) + ", …" * (len(names) > 5)
+    """The first five names, for messages; in quotes where a blank is at an end."""
+    shown = (readable(name) if name == name.strip() else repr(name) for name in names[:5])
+    return ", ".join(shown) + ", …" * (len(names) > 5)
+
+
+def without_image(labels: Mapping[str, Path], images: Mapping[str, Path]) -> list[Path]:
+    """The labels whose image is missing."""
+    return [path for name, path in labels.items() if name not in images]
+
+
+def remarks_on(
+    alone: Sequence[Path] = (), others: Sequence[str | Path] = (), images: Iterable[str | Path] = ()
+) -> tuple[str, ...]:
+    """Sentences on labels without an image, on other files that are left out, and on `images` with a RARE suffix."""
+    rare = [path for path in map(str, images) if path.lower().endswith(RARE)]
+    kinds = {"left out {} labels without an image": alone, "left out {} files that are not read as images": others}
+    kinds |= {"read {} images with suffixes that earlier versions passed over": rare}
+    found = {kind.format(len(of)): min(map(str, of)) for kind, of in kinds.items() if of}
+    return tuple(f"{kind}, such as {first_of([example])}" for kind, example in found.items())

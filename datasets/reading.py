@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, ImageSequence, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
+from datasets.file_list import readable, unfit
 
 _MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
 _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow decodes this many
@@ -20,6 +21,7 @@ _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
+_SUBFILE = 254  # a tag: 1 a reduced copy, 4 a mask
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
 _BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
 # Kinds of PNGs: depth, colour type (4 and 6 have alpha). Decoders stretch gray of 2 and 4 bits.
@@ -69,11 +71,17 @@ class Stored(NamedTuple):
 
 
 def read(path: Path, photograph: bool = False) -> Stored:
-    """Read a file. Unreadable if it is missing, incomplete or, unless it is a `photograph`, neither PNG nor JPEG."""
+    """Read a file. Unreadable if it is missing, incomplete or, unless it is a `photograph`, neither PNG nor JPEG.
+
+    Also unless it is a regular file of at most 4 GiB: a pipe would be waited for, and a device may never end.
+    """
+    if (why := unfit(path)) is not None:
+        raise Unreadable(f"{readable(path)}: {why}.")
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise Unreadable(f"{path}: cannot be read ({error.strerror or error}); expected a readable file.") from None
+        why = f"cannot be read ({error.strerror or error}); expected a readable file"
+        raise Unreadable(f"{readable(path)}: {why}.") from None
     return complete(path, data, photograph)
 
 
@@ -82,6 +90,7 @@ def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
 
     A PNG is complete if all its chunks have the right checksums, a JPEG if it has its end mark.
     """
+    path = Path(readable(path))
     is_png, is_jpeg = data.startswith(formats.PNG), data.startswith(formats.JPEG)
     if not (is_png or is_jpeg or (data and photograph)):
         what = f"is neither PNG nor JPEG (starts with {data[:4]!r})" if data else "the file is empty"
@@ -126,7 +135,9 @@ def _decode(file: Stored, window: Window = EVERYTHING, turned: bool = False, dee
     path, data = file
     if turned and not file.has_end_mark:
         return _decode_photograph(file, deep)[window]
-    turn = _orientation(data) if turned else 1
+    if data.startswith(formats.PNG) and b"acTL" in data:  # OpenCV skips a first image that the animation does not show
+        data = formats.png_without(data, formats.PNG_ANIMATION)
+    turn = _orientation(file.data) if turned else 1
     if turn == 1 and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
         return part
     image = None
@@ -163,7 +174,7 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     orientation, which is applied to images only.
     """
     path, data = stored = _stored(file, photograph=True)
-    if b"eXIf" in data and _orientation(data) > 1:
+    if stored.has_end_mark and _orientation(data) > 1:
         raise Unreadable(f"{path}: has an EXIF orientation, but labels are read as stored; expected none.")
     kind = tuple(data[24:26]) if data.startswith(formats.PNG) else None  # depth and colour type
     if not stored.has_end_mark:
@@ -196,7 +207,7 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
     expected = f"a label; expected {_TIFF}, black as 0, unturned, one page"
     with _decoding(path, expected), Image.open(BytesIO(data), formats=["TIFF"]) as image:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
-        turned, inverted = tags.get(ExifTags.Base.Orientation, 1) != 1, tags.get(_INTERPRETATION) == 0
+        turned, inverted = _orientation(data) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
         if not exact or turned or inverted or _is_misread(image, tags) or getattr(image, "n_frames", 1) > 1:
             raise UnidentifiedImageError("another kind of TIFF")
@@ -213,6 +224,18 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
     else:
         levels = bytes(next((chunk[8:-4] for chunk in formats.png_chunks(file.data) if chunk[4:8] == b"PLTE"), b""))
     return {number // 3: tuple(levels[number : number + 3]) for number in range(0, len(levels), 3)}
+
+
+def pages(file: Stored) -> int:
+    """How many pages or frames of its first one's size a TIFF, GIF, WebP or AVIF has, without reduced copies, masks."""
+    with suppress(Exception):
+        if not file.has_end_mark:
+            image = Image.open(BytesIO(file.data), formats=PHOTOGRAPHS)
+            shown = [
+                (each.size, getattr(each, "tag_v2", {}).get(_SUBFILE, 0)) for each in ImageSequence.Iterator(image)
+            ]
+            return sum(size == shown[0][0] and not kind & 5 for size, kind in shown)
+    return 1
 
 
 def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
@@ -296,11 +319,12 @@ def _is_misread(image: Image.Image, tags: Mapping[int, Any]) -> bool:
 
 
 def _orientation(data: bytes) -> int:
-    """The EXIF orientation in an image's header, 1 to 8; 1 if there is none."""
-    exif, found = Image.Exif(), 1
+    """The orientation in an image's EXIF or XMP data, 1 to 8, as Pillow finds it; 1 if there is none."""
+    found = 1
     with suppress(Exception):  # Pillow raises whatever Python does for damaged EXIF data
-        exif.load(Image.open(BytesIO(data), formats=PHOTOGRAPHS).info.get("exif", b""))
-        found = exif.get(ExifTags.Base.Orientation, 1)
+        header = formats.png_without(data, formats.PNG_PIXELS) if data.startswith(formats.PNG) else data
+        image = Image.open(BytesIO(header), formats=PHOTOGRAPHS)
+        found = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # a PNG's own method decodes its pixels
     return found if found in range(1, 9) else 1
 
 

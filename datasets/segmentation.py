@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable, UnknownIds
-from datasets.file_list import FileList, listed
+from datasets.file_list import FileList, listed, readable
 from datasets.reading import ALL_16, EVERYTHING, Range16, Stored, Unreadable, Window, decode_image, decode_label, read
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
@@ -80,7 +80,7 @@ class SegmentationDataset(Dataset):
     in a window of a label file, uint8 (H, W). `turned`, `range16`: see `decode_image`; `turned` is true for the user's
     own images. Reading checks the files: a ValueError names the file, the problem, the expected content and the fix.
     `label_fix` is the fix for wrong labels that no archive can restore; labels whose palettes differ are refused if
-    there is a `palette_fix`.
+    there is a `palette_fix`. `remarks`: sentences on files in its folders, see `layout.remarks_on`.
     """
 
     mean_image = None  # only small images have one
@@ -94,6 +94,7 @@ class SegmentationDataset(Dataset):
     range16: Range16 = ALL_16
     label_fix: str | None = None
     palette_fix: str | None = None
+    remarks: tuple[str, ...] = ()
     digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
     sizes: Sequence[tuple[int, int, int]] = field(default=(), init=False)  # width, height, number of images; as well
     has_labels: bool = field(init=False)  # False for test splits whose labels are withheld
@@ -161,7 +162,7 @@ class SegmentationDataset(Dataset):
         path = self.files[index].label
         if path is None:
             raise ValueError(
-                f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
+                f"{self.name} has no labels in split {self.split!r} ({readable(self.files[index].name)}); "
                 "choose a split with labels, such as val"
             )
         with restorable(self.label_fix or RESTORE):
@@ -183,8 +184,9 @@ class SegmentationDataset(Dataset):
         if label_size == image_size:
             return
         raise ValueError(
-            f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
-            f"{image_size[0]}x{image_size[1]}; expected the same size. {self.label_fix or RESTORE}"
+            f"{readable(entry.label)}: the label is {label_size[0]}x{label_size[1]} pixels and its image "
+            f"{readable(entry.image)} is {image_size[0]}x{image_size[1]}; expected the same size. "
+            f"{self.label_fix or RESTORE}"
         )
 
     @property
@@ -239,4 +241,5 @@ def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
                 f"differently; expected labels of one kind"
             )
     files = [entry for part in parts for entry in part.files]
-    return replace(first, split="+".join(part.split for part in parts), files=files)
+    remarks = tuple(dict.fromkeys(sentence for part in parts for sentence in part.remarks))
+    return replace(first, split="+".join(part.split for part in parts), files=files, remarks=remarks)

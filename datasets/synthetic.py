@@ -10,7 +10,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from datasets.cache import alone_in, cache_folder
+from datasets.cache import alone_in, needed_cache
 from datasets.cityscapes import cityscapes
 from datasets.folder import CLASSES
 from datasets.segmentation import SegmentationDataset
@@ -43,13 +43,18 @@ def synthetic(
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
     settings = {"version": _VERSION, "train": images[0], "val": images[1], "seed": seed}
-    drawn = cache_folder() / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
-    folder = Path(os.path.expanduser(root)) if root else drawn
+    if root:
+        folder = Path(os.path.expanduser(root))
+    else:
+        cache = needed_cache("the synthetic dataset", "give data.root=DIR, a new folder")
+        folder = cache / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
     is_written = (folder / _MARKER).is_file()
     if not is_written and not draw:
-        raise ValueError(f"the synthetic dataset is not yet in {folder}: a training writes it")
+        raise ValueError(
+            f"the synthetic dataset is not yet in {folder}: a training writes it; for your own images, {own_images}"
+        )
     if not is_written:
-        _write_once(folder, settings, own_images)
+        _write_once(folder, settings, own_images, in_cache=not root)
     try:
         written = json.loads((folder / _MARKER).read_text())
     except ValueError as error:
@@ -74,7 +79,7 @@ def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:
             _write_png(folder / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", label)
 
 
-def _write_once(folder: Path, settings: dict, own_images: str) -> None:
+def _write_once(folder: Path, settings: dict, own_images: str, in_cache: bool) -> None:
     """Write a temporary folder and rename it: readers never see half a dataset, and one of two writers wins."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if (folder / _MARKER).is_file():  # written by another process in the meantime
@@ -88,9 +93,8 @@ def _write_once(folder: Path, settings: dict, own_images: str) -> None:
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        in_cache = folder.is_relative_to(cache_folder())
         with (
-            alone_in(folder.parent, ".") if in_cache else nullcontext(),
+            alone_in(folder.parent, f".{folder.name}-") if in_cache else nullcontext(),
             tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary,
         ):
             if (folder / _MARKER).is_file():  # another process has written it in the meantime

@@ -56,7 +56,8 @@ class TrainingTransform:
 
         `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `class_id`: its
         class. An image that shrinks may lose all pixels of a class. The centre of `pixel` then lies in one pixel of the
-        crop, and `class_id` is written there. `image` and `label` are sliced once each.
+        crop, and `class_id` is written there. `image` and `label` are sliced once each, the label again if it lost the
+        class: LookupError if the pixel never had it.
         """
         height, width = image.shape[:2]
         scaled_size, offset, mirrored = self.draw((height, width), rng, pixel)
@@ -70,7 +71,9 @@ class TrainingTransform:
             antialias=self.antialias,
         )
         if pixel is not None and class_id is not None and not (label_crop == class_id).any():
-            row, column = map(at_scale, pixel, (height, width), scaled_size)
+            (y, x), (row, column) = pixel, map(at_scale, pixel, (height, width), scaled_size)
+            if label[y : y + 1, x : x + 1] != class_id:
+                raise LookupError(f"its label has another class than {class_id} there")
             label_crop[row - offset[0], column - offset[1]] = class_id
         if self.colour_jitter is not None:  # draws last, so jitter does not change the choice of crops
             covered = tuple(

@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +19,13 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
+from datasets.file_list import readable
 from datasets.levels import doubts16, used16
-from datasets.reading import Range16, Stored, decode_image, label_palette, read
+from datasets.reading import Range16, Stored, decode_image, label_palette, pages, read
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
-_CHECKS = 8  # increment when the checks change: all data is then checked again
+_CHECKS = 9  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 _DEEP = 64  # how many 16-bit images `verify` decodes at most, or twice as many
 
@@ -45,7 +47,7 @@ class Inspection:
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
     class); `conflict`: the first label with another palette, if palettes are compared. `digests`: `digest` of each
     image file. `used16`: of 16-bit images, see `datasets.levels`. `sizes`: (width, height, images) for each size of
-    images with labels of pixels.
+    images with labels of pixels. `said`: sentences on palettes, and on images of several pages.
     """
 
     dataset: Split
@@ -56,6 +58,7 @@ class Inspection:
     digests: list[int]
     used16: Sequence[Range16] = ()
     sizes: Sequence[tuple[int, int, int]] = ()
+    said: Sequence[str] = ()
 
     @property
     def by_class(self) -> np.ndarray:
@@ -65,7 +68,7 @@ class Inspection:
 
     def doubts(self, images: str, keys: str = "") -> list[str]:
         """What may be wrong although every file is intact. `images`: e.g. "training image"; `keys`: see `doubts16`."""
-        of_levels = doubts16(self.used16, self.dataset.range16, f"images of {self.dataset.split}", keys)
+        of_levels = [*self.said, *doubts16(self.used16, self.dataset.range16, f"images of {self.dataset.split}", keys)]
         if isinstance(self.dataset, ClassificationDataset):
             absent = [name for name, count in zip(self.dataset.classes, self.holding, strict=True) if not count]
             unseen = [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
@@ -81,14 +84,14 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
 
     Returns doubts, such as classes that no image shows (`keys`: see `Inspection.doubts`), and sets the split's
     `digests` and `sizes`. TimeoutError names the first image that takes longer than `reading_errors` around this call
-    allows. The cache folder remembers success until a path, size or modification time changes. If it cannot be written,
-    the check runs every time.
+    allows. The cache folder remembers success until a path, size or modification time changes. If there is none, or it
+    cannot be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
         key = dataset.files.fingerprint([_CHECKS, dataset.name, dataset.split, *dataset.classes])
     else:
         key = dataset.fingerprint([_CHECKS, dataset.palette_fix])
-    remembered = cache_folder() / "verified" / key
+    remembered = (cache_folder() or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
     found, split = None, f"{dataset.name}, split {dataset.split!r}"
     with suppress(OSError, ValueError, TypeError):
         found = Inspection(dataset, (), *json.loads(remembered.read_text()))
@@ -99,7 +102,7 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
             raise ValueError(f"{split}: {len(found.problems)} problem(s) in {len(dataset)} images:\n{listed}")
         with suppress(OSError):  # a read-only cache folder only costs the time of the next check
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            kept = [found.values, found.holding, found.conflict, found.digests, found.used16, found.sizes]
+            kept = [found.values, found.holding, found.conflict, found.digests, found.used16, found.sizes, found.said]
             remembered.write_text(json.dumps(kept))
     dataset.digests, dataset.sizes = np.array(found.digests, np.uint64), found.sizes
     if any(found.values) and not any(found.by_class[:IGNORED]):
@@ -154,15 +157,17 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    problems, digests, deep = list[Problem](), list[int](), list[Range16]()
+    problems, digests, deep, several = list[Problem](), list[int](), list[Range16](), Counter[str]()
     values, holding, sizes = np.zeros(256, np.int64), np.zeros(256, np.int64), Counter[tuple[int, int]]()
     table = dataset.table if isinstance(dataset, SegmentationDataset) else None
     palettes = Palettes(None if table is None else table.label_palette)
     has_files = isinstance(dataset, SegmentationDataset) or dataset.pixels is None
-    for seen in every(dataset, partial(_looked, dataset, decode), workers, progress) if has_files else ():
+    looked = every(dataset, partial(_looked, dataset, decode), workers, progress) if has_files else ()
+    for index, seen in enumerate(looked):
         problems += seen.problems
         digests.append(seen.digest)
         deep += filter(None, [seen.used16])
+        several.update({str(dataset.path(index)): seen.pages} if seen.pages > 1 else {})
         if table is not None:
             values += seen.pixels
             holding += table.by_class(seen.pixels) > 0
@@ -171,11 +176,18 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
             palettes.add(*seen.palette)
     if isinstance(dataset, ClassificationDataset):
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
-        return Inspection(dataset, tuple(problems), [], images, None, digests, deep)
+        return Inspection(dataset, tuple(problems), [], images, None, digests, deep, (), several_pages(several))
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
     found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, digests, deep
-    return Inspection(*found, [(*size, images) for size, images in sizes.items()])
+    said = [*several_pages(several), *palettes.swapped({} if table is None else table.label_colours)]
+    return Inspection(*found, [(*size, images) for size, images in sizes.items()], said)
+
+
+def several_pages(pages: Mapping[str, int]) -> list[str]:
+    """A sentence on images of which only the first page is read. `pages`: of each, above 1."""
+    said = "images have several pages or frames, and only the first is read: export each as an image, or three as RGB"
+    return [f"{len(pages)} {said} (such as {name}, {count})" for name, count in [*pages.items()][:1]]
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -197,7 +209,7 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
             if progress is not None:
                 progress(done, len(dataset))
     except TimeoutError as error:
-        raise TimeoutError(f"{dataset.path(done)}: {error}") from error
+        raise TimeoutError(f"{readable(dataset.path(done))}: {error}") from error
 
 
 class _Seen(NamedTuple):
@@ -206,6 +218,7 @@ class _Seen(NamedTuple):
     problems: list[Problem]
     digest: int  # of the image file
     used16: Range16 | None
+    pages: int  # or frames of the image
     size: tuple[int, int] | None  # of the image
     pixels: np.ndarray  # of each raw value of the label, int64 (256,)
     palette: Any  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
@@ -221,10 +234,12 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         except ValueError as error:
             problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
         except Exception as error:  # it must not stop the check of the other files
-            problems.append(Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}"))
+            where = readable(dataset.path(index))
+            problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
         return None
 
     file = attempted("unreadable image", restorable()(read), dataset.path(index), dataset.turned)
+    paged = 1 if file is None else pages(file)
     its_digest = 0 if file is None else digest(file.data)
     if file is not None:
         whole = decode or isinstance(dataset, ClassificationDataset)
@@ -232,7 +247,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     if size is not None and (decode or index % max(1, len(dataset) // _DEEP) == 0):
         used = attempted("unreadable image", used16, file, dataset.turned)
     if isinstance(dataset, ClassificationDataset):
-        return _Seen(problems, its_digest, used, size, np.zeros(0), None)
+        return _Seen(problems, its_digest, used, paged, size, np.zeros(0), None)
     entry, palette = dataset.files[index], None
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
     if size is not None and label is not None:
@@ -244,7 +259,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
-    return _Seen(problems, its_digest, used, size, pixels, palette)
+    return _Seen(problems, its_digest, used, paged, size, pixels, palette)
 
 
 def _size(file: Stored, turned: bool, decode: bool) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets.class_names import check_names
 from datasets.class_table import ClassTable, rgb
-from datasets.layout import Layout, read_json
+from datasets.layout import Layout, read_json, remarks_on, without_image
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
 
 _FOLDERS = {"train": "training", "val": "validation", "test": "testing"}
@@ -82,6 +82,7 @@ def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     if config is None:
         raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json exists", root)
     table = vistas_classes(config)
+    alone: tuple[str, ...] = ()
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
     else:
@@ -90,5 +91,5 @@ def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
             raise _LAYOUT.error(f"vistas: {folder} has only labels of Mapillary Vistas v2.0; expected v1.2", root)
         labels = _LAYOUT.files(root, (versioned if versioned.is_dir() else folder) / "labels", (".png",))
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
-        files = _LAYOUT.pair(images, labels, root, looked_for)
-    return SegmentationDataset("vistas", split, files, table)
+        files, alone = _LAYOUT.pair(images, labels, root, looked_for), remarks_on(without_image(labels, images))
+    return SegmentationDataset("vistas", split, files, table, remarks=alone)

@@ -58,7 +58,7 @@ def worker_init(worker_id: int) -> None:
     # Schedulers, torchrun and Ctrl-C signal the whole process group. The signals are meant for the main process: it
     # still needs data to finish its step, and then stops its workers.
     if parent_process() is not None:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGXCPU):
             signal.signal(number, signal.SIG_IGN)
         if sys.platform == "linux":  # a stopped or stuck worker obeys only SIGKILL
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -102,6 +102,9 @@ class Loader(DataLoader):
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor on its way needs an open file
             if most != resource.RLIM_INFINITY:  # which macOS says, but does not grant
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+                if most < (needed := 20 + 6 * self.num_workers):
+                    what = f"{self.num_workers} processes that read images need {needed} open files, {most} are allowed"
+                    raise ValueError(f"{what}: raise ulimit -n, or read without processes, with workers=0")
         items: Any = None
         try:
             if self.num_workers:

@@ -23,10 +23,12 @@ from omegaconf import MISSING, DictConfig
 from rich.console import Console
 
 from datasets import ClassificationDataset, SegmentationDataset, minibatches_per_epoch, reading_errors
+from datasets.file_list import printable
 from engine import assemble
+from engine.assemble.tasks import folder_for_pictures
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.process.console import counted, make_console, printable
+from engine.process.console import counted, make_console
 from engine.process.distributed import World
 from engine.process.output_files import write_figure
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
@@ -64,9 +66,11 @@ def browse(values: DictConfig) -> list[Path]:
             if isinstance(data, ClassificationData)
             else assemble.labelled_dataset(cast(SegmentationData, data), place, data.train_split)
         )
+        names = [f"page_{number:03d}.png" for number in range(-(-config.count // (ROWS * COLUMNS)))]
+        out = folder_for_pictures("out", config.out, dataset, names)
         crops = islice(training_crops(config, dataset, console), config.count)
         while page := list(islice(crops, ROWS * COLUMNS)):
-            written.append(Path(config.out) / f"page_{len(written):03d}.png")
+            written.append(out / names[len(written)])
             write_figure(written[-1], sheet(page, dataset), dpi=DPI)
     console.print(f"{config.count} crops on {len(written)} page(s): {config.out}", soft_wrap=True)
     return written

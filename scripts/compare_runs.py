@@ -10,7 +10,6 @@ share a column: mean ± standard deviation. Columns are named after folders, wit
 are made from to OUT/RUN/. Given as `runs`, these folders make the same report again.
 """
 
-import os
 import shlex
 import statistics
 from dataclasses import dataclass
@@ -23,14 +22,14 @@ from matplotlib import color_sequences, rc_context
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
+from datasets.file_list import printable
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.process.console import printable
-from engine.process.output_files import write_file
+from engine.process.output_files import marked, writable_file, write_file
 from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
-from scripts.reports.markdown import conditions, in_lines, mean_of, table
-from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
+from scripts.reports.markdown import conditions, escaped, in_lines, mean_of, table
+from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, is_copy, titles_of
 
 
 @dataclass
@@ -65,7 +64,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         in_all = all((score, of_class) in run.percent for run in runs)
         if score != best and (in_all or of_class):
             about, _, view = score.partition(", ")
-            name = of_class or f"{about} %" + (f", {view}" if view else "")
+            name = escaped(of_class) or f"{about} %" + (f", {view}" if view else "")
             rows.append([name, *(group.cell(score, of_class) for group in groups)])
     if len(runs) > len(groups):
         seeds = [", ".join(str(run.typed.seed) for run in group.runs) for group in groups]
@@ -79,17 +78,18 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     folders = ",".join(quoted(f"OUT/{named_after([run.name])}") for run in runs)  # names of sweeps have = and commas
     given = shlex.quote(f"runs=[{folders}]") if '"' in folders else f"runs=[{folders}]"
     again = f'python -m scripts.compare_runs {given} out=OUT "title={title}"'
-    lines = [f"# {title}", "", "```", *(run.launched() for run in runs), again, "```", ""]
-    lines.append(table(["", *(group.title for group in groups)], rows))
+    lines = [f"# {title}", "", "```", *map(printable, [*(run.launched() for run in runs), again]), "```", ""]
+    lines.append(table(["", *(escaped(group.title) for group in groups)], rows))
     if len(runs) > len(groups):
         lines += ["", "Means ± standard deviations over seeds."]
     if stopped := [run for run in runs if run.interruptions()]:
         lines += ["", "Stopped and continued:"]
         steps = ("; ".join(f"{step:,}" for step in run.interruptions()) for run in stopped)
-        lines += (f"- {run.name}, after steps {after}" for run, after in zip(stopped, steps, strict=True))
+        lines += (f"- {escaped(run.name)}, after steps {after}" for run, after in zip(stopped, steps, strict=True))
     if left_out:
         lines += ["", "Not in the table:"]
-        lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]
+        ends = ("/".join(path.resolve().parts[-2:]) for path in left_out)
+        lines += [f"- {escaped(end)}: {escaped(why)}" for end, why in zip(ends, left_out.values(), strict=True)]
     lines += ["", f"![training loss and validation {best} over steps]({picture})", ""]
     lines += environments(runs)
     return in_lines("\n".join(lines)) + "\n"
@@ -99,9 +99,9 @@ def environments(runs: list[Run]) -> list[str]:
     """Hardware and versions, once for all runs with the same."""
     shared: dict[str, list[str]] = {}
     for run in runs:
-        shared.setdefault(conditions(run.results["environment"]), []).append(run.name)
+        shared.setdefault(conditions(run.results["environment"]), []).append(escaped(run.name))
     if len(shared) == 1:
-        return [f"{'All runs' if len(runs) > 1 else runs[0].name}: {about}." for about in shared]
+        return [f"{'All runs' if len(runs) > 1 else escaped(runs[0].name)}: {about}." for about in shared]
     return [f"- {', '.join(names)}: {about}" for about, names in shared.items()]
 
 
@@ -158,11 +158,17 @@ def compare(values: DictConfig) -> Path:
     folders = {(out / named_after([run.name])).resolve(): run for group in groups for run in group.runs}
     if any(run.folder.resolve() in folders for run in folders.values() if not run.is_copy):
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
+    for folder in folders:
+        if folder.is_dir() and any(folder.iterdir()) and not is_copy(folder / "results.json"):
+            raise ValueError(f"out={out}: {folder} holds no copy of a run, and would be overwritten: give another path")
+    page, picture = Path(f"{out}.md"), Path(f"{out}.png")
+    writable_file("out", page, ours=marked(rb"python -m scripts\.compare_runs"))
+    if not page.is_file():
+        writable_file("out", picture)
     for folder, run in folders.items():
         run.write(folder)
-    charts.save(curves(groups), Path(f"{out}.png"))
-    page = Path(f"{out}.md")
-    write_file(page, report(groups, left_out, config.title, os.path.basename(f"{out}.png")))
+    write_file(page, report(groups, left_out, config.title, picture.name))
+    charts.save(curves(groups), picture)
     print(page)
     return page
 

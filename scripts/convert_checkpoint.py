@@ -77,7 +77,7 @@ def convert(values: DictConfig) -> list[str]:
     for key_name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
         if ours and given is not None:
             raise ValueError(f"{key_name}={given} has no effect on {name}, a checkpoint of ours: leave it out")
-    writable_file("output", output, source)
+    writable_file("output", output, source, ours=checkpoint.was_written_alone)
     if ours and options.format == "checkpoint":
         lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
     elif ours:
@@ -157,7 +157,7 @@ def _classes(
             table = vistas_classes(file)
             names, colours, ids = list(table.names), list(table.palette), list(table.official_ids)
         else:
-            names = read_list(file, "one class")
+            names = [line.strip() for line in read_list(file, "one class")]
             check_names(enumerate(names), f"{given}: ")
             if repeated := [name for name, times in Counter(names).items() if times > 1]:
                 raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")

@@ -35,7 +35,7 @@ from engine.prediction.opening import Opened, open_checkpoint
 from engine.prediction.predictors import Segmenter
 from engine.prediction.programs import exported, largest_difference
 from engine.process.console import logger, make_console
-from engine.process.output_files import writable_file, write_file
+from engine.process.output_files import marked, writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.evaluation import Prediction
 from engine.schema.keys import key
@@ -52,7 +52,8 @@ class Export:
     output: str = key(MISSING, written=True)  # the file to write, such as n.pt2 or n.onnx
     format: str = key("exported", one_of=("exported", "onnx"))
     averaged: bool = True  # the EMA weights, if the checkpoint has them
-    argmax: bool = False  # return the class of each pixel, int64 (N, H, W), or of each image, (N,), instead of logits
+    # Return the position of each pixel's class, int64 (N, H, W), or of each image's, (N,), instead of logits.
+    argmax: bool = False
     precision: str = key("float32", one_of=tuple(LARGEST))  # of the program's weights and features, but not its norms
     # Height and width of all images, for a network that can only be exported for one size; null: any.
     size: list[int] | None = key(None, above=0, entries=("height", "width in pixels"))
@@ -71,7 +72,7 @@ def export(values: DictConfig) -> dict:
     source = checkpoint.file_of(options.checkpoint)
     found = open_checkpoint(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
     about = metadata(found, options)
-    writable_file("output", output, source)
+    writable_file("output", output, source, ours=marked(rb'"ignore_index": ', rb'"range16": '))
     program = exported(found.network, options.size, getattr(torch, options.precision), options.argmax)
     content = onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)
     loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
@@ -104,6 +105,7 @@ def metadata(found: Opened, options: Export) -> str:
         "task": config.task,
         "classes": network.classes,
         "palette": state.get("palette"),  # RGB of each class
+        "label_ids": network.label_ids.tolist() if isinstance(network, Segmenter) else None,  # of each class, in labels
         "ignore_index": IGNORED if isinstance(network, Segmenter) else None,  # of the labels in training
         "output": "classes" if options.argmax else "logits",
         "precision": options.precision,

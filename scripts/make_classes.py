@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
+from datasets.file_list import readable
 from datasets.folder import CLASSES, TRAINED, LabelNames, alike, check_whole, folder_labels, palette_fix
 from datasets.layout import first_of
 from datasets.levels import doubts16, used16
@@ -36,8 +38,8 @@ from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, progress_bar, tracked
-from engine.process.output_files import replace_file
-from engine.schema.data import FolderData
+from engine.process.output_files import write_file
+from engine.schema.data import SEGMENTATION_DATASETS, FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table
 
@@ -50,7 +52,7 @@ USED = ("root", "palettes", "label_folder", "label_suffix", "range16", "timeout_
 
 @dataclass
 class MakeClasses:
-    data: FolderData = group({"folder": FolderData}, used=USED)
+    data: FolderData = group({"folder": SEGMENTATION_DATASETS["folder"]}, used=USED)
     ignored: int | None = key(255, least=0, most=255)  # the id that is not a class and does not count; null: none
     # What RGB labels with three equal channels hold; null: ids if the levels are small or have few gaps, else colours.
     gray: str | None = key(None, one_of=("ids", "colours"))
@@ -68,6 +70,7 @@ class Held:
     palettes: Palettes = field(default_factory=Palettes)
     other_sizes: list[str] = field(default_factory=list)  # than their images have
     used16: list[Range16] = field(default_factory=list)  # by 16-bit images
+    between: Counter[int] = field(default_factory=Counter)  # see `between`
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
         """Count entries of one kind as another, under the `value` of each."""
@@ -118,11 +121,13 @@ def make_classes(values: DictConfig) -> Path:
         counts = ([of[value] for value in values_of.values()] for of in (pixels, holding))
         console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
     ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
-    check_number(root, kind, pixels, ids, ignored)
+    odd = [*instances(holding, len(labels.images))]
+    check_number(root, kind, pixels, ids, ignored, *odd)
+    odd += [] if kind == IDS and held.colours else smoothed(pixels, held.between)
     dark = doubts16(held.used16, config.data.range16, "images", keys="data.")
-    for note in [*notes, *doubts(pixels, ids, ignored), *dark]:
+    for note in [*notes, *doubts(pixels, ids, ignored), *odd, *dark]:
         console.print(note, soft_wrap=True)
-    replace_file(file, written(ids, ignored))
+    write_file(file, written(ids, ignored))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
     return file
 
@@ -139,6 +144,7 @@ def read_labels(images: Mapping[Path, Path | None], workers: int | None, console
             held.colours = found.colours | held.colours
             held.other_sizes += filter(None, [found.other_size])
             held.used16 += filter(None, [found.used16])
+            held.between.update(found.between)
     return held
 
 
@@ -169,14 +175,14 @@ def settle_kind(held: Held, ignored: list[int], gray: str | None) -> list[str]:
 
 
 def check_number(
-    root: str, kind: str, pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]
+    root: str, kind: str, pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int], *odd: str
 ) -> None:
-    """ValueError if the number of classes cannot be trained, or looks wrong."""
+    """ValueError if the number of classes cannot be trained, or looks wrong. `odd`: the likely reason, if known."""
     smoothed = kind != COLOURS and has_smoothed_edges(pixels)
     if smoothed or len(ids) not in TRAINED:
         without = f", not counting {', '.join(map(str, ignored))}, which is ignored" if ignored else ""
         found, expected = ("values", "one per class") if smoothed else ("classes", f"{TRAINED[0]} to {TRAINED[-1]}")
-        likely = ". Smoothed (antialiased) edges make values of their own: export the labels without them"
+        likely = f". {odd[0] if odd else 'Smoothed (antialiased) edges make values of their own: export without them'}"
         raise ValueError(
             f"{root}: the number of {found} in the labels is {len(ids)}{without}; expected {expected}"
             f"{likely if smoothed or len(ids) > TRAINED[-1] else ''}"
@@ -191,8 +197,59 @@ def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignore
     left_out = {number: pixels[number] for number in ignored if pixels[number]}
     if (share := sum(left_out.values()) / pixels.total()) > 0.5:
         yield f"{share:.0%} of the pixels have the ignored id {ranges(left_out)}: if it is a class, give ignored=null"
+    if left_out and is_evenly_spread({*pixels}):
+        yield "255 is ignored, but the values up to it are evenly spread: if it is a class, give ignored=null"
     if similar := sorted(alike({number: colour for number, colour in ids.items() if colour})):
         yield f"the colours of the classes {ranges(similar)} can hardly be told apart: pictures show others"
+
+
+def is_evenly_spread(held: Set[int]) -> bool:
+    """Whether values are the parts of 0 to 255, such as 0, 127 and 255, and few of the parts are missing."""
+    smallest = min((other - one for one, other in pairwise(sorted(held))), default=0)
+    parts = round(WHITE / smallest) if smallest >= 8 and len(held) > 2 else 0
+    near = all(abs(value - WHITE * round(value * parts / WHITE) / parts) < 2 for value in held) if parts else False
+    return WHITE in held and near and 2 * len(held) > parts
+
+
+def instances(holding: Mapping[int, int], labels: int) -> Iterator[str]:
+    """A doubt if nearly every id or colour is in one label alone. `holding`: the labels that hold each."""
+    alone = sum(count == 1 for count in holding.values())
+    if labels >= 4 and len(holding) >= 8 and alone >= 0.9 * len(holding):
+        yield f"{alone} of {len(holding)} ids or colours are in one label each: they look like instances, not classes"
+
+
+def smoothed(pixels: Counter[int], between: Mapping[int, int]) -> Iterator[str]:
+    """A doubt if rare values lie mostly beside others in space and value, and the frequent ones are apart."""
+    most = max(pixels.values())
+    rare = {v for v, n in pixels.items() if max(between[v], between[0x010101 * v]) >= 0.75 * n and n < most / 5}
+    frequent = np.array([[v >> 16, v >> 8, v] for v, n in pixels.items() if v not in rare and n >= most / 50]) & WHITE
+    apart = abs(frequent[:, None] - frequent).max(axis=2) + 999 * np.eye(len(frequent), dtype=int)
+    if rare and len(frequent) > 1 and apart.min() >= (3 if len(rare) > 1 else 8):
+        yield (
+            f"{len(rare)} values, such as {ranges(sorted(rare)[:3])}, lie beside frequent ones in space and value, "
+            f"as if JPEG or resizing had smoothed the labels: save them as PNG, and resize with nearest neighbour"
+        )
+
+
+def between(raw: np.ndarray) -> Counter[int]:
+    """The pixels of each value that are less than 8 in a row or column, and as at smoothed edges.
+
+    Each channel is between the pixels before and after them, or within 4 levels of one of both.
+    """
+    levels = np.stack([raw >> 16, raw >> 8, raw], axis=-1) & WHITE if raw.dtype == np.int32 else raw[..., None]
+    found = np.zeros(raw.shape, bool)
+    for values, channels, mask in ((raw, levels, found), (raw.T, levels.swapaxes(0, 1), found.T)):
+        new, width = np.ones(values.shape, bool), values.shape[1]
+        new[:, 1:] = values[:, 1:] != values[:, :-1]
+        starts = np.flatnonzero(new)
+        runs, lengths = channels[new].astype(int), np.diff(starts, append=values.size)
+        inside = (starts % width > 0) & ((starts + lengths) % width > 0) & (lengths < 8)
+        down, up = runs - np.roll(runs, 1, axis=0), np.roll(runs, -1, axis=0) - runs
+        near = np.minimum(abs(down).max(axis=1), abs(up).max(axis=1)) <= 4
+        smooth = inside & (near | ((down * up >= 0).all(axis=1) & (down + up).any(axis=1)))
+        mask |= np.repeat(smooth, lengths).reshape(values.shape)
+    values, counts = np.unique(raw[found], return_counts=True)
+    return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
 def has_large_gaps(ids: Set[int]) -> bool:
@@ -228,14 +285,15 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
 
 
 class Contents(NamedTuple):
-    """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; its and its image's size, if these differ; and
-    `datasets.levels.used16` of the image."""
+    """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; its and its image's size, if these differ;
+    `used16` of the image, see `datasets.levels`; and `between`."""
 
     kind: str
     pixels: dict[int, int]
     colours: dict[int, tuple[int, ...]]
     other_size: str | None
     used16: Range16 | None
+    between: Counter[int]
 
 
 @restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
@@ -249,15 +307,17 @@ def contents(path: Path, image: Path | None) -> Contents:
         if image is not None:
             stored = read(image, photograph=True)
             if (shown := stored.size(turned=True)) != size:
-                other_size = f"{path} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
+                other_size = f"{readable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
             used = used16(stored, turned=True)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
-        return Contents(kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}, other_size, used)
+        return Contents(
+            kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}, other_size, used, between(raw)
+        )
     palette = label_palette(file)
     kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
     colours = {number: palette[number] for number in pixels if number in palette}
-    return Contents(kind, pixels, colours, other_size, used)
+    return Contents(kind, pixels, colours, other_size, used, between(raw))
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

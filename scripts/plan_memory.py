@@ -27,7 +27,6 @@ from engine.configuration import config as configuration
 from engine.configuration.choices import no_such_choice
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, table_of
-from engine.process.stopping import errors_for_users
 from engine.schema.keys import check_values
 from engine.schema.memory import deductions
 from engine.schema.network import NORMS
@@ -122,8 +121,10 @@ def entry_of(arguments: list[str]) -> str:
 
 
 def main() -> None:
-    with errors_for_users():
+    try:
         entry = entry_of(sys.argv[1:])
+    except ValueError as error:  # `errors_for_users` is for a command's end
+        sys.exit(f"error: {error}")
     schema = papers.SCHEMAS[entry]
     configured(entry, schema, about=__doc__)(lambda values: plan(values, schema))()
 

@@ -13,35 +13,49 @@ class's share. window.size=PIXELS limits the memory for large images, as in eval
 
 import csv
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
-from PIL import Image
 
 from datasets import reading_errors
-from datasets.file_list import is_hidden
-from datasets.layout import first_of
+from datasets.file_list import files_in, unfit
+from datasets.layout import PHOTOGRAPHS, RARE, first_of
 from datasets.levels import doubts16, used16
-from datasets.reading import PHOTOGRAPHS, Range16, decode_image, read
+from datasets.reading import Range16, decode_image, pages, read
+from datasets.verify import several_pages
 from engine import assemble
+from engine.checkpoint.files import file_of
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import open_checkpoint
 from engine.prediction.predictors import Segmenter
 from engine.process.console import log_to, logger, make_console, progress_bar, speed_of, tracked
-from engine.process.output_files import WrittenBehind, check_outside, npy, png, short_name, writable_file, write_file
+from engine.process.output_files import (
+    WrittenBehind,
+    check_outside,
+    marked,
+    npy,
+    png,
+    short_name,
+    writable_file,
+    writable_folder,
+    write_file,
+)
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
-from scripts.reports.predictions import Page
+from scripts.reports.predictions import MARK, Page
 
 KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
 SUFFIXES = {"probabilities": "npy"}  # of the others png
+# Whether the files that exist are ours: classes.json is the list of an output's pictures, see `check_written`.
+are_classes, is_table = marked(rb'\A\[\n\{"id": \d+, "name": '), marked(rb"\Aimage(,class1,probability1|\n)")
 
 
 def predict(values: DictConfig) -> list[Path]:
@@ -60,15 +74,13 @@ def predict(values: DictConfig) -> list[Path]:
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
     written, unreadable, rows, deep = [] if segments else [output / TABLE], [], list[list[str]](), list[Range16]()
-    started, since_s = 0, 0.0
+    started, since_s, several = 0, 0.0, dict[str, int]()
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     with reading_errors(config.data.timeout_seconds):
         check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
         images = find_images(source, output)
-        writable_file("output", output / TABLE)
-        if options.report:
-            writable_file("report", Path(options.report), *images.values())
+        check_written(options, output, images.values(), segments)
         if isinstance(network, Segmenter):
             write_classes(output / CLASSES, network)
         with progress_bar(console) as progress, WrittenBehind() as files:
@@ -83,6 +95,7 @@ def predict(values: DictConfig) -> list[Path]:
                     continue
                 started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
+                several |= {shown: count} if (count := pages(stored)) > 1 else {}
                 add = partial(page.add, shown, image) if options.report else None
                 if isinstance(network, Segmenter):
                     written.append(places["ids"])
@@ -98,7 +111,7 @@ def predict(values: DictConfig) -> list[Path]:
         write_table(output / TABLE, rows)
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
-    for doubt in doubts16(deep, network.range16, f"images in {source}", keys="data."):
+    for doubt in [*several_pages(several), *doubts16(deep, network.range16, f"images in {source}", keys="data.")]:
         logger.warning(doubt)
     console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:
@@ -158,30 +171,28 @@ def is_labelled(folder: Path) -> bool:
 
 
 def find_images(source: Path, output: Path) -> dict[str, Path]:
-    """Find one image, or all in a folder and its subfolders: {result name: image file}, sorted.
+    """Find one image, or all in a folder and its subfolders, also linked ones: {result name: image file}, sorted.
 
     A name is the path in the folder without the suffix; images that differ only in the suffix keep theirs. Files
-    without an image suffix are skipped, which is logged. Hidden files and earlier predictions in `output` are left
-    out. ValueError: there is no image.
+    without an image suffix, pipes, devices and huge files are skipped, which is logged. Hidden files and earlier
+    predictions in `output` are left out. ValueError: there is no image.
     """
     if source.is_file():
         return {short_name(source.stem): source}
+    if source.exists() and not source.is_dir():
+        raise ValueError(f"input={source} {unfit(source)}")
     if not source.is_dir():
         raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
-    files = sorted(
-        path
-        for path in source.rglob("*")
-        if (path.is_file() or (path.is_symlink() and not path.exists()))
-        and not any(map(is_hidden, path.relative_to(source).parts))
-        if ours.isdisjoint([path.resolve(), *path.resolve().parents])
-    )
-    suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in PHOTOGRAPHS}
-    suffixes.add(".mpo")  # JPEGs too, although Pillow registers them as another format
-    images = [path for path in files if path.suffix.lower() in suffixes]
-    skipped = [str(path.relative_to(source)) for path in files if path.suffix.lower() not in suffixes]
-    if skipped:
-        logger.info(f"skipped {len(skipped)} file(s) without an image's suffix: {first_of(skipped)}")
+    real = ((Path(entry.path), Path(os.path.realpath(entry))) for _, entry in files_in(source))
+    files = sorted(path for path, its in real if ours.isdisjoint([its, *its.parents]))
+    named = [path for path in files if path.suffix.lower() in (*PHOTOGRAPHS, *RARE)]
+    images = [path for path in named if unfit(path) is None]
+    skipped = {"without an image's suffix": {*files} - {*named}}
+    skipped["that are no regular files of at most 4 GiB"] = {*named} - {*images}
+    for why, left in skipped.items():
+        if names := [str(path.relative_to(source)) for path in sorted(left)]:
+            logger.info(f"skipped {len(names)} file(s) {why}: {first_of(names)}")
     if not images:
         raise ValueError(f"input={source} holds no image, such as .png, .jpg or .tif, or only predictions")
     return dict(zip(result_names([path.relative_to(source) for path in images]), images, strict=True))
@@ -204,13 +215,32 @@ def result_names(images: Sequence[Path]) -> list[str]:
         names = full
 
 
-def write_classes(path: Path, network: Segmenter) -> None:
-    """Write what ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …].
+def check_written(options: Prediction, output: Path, images: Iterable[Path], segments: bool) -> None:
+    """ValueError if files would be replaced that this command has not written.
 
-    ValueError: a user's dataset has its classes there, in a file of another form.
+    A classes.json of ours stands for the pictures beside it.
     """
-    if path.is_file() and path.read_bytes().lstrip(b"\xef\xbb\xbf\r\n\t ").startswith(b"{"):
-        raise ValueError(f"output={path.parent} has a dataset's {CLASSES}, which would be lost: give another folder")
+    if options.report:
+        writable_file("report", Path(options.report), file_of(options.checkpoint), *images, ours=marked(MARK))
+    if not segments:
+        writable_file("output", output / TABLE, ours=is_table)
+        return
+    file = writable_folder("output", output) / CLASSES
+    is_empty = file.is_file() and not file.stat().st_size
+    if os.path.lexists(file) and not is_empty:
+        if not (file.is_file() and are_classes(file)):
+            raise ValueError(f"output={output} has a dataset's {CLASSES}, which would be lost: give another folder")
+        return
+    for path in (path for kind in KINDS for path in (output / kind).rglob("*")):
+        if path.suffix.lower() in (".png", ".npy") and not path.is_dir():
+            raise ValueError(
+                f"output={output} holds {path.relative_to(output)}, which might be replaced: no {CLASSES} says that "
+                f"this command wrote it. Give another folder"
+            )
+
+
+def write_classes(path: Path, network: Segmenter) -> None:
+    """Write what ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
     meant = zip(network.label_ids.tolist(), network.classes, network.palette.tolist(), strict=True)
     entries = [{"id": number, "name": name, "colour": colour} for number, name, colour in meant]
     write_file(path, "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")

@@ -8,9 +8,9 @@ Compares the number of images with the official number, and decodes every file, 
 Reports unreadable and damaged files, labels whose size differs from their image's, and ids that are not in the class
 table. A JPEG has no checksums, and decoders fill damage inside it with other pixels, so only a damaged header or a
 missing end is found: compare its archive's checksum. Goes on after a problem, but if images of a split lack labels, it
-only names them. Prints each class's pixels and doubts (classes that no image shows, many ignored pixels, 16-bit images
-that use few levels), then every kind of problem with its first files. Exit status 0 means no problem. You can train on
-part of a dataset, but its number of images is reported.
+only names them. Prints each class's pixels and doubts (files that are left out, classes that no image shows, many
+ignored pixels, 16-bit images that use few levels), then every kind of problem with its first files. Exit status 0 means
+no problem. You can train on part of a dataset, but its number of images is reported.
 """
 
 import json
@@ -31,7 +31,7 @@ from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, table_of
-from engine.process.output_files import write_file
+from engine.process.output_files import marked, writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
@@ -54,6 +54,8 @@ def verify_data(values: DictConfig) -> dict[str, dict]:
     """
     config = configuration.typed(values, VerifyData)
     console = make_console()
+    if config.out is not None:
+        writable_file("out", Path(config.out), ours=marked(rb'\A\{\s*"dataset": "[^"]*",\s*"problems": '))
     official = assemble.official_images(config.data) or {"train": None}  # whose error shows the layout
     unknown = [split for split in config.splits or () if split not in official]
     if unknown or config.splits == []:
@@ -100,7 +102,7 @@ def check_split(
         problems["number of images"] = [message]
     for problem in found.problems:
         problems.setdefault(problem.kind, []).append(problem.message)
-    report |= {"images": len(dataset), "doubts": found.doubts(f"image of {split}", keys="data.")}
+    report |= {"images": len(dataset), "doubts": [*dataset.remarks, *found.doubts(f"image of {split}", keys="data.")]}
     pixels = found.by_class.tolist()
     if any(pixels):
         counts = zip(dataset.classes, pixels, found.holding, strict=False)  # those have 256 entries

@@ -1,5 +1,6 @@
 """Settings for the whole test run."""
 
+import atexit
 import ctypes
 import gc
 import os
@@ -21,6 +22,7 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from datasets.synthetic import write_streets  # noqa: E402
+from engine.process import stopping  # noqa: E402
 from engine.process.allocations import keep_freed_memory  # noqa: E402
 from tests.ranks import Ranks  # noqa: E402
 from tests.runs import hasten  # noqa: E402
@@ -56,6 +58,15 @@ def private_cache(tmp_path_factory):
 def without_tf32():
     """A training may have allowed TF32 in this process; tests that want it switch it on."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(autouse=True)
+def not_ended():
+    """A command that ends ignores signals, and ends its process: here pytest's."""
+    before = {number: signal.getsignal(number) for number in stopping.ONE_REQUEST_SECONDS}
+    yield
+    stopping.hear_again(before)
+    atexit.unregister(stopping._end_within_seconds)
 
 
 @pytest.fixture(autouse=True, scope="session")

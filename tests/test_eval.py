@@ -120,6 +120,29 @@ def test_the_images_of_a_dataset_are_no_place_for_pictures(run_dir, drawn):
     assert not (images / "new").exists()
 
 
+def test_pictures_and_scores_replace_only_those_of_earlier_evaluations(run_dir, drawn, tmp_path):
+    """The same command may run twice; a folder of pictures without a list is refused, and so are others' files."""
+    pictures, results = tmp_path / "pictures", tmp_path / "results.json"
+    for _ in range(2):
+        evaluate_run(run_dir, f"predictions={pictures}", f"results={results}")
+    listed = json.loads((pictures / "written.json").read_text())["files"]
+    assert [f"{entry.name}.png" for entry in cityscapes(drawn, "val").files] == listed
+    (pictures / "written.json").unlink()
+    for overrides, message in (
+        (
+            (f"predictions={pictures}",),
+            f"predictions={pictures} holds {listed[0]} and 2 others, which would be replaced",
+        ),
+        ((f"predictions={pictures}", f"overlays={pictures}/."), "is also the folder of overlays: give two folders"),
+        ((f"results={pictures / listed[0]}",), f"results={pictures / listed[0]} was not written by this command"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            evaluate_run(run_dir, *overrides)
+    results.write_text('{"classes": []}')
+    with pytest.raises(ValueError, match=f"^results={results} was not written by this command, and would be lost"):
+        evaluate_run(run_dir, f"results={results}")
+
+
 def test_scores_do_not_replace_the_checkpoint(run_dir):
     with pytest.raises(ValueError, match=f"^results={run_dir}/checkpoints/last.pt is the input: give another file"):
         evaluate_run(run_dir, f"results={run_dir / 'checkpoints' / 'last.pt'}")

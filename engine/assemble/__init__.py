@@ -10,6 +10,7 @@ from engine.assemble.classification import (
 )
 from engine.assemble.data import (
     at_once,
+    check_classes,
     class_index,
     dataset,
     evaluation_loader,

@@ -1,10 +1,13 @@
 """Configuration keys -> datasets and loaders."""
 
+import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from datasets import (
     colour_jitter,
     index_classes,
 )
+from datasets.folder import CLASSES
 from datasets.registry import FOR_SEGMENTATION, ROWS
 from datasets.segmentation import joined
 from datasets.workers import Loader
@@ -60,6 +64,23 @@ def dataset(
         with root_named(config, f"{key}={name}: "):
             parts.append(row.make(config.root, name, **options))
     return replace(joined(parts), range16=config.range16)
+
+
+def check_classes(config: Data, state: dict) -> None:
+    """ValueError if own images have no list of classes: it offers that of a checkpoint with the content `state`."""
+    root = Path(os.path.expanduser(config.root or ""))
+    if config.name != "folder" or not root.is_dir() or os.path.lexists(root / CLASSES):
+        return
+    ids = state.get("label_ids", range(len(state["classes"])))
+    known = dict(zip(ids, zip(state["classes"], state["palette"], strict=True), strict=True))
+    entries = [
+        {"name": name, "colour": colour} for name, colour in (known.get(n, ("void", None)) for n in range(max(ids) + 1))
+    ]
+    ignored = sorted({*range(max(ids)), 255} - {*ids})
+    raise ValueError(
+        f"data.root={root}: {CLASSES} is missing there. Copy it from the images that the network was trained on, or "
+        f"write the checkpoint's classes: {json.dumps({'classes': entries, 'ignored': ignored}, ensure_ascii=False)}"
+    )
 
 
 def own_options(config: Data) -> dict[str, Any]:

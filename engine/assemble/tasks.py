@@ -1,6 +1,6 @@
 """The tasks: how a split is evaluated, and what eval.py, the planner and the papers' tables need from each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.process.output_files import WrittenBehind, check_outside, writable_folder
+from engine.process.output_files import WrittenBehind, check_outside, claim_folder, short_name
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
@@ -71,7 +71,12 @@ def segment(
 
     `processes`: of the training.
     """
-    folders = _writable("predictions", options.predictions, dataset), _writable("overlays", options.overlays, dataset)
+    given = {"predictions": options.predictions, "overlays": options.overlays}
+    places = [Path(path).resolve() for path in given.values() if path is not None]
+    if len({*places}) < len(places):
+        raise ValueError(f"predictions={options.predictions} is also the folder of overlays: give two folders")
+    names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
+    predictions, overlays = (path and folder_for_pictures(key, path, dataset, names) for key, path in given.items())
     with progress_bar(console) as progress, WrittenBehind() as files:
         return segmentation.evaluate_split(
             forward,
@@ -80,7 +85,7 @@ def segment(
             views=replace(views(options, config.data), upsampling=options.upsampling),
             world=world,
             progress=progress,
-            on_prediction=partial(write_predictions, dataset, *folders, files),
+            on_prediction=partial(write_predictions, dataset, predictions or None, overlays or None, files),
             at_once=at_once(config, world.device, processes),
         )
 
@@ -107,18 +112,21 @@ def classify(
     return replace(evaluated, details={**evaluated.details, "view": options.view})
 
 
-def _writable(key: str, path: str | None, dataset: SegmentationDataset) -> Path | None:
-    """The folder for pictures. ValueError: it is not writable, or they would become images or replace labels."""
-    if path is None:
-        return None
+def folder_for_pictures(
+    key: str, path: str, dataset: SegmentationDataset | ClassificationDataset, names: Collection[str]
+) -> Path:
+    """The folder for pictures, see `claim_folder`. ValueError: they would become images, or replace labels."""
     folder = Path(path).resolve()
+    if isinstance(dataset, ClassificationDataset):
+        check_outside(key, folder, [dataset.files.root] if dataset.pixels is None else [])
+        return claim_folder(key, folder, names)
     # Names are paths below the folder of images.
     images = {file.image.parents[file.name.count("/")] for file in dataset.files if file.image is not None}
     check_outside(key, folder, images)
     labels = {file.label.parents[file.name.count("/")] for file in dataset.files if file.label is not None}
     if folder in {place.resolve() for place in labels}:
         raise ValueError(f"{key}={folder} holds labels of the dataset, which would be replaced: give another folder")
-    return writable_folder(key, folder)
+    return claim_folder(key, folder, names)
 
 
 def network_of(config: TrainingRun, classes: int) -> nn.Module:

@@ -1,9 +1,9 @@
 """Checkpoint files: all that resuming or evaluating a run needs, as tensors in plain containers."""
 
-import errno
 import os
 import reprlib
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from datasets.class_names import check_order
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM
+from engine.process.output_files import NO_ROOM, cure_of, marked, no_inodes, partial_file, partial_path, reason_of
 from engine.schema.training import OF_OTHERS
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
@@ -24,7 +24,7 @@ from models.checkpoints.loading import not_finite
 
 FORMAT = "inplace-abn/2"
 RESTORE = "Restore the file from a copy"
-RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
+RESUMED, BEST = ("last.pt", "previous.pt"), "best.pt"  # what a run continues from, the newest first
 NEEDED = ("task", "step", "config", "classes", "network")
 # palette, label_ids: segmentation. unnamed_classes: `classes` are numbers, because a converted file had no names.
 # mean_image: was subtracted from the images.
@@ -32,6 +32,8 @@ OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
 
 
+_ALONE = "scripts.convert_checkpoint"
+was_written_alone = marked(_ALONE.encode())  # whether a file is one of `write_alone`
 _COUNT, _BYTE = range(2**63), range(256)
 # What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
 _PARTS: dict[str, tuple[Any, str]] = {
@@ -67,62 +69,60 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
     """Write `state` to `path`. If `previous`, a file in the same folder, is given, the old checkpoint moves there.
 
     Killing the process at any time leaves a complete checkpoint at `path`, or for a moment only at `previous`, if one
-    was ever written. The next call removes partial files. Only one process may write to a folder.
+    was ever written. The next call removes partial files, also of other names.
 
     OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
-    for leftover in path.parent.glob("*.pt.partial"):
-        leftover.unlink()
+    for name in (path.name, *RESUMED, BEST):
+        for left in (path.with_name(f"{name}.partial"), partial_path(path.with_name(name))):  # before, and now
+            left.unlink(missing_ok=True)
 
     def not_written(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
         left = what_is_left(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
-        needs = f"It needs {size:,} bytes, and " * (reason.errno in NO_ROOM)
+        left = f"It needs {size:,} bytes, and " * ("bytes are free" in left) + left
         return (
-            f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. "
-            f"{needs}{left}"
+            f"checkpoint {path} of step {state.get('step')} cannot be written: {reason_of(reason, path.parent)}. {left}"
         )
 
-    _replace(path, {"format": FORMAT, **state}, path.with_name(path.name + ".partial"), not_written, previous)
+    _replace(path, {"format": FORMAT, **state}, not_written, previous)
 
 
 def write_alone(path: Path, content: dict) -> None:
-    """Write any content to `path`, completely or not at all. Other files stay, even a running training's partial ones.
+    """Write any content to `path`, completely or not at all. Other files stay.
 
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
-    unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
+    content = OrderedDict(content)
+    vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
 
     def not_written(why: OSError) -> str:
-        return f"{path} cannot be written: {why.strerror or why}. {cure_of(why)}, or give another file"
+        cure = cure_of(why, path.parent)
+        return f"{path} cannot be written: {reason_of(why, path.parent)}. {cure}, or give another file"
 
-    _replace(path, content, unfinished, not_written)
+    _replace(path, content, not_written)
 
 
-def _replace(
-    path: Path, content: dict, unfinished: Path, message: Callable[[OSError], str], previous: Path | None = None
-) -> None:
-    """Write to `unfinished` and rename it to `path`; the file that was there becomes `previous`.
+def _replace(path: Path, content: dict, message: Callable[[OSError], str], previous: Path | None = None) -> None:
+    """Write a partial file and rename it to `path`; the file that was there becomes `previous`.
 
     OSError, with `message`: the disk is full or not writable; no unfinished file is left.
     """
     try:
         path.parent.mkdir(exist_ok=True)  # without parents: a run's folder may have been renamed
-        with open(unfinished, "wb") as file:
+        with partial_file(path) as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        if previous is not None and path.exists():
-            os.replace(path, previous)
-        os.replace(unfinished, path)
+            if previous is not None and path.exists():
+                os.replace(path, previous)
+            os.replace(file.name, path)
         folder = os.open(path.parent, os.O_RDONLY)  # flush the renames too
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
     except BaseException as error:
-        with suppress(OSError):  # before the message counts free bytes
-            unfinished.unlink(missing_ok=True)
         reason: BaseException | None = error  # torch.save may report an unexpected file position instead
         while reason is not None and not isinstance(reason, OSError):
             reason = reason.__cause__ or reason.__context__
@@ -136,20 +136,12 @@ def what_is_left(reason: OSError, folder: Path, *checkpoints: Path | None) -> st
     kept, free = "there is no earlier checkpoint", "an unknown number of"
     if good := last_good(*checkpoints):
         kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
-    if reason.errno not in NO_ROOM:
-        return f"{kept[0].upper()}{kept[1:]}. {cure_of(reason)}, then continue with resume=auto"
+    cure = f"{cure_of(reason, folder)}, then continue with resume=auto"
+    if reason.errno not in NO_ROOM or no_inodes(reason, folder):
+        return f"{kept[0].upper()}{kept[1:]}. {cure}"
     with suppress(OSError):
         free = f"{shutil.disk_usage(folder).free:,}"
-    return f"{free} bytes are free there; {kept}. {cure_of(reason)}, then continue with resume=auto"
-
-
-def cure_of(reason: OSError) -> str:
-    """What to do about an error of writing a file."""
-    if reason.errno in NO_ROOM:
-        return "Make room (or raise the quota or limit)"
-    if reason.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Make the folder and its files writable (owner, permissions, chattr -i, how it is mounted)"
-    return "Check the disk or the connection to it"
+    return f"{free} bytes are free there; {kept}. {cure}"
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:
@@ -225,7 +217,7 @@ def read(path: Path) -> object:
 
 def advice_if_damaged(path: Path) -> str | None:
     """Advice for a damaged file: the other checkpoints of its run; None if there are none."""
-    names = *RESUMED, "best.pt"
+    names = *RESUMED, BEST
     found = [name for name in names if path.name in names and name != path.name and (path.parent / name).is_file()]
     return f"{' or '.join(found)} of the same run may be good" if found else None
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from datasets.class_names import check_order
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
+from engine.process.console import logger
 from engine.schema.network import Norm, ReleasedNorm, TorchvisionBody
 from engine.schema.training import Init, TrainingRun
 from keepless import from_released
@@ -20,6 +21,8 @@ from models.checkpoints.published import (
     PUBLISHED,
     Normalisation,
     downloaded,
+    timm_metadata,
+    timm_tags,
 )
 from models.checkpoints.torchvision_names import PARTS, from_library, from_torchvision
 
@@ -161,15 +164,32 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
     source = f"{path} ({format})"
     if isinstance(body, LibraryBody):
         tensors, of_names = from_library(tensors, body.state_dict(), body.left_out)
-        return Weights(
-            tensors, source, remarks=remarks + of_names + body.remarks, normalisation=config.body.normalisation()
-        )
+        stated = timm_metadata(path, content) if format == "timm" else None
+        if format == "timm" and stated is None and config.init.weights != PUBLISHED:
+            stated = _of_tags(name, config)
+        normalisation = stated or config.body.normalisation()
+        return Weights(tensors, source, remarks=remarks + of_names + body.remarks, normalisation=normalisation)
     try:
         tensors = from_torchvision(tensors)
         return Weights(tensors, source, remarks=remarks, activation="relu", normalisation=IMAGENET)
     except ValueError as error:
         advice = "body=torchvision or body=timm takes others"
         raise ValueError(f"{name} with init.format={format}: {error}; {advice}") from error
+
+
+def _of_tags(name: str, config: TrainingRun) -> Normalisation | None:
+    """The run's normalisation if a tag of the network has it; a warning if it is the default and others differ."""
+    body, taken = config.body, config.data.normalisation()
+    assert isinstance(body, TorchvisionBody), body
+    tags = timm_tags(body.network)
+    if len(tags) > 1 and taken == body.normalisation():
+        others = (f"{', '.join(of)}: mean={[*each.mean]} std={[*each.std]}" for each, of in tags.items())
+        logger.warning(
+            f"{name} does not say which weights of timm it holds, whose images were normalised differently "
+            f"({'; '.join(others)}), and this run takes data.mean={[*taken.mean]} data.std={[*taken.std]}: give "
+            f"body.network with the tag of the file, such as {body.network}.{tags[taken][0]}"
+        )
+    return taken if taken in tags else None
 
 
 def _foreign(content: object, name: str) -> object:

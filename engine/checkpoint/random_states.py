@@ -1,26 +1,26 @@
-"""Save and restore the random number generators of all ranks, which dropout draws from."""
+"""Save and restore what the bits of the next steps depend on: random number generators of all ranks, and threads."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engine.process.console import logger
 from engine.process.distributed import World
 
 
-def random_states(world: World) -> dict[str, list[Tensor]]:
-    """The generators' states by device type and rank. Every rank must call it."""
+def random_states(world: World) -> dict[str, Any]:
+    """The generators' states by device type and rank, and the first rank's threads. Every rank must call it."""
     on_device = torch.cuda.get_rng_state(world.device) if world.device.type == "cuda" else None
     states = world.gather((torch.get_rng_state(), on_device))
-    return {"cpu": [cpu for cpu, _ in states], "cuda": [cuda for _, cuda in states if cuda is not None]}
+    cpu, cuda = [cpu for cpu, _ in states], [cuda for _, cuda in states if cuda is not None]
+    return {"cpu": cpu, "cuda": cuda, "threads": torch.get_num_threads()}
 
 
 def restore_random_states(states: Any, world: World) -> None:
     """Restore this rank's state.
 
     With another world size or device type the streams cannot continue: new ones are seeded, reproducibly, and a warning
-    is logged. ValueError: `states` are not from `random_states`.
+    is logged, as for another number of threads on CPUs. ValueError: `states` are not from `random_states`.
     """
     try:
         cpu, cuda = states["cpu"], states["cuda"]
@@ -31,6 +31,10 @@ def restore_random_states(states: Any, world: World) -> None:
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise ValueError("it has no states of random number generators") from error
     if before == now:
+        threads = torch.get_num_threads()
+        if world.first and not cuda and (then := states.get("threads", threads)) != threads:
+            advice = f"OMP_NUM_THREADS={then} keeps it bitwise identical"
+            logger.warning(f"the run was on {then} threads and continues on {threads}: it rounds otherwise; {advice}")
         return
     torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # seeds CUDA too
     if world.first:

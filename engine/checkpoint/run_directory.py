@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -16,10 +16,11 @@ from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.configuration.help import as_text
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM
+from engine.process.output_files import NO_ROOM, cure_of, reason_of
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
+from models.checkpoints.published import IMAGENET
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
 _ANOTHER = "give another run_dir to start a new run"
@@ -77,7 +78,7 @@ class RunDirectory:
         """Raise OSError if the path no longer leads to the locked file: a write would leave half a run there."""
         if self._lock is None:
             return
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             if os.path.samestat(os.stat(self.lock_file), os.fstat(self._lock.fileno())):
                 return
         raise OSError(
@@ -141,24 +142,29 @@ class RunDirectory:
             raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
         except OSError as error:
             self.check_in_place()
-            if error.errno in NO_ROOM:
-                left = checkpoint.what_is_left(error, self.path, self.last, self.previous)
-                raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
-            file = error.filename if isinstance(error.filename, (str, bytes)) else ""
-            if not file or not Path(os.fsdecode(file)).is_relative_to(self.path):
+            file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+            full = error.errno in NO_ROOM
+            if not full and not (file and Path(file).is_relative_to(self.path)):
                 raise  # checkpoint.save has worded it
-            what = f"{os.fsdecode(file)}: {error.strerror}. Give another run_dir, or make this one writable"
-            raise OSError(f"run_dir={self.path} cannot be used: {what}") from error
+            cure = cure_of(error, self.path)
+            cure = f"Give another run_dir, or {cure[0].lower()}{cure[1:]}"
+            if full or checkpoint.last_good(self.last, self.previous):
+                cure = checkpoint.what_is_left(error, self.path, self.last, self.previous)
+            what = "cannot be written to" if full else f"cannot be used: {file}"
+            raise OSError(f"run_dir={self.path} {what}: {reason_of(error, self.path)}. {cure}") from error
         finally:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
 
-    def checkpoint_to_resume(self, config: TrainingRun, total_steps: int, files: dict[str, list[str]]) -> dict | None:
+    def checkpoint_to_resume(
+        self, config: TrainingRun, total_steps: int, files: dict[str, list[str]], said: Mapping[str, str] | None = None
+    ) -> dict | None:
         """The state to resume from; None for a new run.
 
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so. `notice` also reports
         data files whose size has changed. `files`: {split: [hash of names, of sizes, of the labels' numbering]}.
+        `said`: what a split holds, in words.
 
         ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
         configuration or its data differ.
@@ -174,7 +180,11 @@ class RunDirectory:
             raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
         if state["task"] != config.task:
             raise self._error(f" is for the task {state['task']}: expected {config.task}")
-        before, now = fixed(of_checkpoint(state, f"run_dir={self.path}")), fixed(config)
+        recorded = of_checkpoint(state, f"run_dir={self.path}")
+        default = config.body.name == "torchvision" and config.data.normalisation() == config.body.normalisation()
+        if default and recorded.data.normalisation() == IMAGENET:  # the default of earlier versions
+            config.data.mean, config.data.std = recorded.data.mean, recorded.data.std
+        before, now = fixed(recorded), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
             listed = "; ".join(
@@ -187,7 +197,7 @@ class RunDirectory:
         if state["step"] > total_steps:  # also of a run of as many steps
             steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
             raise self._error(f" holds {steps}. {self._restore()}")
-        self._check_files(state["data"], files)
+        self._check_files(state["data"], files, said or {})
         return state
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
@@ -210,12 +220,12 @@ class RunDirectory:
         copy = f", copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
         return f"Restore one of the two{copy}, or {_ANOTHER}"
 
-    def _check_files(self, before: dict, now: dict[str, list[str]]) -> None:
+    def _check_files(self, before: dict, now: dict[str, list[str]], said: Mapping[str, str]) -> None:
         """ValueError if file names or the labels' numbering have changed; a notice if sizes have."""
         for split, (names, sizes, numbering) in now.items():
             names_before, sizes_before, numbering_before = before.get(split, ("", "", ""))
             if names != names_before or numbering != numbering_before:
-                renamed = f"{split} files were added, removed or renamed"
+                renamed = f"{split} files were added, removed or renamed (now {said.get(split)})"
                 other = renamed if names != names_before else f"{split} labels number the classes differently"
                 raise self._error(f" holds a run on other data: {other}. Continue it on the same data, or {_ANOTHER}")
             if sizes != sizes_before:

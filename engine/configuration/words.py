@@ -24,6 +24,7 @@ class Entry(NamedTuple):
     say: str
     of: str | None
     program: str
+    beside: str | None
 
     def fits(self, name: str, value: str, keys: Collection[str]) -> re.Match[str] | None:
         """The match of an argument's value, if this entry has advice about it for a command with these keys."""
@@ -33,6 +34,8 @@ class Entry(NamedTuple):
             return None
         if name in keys and self.value is None:
             return None  # the command's own key
+        if self.beside is not None and not any(re.fullmatch(self.beside, word) for word in sys.argv):
+            return None
         if self.program != ".*" and not re.fullmatch(self.program, program()):
             return None
         return (self.value or ANY).fullmatch(value)
@@ -51,6 +54,7 @@ def entries() -> list[Entry]:
             each.get("say", ""),
             each.get("of"),
             each.get("program", ".*"),
+            each.get("beside"),
         )
         for each in map(dict, listed)
     ]

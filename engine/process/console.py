@@ -27,6 +27,8 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from datasets.file_list import readable
+
 logger = logging.getLogger("engine")
 SLOW_SECONDS, LOG_SECONDS = 1.0, 30.0
 _SPEED_SECONDS = 300.0  # a bar's time left is estimated from its last minutes; a step may take one
@@ -54,20 +56,29 @@ def make_printing_safe() -> None:
             setattr(sys, name, TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
 
 
+class _Console(Console):
+    """A console that escapes control characters in what it is given, also in tables: they may be part of a name."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(readable(text, lines=True), **options)
+
+
+class _Formatter(logging.Formatter):
+    """Escapes control characters in messages and tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return readable(super().format(record), lines=True)
+
+
 def make_console(rank: int = 0) -> Console:
     """A console for rank `rank`; only rank 0 prints. In files and pipes, lines do not break at 80 columns.
 
     Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
     """
     make_printing_safe()
-    make = partial(Console, quiet=rank > 0, markup=False, emoji=False, highlight=False)
+    make = partial(_Console, quiet=rank > 0, markup=False, emoji=False, highlight=False)
     console = make()
     return console if console.is_terminal else make(width=160)
-
-
-def printable(text: str) -> str:
-    """Escape what UTF-8 cannot encode, e.g. in file names from other systems."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
@@ -82,7 +93,7 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
     logger.propagate = False
     if rank > 0:
         warnings_only = logging.StreamHandler()
-        warnings_only.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+        warnings_only.setFormatter(_Formatter(f"rank {rank}: %(message)s"))
         warnings_only.setLevel(logging.WARNING)
         logger.addHandler(warnings_only)
         return
@@ -90,16 +101,17 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
         on_console: logging.Handler = RichHandler(
             console=console, show_path=False, show_level=False, highlighter=NullHighlighter(), keywords=[]
         )
+        on_console.setFormatter(_Formatter())
     else:  # a RichHandler would wrap lines
         on_console = logging.StreamHandler(console.file)
-        on_console.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        on_console.setFormatter(_Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     on_console.setLevel(logging.INFO)
     logger.addHandler(on_console)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         logging.raiseExceptions = False  # on a full disk: it would print a traceback for each line
         in_file = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
-        in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        in_file.setFormatter(_Formatter("%(asctime)s %(message)s"))
         logger.addHandler(in_file)
 
 
@@ -111,6 +123,7 @@ class _CutText(TextColumn):
 
     def render(self, task: Task) -> Text:
         text = super().render(task)
+        text.plain = readable(text.plain)
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 

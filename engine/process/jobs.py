@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.process.stopping import EXIT_CODE, ONE_REQUEST_SECONDS, Preempted
+from engine.process.stopping import EXIT_CODE, Preempted, hear, hear_again
 
 
 def run_jobs(
@@ -33,8 +33,7 @@ def run_jobs(
         for job in running:
             job.send_signal(number)
 
-    heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heard}
+    before = hear(stop)
     try:
         for number, (title, command) in enumerate(jobs.items(), start=1):
             console.print(f"job {number} of {len(jobs)}: {title}", style="bold", soft_wrap=True)
@@ -56,8 +55,7 @@ def run_jobs(
                 failed[title] = killed or f"exit status {job.returncode}"
                 console.print(f"failed: {failed[title]}", style="red", soft_wrap=True)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        hear_again(before)
     lines = [f"{len(jobs) - len(failed)} succeeded, {ended_before} had already finished, {len(failed)} failed"]
     lines += [f"failed: {title}: {error}" for title, error in failed.items()]
     console.print("\n".join(lines), soft_wrap=True)

@@ -1,11 +1,21 @@
-"""Write all files except checkpoints (engine/checkpoint/files.py); errors name the file."""
+"""Write all files except checkpoints (engine/checkpoint/files.py); errors name the file.
+
+A file that is there already is replaced only if a command of ours wrote it: a mark in it, or a list beside it, says so.
+"""
 
 import errno
+import fcntl
 import hashlib
+import json
+import mmap
 import os
+import re
+import stat
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import IO, TypeVar
@@ -14,7 +24,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
+LIST = "written.json"  # of the pictures that a command wrote into a folder
+_ABOUT = "the files below were written by a command, which may replace them"  # in the list
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ACCESS = "Make the folder and its files writable (or readable: owner, permissions, chattr -i, how it is mounted)"
+_CURES = {
+    **dict.fromkeys(NO_ROOM, "Make room there (or raise the quota or limit)"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Move the file away that is in the place of a folder"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n), or close other programs"),
+    errno.ELOOP: "A link leads back to itself; remove it, or let it lead to the file",
+}
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _WRITERS = 4  # threads
 _MOST_BYTES = 2**28  # of what waits to be written
@@ -35,17 +55,51 @@ def writable_folder(key: str, folder: Path) -> Path:
     return folder
 
 
-def writable_file(key: str, file: Path, *sources: Path) -> None:
-    """Create a file's folder if needed. ValueError, naming `key`: not writable, or `file` is a folder or in `sources`.
+def writable_file(key: str, file: Path, *sources: Path, ours: Callable[[Path], bool] = lambda file: False) -> None:
+    """Create a file's folder if needed. ValueError, naming `key`: not writable, or what is there would be lost.
 
-    Devices such as /dev/null are refused too: root would replace them by a file.
+    `sources`: the command's inputs. `ours`: whether the command wrote a file, which it may replace, as an empty one.
     """
-    if file.exists():
-        is_source = any(source.exists() and file.samefile(source) for source in sources)
+    if os.path.lexists(file):
+        is_source = file.exists() and any(source.exists() and file.samefile(source) for source in sources)
         what = "a folder" if file.is_dir() else "the input" if is_source else "" if file.is_file() else "a device"
+        what = what if file.exists() else "a link that leads nowhere"
         if what:
             raise ValueError(f"{key}={file} is {what}: give another file")
+        if file.stat().st_size and not ours(file):
+            raise ValueError(
+                f"{key}={file} was not written by this command, and would be lost: give another file, or remove it"
+            )
     writable_folder(key, file.parent)
+
+
+def marked(*marks: bytes) -> Callable[[Path], bool]:
+    """A function that says whether all `marks`, regular expressions, are found in a file that is not empty."""
+
+    def is_marked(file: Path) -> bool:
+        with open(file, "rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            return all(re.search(mark, view) for mark in marks)
+
+    return is_marked
+
+
+def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
+    """Make a folder for files, and add their names to its list before the first is written. Ranks may do so at once.
+
+    ValueError, naming `key`: it is not writable, or holds some of them although they are not in its list.
+    """
+    there, file = [name for name in names if os.path.lexists(folder / name)], folder / LIST
+    writable_file(key, file, ours=marked(_ABOUT.encode()))  # another rank may have written it, and files since `there`
+    known = {*json.loads(file.read_text())["files"]} if file.is_file() else set()
+    if foreign := [name for name in there if name not in known]:
+        raise ValueError(
+            f"{key}={folder} holds {foreign[0]}{f' and {len(foreign) - 1} others' if foreign[1:] else ''}, which would "
+            f"be replaced: no {LIST} says that a command wrote them (earlier versions wrote none). Give another "
+            f"folder, or remove them"
+        )
+    if not known.issuperset(names):
+        write_file(file, json.dumps({"about": _ABOUT, "files": sorted(known.union(names))}, indent=0) + "\n")
+    return folder
 
 
 def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
@@ -53,8 +107,8 @@ def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
     for place in images:
         if place.resolve() in (folder.resolve(), *folder.resolve().parents):
             raise ValueError(
-                f"{key}={folder} lies in {place}, the images of a dataset, which would then have images without a "
-                f"label: give a folder outside of it"
+                f"{key}={folder} lies in {place}, the images of a dataset, to which pictures would be added: give a "
+                f"folder outside of it"
             )
 
 
@@ -72,23 +126,89 @@ def short_name(name: str, suffix: str = ".png") -> str:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, and create its folder. OSError names the file, of which no part is left."""
-    file: IO | None = None
+    """Write a file, text as UTF-8, and create its folder. OSError names the file.
+
+    It is written beside `path` and renamed: a full disk or a kill leaves the old file or the complete new one, and a
+    link at `path` is replaced, not what it leads to.
+    """
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-    except OSError as error:  # it names no file if the disk is full or fails
-        if file is not None and path.is_file():  # not a device
-            path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with partial_file(path) as file:
+            file.write(data)
+            file.flush()
+            os.replace(file.name, path)
+    except OSError as error:  # a full disk names no file
+        raise OSError(error.errno, reason_of(error, path.parent), str(path)) from error
 
 
-def replace_file(path: Path, content: str) -> None:
-    """Write a file like `write_file`; a full disk or a kill leaves the old file or the complete new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    write_file(partial, content)
-    partial.replace(path)
+def partial_path(path: Path) -> Path:
+    """Where the unfinished file of `path` is."""
+    return path.with_name(f".{short_name(path.name, '..partial')}.partial")
+
+
+@contextmanager
+def partial_file(path: Path) -> Iterator[IO[bytes]]:
+    """Context with a file beside `path`, which the caller writes and renames to it; an error removes it.
+
+    Its name is always the same, so the next write takes over what a killed process left. Several processes may write
+    the same file: they wait for each other, and the last one stays.
+    """
+    file = _opened_alone(partial_path(path)) or open(path.with_name(f".{uuid.uuid4().hex}.partial"), "xb")
+    with file:
+        try:
+            yield file
+        except BaseException:  # Ctrl-C as well
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+
+
+def _opened_alone(path: Path) -> IO[bytes] | None:
+    """Open a file for writing once no other process writes it.
+
+    None: it cannot be locked (on some network disks) or opened, or it is a link, a pipe or another user's.
+    """
+
+    def untouched(name: str, flags: int) -> int:
+        return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    while True:
+        with ExitStack() as stack, suppress(OSError):
+            file = stack.enter_context(open(path, "wb", opener=untouched))
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1 or state.st_uid != os.geteuid():
+                return None
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
+                path.unlink()
+                raise
+            if not (path.exists() and os.path.samestat(state, os.lstat(path))):
+                continue  # another process has just renamed it
+            file.truncate()
+            stack.pop_all()
+            return file
+        return None
+
+
+def no_inodes(error: OSError, folder: Path) -> bool:
+    """Whether a disk takes no more files, however small; the system says that it has no space."""
+    with suppress(OSError):
+        room = os.statvfs(folder)
+        return error.errno == errno.ENOSPC and room.f_files > 0 == room.f_favail
+    return False
+
+
+def reason_of(error: OSError, folder: Path) -> str:
+    """The system's words for an error of writing into a folder."""
+    return "No inodes left on device" if no_inodes(error, folder) else error.strerror or str(error)
+
+
+def cure_of(error: OSError, folder: Path, unknown: str = "Check the disk or the connection to it") -> str:
+    """What to do about an error of a file in a folder."""
+    many = "Remove files there: the disk is full of small ones (df -i), whatever space it has"
+    return many if no_inodes(error, folder) else _CURES.get(error.errno or 0, unknown)
 
 
 def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False) -> None:

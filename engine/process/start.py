@@ -1,10 +1,15 @@
 """Imported first by every command."""
 
+import atexit
 import ctypes
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -24,13 +29,46 @@ def _say_of_thread(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
+def _open_closed() -> None:
+    """Open closed descriptors of stdin, stdout and stderr: files would get their numbers, and then what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+        stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], stream)  # in place of None
+    os.close(number)
+
+
 def die_with_parent(number: signal.Signals) -> None:
     """Have Linux send this process a signal when its parent ends. (A stopped or stuck process obeys only SIGKILL.)"""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def compiler_cache() -> Path:
+    """A folder of this user alone for compiled code, which PyTorch loads as pickles, whoever has put them there.
+
+    It is in the user's cache. Where there is none that code can be written to and run from, it lasts until this
+    process ends.
+    """
+    from datasets.cache import cache_folder, private  # slow, so after `_say` is in place
+
+    with suppress(OSError):
+        if (cache := cache_folder()) is not None:
+            cache.mkdir(parents=True, exist_ok=True)
+            folder = private(cache / "compiled")
+            if folder is not None and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
+                return folder
+    folder, process = Path(tempfile.mkdtemp(prefix="compiled-")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
+    return folder
+
+
+_open_closed()
 if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process. If it is killed, it cannot stop it
     die_with_parent(signal.SIGTERM)
 sys.excepthook, threading.excepthook = _say, _say_of_thread
 os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend is set
+# PyTorch's defaults are in the folder for temporary files, where others may have been first; its headers stay there.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiler_cache())

@@ -1,40 +1,43 @@
-"""How commands end: on a stop request (Ctrl-C, or a scheduler's SIGTERM or SIGUSR1), or with an error message."""
+"""How commands end: on a stop request (`ONE_REQUEST_SECONDS`), or with an error message."""
 
 import atexit
-import errno
+import ctypes
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import signal
+import struct
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from datasets.file_list import readable
 from engine.process.allocations import cause_of, is_out_of_memory
 from engine.process.console import logger, make_printing_safe
 from engine.process.distributed import World, launched
-from engine.process.output_files import NO_ROOM
+from engine.process.output_files import cure_of
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 SECONDS_TO_END = 20  # for Python's exit, when all files have been written
-# Stop signals, and for how many seconds a repeated signal counts as the same request: Slurm and torchrun
-# may both pass it on, and torchrun repeats Ctrl-C at once.
-ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
-
-
-# What to do about an error of a file, by its number.
-_CURES = {
-    **dict.fromkeys(NO_ROOM, "make room there (or raise the quota or limit), then start it again"),
-    errno.ELOOP: "a link leads back to itself; remove it, or let it lead to the file",
+# Stop signals, and for how many seconds a repeated signal counts as the same request: Slurm and torchrun may both pass
+# it on, torchrun repeats Ctrl-C at once, and a shell repeats a lost terminal's SIGHUP. Beyond the soft limit of
+# processor time (ulimit -St), SIGXCPU comes every second. Data workers ignore them: datasets/workers.py.
+ONE_REQUEST_SECONDS: dict[int, float] = {
+    **dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2), 5.0),
+    signal.SIGINT: 1.0,
+    signal.SIGXCPU: math.inf,
 }
+_IN_COMMAND: ContextVar[bool] = ContextVar("in_command", default=False)  # whether `errors_for_users` runs
 
 
 class Preempted(BaseException):
@@ -46,26 +49,24 @@ class StopRequest:
 
     Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. A signal that comes
     again, more than `ONE_REQUEST_SECONDS` after the first, kills the process. If torchrun dies, SIGTERM comes
-    (engine/process/start.py). Ignored signals stay ignored (`nohup`, `&`).
+    (engine/process/start.py). Ignored signals stay ignored (`nohup`, `&`). A command that ends ignores all of them.
     """
 
     def __init__(self) -> None:
         self.training = False
         self.requested = False
         self.requested_s: dict[int, float] = {}  # when each signal first came
-        self.before: dict = {}
+        self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # no other thread may install handlers
-            heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
-            self.before = {number: signal.signal(number, self._request) for number in heard}
+        self.before = hear(self._request)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and launched():
-            return  # after an error, torchrun's SIGTERM must not kill the process before its message is printed
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        if _IN_COMMAND.get() and (kind is None or issubclass(kind, Preempted)):
+            hear(signal.SIG_IGN)
+        elif kind is None or not launched():  # torchrun's SIGTERM must not kill the process before its error is printed
+            hear_again(self.before)
 
     def anywhere(self, world: World) -> bool:
         """Whether any rank was asked to stop. Every rank must call it."""
@@ -75,8 +76,8 @@ class StopRequest:
         if time.monotonic() > self.requested_s.setdefault(number, time.monotonic()) + ONE_REQUEST_SECONDS[number]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.requested = True
-        if not self.training:
+        before, self.requested = self.requested, True
+        if not (self.training or before):  # another one must not interrupt what the first one makes the run do
             raise Preempted("stopped before the first step")
 
 
@@ -101,40 +102,58 @@ class UntilStopped:
                 yield next(items)
 
 
+def hear(handler: Any) -> dict[int, Any]:
+    """Give stop signals that are not ignored a handler; return their handlers before. (Only the main thread may.)"""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def hear_again(before: dict[int, Any]) -> None:
+    """Give stop signals the handlers that `hear` has replaced."""
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def _end_within_seconds(status: int) -> None:
     """An exit handler: end with `status` even if a library's handler hangs, as PyTorch's may on its compilers.
 
-    It is registered last, so it runs first, but after all threads of ours, such as one that writes a checkpoint.
+    It is registered last, so it runs first, but after all threads of ours, such as one that writes a checkpoint. The
+    system's timer calls _exit(status): a signal handler of Python's is gone while the interpreter frees its memory.
     """
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
-    signal.alarm(SECONDS_TO_END)
-
-
-def _ignore_signals(*numbers: int) -> None:
-    """Ignore signals while Python exits: Ctrl-C would print a traceback, a repeated SIGTERM change the exit status."""
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        system, timer = ctypes.CDLL(None), ctypes.c_void_p()
+        function = ctypes.cast(system._exit, ctypes.c_void_p).value
+        event = struct.pack("PiiP40x", status, 0, 2, function)  # struct sigevent with SIGEV_THREAD
+        if system.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0:
+            system.timer_settime(timer, 0, struct.pack("4l", 0, 0, SECONDS_TO_END, 0), None)  # struct itimerspec
 
 
 @contextmanager
 def errors_for_users(again: str = "start it again") -> Iterator[None]:
     """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback.
 
-    HYDRA_FULL_ERROR=1 keeps all tracebacks. `again`: how to go on after a stop on request.
+    HYDRA_FULL_ERROR=1 keeps all tracebacks. `again`: how to go on after a stop on request. Its end decides the exit
+    status: from then on the process ignores stop signals.
     """
     make_printing_safe()
-    status = 1
+    status, in_command = 1, _IN_COMMAND.set(True)
     # Its warning that it finds no CUDA runtime only means that code is compiled for the CPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
-        yield
+        try:
+            yield
+        finally:
+            hear(signal.SIG_IGN)
+            _IN_COMMAND.reset(in_command)
         status = 0
+    except SystemExit as ended:  # of a command: its status, or a message
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
     except KeyboardInterrupt:
-        _ignore_signals(signal.SIGINT)
         sys.exit("interrupted")
     except Preempted as stopped:
-        _ignore_signals(*ONE_REQUEST_SECONDS)
         status = EXIT_CODE
         logger.log(logging.INFO if logger.handlers else logging.WARNING, f"{stopped}; exit status {EXIT_CODE}: {again}")
         sys.exit(EXIT_CODE)
@@ -152,8 +171,10 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
             )
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
-        cure = _CURES.get(error.errno or 0) if isinstance(error, OSError) else None
-        message = f"error: {message.strip()}" + f": {cure}" * bool(cure)
+        message = readable(f"error: {message.strip()}", lines=True)
+        if isinstance(error, OSError):
+            cure = cure_of(error, Path(str(error.filename)).parent, unknown="")
+            message += f": {cure[:1].lower()}{cure[1:]}, then start it again" * bool(cure)
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _for_torchrun(Path(file), message)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):

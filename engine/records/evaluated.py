@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from datasets import ClassificationDataset, SegmentationDataset
-from engine.process.output_files import replace_file
+from engine.process.output_files import marked, write_file
 from engine.records.provenance import provenance
 from keepless.torch_internals import tree_map
 
+# Whether a file is one of an evaluation's results.
+are_results = marked(rb'\A\{\s*"dataset": "[^"]*",\s*"split": ', rb'"environment": \{')
 Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
 
 
@@ -47,7 +49,7 @@ def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, che
         "environment": provenance(),
     }
     if path is not None:
-        replace_file(path, json.dumps(without_nan(results)) + "\n")
+        write_file(path, json.dumps(without_nan(results)) + "\n")
     return results
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
-from engine.process.console import SLOW_SECONDS, logger, printable, progress_bar, time_left
-from engine.process.output_files import replace_file
+from datasets.file_list import printable
+from engine.process.console import SLOW_SECONDS, logger, progress_bar, time_left
+from engine.process.output_files import write_file
 from engine.records.evaluated import Evaluated, without_nan
 
 PLANNED_STEPS = 3  # first steps, in which budgets are planned, cuDNN chooses algorithms and code is compiled
@@ -52,15 +53,16 @@ class MetricsLogger:
         self.waits = waits  # None after it was logged
         self.scores: dict[int, float] = {}  # by step, of all evaluations, including those before resuming
         if run_dir is not None:
-            self.metrics_file = run_dir / "metrics.jsonl"
+            self.metrics_file, self.recorded_bytes = run_dir / "metrics.jsonl", 0
             self._drop_records_beyond(start_step, total_steps)
             if best is not None:
                 self.scores.setdefault(*best)
             if 0 < start_step < total_steps:
                 self._record({"kind": "resumed", "step": start_step})
-            if start_step == 0:  # left by an attempt that saved no checkpoint
+            if start_step == 0 and self.metrics_file.is_file():  # left by an attempt that saved no checkpoint
                 for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
                     events.unlink()
+            self._let_events_be_earlier(run_dir / "tensorboard")
             self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
             if start_step == 0:  # a resumed run still has it
                 self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
@@ -230,7 +232,20 @@ class MetricsLogger:
 
     def _record(self, record: dict) -> None:
         with open(self.metrics_file, "a", encoding="utf-8") as file:
+            if file.tell() < self.recorded_bytes:
+                lost = f"records before step {record['step']} are lost, restore it at the end (TensorBoard has them)"
+                logger.warning(f"{self.metrics_file} was removed or replaced while the run used it: {lost}")
             file.write(json.dumps(without_nan(record)) + "\n")
+            self.recorded_bytes = file.tell()
+
+    @staticmethod
+    def _let_events_be_earlier(folder: Path) -> None:
+        """TensorBoard reads files in the order of the times in their names, and would hide what follows a later one."""
+        files, now_s = sorted(folder.glob("events.out.tfevents.*")), int(time.time())
+        if files and files[-1].name >= f"events.out.tfevents.{now_s:010d}":
+            logger.warning(f"{files[-1]} is of a later time (was the clock set back?): restart TensorBoard if it runs")
+            for number, file in enumerate(files, start=now_s - len(files)):
+                file.rename(folder / f"events.out.tfevents.{number:010d}.{file.name.split('.', 4)[-1]}")
 
     def _drop_records_beyond(self, step: int, total_steps: int) -> None:
         """Keep the records up to the resumed step, except the final evaluation, which is repeated."""
@@ -249,4 +264,4 @@ class MetricsLogger:
                 kept.append(line + "\n")
                 if record["kind"] == "val":
                     self.scores[record["step"]] = math.nan if score is None else score
-        replace_file(self.metrics_file, "".join(kept))
+        write_file(self.metrics_file, "".join(kept))

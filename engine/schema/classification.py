@@ -8,7 +8,7 @@ from datasets.class_names import ORDERS, two_orders
 from datasets.registry import FOR_CLASSIFICATION
 from engine.schema.data import Data
 from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, changed
-from engine.schema.keys import group, key
+from engine.schema.keys import group, key, own_class
 from engine.schema.training import Trainer, TrainingRun
 
 
@@ -68,7 +68,8 @@ class SmallImagesData(ClassificationData):
 
 
 CLASSIFICATION_DATASETS: dict[str, type[ClassificationData]] = {
-    name: SmallImagesData if row.in_memory else ClassFoldersData for name, row in FOR_CLASSIFICATION.items()
+    name: own_class(name, SmallImagesData if row.in_memory else ClassFoldersData)
+    for name, row in FOR_CLASSIFICATION.items()
 }
 
 

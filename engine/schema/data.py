@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from datasets.coco_stuff import LISTS
 from datasets.registry import FOR_SEGMENTATION
 from datasets.transforms import padded_share
-from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, by_name, key
+from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, by_name, key, own_class
 from models.checkpoints.published import IMAGENET, Normalisation
 
 _MUCH_PADDING, _LITTLE_PADDING = 0.25, 0.15  # shares of a crop
@@ -26,7 +26,7 @@ class Data:
     # Pixels, square unless there is data.crop_aspect. Larger ones show more context: memory.fit=crop finds the largest.
     crop_size: int = key(MISSING, above=0, most=MOST_PIXELS)
     # Crops per optimiser step, as in the paper: over all processes and accumulation steps. 8 to 16 for segmentation;
-    # with fewer than 4 on a device give norm.sync=true, or body.frozen_norms with trained weights.
+    # with 2 or 3 on a device give norm.sync=true, or body.frozen_norms with trained weights, with 1 norm.sync=true.
     crops_per_minibatch: int = key(MISSING, above=0, most=1_000_000)
     # Mean of each colour channel, from 0 to 1: images are normalised by mean and std. null: with body=timm what the
     # network's published weights expect, else ImageNet's.
@@ -159,6 +159,6 @@ class ClassUniformSampler(Sampler):
     fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image
 
 
-_WITH_OPTIONS = {"coco_stuff": CocoStuffData, "folder": FolderData}
-SEGMENTATION_DATASETS = {name: _WITH_OPTIONS.get(name, SegmentationData) for name in FOR_SEGMENTATION}
+_OWN: dict[str, type[SegmentationData]] = {"coco_stuff": CocoStuffData, "folder": FolderData}
+SEGMENTATION_DATASETS = {name: own_class(name, _OWN.get(name, SegmentationData)) for name in FOR_SEGMENTATION}
 SAMPLERS = by_name(Sampler, ClassUniformSampler)

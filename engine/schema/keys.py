@@ -3,9 +3,10 @@
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import Field, field, fields, is_dataclass
+from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
@@ -98,6 +99,14 @@ def group(alternatives: Mapping[str, type], used: tuple[str, ...] = ()) -> Any:
 def by_name(*alternatives: Any) -> dict[str, Any]:
     """{name: dataclass} of the alternatives of a group."""
     return {each.name: each for each in alternatives}
+
+
+def own_class(name: str, base: type[T]) -> type[T]:
+    """A dataclass like `base` for the alternative `name` alone: GROUP.name cannot turn it into another alternative."""
+    made = make_dataclass(f"{base.__name__}_{name}", [("name", str, name)], bases=(base,), namespace={"is_made": True})
+    made.__doc__, made.__module__ = base.__doc__, base.__module__
+    setattr(sys.modules[base.__module__], made.__name__, made)  # where pickle looks for it
+    return made
 
 
 def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:

@@ -9,7 +9,7 @@ from engine.schema.keys import by_name, key
 from keepless.norms.backends import BACKENDS
 from keepless.norms.backends.activations import Activation, check_activation
 from models.bodies.stem import STEM_STRIDES
-from models.checkpoints.published import IMAGENET, Normalisation, timm_normalisation
+from models.checkpoints.published import HALF, IMAGENET, OF_TENSORFLOW, Normalisation, timm_normalisation
 from models.freezing import FROZEN_NORMS
 from models.released_norm import RELEASED_ACTIVATIONS
 
@@ -205,10 +205,13 @@ class TorchvisionBody(Body):
     # A file of its weights, or published: the library's own, downloaded. Short for init.weights and init.format.
     weights: str | None = None
 
+    def normalisation(self) -> Normalisation:
+        return HALF if self.network in OF_TENSORFLOW else IMAGENET
+
 
 @dataclass
 class TimmBody(TorchvisionBody):
-    name: str = "timm"
+    name: str = "timm"  # its network may be NAME.TAG, as timm and the Hub name weights
 
     def normalisation(self) -> Normalisation:
         return timm_normalisation(self.network)

@@ -259,6 +259,9 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             logger.debug(command)
             if directory.notice and world.first:
                 logger.warning(directory.notice)
+            for kind, split in (("training", run.train_set), ("validation", run.val_set)):
+                for sentence in split.remarks if world.first else ():
+                    logger.warning(f"{kind} split {split.split}: {sentence}")
             chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
             if config.init.weights is None and any(map(weights_of, chosen)) and world.first:
                 logger.warning(config.lacks_weights(chosen[-1]))
@@ -288,7 +291,8 @@ def _agree(
             directory.lock()
     splits = {"training": train_set, "validation": val_set}
     files = {split: [*data.names_and_sizes(), data.numbering] for split, data in splits.items()}
-    resumed = directory.checkpoint_to_resume(config, schedule.total_steps, files)
+    said = {split: "; ".join([f"{len(data)} images", *data.remarks]) for split, data in splits.items()}
+    resumed = directory.checkpoint_to_resume(config, schedule.total_steps, files, said)
     found = {
         **{f"{split} images": len(data) for split, data in splits.items()},
         "steps": schedule.total_steps,

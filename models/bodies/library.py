@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -169,7 +170,12 @@ def _of_timm(network: str) -> dict[str, nn.Module]:
     except ImportError as error:
         raise ValueError(f"body=timm needs timm ({error}): pip install timm, or give body=torchvision") from error
 
-    _check_name(network, timm.list_models(), "timm")
+    name, _, tag = re.sub("^(hf[-_]hub:)?timm/", "", network).partition(".")
+    _check_name(name, timm.list_models(), "timm")
+    known = timm.list_pretrained(f"{name}.*")
+    if network not in (name, *known):
+        last = f"; body.last={tag} ends with a part of it" * bool(tag and f"{name}.{tag}" not in known)
+        raise ValueError(f"network={network}: expected {name}{last}, or with a tag of its weights: {', '.join(known)}")
     try:
         whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,)).eval()
         layers, example = dict(whole.named_children()), torch.ones(1, 3, SIDE, SIDE)

@@ -1,7 +1,10 @@
 """The weights that torchvision and timm publish: their images, download, and network."""
 
+import json
+from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,16 +19,39 @@ class Normalisation(NamedTuple):
 
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF = Normalisation((0.5,) * 3, (0.5,) * 3)
+OF_TENSORFLOW = ("googlenet", "inception_v3")  # torchvision's networks themselves turn IMAGENET into HALF
 
 
 def timm_normalisation(network: str) -> Normalisation:
-    """The normalisation with which timm's published weights of a network were trained; IMAGENET if it has none."""
+    """The normalisation of timm's published weights NAME.TAG, or those of a NAME's default tag; else IMAGENET."""
     try:
         import timm
-    except ImportError:  # `timm_body` says how to install it
+
+        published = timm.get_pretrained_cfg(network)
+    except (ImportError, RuntimeError):  # `timm_body` says how to install it, and which tags there are
         return IMAGENET
-    published = timm.get_pretrained_cfg(network)
-    return IMAGENET if published is None else Normalisation(published.mean, published.std)
+    return IMAGENET if published is None else Normalisation(tuple(published.mean), tuple(published.std))
+
+
+def timm_tags(network: str) -> dict[Normalisation, list[str]]:
+    """The tags of timm's weights of a plain name by their normalisation; none of NAME.TAG."""
+    import timm
+
+    found: dict[Normalisation, list[str]] = {}
+    for name in timm.list_pretrained(f"{network}.*") if "." not in network else ():
+        found.setdefault(timm_normalisation(name), []).append(name.partition(".")[2])
+    return found
+
+
+def timm_metadata(path: Path, content: object) -> Normalisation | None:
+    """The normalisation that a file's config.json, as on the Hub, or a timm training's arguments in it state."""
+    stated = vars(content["args"]) if isinstance(content, dict) and isinstance(content.get("args"), Namespace) else {}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        stated = json.loads((path.parent / "config.json").read_text("utf-8"))["pretrained_cfg"]
+    if stated.get("mean") and stated.get("std"):
+        return Normalisation(tuple(stated["mean"]), tuple(stated["std"]))
+    return timm_normalisation(str(stated["model"])) if "." in str(stated.get("model", "")) else None
 
 
 def downloaded(library: str, network: str) -> Path:
@@ -43,7 +69,7 @@ def downloaded(library: str, network: str) -> Path:
             import timm
             from huggingface_hub import hf_hub_download
 
-            config = timm.get_pretrained_cfg(network, allow_unregistered=False)
+            config: Any = timm.get_pretrained_cfg(network, allow_unregistered=False)
             where = config.url or f"{config.hf_hub_id}/model.safetensors"
             if not config.url:
                 return Path(hf_hub_download(config.hf_hub_id, "model.safetensors"))

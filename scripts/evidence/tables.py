@@ -28,7 +28,7 @@ from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from engine.schema.keys import as_list, key
 from scripts.reports import frame, papers
-from scripts.reports.markdown import GIB, MIB, in_lines, mean_of, section, table
+from scripts.reports.markdown import GIB, MIB, escaped, in_lines, mean_of, section, table
 from scripts.reports.runs import TITLES, Run, found_runs
 
 LEFT_OUT = "left_out"  # name of the block of run directories that are in no table
@@ -84,7 +84,8 @@ def tables_of(folders: list[str], out: Path) -> dict[str, str]:
     missing = (run.folder for run in runs if run.folder not in shown)
     left_out |= {folder: repeats.get(folder, "it is of no experiment") for folder in missing}
     blocks = {name: as_markdown(rows, out) for name, rows in tables.items()}
-    return blocks | {LEFT_OUT: "\n".join(f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items())}
+    left = (f"- {escaped(_relative(path, out))}: {escaped(reason)}" for path, reason in left_out.items())
+    return blocks | {LEFT_OUT: "\n".join(left)}
 
 
 def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
@@ -201,7 +202,7 @@ def _measured(runs: list[Run]) -> str:
 
 
 def _link(run: Run, out: Path) -> str:
-    return f"[{_relative(run.folder, out)}]({_relative(run.folder / 'results.json', out)})"
+    return f"[{escaped(_relative(run.folder, out))}]({_relative(run.folder / 'results.json', out)})"
 
 
 def _relative(path: Path, out: Path) -> str:

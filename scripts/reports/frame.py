@@ -21,7 +21,7 @@ from engine.configuration.choices import CONFIGS
 from engine.configuration.command_line import configured
 from engine.process.allocations import keep_freed_memory
 from engine.process.distributed import device_of
-from engine.process.output_files import replace_file
+from engine.process.output_files import marked, writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts
@@ -97,6 +97,7 @@ def carry_out(benchmark: Benchmark, arguments: Any) -> str:
     out = Path(arguments.out)
     if out.suffix != ".json":
         raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
+    writable_file("out", out, ours=marked(rb'\A\{\s*"calls": \['))
     record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
     measure(benchmark, arguments, record, out)
     for number, call in written_here(record):
@@ -173,7 +174,7 @@ def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> No
         call["items"] = {name: found[name] for name in items if name in found}
         call["command"] = command_of(benchmark, arguments, call["items"] if len(found) < len(items) else ())
         call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
-        replace_file(out, json_lines(record))
+        write_file(out, json_lines(record))
 
 
 FAILED = ["reason"]  # the keys of the only row of an item

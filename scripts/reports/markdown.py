@@ -7,10 +7,17 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from datasets.file_list import printable
+
 MIB, GIB = 2**20, 2**30
 WIDTH = 140  # of the lines of pages, in characters
 Rows = list[dict[str, Any]]
 Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
+
+
+def escaped(name: object) -> str:
+    """A name of a file or class in prose or a table, where Markdown would take some characters for HTML or its own."""
+    return re.sub(r"[&<>|`\[\]]", lambda found: f"&#{ord(found[0])};", printable(name))
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

@@ -8,8 +8,9 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from engine.process.console import printable
+from datasets.file_list import printable
 
+MARK = rb"\A<!doctype html>\n[^\n]*\n<style>\n:root \{ --opacity: "  # by which a page is known
 LARGEST = (800, 800)  # pixels of an image on the page
 _HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
@@ -75,7 +76,9 @@ class Page:
     def _line(self, number: int, share: float) -> str:
         colour = "GrayText" if self.palette is None else "rgb({},{},{})".format(*self.palette[number])
         bar = f'<div style="width:{100 * share:.2f}%;background:{colour}"></div>'
-        return f'<tr><td>{escape(self.classes[number])}</td><td class="bar">{bar}</td><td>{share:.1%}</td></tr>'
+        return (
+            f'<tr><td>{escape(printable(self.classes[number]))}</td><td class="bar">{bar}</td><td>{share:.1%}</td></tr>'
+        )
 
     def html(self) -> Iterable[str]:
         """The parts of the page."""

@@ -1,28 +1,139 @@
 """The cache folder: where it is, and what killed processes leave there."""
 
 import os
+import shutil
 import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
 
-from datasets import camvid, synthetic
-from datasets.cache import cache_folder, read_arrays, write_arrays
+from datasets import cache, camvid, index_classes, inspect, synthetic, verify
+from datasets.cache import alone_in, cache_folder, read_arrays, write_arrays
+from engine import assemble
+from engine.schema.data import SEGMENTATION_DATASETS
+
+OTHER = 65534  # a user id
 
 
-def test_a_user_without_a_home_has_a_cache_in_the_folder_for_temporary_files(tmp_path, monkeypatch):
-    """Containers may run as a user without HOME and without a passwd entry."""
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "inplace-abn-segmentation"
-    monkeypatch.delenv("HOME")
+@pytest.fixture
+def shared(monkeypatch):
+    """A folder for temporary files of all users; this one has no home, as in some containers."""
+    folder = Path(tempfile.mkdtemp())  # not below the test's own folder, which others cannot enter
+    folder.chmod(0o1777)
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert cache_folder() == tmp_path / f"inplace-abn-segmentation-{os.getuid()}"
+    monkeypatch.setattr(cache, "tempfile", SimpleNamespace(gettempdir=lambda: str(folder)))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def as_other(function: Callable[[], object]) -> None:
+    """Call a function in a process of another user."""
+    if os.getuid() != 0:
+        pytest.skip("only root may start a process of another user")
+
+    def call() -> None:
+        os.setgroups([])
+        os.setresgid(OTHER, OTHER, OTHER)
+        os.setresuid(OTHER, OTHER, OTHER)
+        function()
+
+    process = get_context("fork").Process(target=call)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def goes_on_without(root: Path, reason: str) -> None:
+    """Checks run each time; what needs a cache folder names its key instead."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        patch.setattr(
+            sys.modules[verify.__module__], "inspect", lambda *given, **more: calls.append(1) or inspect(*given, **more)
+        )
+        for _ in range(2):
+            verify(camvid(root, "train"))
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match=f"^data.split=train: data.root=None .give data.root=DIR.: .*{reason}"):
+        assemble.dataset(SEGMENTATION_DATASETS["synthetic"](name="synthetic"), "train", draw=True)
+    with pytest.raises(ValueError, match=f"^the class index .*{reason}.* give sampler.folder=DIR"):
+        index_classes(camvid(root, "train"), folder_key="sampler.folder")
+
+
+def test_the_cache_is_in_the_home_or_else_in_a_private_folder(tmp_path, shared, monkeypatch):
+    """Containers may run as a user without HOME and without a passwd entry. An older folder of ours becomes private."""
+    folder = shared / f"inplace-abn-segmentation-{os.getuid()}"
+    assert cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o755, 0o777):
+        (folder / "class-index").mkdir(exist_ok=True)
+        folder.chmod(mode)
+        assert cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match="^~/gone is not an existing folder"):
         camvid("~/gone", "train")
+    shared.chmod(0o777)  # without the sticky bit, anybody may replace it
+    assert cache_folder() is None
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "inplace-abn-segmentation"
+
+
+@pytest.mark.parametrize("trap", ["link", "folder", "file in ours"])
+def test_what_another_user_has_put_in_the_place_of_the_cache_is_not_used(trap, shared, camvid_folders, tmp_path):
+    """A link led to the removal of all hidden files where it led; a foreign dataset was trained on."""
+    folder, victim = shared / f"inplace-abn-segmentation-{os.getuid()}", tmp_path / "victim"
+    (victim / "synthetic-streets-1").mkdir(parents=True)
+    (victim / "synthetic-streets-1" / ".git").write_text("mine")
+    if trap == "file in ours":
+        folder.mkdir()
+        folder.chmod(0o777)
+    places = {"link": lambda: folder.symlink_to(victim), "folder": folder.mkdir, "file in ours": (folder / "a").touch}
+    as_other(places[trap])
+    assert cache_folder() is None
+    goes_on_without(camvid_folders, "no cache folder: this user has no home")
+    assert (victim / "synthetic-streets-1" / ".git").read_text() == "mine"
+    assert not (folder / "class-index").exists()
+
+
+def test_a_home_that_cannot_be_written_is_named(tmp_path, camvid_folders, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    goes_on_without(camvid_folders, f"cannot be written to {tmp_path}/home/.cache/.*")
+
+
+def drawn_once(_: int) -> Path:
+    return synthetic(None, "train", images=(1, 1)).files[0].image
+
+
+def test_two_ranks_without_a_home_share_the_folder(shared):
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+        one, two = pool.map(drawn_once, range(2))
+    assert one == two and one.is_relative_to(shared / f"inplace-abn-segmentation-{os.getuid()}")
+
+
+def test_only_what_was_left_of_the_same_file_is_removed(tmp_path):
+    """Links are not followed, neither to the folder nor in it."""
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for name in (".a-left/b/c", ".a-b", ".ab", ".b-c", "a-b", ".git/config"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    shutil.copytree(folder, other)
+    (folder / ".a-left" / "link").symlink_to(other)
+    (folder / ".a-link").symlink_to(other)
+    (tmp_path / "link").symlink_to(other)
+    for given in (folder, tmp_path / "link"):
+        with alone_in(given, ".a-"):
+            pass
+    assert {path.name for path in folder.iterdir()} == {".ab", ".b-c", "a-b", ".git"}
+    assert len([*other.rglob("*")]) == 9
 
 
 def dies_while_it_draws() -> None:

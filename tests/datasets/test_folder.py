@@ -328,6 +328,60 @@ def test_images_of_other_formats_are_not_passed_over(root):
     assert len(folder(root, "train").files) == 5
 
 
+def test_what_is_left_out_is_counted_and_what_trained_before_trains(root):
+    """A suffix that earlier versions did not read counts where no other file has its name, and with a label."""
+    before, image = folder(root, "train"), next((root / "train/images/b").iterdir())
+    assert before.remarks == ()
+    for name in (f"{image.stem}.ppm", "unlabelled.tga", "x.png.part", ".hidden", "Thumbs.db"):
+        (image.parent / name).write_bytes(b"not read")
+    for name in ("new", "z", "without"):
+        shutil.copy(root / f"train/labels/b/{image.stem}.png", root / f"train/labels/b/{name}.png")
+    (image.parent / "folder.ppm").mkdir()  # which is no error, as before
+    shutil.copy(image, image.parent / "new.jp2")
+    for name in ("z.pgm", "z.ppm"):
+        (image.parent / name).write_bytes(b"")
+    after = folder(root, "train")
+    assert {*after.files} > {*before.files} and len(after) == len(before) + 2
+    assert [sentence.partition(", such as ")[0] for sentence in after.remarks] == [
+        "left out 1 labels without an image",
+        "left out 4 files that are not read as images",  # beside another of the name, without a label, of other kinds
+        "read 2 images with suffixes that earlier versions passed over",
+    ]
+    assert after.remarks[0].endswith("train/labels/b/without.png") and joined([after, after]).remarks == after.remarks
+    assert {entry.image.name for entry in after.files} >= {"new.jp2", "z.ppm", image.name}
+
+
+def test_palettes_that_swap_two_classes_and_several_pages_are_doubted(root):
+    colours = {"wood": [9, 9, 9], "bark": [0, 200, 0], "rot": [200, 0, 0], "scale": [9, 0, 200]}
+    classes = [{"name": name, "colour": colour} for name, colour in colours.items()]
+    (root / "classes.json").write_text(json.dumps({"classes": classes, "ignored": [255, 3]}))
+    for label in (root / "train/labels").rglob("*.png"):
+        trees.write_palette(label, np.asarray(Image.open(label)), [(9, 9, 9), (200, 0, 0), (0, 200, 0), (9, 0, 200)])
+    image = next((root / "train/images/a").iterdir())
+    page = Image.open(image).convert("RGB")
+    page.save(image.with_suffix(".tif"), save_all=True, append_images=[page, page])
+    image.unlink()
+    train = folder(root, "train")
+    pages, swapped = verify(train, workers=0)
+    assert re.search(r"the id 1 the colour \(200, 0, 0\), which the list of classes gives the id 2", swapped)
+    assert pages.startswith("1 images have several pages") and f"{image.with_suffix('.tif')}, 3)" in pages
+    assert verify(train, workers=0) == [pages, swapped]  # as remembered
+    assert verify(folder(root, "train", palettes="any"), workers=0) == [pages]
+
+
+def test_names_keep_their_accents_as_stored_and_blanks_are_shown(root):
+    flat(root)
+    names = [f"e{chr(0x301)} {chr(0xE9)}", "a "]
+    for kind, suffix in (("images", ".png"), ("labels", ".png")):
+        for name in names:
+            trees.write(root / kind / f"{name}{suffix}", trees.pair(0, [0, 1])[kind == "labels"])
+    (root / "train.txt").write_text(f"{unicodedata.normalize('NFC', names[0])}\na \n")
+    assert [entry.name for entry in folder(root, "train").files] == ["a ", names[0]]
+    (root / "train.txt").write_text("a \nb \n")
+    with pytest.raises(ValueError, match="such as 'b ', are missing"):
+        folder(root, "train")
+
+
 def test_without_its_list_of_classes_the_fix_is_the_command_that_makes_it(root):
     (root / "classes.json").unlink()
     with pytest.raises(ValueError, match=f"{root}/classes.json is missing[^$]*python -m scripts.make_classes"):
@@ -398,12 +452,12 @@ def test_nothing_outside_of_the_folder_is_read_or_written(root):
 
 
 def test_names_are_the_same_with_accents_of_their_own(root, tmp_path):
-    """macOS stores them decomposed. Files keep their spelling, names and predictions are composed."""
+    """macOS stores them decomposed. Files keep their spelling, and so do the names of predictions."""
     apart, together = (unicodedata.normalize(form, "Bäume/é") for form in ("NFD", "NFC"))
     for kind, name, suffix in (("images", apart, ".jpg"), ("labels", together, ".png")):
         (root / "val" / kind / name).parent.mkdir()
         (root / "val" / kind / f"a/board.0{suffix}").rename(root / "val" / kind / f"{name}{suffix}")
-    for name in (together, "b/board.1"):
+    for name in (apart, "b/board.1"):
         assert name in names(folder(root, "val"))
     verify(folder(root, "val"), workers=0)
     for split, form in (("train", "NFC"), ("val", "NFD")):

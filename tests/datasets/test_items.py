@@ -175,3 +175,17 @@ def test_evaluated_images_of_files(files):
         assert item.keys() == {"image", "label", "name"} and type(item["label"]) is int
         assert torch.equal(item["image"], fixed_crops(32, 24)(torch.from_numpy(files.image(number)).movedim(2, 0)))
         assert torch.equal(item["image"], batch["image"][number, 4]) and item["image"].is_contiguous()
+
+
+@pytest.mark.parametrize("scale", [(1, 1), (1.5, 1.5), (0.2, 0.2)])
+def test_a_pixel_of_another_class_than_the_index_says_is_refused(scale, camvid_folders):
+    """A label that was replaced: a class that it does not have must not be written into a crop."""
+    label = np.full((24, 40), 3, np.uint8)
+    label[7, 11] = 5
+    trees.write(camvid_folders / "train/labels/0001TP_000000.png", label)
+    crops = TrainingCrops(camvid(camvid_folders, "train"), TrainingTransform((16, 16), scale=scale), 0)
+    for class_id, pixel in ((3, (2, 5)), (5, (7, 11))):
+        assert (crops[Draw(0, 0, 0, class_id, pixel)]["label"] == class_id).any()
+    for pixel in ((2, 5), (23, 39)):
+        with pytest.raises(ValueError, match="label has another class than 4 there, but the class index has its pixel"):
+            crops[Draw(0, 0, 0, 4, pixel)]

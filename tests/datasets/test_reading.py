@@ -1,9 +1,11 @@
 """Windows of image files: exactly the pixels of the whole image, without decoding the rows below."""
 
 import itertools
+import os
 import struct
 import zlib
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 import cv2
@@ -12,7 +14,8 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
 from datasets.file_formats import png_chunks
-from datasets.reading import decode_image, decode_label, decode_mask, values16
+from datasets.layout import read_json, read_list
+from datasets.reading import decode_image, decode_label, decode_mask, pages, values16
 from datasets.reading import read as stored
 from tests import trees
 from tests.datasets.classification_trees import encoded
@@ -449,3 +452,75 @@ def test_photographs_cut_short_are_named(tmp_path):
             with pytest.raises(ValueError) as error:
                 decode_image(path, turned=True)
             assert str(error.value).startswith(f"{path}: ") and "archive" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge", "folder"])
+def test_only_regular_files_of_at_most_4_gib_are_read(kind, tmp_path):
+    """Nobody waits for a pipe, and no memory is filled: a sparse file of a terabyte takes no room on the disk."""
+    path = tmp_path / "a\x1b[2J\n.png"
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "huge": lambda: path.touch() or os.truncate(path, 2**32 + 1),
+        "folder": path.mkdir,
+    }[kind]()
+    reason = "has 4,294,967,297 bytes; expected at most" if kind == "huge" else "is a folder, pipe or device; expected"
+    for read in (decode_image, decode_label, decode_mask, partial(decode_image, turned=True), read_list, read_json):
+        with pytest.raises(ValueError, match=reason) as error:
+            read(path, "a name") if read is read_list else read(path)
+        assert read in (read_list, read_json) or str(error.value).startswith(rf"{tmp_path}/a\x1b[2J\n.png: ")
+
+
+def with_chunk(png: bytes, kind: bytes, content: bytes, late: bool) -> bytes:
+    chunk = len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
+    place = len(png) - 12 if late else 33  # before its end mark, or behind its header
+    return png[:place] + chunk + png[place:]
+
+
+EXIF = Image.Exif()
+EXIF[0x0112] = 6
+PROFILE = f"\nexif\n{len(EXIF.tobytes()):8}\n{EXIF.tobytes().hex()}\n".encode()
+XMP = b'<rdf:Description tiff:Orientation="6"/>'
+TURNED = {
+    "eXIf": (b"eXIf", EXIF.tobytes()[6:]),
+    "zTXt": (b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(PROFILE)),
+    "XMP": (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", TURNED)
+def test_an_orientation_counts_wherever_pillow_finds_it(kind, late, tmp_path):
+    """An image is read as predict reads one that Pillow opened; a label is refused."""
+    for name, pixels in (("image", photograph()), ("label", photograph()[..., 0] % 3)):
+        Image.fromarray(pixels).save(file := BytesIO(), "PNG")
+        (tmp_path / f"{name}.png").write_bytes(with_chunk(file.getvalue(), *TURNED[kind], late))
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "image.png")))
+    assert np.array_equal(decode_image(tmp_path / "image.png", turned=True), expected)
+    assert expected.shape != photograph().shape
+    with pytest.raises(ValueError, match="label.png: has an EXIF orientation"):
+        decode_mask(tmp_path / "label.png")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_all_see_the_first_image_of_an_animated_png(hidden, tmp_path):
+    """OpenCV skips one that is not part of the animation; crops are read by Pillow."""
+    first, *others = (Image.fromarray(np.roll(photograph(), step, axis=0)) for step in (0, 5, 9))
+    first.save(tmp_path / "a.png", save_all=True, append_images=others, default_image=hidden)
+    window = slice(2, 9), slice(3, 8)
+    for turned in (False, True):
+        assert np.array_equal(decode_image(tmp_path / "a.png", turned=turned), np.asarray(first))
+        assert np.array_equal(decode_image(tmp_path / "a.png", window, turned), np.asarray(first)[window])
+
+
+def test_pages_of_the_first_one_s_size_count(tmp_path):
+    one, other = Image.fromarray(photograph()), Image.fromarray(photograph()[::2, ::2].copy())
+    for suffix, further, count in (
+        (".tif", [one, one], 3),
+        (".tif", [other], 1),
+        (".gif", [other.resize(one.size)], 2),
+    ):
+        one.save(tmp_path / f"a{suffix}", save_all=True, append_images=further)
+        assert pages(stored(tmp_path / f"a{suffix}", photograph=True)) == count
+    one.save(tmp_path / "a.png")
+    assert pages(stored(tmp_path / "a.png")) == 1

@@ -23,8 +23,9 @@ from datasets import SegmentationDataset, Workers, reading_errors, worker_init
 from datasets.coco_stuff import coco_stuff_classes
 from datasets.segmentation import Files
 from datasets.workers import Loader, in_order
+from engine.process.stopping import ONE_REQUEST_SECONDS
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = tuple(ONE_REQUEST_SECONDS)
 
 
 def answers_each_question(questions) -> None:
@@ -247,3 +248,11 @@ def test_workers_share_the_list_of_files():
     worker.start()
     worker.join()
     assert received.recv() < 25  # Python's own objects grow it by 2 to 12
+
+
+def test_a_low_limit_of_open_files_is_named(monkeypatch):
+    """Workers would fail one by one, and the run wait for data."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    with pytest.raises(ValueError, match="^2 processes that read images need 32 open files, 16 are allowed: raise uli"):
+        list(Loader([1, 2], 2))

@@ -298,8 +298,8 @@ def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Coun
             patch.setattr(
                 f"{name}.evaluate_split", lambda _, *given, **own: note("evaluated", *given, own) or evaluated
             )
-        patch.setattr("engine.assemble.tasks.writable_folder", lambda key, path: path)
-        patch.setattr(entry, "writable_file", lambda *_: None)
+        patch.setattr("engine.assemble.tasks.claim_folder", lambda key, path, names: path)
+        patch.setattr(entry, "writable_file", lambda *_, **__: None)
         patch.setattr(entry, "write_results", lambda file, *_, **__: note("file", file) or {})
         patch.setattr(entry, "print_results", lambda *_: None)
         entry.evaluate(options)

@@ -25,7 +25,7 @@ def test_killed_again_and_again_with_a_damaged_checkpoint(tmp_path, whole_of, en
 
 
 @pytest.mark.parametrize(
-    "entry, number, workers", [("train_seg", signal.SIGTERM, 2), ("train_imagenet", signal.SIGINT, 0)]
+    "entry, number, workers", [("train_seg", signal.SIGHUP, 2), ("train_imagenet", signal.SIGINT, 0)]
 )
 def test_asked_to_stop(tmp_path, whole_of, entry, number, workers):
     run = Run(tmp_path / "run", f"data.workers={workers}", entry=entry, inject=waiting_after(4))

@@ -52,7 +52,7 @@ def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
     """Each rank has two data workers. tests/faults/test_slurm.py sends SIGUSR1."""
     run, _ = launched_until(2, tmp_path / "run", "data.workers=2")

@@ -19,6 +19,7 @@ from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare, curves
 from scripts.reports.markdown import unfolded
 from scripts.reports.runs import Run, found_runs
+from tests import trees
 from tests.runs import SHORT, composed
 from tests.scripts.evidence.records import CIFAR, changed, copied
 from train_seg import train
@@ -119,6 +120,21 @@ def test_a_report_beside_the_runs_does_not_replace_them(tmp_path):
     with pytest.raises(ValueError, match=f"^out={tmp_path}: the copies .*: give out={tmp_path}/comparison$"):
         report(tmp_path, tmp_path)
     assert (run / "results.json").read_text() == before
+
+
+def test_a_report_replaces_only_reports(tmp_path):
+    run, other = copied(tmp_path / "mine"), copied(tmp_path / "out" / "mine", run_dir="somewhere")
+    before = trees.contents(tmp_path)
+    with pytest.raises(ValueError, match=f"^out={tmp_path}/out: {other} holds no copy of a run"):
+        report(tmp_path / "out", run)
+    for name in ("b.md", "c.png"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(ValueError, match=f"^out={tmp_path}/{name} was not written by this command"):
+            report(tmp_path / name[0], run)
+        (tmp_path / name).unlink()
+    assert trees.contents(tmp_path) == before
+    for _ in range(2):
+        report(tmp_path / "new", run)
 
 
 def test_columns_keep_the_names_that_somebody_gave(tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from datasets import folder, verify
 from scripts.make_classes import make_classes
@@ -86,6 +88,69 @@ def test_classes_are_what_the_values_mean_and_what_is_odd_is_said(what, tmp_path
     shown = np.array(train.palette, int)
     apart = np.abs(shown[:, None] - shown).max(axis=2) + 255 * np.eye(classes, dtype=int)
     assert apart.min() >= 8  # whatever the labels' colours are
+
+
+def blocks(*levels: int, size: tuple[int, int] = (48, 64)) -> np.ndarray:
+    """A mask of three rectangles on the first level, uint8 (H, W)."""
+    label = np.full(size, levels[0], np.uint8)
+    for place, level in enumerate(levels[1:]):
+        label[6 + 10 * place : 26 + 6 * place, 5 + 16 * place : 30 + 13 * place] = level
+    return label
+
+
+def by_jpeg(label: np.ndarray, quality: int) -> np.ndarray:
+    Image.fromarray(label).save(file := BytesIO(), "JPEG", quality=quality)
+    return np.asarray(Image.open(file))
+
+
+def resized(label: np.ndarray, kind: Image.Resampling) -> np.ndarray:
+    return np.asarray(Image.fromarray(label).resize((200, 150), kind))
+
+
+SMOOTHED = {
+    "by JPEG": by_jpeg(blocks(0, 85, 170, 255), 90),
+    "by JPEG, near levels": by_jpeg(blocks(0, 10, 20, 30), 95),
+    "resized": resized(blocks(0, 3, 6, 9), Image.Resampling.BILINEAR),
+    "resized, with overshoots": resized(blocks(0, 15, 30, 60), Image.Resampling.BICUBIC),
+    "in RGB": equal_channels(resized(blocks(0, 3, 6, 9), Image.Resampling.BILINEAR)),
+}
+SHARP = {
+    "levels": blocks(0, 3, 6, 9),
+    "resized with nearest": resized(blocks(0, 85, 170, 250), Image.Resampling.NEAREST),
+    "thin classes of successive ids": np.repeat(
+        np.array([0] * 20 + [1] * 2 + [2] * 30 + [3] * 2, np.uint8)[:, None], 9, 1
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [*SMOOTHED, *SHARP])
+def test_smoothed_labels_of_several_levels_are_doubted(what, tmp_path, capsys):
+    made(tmp_path, (SMOOTHED | SHARP)[what])
+    assert ("as if JPEG or resizing had smoothed the labels" in capsys.readouterr().out) == (what in SMOOTHED)
+
+
+@pytest.mark.parametrize(
+    "held, doubted", [((0, 127, 255), True), ((0, 85, 255), True), ((0, 1, 255), False), ((0, 10, 20, 255), False)]
+)
+def test_255_beside_evenly_spread_levels_is_doubted(held, doubted, tmp_path, capsys):
+    made(tmp_path, values(*held))
+    assert ("evenly spread: if it is a class, give ignored=null" in capsys.readouterr().out) == doubted
+
+
+def test_colours_of_one_label_each_look_like_instances(tmp_path, capsys):
+    for number in range(6):
+        trees.write(tmp_path / "images" / f"{number}.png", np.zeros((24, 40, 3), np.uint8))
+        colours = np.dstack([IDS * 40 + 20, 0 * IDS, 0 * IDS + 9 * number])
+        trees.write(tmp_path / "labels" / f"{number}.png", colours)
+    make_classes(composed("make_classes", f"data.root={tmp_path}", "workers=0"))
+    assert "18 of 18 ids or colours are in one label each: they look like instances" in capsys.readouterr().out
+
+
+def test_the_folder_above_is_named(tmp_path):
+    made(tmp_path, IDS)
+    for below in ("train/labels", "train/images"):
+        with pytest.raises(ValueError, match=f"Fix: give data.root={tmp_path}/own, the folder above"):
+            make_classes(composed("make_classes", f"data.root={tmp_path}/own/{below}", "workers=0"))
 
 
 def test_a_reading_of_gray_is_refused_without_gray_and_so_is_a_single_class(tmp_path):

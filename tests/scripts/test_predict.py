@@ -4,6 +4,9 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import cv2
@@ -18,7 +21,7 @@ from engine.prediction import open_network
 from scripts.predict import find_images, predict, result_names
 from tests import trees
 from tests.checkpoints import saved
-from tests.runs import classification_config, composed, ended, run_config
+from tests.runs import REPOSITORY, classification_config, composed, ended, run_config
 
 
 @pytest.fixture(scope="module")
@@ -132,19 +135,24 @@ def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_
     (source / "cut.png").write_bytes((source / "colour.png").read_bytes()[:300])
     (source / "@eaDir").mkdir()  # of a network disk
     (source / "gone.png").symlink_to(source / "elsewhere.png")
+    (tmp_path / "linked").mkdir()
+    trees.picture(tmp_path / "linked" / "more.png")
+    (source / "link").symlink_to(tmp_path / "linked")
+    (source / sub / "circle").symlink_to(source)
+    (source / "itself").symlink_to("itself")
     for name in ("text.png", "notes.txt", f"{sub}/film.mp4", ".hidden.png", "@eaDir/thumb.jpg"):
         (source / name).write_text("no image")
     with pytest.raises(ValueError) as error:
         run(trained, source, tmp_path / "out")
     first, *lines = str(error.value).splitlines()
-    assert first == "3 of 5 images were not predicted:" and "archive" not in str(error.value)  # advice for datasets
+    assert first == "3 of 6 images were not predicted:" and "archive" not in str(error.value)  # advice for datasets
     assert lines[0].startswith(f"{source / 'cut.png'}: the PNG file is truncated")
     assert lines[1].startswith(f"{source / 'gone.png'}: cannot be read (No such file")
     assert lines[2].startswith(f"{source / 'text.png'}: cannot be decoded as an image")
-    skipped = f"skipped 2 file(s) without an image's suffix: {Path('notes.txt')}, {Path(sub) / 'film.mp4'}\n"
+    skipped = f"skipped 3 file(s) without an image's suffix: itself, notes.txt, {Path(sub) / 'film.mp4'}\n"
     assert capsys.readouterr().out.count(skipped) == 1
     for kind in ("ids", "colour", "overlays"):
-        assert relative_files(tmp_path / "out" / kind) == ["colour.png", f"{sub}/gray.png"]
+        assert relative_files(tmp_path / "out" / kind) == ["colour.png", "link/more.png", f"{sub}/gray.png"]
         assert Image.open(tmp_path / "out" / kind / "colour.png").size == (60, 40)
 
 
@@ -246,6 +254,81 @@ def test_a_second_run_into_the_input_folder_predicts_the_same_images(trained, tm
     before = first[0].read_bytes()
     assert run(trained, tmp_path, tmp_path) == first == [tmp_path / "ids" / "a.png"]
     assert first[0].read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["ids", "colour", "overlays", "probabilities"])
+def test_pictures_are_replaced_only_beside_a_list_of_this_command(trained, classifier, kind, tmp_path):
+    """The list is classes.json. Others have labels in folders of these names; a link may lead to them, too."""
+    image, labels, out = tmp_path / "in" / "a.png", tmp_path / "labels", tmp_path / "out"
+    trees.picture(image)
+    trees.picture(labels / "deep" / f"b.{'npy' if kind == 'probabilities' else 'PNG'}".replace("npy", "png"))
+    out.mkdir()
+    (out / kind).symlink_to(labels)
+    with pytest.raises(
+        ValueError, match=f"^output={out} holds {kind}/deep/b.*, which might be replaced: no classes.json"
+    ):
+        run(trained, image, out)
+    assert relative_files(out) == [] and relative_files(labels) == [f"deep/{path.name}" for path in labels.rglob("b*")]
+    (out / kind).unlink()
+    (out / "classes.json").write_text('["road", "sky"]')
+    with pytest.raises(ValueError, match=f"^output={out} has a dataset's classes.json, which would be lost"):
+        run(trained, image, out)
+    (out / "classes.json").unlink()
+    run(trained, image, out)
+    (victim := tmp_path / "victim").write_bytes(b"precious")
+    for written in (out / "ids" / "a.png", out / "classes.json"):
+        written.unlink()
+        os.link(victim, written) if kind == "ids" and written.suffix == ".png" else None
+    if kind == "ids":
+        with pytest.raises(ValueError, match="holds ids/a.png"):
+            run(trained, image, out)
+    assert victim.read_bytes() == b"precious"
+
+
+def test_reports_and_tables_of_others_are_not_replaced(trained, classifier, tmp_path):
+    trees.picture(tmp_path / "in" / "a.png")
+    page, table = tmp_path / "page.html", tmp_path / "out" / "predictions.csv"
+    for _ in range(2):
+        run((classifier,), tmp_path / "in", tmp_path / "out", f"report={page}")
+        run(trained, tmp_path / "in", tmp_path / "segmented", f"report={page}")
+    for file, network in ((page, trained), (trained[0], trained), (table, (classifier,))):
+        before = file.read_bytes()
+        if file != trained[0]:
+            file.write_bytes(before := b"<!doctype html>\nmine")
+        with pytest.raises(ValueError, match=f"={file} (was not written by this command|is the input)"):
+            run(network, tmp_path / "in", tmp_path / "out", f"report={page if file == table else file}")
+        assert file.read_bytes() == before
+        page.unlink(missing_ok=True)
+
+
+def test_a_signal_leaves_whole_pictures_and_the_same_command_works_again(trained, tmp_path):
+    for number in range(12):
+        trees.picture(tmp_path / "in" / f"{number}.png", (200, 300))
+    words = (f"checkpoint={trained[0]}", f"input={tmp_path / 'in'}", f"output={tmp_path / 'out'}", "device=cpu")
+    started = subprocess.Popen([sys.executable, "-m", "scripts.predict", *words], cwd=REPOSITORY)
+    while started.poll() is None and not [*(tmp_path / "out").rglob("*.png")]:
+        time.sleep(0.01)
+    started.terminate()
+    started.wait()
+    for path in (tmp_path / "out").rglob("*.png"):
+        Image.open(path).load()
+    assert len(run(trained, tmp_path / "in", tmp_path / "out")) == 12
+    assert len(relative_files(tmp_path / "out")) == 1 + 3 * 12
+
+
+def test_what_is_no_regular_file_is_counted_as_skipped(trained, tmp_path, capsys):
+    trees.picture(tmp_path / "in" / "a.png")
+    os.mkfifo(tmp_path / "in" / "pipe\n.png")
+    os.mkfifo(tmp_path / "in" / "pipe")
+    (tmp_path / "in" / "device.jpg").symlink_to("/dev/zero")
+    (tmp_path / "in" / "huge.tif").touch()
+    os.truncate(tmp_path / "in" / "huge.tif", 2**40)
+    assert len(run(trained, tmp_path / "in", tmp_path / "out")) == 1
+    printed = capsys.readouterr().out
+    named = r"skipped 3 file(s) that are no regular files of at most 4 GiB: device.jpg, huge.tif, pipe\n.png"
+    assert named in printed and "skipped 1 file(s) without an image's suffix: pipe" in printed
+    with pytest.raises(ValueError, match=r"pipe\n.png is a folder, pipe or device; expected a regular file"):
+        find_images(tmp_path / "in" / "pipe\n.png", tmp_path / "out")
 
 
 def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):

@@ -6,6 +6,7 @@ import pickle
 import resource
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from engine.checkpoint import files as checkpoint
+from engine.process import output_files
 from engine.process.console import logger
 from tests.runs import same
 
@@ -93,6 +95,16 @@ def test_what_is_no_lack_of_room_has_another_cure(path_and_previous, monkeypatch
         checkpoint.save(path, state_of(2))
     assert f"is kept: {path}, of step 1" in str(error.value) and "Make room" not in str(error.value)
     with pytest.raises(OSError, match=f"net.pt cannot be written: .* {cure} .*, or give another file"):
+        checkpoint.write_alone(path.with_name("net.pt"), {})
+
+
+def test_a_disk_that_takes_no_more_files_is_not_said_to_lack_bytes(path_and_previous, monkeypatch):
+    monkeypatch.setattr(output_files, "open", Mock(side_effect=OSError(errno.ENOSPC, "No space left")), raising=False)
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_files=100, f_favail=0))
+    path = path_and_previous[0]
+    with pytest.raises(OSError, match=r"No inodes left on device. The last good .* 1. Remove files .* \(df -i\)"):
+        checkpoint.save(path, state_of(2))
+    with pytest.raises(OSError, match=r"net.pt cannot be written: No inodes left on device. Remove files .*, or give"):
         checkpoint.write_alone(path.with_name("net.pt"), {})
 
 

@@ -38,3 +38,16 @@ def test_every_rank_continues_its_own_random_stream_and_other_ranks_get_new_ones
     streams = [*following, *ranks, restored(state, rank=0, world_size=1)]
     assert len({tuple(stream.tolist()) for stream in streams[:5]}) == 5
     assert torch.equal(streams[5], ranks[0])
+
+
+def test_another_number_of_threads_is_warned_of(monkeypatch, caplog):
+    """Sums are then added in another order; on CUDA devices the threads of the host do not matter."""
+    state = random_states(World())
+    assert state["threads"] == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    restored(state)
+    assert caplog.messages == [
+        "the run was on 1 threads and continues on 3: it rounds otherwise; OMP_NUM_THREADS=1 keeps it bitwise identical"
+    ]
+    restored({"cpu": state["cpu"], "cuda": []})  # of an earlier version
+    assert len(caplog.messages) == 1

@@ -225,6 +225,26 @@ def test_a_run_whose_folder_is_gone_ends_and_leaves_nothing_at_the_old_place(tmp
     assert not path.exists() if not replaced else [each.name for each in path.iterdir()] == [".lock"]
 
 
+def test_a_run_whose_folder_became_a_file_ends_with_what_to_do(tmp_path, config):
+    run = RunDirectory(str(tmp_path / "run"))
+    with pytest.raises(OSError, match=r"run \(.*\) was removed or renamed while the run used it"), run.in_use(config):
+        run.lock()
+        run.path.rename(tmp_path / "renamed")
+        run.path.touch()
+        run.metrics.write_text("")
+
+
+def test_a_file_that_cannot_be_replaced_does_not_ask_for_a_new_run(tmp_path, config):
+    """results.json with the attribute "immutable"."""
+    run = run_in(tmp_path / "run")
+    save(run, state_of(2, config))
+    run.saved()
+    advice = f"kept: {run.last}, of step 2. Make the folder .*chattr -i.* then continue with resume=auto$"
+    with pytest.raises(OSError, match=f"cannot be used: {run.results}: Operation not permitted. The .*{advice}"):
+        with run.in_use(config):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(run.results))
+
+
 def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
     file = tmp_path / "file"
     file.touch()
@@ -383,11 +403,11 @@ def test_data_that_changed_since_the_last_save_is_refused_or_named(config, tmp_p
     run = run_in(tmp_path)
 
     def step(*hashes: str) -> int:
-        return run.checkpoint_to_resume(config, 9, {"training": [*hashes]})["step"]
+        return run.checkpoint_to_resume(config, 9, {"training": [*hashes]}, {"training": "7 images"})["step"]
 
     save(run, {**state_of(3, config), "data": {"training": ["names", "sizes", "ids"]}})
     assert step("names", "sizes", "ids") == 3 and run.notice is None
-    with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
+    with pytest.raises(ValueError, match=r"training files were added, removed or renamed \(now 7 images\)"):
         step("other names", "sizes", "ids")
     with pytest.raises(ValueError, match="a run on other data: training labels number the classes differently"):
         step("names", "sizes", "other ids")

@@ -16,7 +16,6 @@ from engine.configuration.choices import CONFIGS, choices, groups_in
 from engine.configuration.command_line import composed
 from engine.configuration.config import typed
 from engine.configuration.help import as_text, sentences
-from engine.process import stopping
 from engine.process.console import logger
 from engine.process.stopping import EXIT_CODE, Preempted
 from engine.schema.classification import ClassificationRun
@@ -133,7 +132,6 @@ def test_a_stop_says_how_to_go_on_also_where_there_is_no_log(command, function, 
         raise Preempted("stopped")
 
     monkeypatch.setattr(main, function, stop)
-    monkeypatch.setattr(stopping, "_ignore_signals", lambda *_: None)  # until this process ends
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(sys, "argv", [command, *words])

@@ -6,6 +6,7 @@ import re
 import sys
 from functools import partial
 
+from datasets.file_list import readable
 from engine.process import console
 from engine.process.console import counted, make_console, progress_bar, tracked
 from engine.records.evaluated import Evaluated, print_results
@@ -16,6 +17,31 @@ BARS = (
     ("evaluating synthetic val", ""),
     ("evaluating synthetic " + "long/" * 20, ""),
 )
+
+
+def test_control_characters_of_names_reach_neither_terminal_nor_log(capsys, tmp_path, monkeypatch):
+    """They would clear the terminal, set its title or fake lines; text that runs backwards hides what a name is."""
+    name = "a\x1b]0;title\x07\r\x9b2J\u202egnp.exe"
+    shown = r"a\x1b]0;title\x07\r\x9b2J\u202egnp.exe"
+    assert readable(name) == shown and readable("a\nb\t") == r"a\nb\t" and readable("a\nb\t", lines=True) == "a\nb\t"
+    assert readable("Straße\u00a0é\u3000👩\u200d🚒") == "Straße\u00a0é\u3000👩\u200d🚒"  # what names really hold
+    for terminal in (False, True):
+        if terminal:
+            monkeypatch.setenv("FORCE_COLOR", "1")
+        for rank in (0, 1):
+            console.log_to(made := make_console(rank), tmp_path / "log.txt", rank)
+            made.print(name, soft_wrap=True)
+            made.print(console.table_of(["name"], [[name]], title=name))
+            console.logger.warning(f"{name} is bad")
+            with progress_bar(made) as progress:
+                next(tracked(progress, [1], name))
+                progress.refresh()
+        out, error = capsys.readouterr()
+        assert out.count(shown) >= 3 and error.count(f"rank 1: {shown} is bad") == 1
+        without_colours = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", out)
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*without_colours, *error}
+    with open(tmp_path / "log.txt", newline="") as log:
+        assert re.fullmatch(rf"(\S+ \S+ {re.escape(shown)} is bad\n)+", log.read())
 
 
 def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from engine.process.console import make_console
 from engine.process.jobs import run_jobs
-from engine.process.stopping import EXIT_CODE, Preempted
+from engine.process.stopping import EXIT_CODE, ONE_REQUEST_SECONDS, Preempted
 
 
 def python(code: str) -> list[str]:
@@ -35,7 +35,7 @@ def test_all_jobs_run_and_each_failure_is_a_line(capfd):
     assert "error: what is wrong\n" in printed.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", ONE_REQUEST_SECONDS)
 def test_a_stop_goes_on_to_the_job_and_no_other_starts(number, tmp_path):
     """The job asks its parent to stop, and ends by the same signal."""
     heard, other = tmp_path / "heard", tmp_path / "other"

@@ -1,10 +1,15 @@
 """Files stay inside the user's folder; errors name the key of a folder, and the file that could not be written."""
 
+import errno
 import os
 import re
+import signal
 from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,12 +21,15 @@ from engine.checkpoint import files as checkpoint
 from engine.process import output_files
 from engine.process.output_files import (
     WrittenBehind,
+    claim_folder,
+    marked,
     png,
     writable_file,
     writable_folder,
     write_figure,
     write_file,
 )
+from engine.process.stopping import errors_for_users
 from scripts.predict import write_classes
 from tests.engine.checkpoint.test_files import files_of_at_most
 from tests.runs import REPOSITORY
@@ -69,6 +77,98 @@ def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
     with Image.open(tmp_path / "ids.png") as stored:
         assert stored.mode == "P" and np.array_equal(np.asarray(stored), pixels)
         assert stored.getpalette() == palette.flatten().tolist()
+
+
+def test_a_file_is_replaced_only_if_a_mark_says_whose_it_is(tmp_path):
+    """Links, to a file or to nowhere, count as what they lead to."""
+    ours = marked(rb"\A<!doctype", rb"mine")
+    contents = {"ours": b"<!doctype mine", "empty": b"", "other": b"<!doctype", "labels.png": b"\x89PNG mine"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "link").symlink_to("other")
+    (tmp_path / "gone").symlink_to("nowhere")
+    for name in ("ours", "empty", "new"):
+        writable_file("report", tmp_path / name, ours=ours)
+    for name, reason in (
+        *((name, "was not written by this command") for name in ("other", "labels.png", "link")),
+        *(("gone", "is a link that leads nowhere"), (".", "is a folder")),
+    ):
+        with pytest.raises(ValueError, match=f"^report={tmp_path / name} {reason}"):
+            writable_file("report", tmp_path / name, ours=ours)
+    os.link(tmp_path / "ours", tmp_path / "input")
+    with pytest.raises(ValueError, match="is the input: give another file"):
+        writable_file("report", tmp_path / "ours", tmp_path / "input", ours=ours)
+
+
+def test_a_folder_takes_pictures_beside_others_but_replaces_only_those_on_its_list(tmp_path):
+    folder, names = tmp_path / "out", ["a.png", os.fsdecode(b"b/caf\xe9.png")]
+    for _ in range(2):
+        claim_folder("overlays", folder, names)
+        for name in names:
+            write_file(folder / name, b"picture")
+    (folder / "mine.png").write_bytes(b"label")
+    claim_folder("overlays", folder, ["a.png", "c.png"])
+    with pytest.raises(ValueError, match=f"^overlays={folder} holds mine.png, which .* or remove them"):
+        claim_folder("overlays", folder, ["a.png", "mine.png"])
+    (folder / "mine.png").unlink()
+    claim_folder("overlays", folder, ["mine.png", *names])
+    (folder / "written.json").write_text('{"files": ["a.png"]}')
+    with pytest.raises(ValueError, match="written.json was not written by this command"):
+        claim_folder("overlays", folder, names)
+    (old := tmp_path / "old").mkdir()
+    (old / "a.png").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="holds a.png, .*earlier versions wrote none"):
+        claim_folder("overlays", old, names)
+    assert [path.name for path in old.iterdir()] == ["a.png"]
+
+
+def test_links_are_replaced_and_not_written_through(tmp_path):
+    """Also at the name of the unfinished file, where another user may have put them."""
+    (victim := tmp_path / "victim").write_text("precious")
+    for name in ("soft", ".unfinished.partial"):
+        (tmp_path / name).symlink_to(victim)
+    for name in ("hard", ".other.partial"):
+        os.link(victim, tmp_path / name)
+    os.mkfifo(tmp_path / ".pipe.partial")
+    for name in ("soft", "hard", "unfinished", "other", "pipe"):
+        write_file(tmp_path / name, name)
+        assert (tmp_path / name).read_text() == name and not (tmp_path / name).is_symlink()
+    assert victim.read_text() == "precious"
+    assert {path.name for path in tmp_path.glob(".*")} == {".unfinished.partial", ".other.partial", ".pipe.partial"}
+
+
+def dies_while_it_writes(path: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        write_file(Path(path), b"half")
+
+
+def write_often(path: str) -> None:
+    for number in range(200):
+        write_file(Path(path), str(number % 10) * 5000)
+
+
+def test_a_kill_leaves_the_old_file_and_several_writers_complete_ones(tmp_path):
+    path = tmp_path / f"{'r' * 250}.json"  # as long as a disk takes
+    path.write_bytes(b"old")
+    killed = get_context("fork").Process(target=dies_while_it_writes, args=(str(path),))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL and path.read_bytes() == b"old" and len([*tmp_path.iterdir()]) == 2
+    writers = [get_context("fork").Process(target=write_often, args=(str(path),)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        text = path.read_text()
+        assert text == "old" or text == text[:1] * 5000
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_disk_without_locks_takes_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_files.fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "not implemented")))
+    write_file(tmp_path / "a.json", "{}")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
 
 
 def test_only_one_place_writes_files():
@@ -149,3 +249,12 @@ def test_little_waits_to_be_written(monkeypatch):
         files.add(held.set, lambda _: written.append(False), 4)
         files.add(lambda: None, written.append, 11)
         assert written == [True, False, None]
+
+
+def test_a_file_that_cannot_be_replaced_is_named_with_the_cure(tmp_path, monkeypatch):
+    """A file with the attribute "immutable": the rename fails, and names the partial file first."""
+    monkeypatch.setattr(os, "replace", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted", "a")))
+    with pytest.raises(SystemExit, match=f"not permitted: '{tmp_path / 'r.json'}': make the .*chattr -i.*start it a"):
+        with errors_for_users():
+            write_file(tmp_path / "r.json", "{}")
+    assert not [*tmp_path.iterdir()]

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,48 @@ def test_an_interrupted_import_ends_in_a_line(tmp_path, words):
 def test_the_environment_chooses_no_window_for_figures():
     check = "import engine.process.start, matplotlib; print(matplotlib.get_backend())"
     assert loaded([sys.executable, "-c", check], MPLBACKEND="nonsense", MPLCONFIGDIR=str(Path("/nowhere"))) == (0, "")
+
+
+CACHES = """
+import os
+import keepless
+assert not [name for name in os.environ if "INDUCTOR" in name]
+import engine.process.start
+folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+open(f"{folder}/code", "w").close()
+print(folder, oct(os.stat(folder).st_mode & 0o777), os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"], sep=",")
+"""
+
+
+@pytest.mark.parametrize("has_home", [True, False])
+def test_commands_compile_into_a_folder_of_their_user_alone(tmp_path, has_home):
+    """PyTorch loads pickles from a folder for temporary files, whose name everybody knows. The package sets nothing."""
+    home = tmp_path / "home"
+    home.mkdir() if has_home else home.touch()
+    environment = {"HOME": str(home), "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    printed = subprocess.check_output([sys.executable, "-c", CACHES], cwd=REPOSITORY, env=environment, text=True)
+    folder, mode, precompiles = printed.strip().split(",")
+    assert (mode, precompiles) == ("0o700", "0")
+    kept = home / ".cache" / "inplace-abn-segmentation" / "compiled"
+    assert Path(folder) == kept if has_home else Path(folder).is_relative_to(tmp_path)
+    assert Path(folder).exists() == has_home  # otherwise it lasts until the command ends
+    assert {path.name for path in tmp_path.iterdir()} <= {"home"}
+
+
+CLOSED = """
+import engine.process.start, os, sys
+with open(sys.argv[1], "w") as file:
+    print("line"), print("warning", file=sys.stderr), os.system("echo child >&2"), sys.stdout.flush()
+    print(sys.stdin.read() + "content", file=file)
+"""
+
+
+@pytest.mark.parametrize("first, end", [(0, 3), (0, 1), (1, 2)])
+def test_nothing_printed_gets_into_a_file_if_the_standard_descriptors_are_closed(tmp_path, first, end):
+    words, env = [sys.executable, "-c", CLOSED, str(tmp_path / "file")], {"PATH": "/usr/bin:/bin"}
+    close = partial(os.closerange, first, end)
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, preexec_fn=close, stdin=subprocess.DEVNULL, timeout=300)
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "content\n"
 
 
 RANK = "import engine.process.start, time; print('started', flush=True); time.sleep(600)"

@@ -37,6 +37,13 @@ def every_file_of_events_is_of_another_second(monkeypatch):
     monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(seconds)))
 
 
+@pytest.fixture
+def propagated(monkeypatch, caplog):
+    """The log, although another test's run has sent it elsewhere."""
+    monkeypatch.setattr(logging.getLogger("engine"), "propagate", True)
+    return caplog
+
+
 def logger(run_dir, start_step=0, total_steps=10) -> MetricsLogger:
     return MetricsLogger(run_dir, Console(quiet=True), "miou", total_steps, start_step)
 
@@ -71,6 +78,36 @@ def test_a_folder_that_is_gone_is_an_error_of_the_run_without_a_traceback_of_ten
             running.tensorboard.add_scalar("loss", 1.0, 1)
             running.tensorboard.flush()
     assert capfd.readouterr().err == ""
+
+
+def recorded(running: MetricsLogger, *steps: int) -> None:
+    for step in steps:
+        running.step(1.0, 1.0, 1)
+        running.training(step, 0.0, 0.1, 0.0)
+
+
+def test_a_resumed_run_is_seen_in_tensorboard_although_the_clock_was_set_back(tmp_path, monkeypatch, propagated):
+    with logger(tmp_path) as running:
+        recorded(running, 1, 2)
+    [events] = (tmp_path / "tensorboard").iterdir()
+    monkeypatch.setattr(event_file_writer, "time", time)
+    later = events.rename(events.with_name(events.name.replace("tfevents.1", "tfevents.3")))
+    with logger(tmp_path, start_step=2) as running:
+        recorded(running, 3)
+    assert f"{later} is of a later time (was the clock set back?)" in propagated.text
+    assert [event.step for event in events_of(tmp_path).Scalars("train/loss")] == [1, 2, 3]
+
+
+def test_records_that_are_removed_while_the_run_writes_them_are_missed(tmp_path, propagated):
+    with logger(tmp_path) as running:
+        recorded(running, 1, 2)
+        assert "removed" not in propagated.text
+        (tmp_path / "metrics.jsonl").unlink()
+        recorded(running, 3, 4)
+    assert (
+        propagated.text.count("metrics.jsonl was removed or replaced while the run used it: records before step 3") == 1
+    )
+    assert [record["step"] for record in records(tmp_path)] == [3, 4]
 
 
 def trained(run_dir, *overrides: str) -> dict:

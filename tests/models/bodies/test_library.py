@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from argparse import Namespace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from engine import assemble
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models.bodies import LibraryBody, timm_body, torchvision_body
-from models.checkpoints.published import IMAGENET
+from models.checkpoints.published import IMAGENET, timm_metadata, timm_tags
 from models.checkpoints.torchvision_names import from_library
 from models.recomputation import RECOMPUTE, choose_recomputation
 from tests.bodies import trained
@@ -371,6 +372,31 @@ def test_normalisation_follows_timm_s_weights_unless_given(monkeypatch):
         config = run_config("body=timm", f"body.network={network}", "norm=std", f"data.std={std}")
         mean, std = expected if isinstance(expected, tuple) else (expected.mean, expected.std)
         assert (config.data.mean, config.data.std) == (list(mean), list(std))
+
+
+def test_weights_of_timm_are_named_with_their_tag(tmp_path):
+    pytest.importorskip("timm")
+    half, name = [0.5, 0.5, 0.5], "resnet34.ra4_e3600_r224_in1k"
+    assert run_config("body=timm", f"body.network={name}", "norm=std").data.mean == half
+    assert run_config("body=timm", "body.network=resnet34", "norm=std").data.mean == [*IMAGENET.mean]
+    assert run_config("body=torchvision", "body.network=googlenet", "norm=std").data.std == half
+    assert [*timm_body(network=name).state_dict()] == [*timm_body(network="resnet34").state_dict()]
+    for wrong, cure in (
+        (
+            "resnet34.layer3",
+            "expected resnet34; body.last=layer3 ends with a part of it, or with a tag of its weights: ",
+        ),
+        ("hf-hub:timm/resnet34.a1_in1k", "expected resnet34, or with a tag of its weights: resnet34.a1_in1k, "),
+        ("resnet3", "timm has no such network; the nearest are resnet34"),
+    ):
+        with pytest.raises(ValueError, match=f"network={wrong}: {cure}"):
+            timm_body(network=wrong)
+    assert {len(tags) for tags in timm_tags("resnet34").values()} == {6, 1} and timm_tags(name) == {}
+    stated = {"args": Namespace(model=name, mean=None, std=None)}
+    assert timm_metadata(tmp_path / "a.pth", stated).mean == (0.5, 0.5, 0.5)
+    assert timm_metadata(tmp_path / "a.pth", {}) is None
+    (tmp_path / "config.json").write_text('{"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 1, 1]}}')
+    assert timm_metadata(tmp_path / "model.safetensors", {}).mean == (0.1, 0.2, 0.3)
 
 
 def test_without_timm_its_body_says_how_to_install_it(monkeypatch):

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from scripts.reports.markdown import WIDTH, compared, in_lines, medians, unfolded
+from scripts.reports.markdown import WIDTH, compared, escaped, in_lines, medians, unfolded
 
 ITEMS = [
     [
@@ -13,6 +13,10 @@ ITEMS = [
     [{"way": "new", "peak_bytes": 2**20, "times_ms": [3.0]}, {"way": "old", "peak_bytes": 2**20, "times_ms": [2.0]}],
     [{"way": "new", "peak_bytes": None, "times_ms": [0.1234567]}],
 ]
+
+
+def test_names_are_no_html_and_end_no_line():
+    assert escaped("a<b>|`[c](d)\n\x1b\udce9_1") == r"a&#60;b&#62;&#124;&#96;&#91;c&#93;(d)\n\x1b\udce9_1"
 
 
 def test_rows_are_relative_to_a_row_of_their_item():
