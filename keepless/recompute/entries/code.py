@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from ...inputs import tensors_in
-from ...saved import PLAIN, Kept, copied
+from ...saved import PLAIN, Kept, copied, is_ordinary
 from ...torch_internals import (
     address,
     current_hooks,
@@ -110,7 +110,7 @@ def may_write(follows: Any, function: Any, types: Any, args: tuple[Any, ...], kw
 
 def expose(follows: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The code of a call that gives the program access to memory: see `KnownValues.expose`."""
-    if type(args[0]) in PLAIN:
+    if is_ordinary(args[0]):
         follows.known.expose(args[0])
     return function(*args)
 

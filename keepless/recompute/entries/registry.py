@@ -218,16 +218,20 @@ class KnownValues:
         what they have read from it, and read it no more. Returns the values that are saved in it.
         """
         storage = tensor.untyped_storage()
-        if not (self.is_made(tensor) or self.has_made(tensor)) or self.exposed.get(storage):
+        if isinstance(tensor, nn.Parameter) or self.exposed.get(storage):
+            return []
+        known = [one for one in (reference() for reference, *_ in self.found.values()) if one is not None]
+        sharing = [one for one in known if is_ordinary(one) and address(one.untyped_storage()) == address(storage)]
+        if not any([self.is_made(one) or self.has_made(one) for one in (tensor, *sharing)]):
             return []
         self.exposed.put(storage, True)
         self.note_memories()
         write, saved = before_overwriting(tensor, self.memories, self.outer, True), {}
-        for known in (self.found, self.masks):
-            for key, (reference, version, value, _) in [*known.items()]:
+        for by_key in (self.found, self.masks):
+            for key, (reference, version, value, _) in [*by_key.items()]:
                 one = reference()
                 if one is not None and is_ordinary(one) and address(one.untyped_storage()) == address(storage):
-                    del known[key]
+                    del by_key[key]
                     if version == one._version and value.consumers:
                         saved[value] = (self.kept(one, None),) * 2
                         self.aliases.append((reference, saved, value))
@@ -241,12 +245,16 @@ class KnownValues:
         for reference, _, value, _ in self.found.values():
             recipe, tensor = value.source, reference()
             if type(recipe) is Recipe and recipe.function is checkpointed_output and tensor is not None:
-                if any([is_exposed(one) for one in recipe.arguments[2]]):
+                if self._reads_exposed(recipe.arguments[2]):
                     value.source, value.storage = self.kept(tensor, self.outer), self.place(tensor)
                     if value.consumers:
                         recipe.count(-1)
                     found.append(value)
         return found
+
+    def _reads_exposed(self, saved: Sequence[Any]) -> bool:
+        """Whether the program may have changed what a norm has saved."""
+        return any([is_exposed(one) or (type(one) is Kept and self.is_exposed(one.packed)) for one in saved])
 
     def forget_values(self, values: Container[Value]) -> None:
         """Tensors have other values now, though in the same version."""
@@ -302,7 +310,7 @@ class KnownValues:
                 self.refused = node.output_version
             elif node.strategy.recompute_output and tensor._version == node.output_version:
                 saved = saved_in(node)
-                if any([is_exposed(one) for one in saved]):
+                if self.exposed.found and self._reads_exposed(saved):
                     return None
                 found = Again(checkpointed_output, (node, saved_value(saved[0]) if saved else None, saved))
         elif tensor._version == 0:

@@ -178,6 +178,22 @@ def by_a_view(net, x):
     return F.gelu(a * v) * q.flatten(1)
 
 
+def by_a_view_without_gradients(net, x):
+    q = F.gelu(net.conv(x))
+    a = torch.sigmoid(q) * q
+    with torch.no_grad():
+        q[:, 1:].data.neg_()
+    return F.silu(q) * a
+
+
+def of_a_norms_input(net, x):
+    h = net.conv(x)
+    z = net.norm(h)
+    y = F.gelu(z) * z
+    h.data.neg_()
+    return net.last(y) + net.last(z)
+
+
 def of_a_rectified(net, x):
     q = F.relu(net.conv(x))
     mean = q.mean((2, 3))
@@ -268,7 +284,18 @@ def of_an_input_between(net, x):
     return F.gelu(y * wide).sin()
 
 
-THROUGH_DATA = [rounded, rounded_between, rounded_late, by_an_alias, by_a_view, of_a_rectified, of_a_norm, given]
+THROUGH_DATA = [
+    by_a_view_without_gradients,
+    of_a_norms_input,
+    rounded,
+    rounded_between,
+    rounded_late,
+    by_an_alias,
+    by_a_view,
+    of_a_rectified,
+    of_a_norm,
+    given,
+]
 THROUGH_DATA += [given_to_its_own, given_to_a_norm, of_a_copy, of_a_mask, of_parameters]
 THROUGH_DATA += [of_views_that_are_gone, given_without_a_gradient, of_a_buffer_between, of_an_input_between]
 
