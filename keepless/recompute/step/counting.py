@@ -15,6 +15,7 @@ from ...saved import Gone, Kept, copied, is_ordinary
 from ...torch_internals import (
     FakeTensor,
     OpOverload,
+    address,
     backward_runs,
     calling_module,
     next_node_number,
@@ -98,7 +99,6 @@ class Counting(Trace):
         self.measures = measures
         self.called: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
         self.places: list[tuple[int, Any, Any]] = []  # operators: number of events at their end, function and module
-        self.rebased: set[int] = set()  # numbers of the nodes of views that a call has written over
 
     def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass."""
@@ -209,10 +209,8 @@ class _Allocations(MadeTensors):
         result = function(*args, **kwargs)
         if not is_fake:
             return result
-        if function.is_view:  # of a view that was written over: its gradient is a new tensor if tensors are real
-            node = running_node() if self.counting.rebased and backward_runs() else None
-            is_new = node is not None and node_number(node) in self.counting.rebased
-            return result.new_empty_strided(result.shape, result.stride()) if is_new else result
+        if function.is_view:
+            return result
         if not self.counting.measures:
             return with_workspace(function, args, kwargs, result)
         is_usual = all(one.is_contiguous() for one in given) and name not in WITH_WORKSPACE
@@ -264,6 +262,22 @@ class _Recorded(Recording):
         target = call.args[0] if call.overwrites and call.args else None
         if isinstance(target, Tensor) and target.dim() and is_ordinary(target):  # scalars are counts
             counting.note_overwritten(target, before)
-            if torch.is_grad_enabled() and target.grad_fn is not None and target._is_view():
-                counting.rebased.add(node_number(target.grad_fn))
+            is_view = isinstance(target, FakeTensor) and target._is_view()
+            if is_view and torch.is_grad_enabled() and target.grad_fn is not None:
+                target.grad_fn.register_hook(_in_new_memory)
         return result
+
+
+def _in_new_memory(results: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Any:
+    """Hook on the node of a view that was written over: with real tensors, the node copies its gradient.
+
+    With fake ones it returns a view of its gradient, which would then exist as long as the view.
+    """
+    with without_function_modes():
+        given = {address(one.untyped_storage()) for one in gradients if one is not None and is_ordinary(one)}
+        return tuple(
+            one.new_empty_strided(one.shape, one.stride())
+            if one is not None and is_ordinary(one) and address(one.untyped_storage()) in given
+            else one
+            for one in results
+        )
