@@ -193,6 +193,10 @@ class KnownValues:
                 own.read_instead(Value(Kept(tensor, None)))
                 own.memory = Memory()
             self.expose(tensor)
+            later = self.find(tensor)  # if it was exposed before
+            if later is not None and type(later.source) is Kept:
+                later.source = self.kept(tensor, None, detaches=False)
+            self.found.pop(id(tensor), None)
             for reference, saved, value in self.aliases:
                 if reference() is tensor:
                     saved[value] = self.kept(tensor, None, detaches=False), saved[value][1]

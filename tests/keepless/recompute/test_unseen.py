@@ -214,6 +214,14 @@ def given(net, x):
     return torch.tanh(q) * both
 
 
+def given_twice(net, x):
+    q = F.silu(net.conv(x))
+    q.data.round_()
+    normed = F.layer_norm(q, (6,))
+    q.data = q.data * 1.5
+    return normed * q
+
+
 def given_to_its_own(net, x):
     q = F.relu(net.conv(x))
     both = F.gelu(q) * q
@@ -285,6 +293,7 @@ def of_an_input_between(net, x):
 
 
 THROUGH_DATA = [
+    given_twice,
     by_a_view_without_gradients,
     of_a_norms_input,
     rounded,
