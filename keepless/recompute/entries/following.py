@@ -286,7 +286,7 @@ class Following(Recording):
             elif give_recipe(known, again, call, result, make.is_whole, DEEPEST) is None:
                 return False
         if entry.is_kept:
-            read_result_instead(known.find(result) or known.keep(result), call.replaceable)
+            read_result_instead(known, call, known.find(result) or known.keep(result), call.replaceable)
         return True
 
     def unlike(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

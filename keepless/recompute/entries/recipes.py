@@ -158,6 +158,7 @@ def give_recipe(
         recipe.outputs.append(weakref.ref(own))
     for saved in call.replaceable:
         saved.read_instead(own)
+        known.replaced.append((weakref.ref(call.arguments[0]), weakref.ref(saved)))
     if result._base is not None:
         _give_base_recipe(known, call, result, result._base, own)
     return own
@@ -222,14 +223,14 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
         own = give_recipe(known, again, call, result, is_whole, _LONGEST if flag is None else LONGEST_PLANNED)
     own = own or known.find(result) or known.keep(result)
     own.number = policy.call
-    read_result_instead(own, replaceable)
+    read_result_instead(known, call, own, replaceable)
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
         of_base = known.find(base) or known.keep(base)  # other views of it are recomputed from this
         of_base.number = own.number
 
 
-def read_result_instead(own: Value, replaceable: Sequence[Saved]) -> None:
+def read_result_instead(known: KnownValues, call: Call, own: Value, replaceable: Sequence[Saved]) -> None:
     """Read a kept result in place of saved arguments. `own`: its value.
 
     The program may overwrite it, as PyTorch alone does not read it: then it is copied, as for a recipe.
@@ -237,6 +238,7 @@ def read_result_instead(own: Value, replaceable: Sequence[Saved]) -> None:
     for saved in replaceable:
         saved.read_instead(own)
         own.recipes.append(weakref.ref(saved))
+        known.replaced.append((weakref.ref(call.arguments[0]), weakref.ref(saved)))
 
 
 class Rerun:

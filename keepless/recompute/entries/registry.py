@@ -82,6 +82,8 @@ class KnownValues:
         self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their entries, or True
         self.maker: Any = None  # the entry of the running call, while it is learned
         self.exposed: ByStorage[bool] = ByStorage()  # memory that the program may change unseen
+        # Arguments in whose place results are read: see `read_result_instead`
+        self.replaced: list[tuple[weakref.ref[Tensor], weakref.ref[Saved]]] = []
         self.aliases: list[
             tuple[weakref.ref[Tensor], dict[Value, tuple[Kept, Kept]], Value]
         ] = []  # what is saved of it
@@ -95,7 +97,7 @@ class KnownValues:
             if (value := reference()) is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.found, self.masks, self.unnoted, self.dead, self.signs, self.gone = {}, {}, [], [], [], []
-        self.aliases, self.staying = [], []
+        self.aliases, self.staying, self.replaced = [], [], []
         for known in (self.memories, self.without_gradient, self.exposed):
             known.clear()
         self.outer = None
@@ -230,6 +232,10 @@ class KnownValues:
             return []
         self.exposed.put(storage, True)
         self.note_memories()
+        for of_tensor, of_saved in self.replaced:
+            one, replaced = of_tensor(), of_saved()
+            if one is not None and replaced is not None and address(one.untyped_storage()) == address(storage):
+                replaced.read_instead(Value(Kept(one, self.outer)))
         write, saved = before_overwriting(tensor, self.memories, self.outer, True), {}
         for by_key in (self.found, self.masks):
             for key, (reference, version, value, _) in [*by_key.items()]:

@@ -214,6 +214,13 @@ def given(net, x):
     return torch.tanh(q) * both
 
 
+def of_what_a_result_serves_for(net, x):
+    q = net.conv(x) * 3
+    y = F.leaky_relu(F.relu6(q), 0.1)
+    q.data.neg_()
+    return net.last(y * y)
+
+
 def given_twice(net, x):
     q = F.silu(net.conv(x))
     q.data.round_()
@@ -293,6 +300,7 @@ def of_an_input_between(net, x):
 
 
 THROUGH_DATA = [
+    of_what_a_result_serves_for,
     given_twice,
     by_a_view_without_gradients,
     of_a_norms_input,
