@@ -151,7 +151,10 @@ def files_in(
 def _others(
     names: Collection[str], entries: Sequence[tuple[str, os.DirEntry]], suffixes: Sequence[str]
 ) -> Iterator[tuple[str, os.DirEntry]]:
-    """The entries with one of `suffixes`, under their names without it, except `names` and those of an earlier one."""
+    """The entries that end in one of `suffixes`, by their names without it.
+
+    Names in `names` are left out. Of several entries with one name, the earliest suffix wins.
+    """
     taken = {*names}
     for end, (name, entry) in product(suffixes, sorted(entries, key=lambda entry: entry[0]) if suffixes else ()):
         if name.lower().endswith(end) and (own := name[: -len(end)]) not in taken:

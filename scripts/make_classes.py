@@ -234,7 +234,7 @@ def smoothed(pixels: Counter[int], between: Mapping[int, int]) -> Iterator[str]:
 def between(raw: np.ndarray) -> Counter[int]:
     """The pixels of each value that are less than 8 in a row or column, and as at smoothed edges.
 
-    Each channel is between the pixels before and after them, or within 4 levels of one of both.
+    Each channel lies between its two neighbours in the row or column, or within 4 levels of one of them.
     """
     levels = np.stack([raw >> 16, raw >> 8, raw], axis=-1) & WHITE if raw.dtype == np.int32 else raw[..., None]
     found = np.zeros(raw.shape, bool)

@@ -67,7 +67,10 @@ def dataset(
 
 
 def check_classes(config: Data, state: dict) -> None:
-    """ValueError if own images have no list of classes: it offers that of a checkpoint with the content `state`."""
+    """ValueError if a folder of own images has no classes.json. The message gives the checkpoint's classes as one.
+
+    `state`: the content of the checkpoint.
+    """
     root = Path(os.path.expanduser(config.root or ""))
     if config.name != "folder" or not root.is_dir() or os.path.lexists(root / CLASSES):
         return

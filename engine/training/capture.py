@@ -302,7 +302,7 @@ def _generators() -> tuple[Any, Any, Any]:
 def numbers_of(network: nn.Module, micro_batch: MicroBatch) -> dict[str, Any]:
     """Numbers, texts and generators in attributes of modules and their classes, by name, to be compared.
 
-    The modules are those of the network and of the loss in the micro-batch's closure.
+    It covers the modules of the network, and those in the micro-batch's closure, such as the loss.
     """
     modules = dict(network.named_modules())
     if isinstance(micro_batch, FunctionType):

@@ -24,7 +24,7 @@ OF_TENSORFLOW = ("googlenet", "inception_v3")  # torchvision's networks themselv
 
 
 def timm_normalisation(network: str) -> Normalisation:
-    """The normalisation of timm's published weights NAME.TAG, or those of a NAME's default tag; else IMAGENET."""
+    """The normalisation of timm's weights NAME.TAG. A plain NAME has its default tag's; unknown ones have IMAGENET."""
     try:
         import timm
 

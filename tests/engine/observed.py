@@ -1,4 +1,7 @@
-"""What a configuration builds, as lines of text: entries run, but nothing computes, writes files or waits."""
+"""Lines of text that describe what a configuration builds.
+
+The entries' real code runs. Whatever would compute, write files or wait is replaced by recorders.
+"""
 
 import functools
 import importlib
@@ -47,7 +50,7 @@ class Stub(nn.Module):
 
 
 class Package(nn.Module):
-    """In place of the released layer, which is not installed everywhere."""
+    """Stands for the released layer, which may not be installed."""
 
     def __init__(self, channels: int, **options: Any) -> None:
         super().__init__()
@@ -238,7 +241,7 @@ def _of_forward(forward: Forward) -> dict:
 
 
 def of_training(config: TrainingRun) -> Counter[str]:
-    """What train_seg.py or train_imagenet.py would train with, and evaluate."""
+    """Lines about the training and its evaluations that train_seg.py or train_imagenet.py would run."""
     lines: Counter[str] = Counter()
 
     def note(place: str, *things: Any) -> None:
@@ -268,7 +271,7 @@ def of_training(config: TrainingRun) -> Counter[str]:
 
 
 def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Counter[str]:
-    """What eval.py or scripts.predict would do with a checkpoint of this training."""
+    """Lines about what eval.py or scripts.predict would run on a checkpoint of this training."""
     lines: Counter[str] = Counter()
 
     def note(place: str, *things: Any) -> None:

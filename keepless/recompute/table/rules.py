@@ -112,7 +112,7 @@ def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return [args[0]]
     found: list[Any] = [args[position] for position, _ in written if position < len(args)]
     found += [kwargs[name] for _, name in written if name in kwargs]
-    if written is _FIRST:  # by name only, it is not known which: those of `nn.init` have names of their own
+    if written is _FIRST:  # without a schema, all named arguments may be written: in `nn.init` it is `tensor`
         found += [kwargs.get("out")] if args else kwargs.values()
     return tensors_in(found)
 
