@@ -15,6 +15,7 @@ from datasets.classification import ClassificationDataset
 from datasets.file_list import is_hidden, listed
 from datasets.layout import Layout
 from datasets.reading import Unreadable, complete, decode_image
+from datasets.row import Row
 from datasets.segmentation import restorable
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -105,3 +106,7 @@ def _is_picture(name: str, split: str) -> bool:
     *folders, file = PurePosixPath(name).parts
     named = len(folders) >= 2 and folders[-2] == split and file.lower().endswith(_SUFFIXES)
     return named and not any(map(is_hidden, (*folders, file)))
+
+
+CIFAR10 = Row(cifar10, {"train": 50_000, "test": 10_000}, classes=10)
+CIFAR100 = Row(cifar100, {"train": 50_000, "test": 10_000}, classes=100)

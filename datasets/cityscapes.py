@@ -4,6 +4,7 @@ import os
 
 from datasets.class_table import ClassTable
 from datasets.layout import Layout, remarks_on, without_image
+from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
 
 _IMAGE_SUFFIX = "_leftImg8bit.png"
@@ -78,3 +79,6 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
         alone = remarks_on(without_image(labels, images))
     files = [entry._replace(name=entry.name.rpartition("/")[2]) for entry in files]
     return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), remarks=alone)
+
+
+CITYSCAPES = Row(cityscapes, {"train": 2975, "val": 500, "test": 1525}, classes=19)

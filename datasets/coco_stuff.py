@@ -6,6 +6,7 @@ from pathlib import Path
 from datasets.class_table import IGNORED, ClassTable, distinct_colours
 from datasets.file_list import list_files
 from datasets.layout import Layout, as_listed, read_list, remarks_on, without_image
+from datasets.row import Images, Row
 from datasets.segmentation import Files, SegmentationDataset
 
 LISTS = ("challenge", "full")  # of images
@@ -129,3 +130,10 @@ def _listed(root: Path, split: str, images: dict[str, Path], keys: str) -> list[
         names.append(f"{int(line):012d}")
     _LAYOUT.check_list(file, names, images, root)
     return names
+
+
+def _images(lists: str, **_: object) -> Images:
+    return {"train": 118_287 if lists == "full" else 40_000, "val": 5000, "test": 40_670}
+
+
+COCO_STUFF = Row(coco_stuff, _images, classes=91)

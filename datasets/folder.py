@@ -18,6 +18,7 @@ from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_list import composed, files_in, is_hidden, list_files, readable
 from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_json, read_list, remarks_on, without_image
 from datasets.reading import Stored, Window, decode_mask, label_palette
+from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
 
 CLASSES = "classes.json"
@@ -377,3 +378,6 @@ def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Wi
         named = ", ".join(str(tuple(int(code).to_bytes(3, "big"))) for code in foreign[:5])
         raise UnknownIds(f"contains {len(foreign)} colours that no class has, such as {named}")
     return np.array([ids.get(code, 0) for code in known.tolist()], np.uint8)[places]
+
+
+FOLDER = Row(folder, lambda root, **_: dict.fromkeys(folder_splits(root)), classes=None)

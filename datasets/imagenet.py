@@ -7,6 +7,7 @@ from datasets.class_names import ORDERS, by_number, check_names
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, composed, is_hidden, list_classes, readable
 from datasets.layout import PHOTOGRAPHS, RARE, Layout, first_of, remarks_on
+from datasets.row import Row
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
@@ -129,3 +130,7 @@ def _in_folders(
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
     remarks = remarks_on((), others, rare)
     return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks)
+
+
+IMAGENET = Row(imagenet, {"train": 1_281_167, "val": 50_000}, classes=1000)
+IMAGE_FOLDER = Row(image_folder, lambda root, **_: dict.fromkeys(own_splits(root)), classes=None)

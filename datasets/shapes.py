@@ -7,6 +7,7 @@ import numpy as np
 
 from datasets.classification import ClassificationDataset
 from datasets.file_list import FileList
+from datasets.row import Row
 
 IMAGES = {"train": 4000, "val": 1000}
 SIDE = 32  # pixels
@@ -65,3 +66,6 @@ def _inside(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
         "square": side <= 0.8,
         "triangle": (v >= -0.6) & (abs(u) <= 0.58 * (1 - v)) & (v <= 1),
     }[name]
+
+
+SHAPES = Row(shapes, IMAGES, classes=8, drawn=True)

@@ -13,6 +13,7 @@ import numpy as np
 from datasets.cache import alone_in, needed_cache
 from datasets.cityscapes import cityscapes
 from datasets.folder import CLASSES
+from datasets.row import Row
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street
 
@@ -118,3 +119,6 @@ def _write_png(path: Path, pixels: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     encoded = cv2.imencode(".png", pixels)[1]
     path.write_bytes(encoded.tobytes())
+
+
+SYNTHETIC = Row(synthetic, IMAGES, classes=19, drawn=True)

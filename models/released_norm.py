@@ -1,10 +1,16 @@
 """The layer of the released `inplace_abn` as a norm of our networks (norm=package)."""
 
 from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
 
 RELEASED_ACTIVATIONS = ("leaky_relu", "elu", "identity")
+
+
+def released_norm(channels: int, **options: Any) -> nn.Module:
+    """The released layer. ValueError: see `released_abn`."""
+    return released_abn()(channels, **options)
 
 
 @cache

@@ -31,8 +31,8 @@ from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console
 from engine.process.distributed import World
 from engine.process.output_files import write_figure
-from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
-from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
+from engine.schema.classification import ClassificationData
+from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import group, key
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.pictures import labelled
@@ -45,7 +45,7 @@ Shown = tuple[str, np.ndarray, np.ndarray]  # title; crop, uint8 (h, w, 3) RGB; 
 
 @dataclass
 class BrowseData(SegmentationRun):
-    data: Data = group({**SEGMENTATION_DATASETS, **CLASSIFICATION_DATASETS})  # type: ignore[assignment]
+    data: Data = group()  # type: ignore[assignment]
     out: str = key(MISSING, written=True)  # folder of the sheets
     count: int = key(16, above=0, most=10_000)  # crops
     epoch: int = key(0, least=0)  # of the run, from 0

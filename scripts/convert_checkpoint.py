@@ -34,7 +34,7 @@ from engine.process.console import make_console
 from engine.process.output_files import writable_file
 from engine.schema.classification import ClassFoldersData, ClassificationRun
 from engine.schema.keys import key
-from engine.schema.network import StandardNorm
+from engine.schema.network import BatchNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
 from keepless.norms.conversion_report import listed
@@ -82,11 +82,12 @@ def convert(values: DictConfig) -> list[str]:
         lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
     elif ours:
         weights = initial_weights.weights_in_checkpoint(content, source, name)
-        assert weights.norm is not None
+        if not isinstance(weights.norm, BatchNorm):
+            raise ValueError(f"{name} has norm={weights.norm and weights.norm.name}: expected a batch normalisation")
         norm, tensors, lines = weights.norm, weights.converted(), [f"input {weights.source}"]
     else:
         file = released.weights_in(content, source, name, options.scale)
-        norm = StandardNorm(activation="leaky_relu")  # its eps and activation are the release's
+        norm = BatchNorm(activation="leaky_relu")  # its eps and activation are the release's
         tensors, lines = file.converted(), [f"input {source}", *file.remarks]
         if options.format == "checkpoint":
             lines += _write_checkpoint(options, file, source, output)

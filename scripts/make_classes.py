@@ -39,7 +39,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, progress_bar, tracked
 from engine.process.output_files import write_file
-from engine.schema.data import SEGMENTATION_DATASETS, FolderData
+from engine.schema.data import FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table
 
@@ -52,7 +52,7 @@ USED = ("root", "palettes", "label_folder", "label_suffix", "range16", "timeout_
 
 @dataclass
 class MakeClasses:
-    data: FolderData = group({"folder": SEGMENTATION_DATASETS["folder"]}, used=USED)
+    data: FolderData = group(USED)
     ignored: int | None = key(255, least=0, most=255)  # the id that is not a class and does not count; null: none
     # What RGB labels with three equal channels hold; null: ids if the levels are small or have few gaps, else colours.
     gray: str | None = key(None, one_of=("ids", "colours"))

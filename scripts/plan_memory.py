@@ -22,14 +22,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from datasets.registry import FOR_CLASSIFICATION
 from engine.configuration import config as configuration
 from engine.configuration.choices import no_such_choice
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, table_of
-from engine.schema.keys import check_values
+from engine.schema.classification import ClassificationRun
+from engine.schema.keys import CHOICES, check_values, groups_of
 from engine.schema.memory import deductions
-from engine.schema.network import NORMS
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from keepless.saved import size_text
@@ -83,7 +82,7 @@ def fits(config: TrainingRun, devices: int, console: Console) -> dict[str, Train
     """{norm: the configuration with the largest minibatch that fits}; prints why other norms have none."""
     found = {}
     for norm in ("std", "checkpoint", "inplace"):
-        changed = replace(deepcopy(config), norm=config.norm.as_kind(NORMS[norm]))
+        changed = replace(deepcopy(config), norm=config.norm.as_kind(CHOICES["norm"][norm]))
         try:
             check_values(changed)
             found[norm] = planner.fitting(changed, devices)
@@ -114,7 +113,8 @@ def entry_of(arguments: list[str]) -> str:
     known = papers.all_experiments()
     chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
     if chosen is None:
-        return "train_imagenet" if {f"data={name}" for name in FOR_CLASSIFICATION} & {*arguments} else "train_seg"
+        classified = {f"data={name}" for name in groups_of(ClassificationRun)["data"]}
+        return "train_imagenet" if classified & {*arguments} else "train_seg"
     if chosen[1] not in known:
         raise no_such_choice("experiment", chosen[1], known)
     return known[chosen[1]]

@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
 
-from datasets.registry import ROWS
 from engine import assemble
+from engine.assemble.contracts import imported
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.configuration.texts import as_typed
 from engine.process.console import make_console, table_of
 from engine.process.jobs import has_ended, run_jobs
-from engine.schema.keys import key, override
+from engine.schema.keys import CHOICES, key, override
 from engine.training import planner
 from models.checkpoints.released_files import released_file
 from scripts.reports import papers
 
-DATA = sorted(name for name, row in ROWS.items() if not row.drawn)  # in folders
+DATA = sorted(name for name, kind in CHOICES["data"].items() if not imported("data", kind).drawn)  # in folders
 
 
 @dataclass

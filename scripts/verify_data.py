@@ -33,15 +33,15 @@ from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, table_of
 from engine.process.output_files import marked, writable_file, write_file
 from engine.records.provenance import provenance
-from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
-from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
+from engine.schema.classification import ClassificationData
+from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import MOST_WORKERS, group, key
 
 
 @dataclass
 class VerifyData:
     # Only timeout_seconds and the keys that choose images and classes matter.
-    data: Data = group({**SEGMENTATION_DATASETS, **CLASSIFICATION_DATASETS})
+    data: Data = group()
     splits: list[str] | None = None  # null: all
     out: str | None = key(None, written=True)  # JSON file with all problems and counts
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core

@@ -9,7 +9,8 @@ from engine.assemble.tasks import network_of
 from engine.configuration.command_line import composed
 from engine.configuration.config import register, typed
 from engine.schema.classification import ClassificationRun
-from engine.schema.network import BODIES, Body
+from engine.schema.keys import CHOICES
+from engine.schema.network import Body, DeepLabV3Head
 from engine.schema.segmentation import SegmentationRun
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.recognition import Architecture, body_of, recognised
@@ -62,6 +63,7 @@ def _segmentation_config(
     register("train_seg", SegmentationRun)
     values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
     config = typed(values, SegmentationRun)
+    assert isinstance(config.head, DeepLabV3Head), config.head
     config.body = _body(architecture, output_stride=8)
     config.head.pooling_size = VISTAS_POOLING
     maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
@@ -73,4 +75,4 @@ def _segmentation_config(
 def _body(architecture: Architecture, output_stride: int, **of_wider: object) -> Body:
     """The body's keys; `of_wider` only for a WideResNet."""
     options = architecture.options | (of_wider if architecture.kind == "wider_resnet" else {})
-    return BODIES[architecture.kind](output_stride=output_stride, **options)
+    return CHOICES["body"][architecture.kind](output_stride=output_stride, **options)

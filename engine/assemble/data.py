@@ -5,32 +5,30 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from datasets import (
     ClassIndex,
-    ClassUniformMinibatches,
     SegmentationDataset,
-    ShuffledMinibatches,
     TrainingCrops,
     TrainingTransform,
     colour_jitter,
     index_classes,
 )
 from datasets.folder import CLASSES
-from datasets.registry import FOR_SEGMENTATION, ROWS
+from datasets.row import Row
 from datasets.segmentation import joined
 from datasets.workers import Loader
+from engine.assemble.contracts import builder, imported, own_keys
 from engine.process.console import logger
 from engine.process.distributed import World, cores_per_rank
-from engine.schema.classification import ImageNetData, SmallImagesData
-from engine.schema.data import ClassUniformSampler, Data, SegmentationData
+from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
@@ -52,7 +50,7 @@ def dataset(
 
     ValueError: the dataset has no such split, or files are missing.
     """
-    row, options, parts = FOR_SEGMENTATION[config.name], own_options(config), []
+    row, options, parts = row_of(config), own_options(config), []
     known = {} if row.classes is None else row.count_images(config.root, **options)
     if row.drawn:
         options |= {"draw": draw, "own_images": "give data=folder"}
@@ -86,10 +84,14 @@ def check_classes(config: Data, state: dict) -> None:
     )
 
 
+def row_of(config: Data) -> Row:
+    """The dataset: how its splits are opened, and facts that need no files."""
+    return imported("data", type(config))
+
+
 def own_options(config: Data) -> dict[str, Any]:
     """The keys that only this dataset has, and their prefix `keys`, as arguments of the dataset's function."""
-    shared = {entry.name for kind in (SegmentationData, ImageNetData, SmallImagesData) for entry in fields(kind)}
-    options = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in shared}
+    options = own_keys("data", config)
     return {**options, "keys": "data."} if options else {}
 
 
@@ -106,12 +108,12 @@ def root_named(config: Data, split: str = "") -> Iterator[None]:
 def official_images(config: Data) -> dict[str, int | None]:
     """The official number of images in each split of the dataset; None for splits of the user's own images."""
     with root_named(config):
-        return ROWS[config.name].count_images(config.root, **own_options(config))
+        return row_of(config).count_images(config.root, **own_options(config))
 
 
 def official_classes(config: Data) -> int | None:
     """The official number of classes of the dataset; None for the user's own images."""
-    return ROWS[config.name].classes
+    return row_of(config).classes
 
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:
@@ -145,11 +147,7 @@ def training_loader(
     ValueError: the minibatch size does not fit the images or the world size.
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
-    if isinstance(sampler, ClassUniformSampler):
-        assert index is not None
-        minibatches: Sampler[list] = ClassUniformMinibatches(index, fraction=sampler.fraction, **order)
-    else:
-        minibatches = ShuffledMinibatches(len(dataset), **order)
+    minibatches = builder("sampler", sampler)(index if sampler.needs_class_index else len(dataset), **order)
     crops = training_crops(data, dataset, config.seed, index)
     return loader(crops, data, world, batch_sampler=minibatches)
 
@@ -161,8 +159,8 @@ def class_index(
 
     `progress(done, total)` counts images. ValueError: see `index_classes`.
     """
-    is_drawn = isinstance(config.sampler, ClassUniformSampler)
-    if not is_drawn and config.loss.class_weights != "frequency":
+    is_drawn = config.sampler.needs_class_index
+    if not is_drawn and not config.loss.needs_class_index():
         return None
     read = partial(index_classes, dataset, config.sampler.folder, progress=progress, folder_key="sampler.folder")
     with world.first_goes_ahead() as first:

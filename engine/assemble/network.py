@@ -1,66 +1,37 @@
 """Configuration keys -> norms, bodies, forward passes and their arithmetic."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
+from engine.assemble.contracts import builder
 from engine.process.console import logger
 from engine.process.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import Trainer, TrainingRun
-from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
-from models.released_norm import released_abn
-
-STRATEGIES: Mapping[str, Callable[..., ABN]] = {  # (a) to (e) of Figure 2, by the names of norms
-    "std": ABN,
-    "checkpoint": partial(CheckpointedABN, store="x"),
-    "checkpoint_xhat": partial(CheckpointedABN, store="x_hat"),
-    "inplace_1": partial(InPlaceABN, variant="I"),
-    "inplace": InPlaceABN,
-}
-_BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
-    schema.DenseNetBody: bodies.DenseNet,
-    schema.ResNetBody: bodies.ResNet,
-    schema.ResNeXtBody: bodies.ResNeXt,
-    schema.RevNetBody: bodies.RevNet,
-    schema.TimmBody: bodies.timm_body,
-    schema.TorchvisionBody: bodies.torchvision_body,
-    schema.WiderResNetBody: bodies.WiderResNet,
-}
 
 
 def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Module]:
     """Return a function: channels -> norm and activation. A momentum of None is `schema.MOMENTUM` here.
 
     `eager`: compile nothing, whatever backend is configured.
-    ValueError: the released package is chosen but not installed.
+    ValueError: see `builder`.
     """
-    options = options_of(config, "name") | {"momentum": config.momentum or schema.MOMENTUM}
-    if isinstance(config, schema.ReleasedNorm):
-        return partial(released_abn(), **options)
-    options |= {"backend": "eager"} if eager else {}
-    return partial(STRATEGIES[config.name], **options)
+    config = config.eager() if eager else config
+    momentum = config.momentum or schema.MOMENTUM
+    return partial(builder("norm", config), activation=config.activation, momentum=momentum)
 
 
 def body(
     config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0, own_momentum: bool = False
 ) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0. `own_momentum`: see `LibraryBody`."""
-    options = options_of(config, "name", "output_stride", "weights", "frozen", "frozen_norms")
-    if isinstance(config, schema.TorchvisionBody):
-        instead = "norm=std trainer.recompute=activations keeps less"
-        options |= {"own_momentum": own_momentum, "instead": instead}
-    return _BODIES[type(config)](norm, classes, config.output_stride, **options)
-
-
-def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) -> dict[str, Any]:
-    """The keys of a layer or network, except `others`, as arguments of the same names."""
-    return {name: value for name, value in vars(config).items() if name not in others}
+    of_library = {"own_momentum": own_momentum} if config.in_library else {}
+    return builder("body", config)(norm, classes=classes, output_stride=config.output_stride, **of_library)
 
 
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:

@@ -1,20 +1,19 @@
 """Configuration keys -> optimiser, learning rates, and the schedule of a run."""
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, PolynomialLR, SequentialLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from datasets import minibatches_per_epoch
+from engine.assemble.contracts import builder
 from engine.schema import optim as schema
 from engine.schema.schedule import Schedule, in_steps
 from engine.schema.training import TrainingRun
 
 
 def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> Optimizer:
-    """SGD or AdamW over all parameters that are not frozen, with their names, which checkpoints hold.
+    """The optimiser over all parameters that are not frozen, with their names, which checkpoints hold.
 
     head: top-level modules whose learning rate is `head_lr_factor` times the body's.
     """
@@ -26,24 +25,16 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
             by_rate.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
     body_first = sorted(by_rate.items(), key=lambda group: group[0][0] != 1.0)
     groups = [{"params": own, "lr": config.lr * factor, "weight_decay": w} for (factor, w), own in body_first]
-    common: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay, fused=config.fused)
-    if isinstance(config, schema.AdamW):
-        first, second = config.betas
-        made: Optimizer = AdamW(groups, betas=(first, second), **common)
-    else:
-        assert isinstance(config, schema.SGD), config
-        made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-    moments = (
-        ("exp_avg", "exp_avg_sq") if isinstance(made, AdamW) else ("momentum_buffer",) * bool(made.defaults["momentum"])
-    )
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused}
+    made = builder("optim", config)(groups, **options)
     # Zeros, which PyTorch would leave uninitialised if a fused optimiser skips its first step. Checkpoints have
     # them for every parameter, also for one without a gradient so far.
-    for parameter in network.parameters() if moments else ():
+    for parameter in network.parameters() if config.moments() else ():
         if parameter.requires_grad:
-            if isinstance(made, AdamW):
-                # Not zeros: a plan on fake tensors reads the count, which only a constant allows.
-                made.state[parameter]["step"] = torch.tensor(0.0, device=parameter.device if config.fused else None)
-            made.state[parameter] |= {name: torch.zeros_like(parameter) for name in moments}
+            for name in config.moments():
+                made.state[parameter][name] = torch.zeros_like(parameter)
+                if name == "step":  # not `zeros`: a plan on fake tensors reads the count, which only a constant allows
+                    made.state[parameter][name] = torch.tensor(0.0, device=parameter.device if config.fused else None)
     return made
 
 
@@ -65,33 +56,12 @@ def lr_schedule(
             f"lr_schedule.{given}: the warm-up takes {warmup:,} steps, and the run has {schedule.total_steps:,}; give "
             f"{shorter}={schedule.total_steps // 10 or 'null'}, or more trainer.steps"
         )
-    made = _main_schedule(config, optimizer, schedule, warmup)
+    steps = {"steps": schedule.total_steps - warmup, "steps_per_epoch": schedule.steps_per_epoch, "warmup": warmup}
+    made = builder("lr_schedule", config)(optimizer, **steps)
     if not warmup:
         return made
     rise = LinearLR(optimizer, start_factor=0.01, total_iters=warmup)
     return SequentialLR(optimizer, [rise, made], milestones=[warmup])
-
-
-def _main_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Schedule, warmup: int) -> LRScheduler:
-    """The schedule after `warmup` steps."""
-    total = schedule.total_steps - warmup
-    highest = optimizer.param_groups[0]["lr"]
-    if isinstance(config, schema.Linear | schema.Cosine) and config.end > highest:
-        raise ValueError(f"lr_schedule.end={config.end}: expected at most optim.lr={highest:g}")
-    if isinstance(config, schema.Poly):  # paper, section 4.2
-        return PolynomialLR(optimizer, total_iters=total, power=config.power)
-    if isinstance(config, schema.Linear):
-        return LinearLR(optimizer, start_factor=1.0, end_factor=config.end / highest, total_iters=total)
-    if isinstance(config, schema.Cosine):
-        return CosineAnnealingLR(optimizer, T_max=total, eta_min=config.end)
-    assert isinstance(config, schema.MultiStep), config
-    milestones = config.steps or [epoch * schedule.steps_per_epoch for epoch in config.epochs or ()]
-    if milestones and milestones[0] <= warmup:
-        raise ValueError(
-            f"lr_schedule={config.name}: the rate falls after step {milestones[0]}, within the warm-up of {warmup} "
-            f"steps; expected later"
-        )
-    return MultiStepLR(optimizer, [step - warmup for step in milestones], gamma=config.factor)
 
 
 def schedule_of(config: TrainingRun, images: int) -> Schedule:

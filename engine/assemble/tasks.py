@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
 from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
+from engine.assemble.contracts import builder
 from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
-from engine.assemble.network import body, norm_act, options_of
+from engine.assemble.network import body, norm_act
 from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
@@ -24,14 +25,13 @@ from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import Evaluation, TrainedNetwork
-from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
+from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
-from engine.segmentation.cross_entropy import CrossEntropy, inverse_frequencies
+from engine.segmentation.cross_entropy import inverse_frequencies
 from engine.segmentation.inference import Views
 from engine.segmentation.pictures import write_predictions
 from models.freezing import freeze
-from models.heads import DeepLabV3
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
 
@@ -46,9 +46,8 @@ def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | 
     weights = None
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
-    fraction = config.fraction if isinstance(config, BootstrappedLoss) else None
     stride = network.stride if isinstance(network, SegmentationNetwork) else None
-    return CrossEntropy(IGNORED, weights, fraction=fraction, tiles=config.tiles == "auto", stride=stride)
+    return builder("loss", config)(IGNORED, weights=weights, stride=stride)
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
@@ -135,7 +134,7 @@ def network_of(config: TrainingRun, classes: int) -> nn.Module:
     network: nn.Module
     if isinstance(config, SegmentationRun):
         features = body(config.body, norm, own_momentum=own_momentum)
-        head = DeepLabV3(features.out_channels, norm_act=norm, **options_of(config.head, "name"))
+        head = builder("head", config.head)(features.out_channels, norm_act=norm)
         network = SegmentationNetwork(features, head, classes)
     else:
         network = features = body(config.body, norm, classes, own_momentum)

@@ -74,7 +74,7 @@ def about_key(owner: type[Keys], entry: Field[Any]) -> str:
 def sentences(schema: type) -> dict[str, str]:
     """{field: the comments above and beside its declaration}, of a dataclass and its base classes."""
     found: dict[str, str] = {}
-    for owner in (each for each in reversed(schema.__mro__) if is_dataclass(each) and "is_made" not in vars(each)):
+    for owner in filter(is_dataclass, reversed(schema.__mro__)):
         own: dict[str, list[str]] = {}
         said: list[str] = []
         of_last: list[str] | None = None

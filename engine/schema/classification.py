@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from datasets.class_names import ORDERS, two_orders
-from datasets.registry import FOR_CLASSIFICATION
 from engine.schema.data import Data
 from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, changed
-from engine.schema.keys import group, key, own_class
+from engine.schema.keys import choice, group, key
 from engine.schema.training import Trainer, TrainingRun
 
 
@@ -67,10 +66,39 @@ class SmallImagesData(ClassificationData):
             )
 
 
-CLASSIFICATION_DATASETS: dict[str, type[ClassificationData]] = {
-    name: own_class(name, SmallImagesData if row.in_memory else ClassFoldersData)
-    for name, row in FOR_CLASSIFICATION.items()
-}
+@choice("data")
+@dataclass
+class CIFAR10Data(SmallImagesData):
+    name: str = "cifar10"
+    builds: ClassVar[str] = "datasets.cifar.CIFAR10"
+
+
+@choice("data")
+@dataclass
+class CIFAR100Data(SmallImagesData):
+    name: str = "cifar100"
+    builds: ClassVar[str] = "datasets.cifar.CIFAR100"
+
+
+@choice("data")
+@dataclass
+class ImageFolderData(ClassFoldersData):
+    name: str = "image_folder"
+    builds: ClassVar[str] = "datasets.imagenet.IMAGE_FOLDER"
+
+
+@choice("data")
+@dataclass
+class ImageNetChallengeData(ClassFoldersData):
+    name: str = "imagenet"
+    builds: ClassVar[str] = "datasets.imagenet.IMAGENET"
+
+
+@choice("data")
+@dataclass
+class ShapesData(SmallImagesData):
+    name: str = "shapes"
+    builds: ClassVar[str] = "datasets.shapes.SHAPES"
 
 
 @dataclass
@@ -93,11 +121,12 @@ class ClassificationRun(TrainingRun):
     )
 
     trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
-    data: ClassificationData = group(CLASSIFICATION_DATASETS)
+    data: ClassificationData = group()
 
-    def doubts(self, classes: int, images: int, processes: int, steps: int, shared: int = 0) -> Iterator[str]:
+    def doubts(
+        self, classes: int, images: int, processes: int, steps: int, shared: int = 0, official: int | None = None
+    ) -> Iterator[str]:
         yield from super().doubts(classes, images, processes, steps, shared)
-        official = FOR_CLASSIFICATION[self.data.name].classes
         if official not in (None, classes):
             yield f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"
 

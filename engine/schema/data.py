@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
-from datasets.registry import FOR_SEGMENTATION
 from datasets.transforms import padded_share
-from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, by_name, key, own_class
+from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
 from models.checkpoints.published import IMAGENET, Normalisation
 
 _MUCH_PADDING, _LITTLE_PADDING = 0.25, 0.15  # shares of a crop
@@ -132,33 +131,76 @@ class SegmentationData(Data):
         ]
 
 
+@choice("data")
+@dataclass
+class CamVidData(SegmentationData):
+    name: str = "camvid"
+    builds: ClassVar[str] = "datasets.camvid.CAMVID"
+
+
+@choice("data")
+@dataclass
+class CityscapesData(SegmentationData):
+    name: str = "cityscapes"
+    builds: ClassVar[str] = "datasets.cityscapes.CITYSCAPES"
+
+
+@choice("data")
 @dataclass
 class CocoStuffData(SegmentationData):
+    name: str = "coco_stuff"
     lists: str = key("challenge", one_of=LISTS)  # the 40k / 5k images of the 2017 challenge, or all 118k / 5k
+    builds: ClassVar[str] = "datasets.coco_stuff.COCO_STUFF"
 
 
+@choice("data")
 @dataclass
 class FolderData(SegmentationData):
+    name: str = "folder"
     # equal: refuse labels whose palettes give the same id different colours; any: use only the ids.
     palettes: str = key("equal", one_of=("equal", "any"))
     label_folder: str = "labels"  # name of the labels' folder, beside images; images itself if there is a label_suffix
     label_suffix: str = ""  # a label's name is its image's name plus this, such as _mask
+    builds: ClassVar[str] = "datasets.folder.FOLDER"
+
+
+@choice("data")
+@dataclass
+class SyntheticData(SegmentationData):
+    name: str = "synthetic"
+    builds: ClassVar[str] = "datasets.synthetic.SYNTHETIC"
+
+
+@choice("data")
+@dataclass
+class VistasData(SegmentationData):
+    name: str = "vistas"
+    builds: ClassVar[str] = "datasets.vistas.VISTAS"
 
 
 @dataclass
 class Sampler:
-    """How training crops are drawn. uniform: every image once per epoch."""
+    """How training crops are drawn."""
 
-    name: str = "uniform"
+    name: str = MISSING
+    # It draws from the class index of the training split, not from the number of its images.
+    needs_class_index: ClassVar[bool] = False
     folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder
 
 
+@choice("sampler")
+@dataclass
+class UniformSampler(Sampler):
+    """Every image once per epoch."""
+
+    name: str = "uniform"
+    builds: ClassVar[str] = "datasets.samplers.ShuffledMinibatches"
+
+
+@choice("sampler")
 @dataclass
 class ClassUniformSampler(Sampler):
     name: str = "class_uniform"
     fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image
-
-
-_OWN: dict[str, type[SegmentationData]] = {"coco_stuff": CocoStuffData, "folder": FolderData}
-SEGMENTATION_DATASETS = {name: own_class(name, _OWN.get(name, SegmentationData)) for name in FOR_SEGMENTATION}
-SAMPLERS = by_name(Sampler, ClassUniformSampler)
+    needs_class_index: ClassVar[bool] = True
+    builds: ClassVar[str] = "datasets.samplers.ClassUniformMinibatches"

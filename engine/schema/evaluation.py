@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 from datasets.class_names import ORDERS
 from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key
-from engine.schema.network import OurNorm, ReleasedNorm, StandardNorm
+from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 from keepless.norms.backends.activations import ACTIVATIONS
 from models.segmentation import EXACT, UPSAMPLINGS
@@ -118,11 +118,11 @@ class Evaluation(TrainedNetwork):
             self._swap_activation(config)
 
     def _swap_activation(self, config: TrainingRun) -> None:
-        """In evaluation every norm but norm=package equals the standard norm of its weights, with any activation."""
+        """In evaluation each of our norms equals the standard norm of its weights, with any activation."""
         norm = config.norm
-        if isinstance(norm, ReleasedNorm):
+        if not isinstance(norm, OurNorm):
             raise ValueError(
-                f"activation={self.activation} with a network trained with norm=package: the released layers fix their "
+                f"activation={self.activation} with a network trained with norm={norm.name}, which fixes its "
                 f"activation; a network trained with norm=inplace can be evaluated with another"
             )
         parameter = norm.activation_param
@@ -145,7 +145,7 @@ class Evaluation(TrainedNetwork):
             *changed(resolved(self.data.root), resolved(data.root), "{0.name}"),
             *changed(self.data.base_size, getattr(data, "base_size", None), "base{}"),
             *changed(self.data.antialias, getattr(data, "antialias", None), "antialiased" if smooth else "aliased"),
-            *changed(pooling, getattr(config, "head", TrainedHead()).pooling_size, "pooling{0[0]}x{0[1]}"),
+            *changed(pooling, getattr(getattr(config, "head", None), "pooling_size", None), "pooling{0[0]}x{0[1]}"),
             *changed(self.data.class_order, getattr(data, "class_order", None)),
             *changed(self.precision, config.trainer.precision),
             *changed(self.activation, config.norm.activation),
@@ -182,8 +182,7 @@ class Prediction(TrainedNetwork):
 
     def apply_to(self, config: TrainingRun) -> None:
         super().apply_to(config)
-        if isinstance(config.norm, OurNorm):
-            config.norm.backend = "eager"  # the others compile code for every image size
+        config.norm = config.norm.eager()  # compiled code would be for one image size
 
 
 def resolved(path: str | None) -> Path | None:

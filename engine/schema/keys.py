@@ -4,9 +4,9 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import Field, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
@@ -19,6 +19,7 @@ from keepless.torch_internals import tree_leaves
 LONGEST_NAME = 255  # bytes, of Linux's filesystems
 # Larger values are mistakes.
 MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, MOST_NUMBERS = 65_536, 1_000_000, 1_024, 1_000
+NAME_OF_CHOICE = r"[A-Za-z]\w*"
 T = TypeVar("T")
 
 
@@ -43,6 +44,7 @@ def key(
     per_machine: bool = False,
     task: str | None = None,
     written: bool = False,
+    is_argument: bool = True,
 ) -> T:
     """A key with a default. Bounds hold for every number in a list.
 
@@ -59,10 +61,11 @@ def key(
         per_machine: ranks may also have different values.
         task: the only task that has the key, see `refuse_other_tasks`.
         written: the value is a file or folder that the command replaces, so jobs of a sweep need different ones.
+        is_argument: what a choice builds takes the key as an argument of the same name.
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries, "names": names}
     free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
-    others = {"task": task, "word": word, "written": written}
+    others = {"task": task, "word": word, "written": written, "is_argument": is_argument}
     return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, **others})
 
 
@@ -87,31 +90,66 @@ def refuse_other_tasks(config: Keys, task: str, source: str) -> None:
             raise ValueError(f"{name}={value} is for {own}, and {source} is for {task}: leave it out")
 
 
-def group(alternatives: Mapping[str, type], used: tuple[str, ...] = ()) -> Any:
-    """A group of keys (norm, body, …) whose `name` selects one dataclass of several.
+CHOICES: dict[str, dict[str, type]] = {}  # {group: {name: dataclass}}, which only `choice` fills
 
-    An option that the selected dataclass does not have is an error; one dataclass for all would ignore it. `used`: the
-    only options that --help lists, of a command for which the others do not matter.
+
+def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]:
+    """Class decorator: makes a dataclass of keys the choice GROUP=NAME, NAME being the default of its key `name`.
+
+    Its class attribute `builds` names what is built from it, as "package.module.Name". How that is called, by group:
+    `engine.assemble.contracts`.
+
+    Args:
+        group: the key that a command has for such choices.
+        is_base: only YAML files build on it; GROUP=NAME alone is no choice.
+
+    ValueError: the group has another choice of this name, or the class names nothing that it builds.
     """
-    return field(default=MISSING, metadata={"alternatives": alternatives, "used": used})
+
+    def register(own: type[T]) -> type[T]:
+        name, known = getattr(own, "name", ""), CHOICES.setdefault(group, {})
+        if not isinstance(name, str) or not re.fullmatch(NAME_OF_CHOICE, name):
+            raise ValueError(f'{own.__name__}: give it a name, such as name: str = "mine", of letters, digits and _')
+        if "__dataclass_fields__" not in vars(own):
+            raise ValueError(f"{group}={name}: {own.__name__} is no dataclass: write @dataclass below @choice")
+        if not re.fullmatch(r"[\w.]+\.\w+", getattr(own, "builds", "")):
+            raise ValueError(f'{group}={name}: {own.__name__} needs builds: ClassVar[str] = "module.Name"')
+        if (other := known.get(name, own)) is not own and _place(other) != _place(own):
+            raise ValueError(f"{group}={name} is registered twice: in {_file(other)} and in {_file(own)}; rename one")
+        own.is_base = is_base  # type: ignore[attr-defined]
+        known[name] = own
+        declared_in.cache_clear()
+        return own
+
+    return register
 
 
-def by_name(*alternatives: Any) -> dict[str, Any]:
-    """{name: dataclass} of the alternatives of a group."""
-    return {each.name: each for each in alternatives}
+def _place(own: type) -> tuple[str, str]:
+    return own.__module__, own.__qualname__
 
 
-def own_class(name: str, base: type[T]) -> type[T]:
-    """A dataclass like `base` for the alternative `name` alone: GROUP.name cannot turn it into another alternative."""
-    made = make_dataclass(f"{base.__name__}_{name}", [("name", str, name)], bases=(base,), namespace={"is_made": True})
-    made.__doc__, made.__module__ = base.__doc__, base.__module__
-    setattr(sys.modules[base.__module__], made.__name__, made)  # where pickle looks for it
-    return made
+def _file(own: type) -> str | None:
+    return getattr(sys.modules[own.__module__], "__file__", None)
 
 
-def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:
+def group(used: tuple[str, ...] = ()) -> Any:
+    """A group of keys (norm, body, …) whose `name` selects one dataclass of several: those registered by `choice`.
+
+    These are subclasses of the field's type. An option that the selected dataclass does not have is an error; one
+    dataclass for all would ignore it. `used`: the only options that --help lists, of a command for which the others do
+    not matter.
+    """
+    return field(default=MISSING, metadata={"is_group": True, "used": used})
+
+
+def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Keys]]]:
     """{group: {name: dataclass}}"""
-    return {entry.name: entry.metadata["alternatives"] for entry in fields(schema) if "alternatives" in entry.metadata}
+    kinds = get_type_hints(schema)
+    groups = [entry.name for entry in fields(schema) if "is_group" in entry.metadata]
+    return {
+        group: {name: own for name, own in CHOICES.get(group, {}).items() if issubclass(own, kinds[group])}
+        for group in groups
+    }
 
 
 class Declared(NamedTuple):
@@ -152,14 +190,14 @@ def check_values(config: Keys, prefix: str = "") -> None:
 
     ValueError: names the key, its value and the expected values.
     """
-    hints = get_type_hints(type(config))
+    hints, groups = get_type_hints(type(config)), groups_of(type(config))
     for entry in fields(config):
         value, name = getattr(config, entry.name), prefix + entry.name
         if str(value).lower() == "false" and "false" in (entry.metadata.get("one_of") or ()):
             setattr(config, entry.name, value := "false")
-        if "alternatives" in entry.metadata:
+        if "is_group" in entry.metadata:
             selected = value and value.name
-            if type(value) is not alternative(name, entry.metadata["alternatives"], selected):
+            if type(value) is not alternative(name, groups[entry.name], selected):
                 raise ValueError(f"{name}.name={selected} does not change the {name}: give {name}={selected}")
         if isinstance(value, Keys):
             check_values(value, f"{name}.")

@@ -1,11 +1,11 @@
 """Keys of the network: norm, body and head."""
 
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 from omegaconf import MISSING
 
-from engine.schema.keys import by_name, key
+from engine.schema.keys import choice, key
 from keepless.norms.backends import BACKENDS
 from keepless.norms.backends.activations import Activation, check_activation
 from models.bodies.stem import STEM_STRIDES
@@ -16,6 +16,7 @@ from models.released_norm import RELEASED_ACTIVATIONS
 MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
 MOMENTUM = 0.1  # of norms
 AnyNorm = TypeVar("AnyNorm", bound="Norm")
+AnyOurNorm = TypeVar("AnyOurNorm", bound="OurNorm")
 
 
 @dataclass
@@ -26,11 +27,33 @@ class Norm:
     # leaky_relu, elu, identity, sigmoid or tanh; relu only with norms that keep x. null: relu with weights that were
     # trained with it (body=torchvision, body=timm, init.format=torchvision), else leaky_relu.
     activation: str | None = None
-    activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
     # Weight of the newest minibatch in the running statistics; null: what the network's library gives each norm of a
     # body=torchvision or body=timm, else 0.1.
     momentum: float | None = key(None, above=0, most=1)
-    eps: float = key(1e-5, above=0)  # added to the variance
+
+    in_library_bodies: ClassVar[bool] = False  # whether it can take the place of norms of torchvision and timm
+    inverts_activation: ClassVar[bool] = False  # in the backward pass, so that the activation cannot be relu
+    # Why it cannot be captured in a CUDA graph, be compiled, or compute in 16 bits; empty if it can.
+    not_captured: ClassVar[str] = ""
+    not_compiled: ClassVar[str] = ""
+    only_float32: ClassVar[str] = ""
+    to_share: ClassVar[str] = "norm=inplace norm.sync=true"  # keys by which processes share statistics
+
+    def shares_statistics(self) -> bool:
+        """Whether processes share statistics."""
+        return False
+
+    def compiles(self, device_type: str) -> bool:
+        """Whether it may compile code for its first inputs. (On CUDA Triton's kernels take a second.)"""
+        return False
+
+    def eager(self: AnyNorm) -> AnyNorm:
+        """The same norm, in a form that compiles nothing."""
+        return self
+
+    def fused(self: AnyNorm) -> AnyNorm:
+        """The same norm, as it runs on CUDA: for a plan, made on a CPU, of how much it keeps there."""
+        return self
 
     def as_kind(self, kind: type[AnyNorm], **changes: Any) -> AnyNorm:
         """The norm of another kind with the same options, as far as that has them, and `changes`."""
@@ -39,50 +62,106 @@ class Norm:
 
 
 @dataclass
-class OurNorm(Norm):
+class BatchNorm(Norm):
+    activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
+    eps: float = key(1e-5, above=0)  # added to the variance
+
+
+@dataclass
+class OurNorm(BatchNorm):
     """Options of every layer in keepless."""
 
     learn_scale: bool = True  # false: gamma is 1
     sync: bool = False  # share statistics between processes
     backend: str = key("auto", one_of=BACKENDS)  # auto: Triton on CUDA, compiled on a CPU
 
+    to_share: ClassVar[str] = "norm.sync=true"
+
     def check(self) -> None:
         try:
             activation = Activation(self.activation or "leaky_relu", self.activation_param)
-            check_activation(activation, isinstance(self, InPlaceNorm))
+            check_activation(activation, self.inverts_activation)
         except ValueError as error:
             raise ValueError(str(error).replace("activation", "norm.activation")) from None
 
+    def shares_statistics(self) -> bool:
+        return self.sync
 
+    def compiles(self, device_type: str) -> bool:
+        return self.backend == "compiled" or (self.backend == "auto" and device_type == "cpu")
+
+    def eager(self: AnyOurNorm) -> AnyOurNorm:
+        return replace(self, backend="eager")
+
+    def fused(self: AnyOurNorm) -> AnyOurNorm:
+        return replace(self, backend="compiled") if self.backend == "auto" else self
+
+
+@choice("norm")
 @dataclass
 class StandardNorm(OurNorm):
     name: str = "std"
+    in_library_bodies: ClassVar[bool] = True
+    builds: ClassVar[str] = "keepless.ABN"
+
+    def fused(self: AnyOurNorm) -> AnyOurNorm:  # two of PyTorch's operators, unless it is synchronised
+        return super().fused() if self.sync else self
 
 
+@choice("norm")
 @dataclass
 class CheckpointNorm(OurNorm):
     name: str = "checkpoint"  # keeps x
+    builds: ClassVar[str] = "keepless.CheckpointedABN"
+
+    def more(self) -> dict[str, Any]:
+        return {"store": "x"}
 
 
+@choice("norm")
 @dataclass
 class CheckpointXHatNorm(OurNorm):
     name: str = "checkpoint_xhat"  # keeps x_hat
+    builds: ClassVar[str] = "keepless.CheckpointedABN"
+
+    def more(self) -> dict[str, Any]:
+        return {"store": "x_hat"}
 
 
 @dataclass
-class InPlaceNorm(OurNorm):
-    name: str = "inplace"  # variant II
+class AnyInPlaceNorm(OurNorm):
     gamma_floor: float = key(1e-5, above=0)  # smallest |gamma| in training
 
+    in_library_bodies: ClassVar[bool] = True
+    inverts_activation: ClassVar[bool] = True
+    builds: ClassVar[str] = "keepless.InPlaceABN"
 
+
+@choice("norm")
 @dataclass
-class InPlaceNorm1(InPlaceNorm):
+class InPlaceNorm1(AnyInPlaceNorm):
     name: str = "inplace_1"  # variant I
 
+    def more(self) -> dict[str, Any]:
+        return {"variant": "I"}
 
+
+@choice("norm")
 @dataclass
-class ReleasedNorm(Norm):
+class InPlaceNorm(AnyInPlaceNorm):
+    name: str = "inplace"  # variant II
+
+
+@choice("norm")
+@dataclass
+class ReleasedNorm(BatchNorm):
     name: str = "package"  # the released inplace_abn
+
+    inverts_activation: ClassVar[bool] = True
+    not_captured: ClassVar[str] = "norm=package, the released layer, has not been tried in a CUDA graph"
+    not_compiled: ClassVar[str] = "the released layer cannot be compiled"
+    only_float32: ClassVar[str] = "the released package computes in float32 only"
+    builds: ClassVar[str] = "models.released_norm.released_norm"
 
     def check(self) -> None:
         if self.activation is not None and self.activation not in RELEASED_ACTIVATIONS:
@@ -103,6 +182,8 @@ class Body:
     # crops that are too few for statistics of their own.
     frozen_norms: str = key("none", one_of=FROZEN_NORMS)
 
+    in_library: ClassVar[bool] = False  # it is a network of torchvision or timm, or works like one
+
     def check(self) -> None:
         if self.frozen and self.frozen_norms != "none":
             raise ValueError(
@@ -116,6 +197,10 @@ class Body:
     def is_reversible(self) -> bool:
         """Whether the body can restore its activations in the backward pass."""
         return False
+
+    def take_weights(self) -> str | None:
+        """The file of weights that the body names, for init.weights, which is then null here."""
+        return None
 
 
 @dataclass
@@ -136,9 +221,11 @@ class StemmedBody(Body):
             )
 
 
+@choice("body", is_base=True)
 @dataclass
 class ResNetBody(StemmedBody):
     name: str = "resnet"
+    builds: ClassVar[str] = "models.bodies.ResNet"
     structure: list[int] = key([3, 4, 6, 3], above=0, most=MOST_BLOCKS)
     # Channels of each convolution in the first stage's blocks: two for basic blocks, three for bottlenecks.
     base_channels: list[int] = key([64, 64, 256], above=0, most=MOST_CHANNELS)
@@ -146,27 +233,33 @@ class ResNetBody(StemmedBody):
     stem: str = key("7x7", one_of=tuple(STEM_STRIDES))
 
 
+@choice("body", is_base=True)
 @dataclass
 class ResNeXtBody(StemmedBody):
     name: str = "resnext"
+    builds: ClassVar[str] = "models.bodies.ResNeXt"
     structure: list[int] = key([3, 4, 23, 3], above=0, most=MOST_BLOCKS)
     base_channels: list[int] = key([128, 128, 256], above=0, most=MOST_CHANNELS)  # of each convolution in stage 1
     groups: int = key(64, above=0, most=MOST_CHANNELS)  # of each bottleneck's 3x3 convolution
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
 
 
+@choice("body", is_base=True)
 @dataclass
 class DenseNetBody(StemmedBody):
     name: str = "densenet"
+    builds: ClassVar[str] = "models.bodies.DenseNet"
     structure: list[int] = key([6, 12, 64, 48], above=0, most=MOST_BLOCKS)
     growth: int = key(32, above=0, most=MOST_CHANNELS)  # channels that each layer adds
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
     stem_norm: bool = False  # a norm after the stem's last convolution, as in DenseNet's paper
 
 
+@choice("body", is_base=True)
 @dataclass
 class RevNetBody(StemmedBody):
     name: str = "revnet"
+    builds: ClassVar[str] = "models.bodies.RevNet"
     # Per stage, channels of each convolution in a residual unit: two (3x3, 3x3) or three (bottleneck: 1x1, 3x3, 1x1).
     channels: list[list[int]] = key(MISSING, above=0, most=MOST_CHANNELS)
     stem_channels: int = key(MISSING, above=0, most=MOST_CHANNELS)  # channels after the stem
@@ -186,9 +279,11 @@ class RevNetBody(StemmedBody):
             )
 
 
+@choice("body", is_base=True)
 @dataclass
 class WiderResNetBody(Body):
     name: str = "wider_resnet"
+    builds: ClassVar[str] = "models.bodies.WiderResNet"
     structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0, most=MOST_BLOCKS)  # blocks in mod2 … mod7
     # Channels of each convolution in a block, for mod2 … mod7.
     channels: list[list[int]] = key(MISSING, above=0, most=MOST_CHANNELS)
@@ -197,21 +292,34 @@ class WiderResNetBody(Body):
     dropout: list[float] = key([0.0, 0.0, 0.0, 0.0, 0.3, 0.5], least=0, most=1)  # in mod2 … mod7
 
 
+@choice("body")
 @dataclass
 class TorchvisionBody(Body):
     name: str = "torchvision"
     network: str = MISSING  # its name there, such as resnet50, regnet_y_400mf or convnext_tiny
     last: str | None = None  # the last part that is used, such as layer3, features.13 or blocks.4; null: all
     # A file of its weights, or published: the library's own, downloaded. Short for init.weights and init.format.
-    weights: str | None = None
+    weights: str | None = key(None, is_argument=False)
+
+    in_library: ClassVar[bool] = True
+    builds: ClassVar[str] = "models.bodies.torchvision_body"
+
+    def more(self) -> dict[str, Any]:
+        return {"instead": "norm=std trainer.recompute=activations keeps less"}
+
+    def take_weights(self) -> str | None:
+        weights, self.weights = self.weights, None
+        return weights
 
     def normalisation(self) -> Normalisation:
         return HALF if self.network in OF_TENSORFLOW else IMAGENET
 
 
+@choice("body")
 @dataclass
 class TimmBody(TorchvisionBody):
     name: str = "timm"  # its network may be NAME.TAG, as timm and the Hub name weights
+    builds: ClassVar[str] = "models.bodies.timm_body"
 
     def normalisation(self) -> Normalisation:
         return timm_normalisation(self.network)
@@ -221,7 +329,15 @@ class TimmBody(TorchvisionBody):
 class Head:
     name: str = MISSING
 
+    fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images that it needs; why
 
+    def pool(self, size: list[int] | None) -> None:
+        """Take over eval.py's head.pooling_size. ValueError: this head has no such key."""
+        if size is not None:
+            raise ValueError(f"head.pooling_size={size}: head={self.name} has no pooling window; leave it out")
+
+
+@choice("head")
 @dataclass
 class DeepLabV3Head(Head):
     name: str = "deeplabv3"
@@ -231,11 +347,11 @@ class DeepLabV3Head(Head):
     # Sliding pooling window in evaluation; null: global pooling, as in training.
     pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"))
 
+    fewest_at_a_time: ClassVar[tuple[int, str]] = (
+        2,
+        "the pooled branch of the head cannot normalise a single value per channel",
+    )
+    builds: ClassVar[str] = "models.heads.DeepLabV3"
 
-NORMS: dict[str, type[Norm]] = by_name(
-    StandardNorm, CheckpointNorm, CheckpointXHatNorm, InPlaceNorm1, InPlaceNorm, ReleasedNorm
-)
-BODIES: dict[str, type[Body]] = by_name(
-    ResNetBody, ResNeXtBody, DenseNetBody, RevNetBody, WiderResNetBody, TorchvisionBody, TimmBody
-)
-HEADS = by_name(DeepLabV3Head)
+    def pool(self, size: list[int] | None) -> None:
+        self.pooling_size = size or self.pooling_size

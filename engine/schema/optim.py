@@ -1,10 +1,11 @@
 """Keys of optimisers and learning rate schedules."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from engine.schema.keys import by_name, key
+from engine.schema.keys import choice, key
 
 
 @dataclass
@@ -22,23 +23,42 @@ class Optim:
     max_gradient_norm: float | None = key(None, above=0)  # clip the gradient to this norm; null: never
     fused: bool = True  # fused kernels, which pass over each parameter once
 
+    def moments(self) -> tuple[str, ...]:
+        """Names of what the optimiser holds for each parameter: step is its number of steps, others have its shape."""
+        return ()
 
+
+@choice("optim")
 @dataclass
 class SGD(Optim):
     name: str = "sgd"
     momentum: float = key(0.9, least=0, most=1)  # how much of the last step's change each step keeps
     nesterov: bool = False  # Nesterov's form of momentum
 
+    builds: ClassVar[str] = "torch.optim.SGD"
+
+    def moments(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
     def check(self) -> None:
         if self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=true with optim.momentum=0: give a momentum above 0, or nesterov=false")
 
 
+@choice("optim")
 @dataclass
 class AdamW(Optim):
     name: str = "adamw"
     # Decay of the averages of the gradient and of its square.
     betas: list[float] = key([0.9, 0.999], least=0, most=1, entries=("of the gradient", "of its square"))
+
+    builds: ClassVar[str] = "torch.optim.AdamW"
+
+    def more(self) -> dict[str, Any]:
+        return {"betas": tuple(self.betas)}
+
+    def moments(self) -> tuple[str, ...]:
+        return "step", "exp_avg", "exp_avg_sq"
 
     def check(self) -> None:
         if 1 in self.betas:
@@ -58,30 +78,42 @@ class LRSchedule:
         _check_one_of("warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
 
 
+@choice("lr_schedule")
 @dataclass
 class Poly(LRSchedule):
     name: str = "poly"  # (1 - step / steps)^power
     power: float = key(0.9, least=0)  # exponent of the share of steps that are left
+    builds: ClassVar[str] = "engine.assemble.lr_schedules.poly"
 
 
+@choice("lr_schedule")
 @dataclass
 class Linear(LRSchedule):
     name: str = "linear"
     end: float = key(1e-6, above=0)  # the body's learning rate after the last step
+    builds: ClassVar[str] = "engine.assemble.lr_schedules.linear"
 
 
+@choice("lr_schedule")
 @dataclass
 class Cosine(LRSchedule):
     name: str = "cosine"
     end: float = key(0.0, least=0)  # learning rate after the last step
+    builds: ClassVar[str] = "engine.assemble.lr_schedules.cosine"
 
 
+@choice("lr_schedule")
 @dataclass
 class MultiStep(LRSchedule):
     name: str = "multistep"
     factor: float = key(0.1, above=0, most=1)  # multiplies the rate after each of these epochs or steps
     epochs: list[int] | None = key(None, above=0)  # epochs after which the rate changes; or give steps
-    steps: list[int] | None = key(None, above=0)  # steps after which the rate changes
+    # Steps after which the rate changes.
+    steps: list[int] | None = key(None, above=0, is_argument=False)
+    builds: ClassVar[str] = "engine.assemble.lr_schedules.multistep"
+
+    def more(self) -> dict[str, Any]:
+        return {"milestones": self.steps}
 
     def check(self) -> None:
         super().check()
@@ -97,7 +129,3 @@ def _check_one_of(name: str, value: object, other: str, other_value: object, nee
         raise ValueError(f"lr_schedule.{name}={value} and lr_schedule.{other}={other_value}: give null for one of them")
     if needed and value is None and other_value is None:
         raise ValueError(f"lr_schedule.{name} and lr_schedule.{other} are both null: give one of them")
-
-
-OPTIMS: dict[str, type[Optim]] = by_name(SGD, AdamW)
-LR_SCHEDULES: dict[str, type[LRSchedule]] = by_name(Poly, Linear, Cosine, MultiStep)

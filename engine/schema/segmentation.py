@@ -3,29 +3,43 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
+from omegaconf import MISSING
+
+from engine.schema.data import Sampler, SegmentationData
 from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork
-from engine.schema.keys import by_name, group, key
-from engine.schema.network import HEADS, DeepLabV3Head
+from engine.schema.keys import choice, group, key
+from engine.schema.network import Head
 from engine.schema.training import Trainer, TrainingRun
 
 
 @dataclass
 class Loss:
-    name: str = "cross_entropy"
+    name: str = MISSING
     # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average.
     class_weights: str = key("none", one_of=("none", "frequency"))
+
+    def needs_class_index(self) -> bool:
+        """Whether it needs the counts of each class's pixels in the training split."""
+        return self.class_weights == "frequency"
+
+
+@choice("loss")
+@dataclass
+class CrossEntropyLoss(Loss):
+    name: str = "cross_entropy"
     # auto: upsample the logits and compute their loss a tile at a time; false: all at once, with three full copies.
     tiles: str = key("auto", one_of=("auto", "false"))
+    builds: ClassVar[str] = "engine.segmentation.cross_entropy.CrossEntropy"
+
+    def more(self) -> dict[str, Any]:
+        return {"tiles": self.tiles == "auto"}
 
 
+@choice("loss")
 @dataclass
-class BootstrappedLoss(Loss):
+class BootstrappedLoss(CrossEntropyLoss):
     name: str = "bootstrapped"
     fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts, the paper's m
-
-
-LOSSES = by_name(Loss, BootstrappedLoss)
 
 
 @dataclass
@@ -45,28 +59,27 @@ class SegmentationRun(TrainingRun):
     score: ClassVar[str] = "miou"
     score_label: ClassVar[str] = "mIoU"
     head_modules: ClassVar[tuple[str, ...]] = ("head", "cls")
-    fewest_at_a_time: ClassVar[tuple[int, str]] = (
-        2,
-        "the pooled branch of the head cannot normalise a single value per channel",
-    )
     evaluation_memory_advice: ClassVar[str] = (
         "eval.py, which can use the checkpoint of a training that stops here, and scripts.predict need less with "
         "window.size=1024 or smaller, all evaluations with a smaller data.base_size"
     )
 
     trainer: SegmentationTrainer = field(default_factory=SegmentationTrainer)
-    data: SegmentationData = group(SEGMENTATION_DATASETS)
-    head: DeepLabV3Head = group(HEADS)
-    loss: Loss = group(LOSSES)
+    data: SegmentationData = group()
+    head: Head = group()
+    loss: Loss = group()
     # class_uniform if some classes are rare or small: mIoU counts all alike (on CamVid 67.7 % instead of 65.0).
-    sampler: Sampler = group(SAMPLERS)
+    sampler: Sampler = group()
+
+    def fewest_at_a_time(self) -> tuple[int, str]:
+        return self.head.fewest_at_a_time
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of images and pooling. ValueError: the window does not fit the network's stride."""
         self.data.base_size = options.data.base_size or self.data.base_size
         if options.data.antialias is not None:
             self.data.antialias = options.data.antialias
-        self.head.pooling_size = options.head.pooling_size or self.head.pooling_size
+        self.head.pool(options.head.pooling_size)
         if isinstance(options, Evaluation) and options.batch_size is not None:
             self.trainer.evaluate_batch_size = options.batch_size
         size, stride = options.window.size, self.body.output_stride

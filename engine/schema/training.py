@@ -9,18 +9,8 @@ from typing import Any, ClassVar
 from engine.schema.data import Data
 from engine.schema.keys import MOST_SECONDS, group, key, override
 from engine.schema.memory import Memory
-from engine.schema.network import (
-    BODIES,
-    MOMENTUM,
-    NORMS,
-    Body,
-    InPlaceNorm,
-    Norm,
-    ReleasedNorm,
-    StandardNorm,
-    TorchvisionBody,
-)
-from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
+from engine.schema.network import MOMENTUM, Body, InPlaceNorm, Norm, ReleasedNorm
+from engine.schema.optim import LRSchedule, Optim
 from models.bodies.library import LIBRARY_ACTIVATIONS
 from models.checkpoints.published import PUBLISHED
 from models.checkpoints.released import SCALES
@@ -115,7 +105,6 @@ class TrainingRun:
     score: ClassVar[str]  # name of the score that selects best.pt; higher is better
     score_label: ClassVar[str]  # the score's name in messages
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
-    fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
     evaluation_memory_advice: ClassVar[str] = ""  # for messages
 
     # null: runs/DATASET-NORM/OVERRIDES/DATE. With -m, the folder of all jobs' run directories.
@@ -124,11 +113,11 @@ class TrainingRun:
     resume: str | None = key(None, one_of=("auto",), free_on_resume=True)
     seed: int = key(0, least=0, most=2**63 - 1)  # of initial weights, sampling and augmentation
     init: Init = field(default_factory=Init)
-    norm: Norm = group(NORMS)
-    body: Body = group(BODIES)
-    data: Data = group({})
-    optim: Optim = group(OPTIMS)
-    lr_schedule: LRSchedule = group(LR_SCHEDULES)
+    norm: Norm = group()
+    body: Body = group()
+    data: Data = group()
+    optim: Optim = group()
+    lr_schedule: LRSchedule = group()
     trainer: Trainer = field(default_factory=Trainer)
     memory: Memory = field(default_factory=Memory)
 
@@ -144,9 +133,9 @@ class TrainingRun:
         self.check_precision()
         self.check_shares(processes=1)
         self.check_capture(trainer.device, processes=1)
-        if trainer.compile and isinstance(self.norm, ReleasedNorm):
+        if trainer.compile and self.norm.not_compiled:
             raise ValueError(
-                "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
+                f"trainer.compile=true with norm={self.norm.name}: {self.norm.not_compiled}; use norm=inplace"
             )
         if trainer.compile and trainer.recompute in ("activations", "budget"):
             raise ValueError(
@@ -171,13 +160,13 @@ class TrainingRun:
     def _apply_library_defaults(self) -> None:
         """Fill in weights, normalisation and activation of torchvision's and timm's networks; refuse other norms."""
         body, norm, init = self.body, self.norm, self.init
-        if isinstance(body, TorchvisionBody):
-            if body.weights is not None and init.weights is not None:
-                raise ValueError(f"body.weights={body.weights} and init.weights={init.weights}: give one of them")
-            if body.weights is not None:
-                init.weights, init.format, body.weights = body.weights, body.name, None
-            if not isinstance(norm, (StandardNorm, InPlaceNorm)):
-                instead = "norm=inplace" if isinstance(norm, ReleasedNorm) else "norm=std trainer.recompute=activations"
+        if (weights := body.take_weights()) is not None:
+            if init.weights is not None:
+                raise ValueError(f"body.weights={weights} and init.weights={init.weights}: give one of them")
+            init.weights, init.format = weights, body.name
+        if body.in_library:
+            if not norm.in_library_bodies:
+                instead = "norm=inplace" if norm.inverts_activation else "norm=std trainer.recompute=activations"
                 raise ValueError(
                     f"norm={norm.name} with body={body.name}: its norms can be std, inplace or inplace_1; {instead} "
                     f"keeps as little"
@@ -186,26 +175,29 @@ class TrainingRun:
             raise ValueError(f"init.weights={PUBLISHED} needs body=torchvision or body=timm, and body.network=NAME")
         expected = body.normalisation()
         self.data.mean, self.data.std = self.data.mean or list(expected.mean), self.data.std or list(expected.std)
-        trained_with_relu = isinstance(body, TorchvisionBody) or init.format in LIBRARIES
-        if norm.activation is None and trained_with_relu and isinstance(norm, (InPlaceNorm, ReleasedNorm)):
+        trained_with_relu = body.in_library or init.format in LIBRARIES
+        if norm.activation is None and trained_with_relu and norm.inverts_activation:
             raise ValueError(
                 f"norm={norm.name} with networks that were trained with ReLU, which cannot be inverted: norm=std "
                 f"trainer.recompute=activations keeps as little and changes nothing; norm.activation=leaky_relu "
                 f"replaces the ReLUs, and trained weights are then a starting point"
             )
         norm.activation = norm.activation or ("relu" if trained_with_relu else "leaky_relu")
-        if not isinstance(body, TorchvisionBody):
+        if not body.in_library:
             norm.momentum = norm.momentum or MOMENTUM
-        if isinstance(body, TorchvisionBody) and norm.activation not in LIBRARY_ACTIVATIONS:
+        if body.in_library and norm.activation not in LIBRARY_ACTIVATIONS:
             raise ValueError(
                 f"norm.activation={norm.activation} with body={body.name}: expected one of "
                 f"{', '.join(LIBRARY_ACTIVATIONS)}, in place of its ReLUs"
             )
 
+    def fewest_at_a_time(self) -> tuple[int, str]:
+        """The images that a micro-batch needs, and why."""
+        return 1, "every micro-batch needs an image"
+
     def compiles_norms(self, device_type: str) -> bool:
-        """Whether norms may compile code for their first inputs. (On CUDA their kernels take a second.)"""
-        backend = getattr(self.norm, "backend", "eager")
-        return not self.trainer.smoke and (backend == "compiled" or (backend == "auto" and device_type == "cpu"))
+        """Whether norms may compile code for their first inputs."""
+        return not self.trainer.smoke and self.norm.compiles(device_type)
 
     def score_text(self, score: float) -> str:
         """The score for the console."""
@@ -223,11 +215,13 @@ class TrainingRun:
         ValueError: they do not fit the network or the images.
         """
 
-    def doubts(self, classes: int, images: int, processes: int, steps: int, shared: int = 0) -> Iterator[str]:
+    def doubts(
+        self, classes: int, images: int, processes: int, steps: int, shared: int = 0, official: int | None = None
+    ) -> Iterator[str]:
         """Warnings where the settings look like a mistake.
 
         `classes`, `images`, …: how many the training has. `shared`: validation images that are training images too, or
-        copies of them.
+        copies of them. `official`: the published number of classes, if there is one.
         """
         data, norm = self.data, self.norm
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
@@ -250,25 +244,24 @@ class TrainingRun:
                 f"trainer.ema_decay={decay} over {steps:,} steps: {share:.0%} of the average, which is evaluated, are "
                 f"weights of the first step; {advice}"
             )
-        if processes > 1 and not getattr(norm, "sync", False):
+        if processes > 1 and not norm.shares_statistics():
             crops = data.crops_per_minibatch // processes // self.trainer.accumulation_steps
-            every = "norm=inplace norm.sync=true" if isinstance(norm, ReleasedNorm) else "norm.sync=true"
             yield (
-                f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: {every} shares "
-                f"them"
+                f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: {norm.to_share} "
+                f"shares them"
             )
 
     def check_precision(self) -> None:
         """Raise ValueError if the norm cannot compute in `trainer.precision`."""
-        if isinstance(self.norm, ReleasedNorm) and self.trainer.precision != "float32":
+        if self.norm.only_float32 and self.trainer.precision != "float32":
             raise ValueError(
-                f"trainer.precision={self.trainer.precision} with norm=package: the released package computes in "
-                f"float32 only; give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
+                f"trainer.precision={self.trainer.precision} with norm={self.norm.name}: {self.norm.only_float32}; "
+                f"give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
             )
 
     def precision_advice(self) -> str | None:
         """A line for the log of float32 trainings on a device that computes bfloat16 (docs/results/steps.md)."""
-        if self.trainer.precision != "float32" or isinstance(self.norm, ReleasedNorm):
+        if self.trainer.precision != "float32" or self.norm.only_float32:
             return None
         return (
             "this device computes bfloat16: trainer.precision=bfloat16 takes about half of the memory, and a step of "
@@ -284,11 +277,11 @@ class TrainingRun:
 
     def check_shares(self, processes: int) -> None:
         """Raise ValueError if a process would have too few images in a micro-batch."""
-        fewest, reason = self.fewest_on_each(processes), self.fewest_at_a_time[1]
+        fewest, reason = self.fewest_on_each(processes), self.fewest_at_a_time()[1]
         parts = processes * self.trainer.accumulation_steps
         at_a_time = self.data.crops_per_minibatch // parts
         if at_a_time < fewest:
-            or_together = ", or norm.sync=true" if processes > 1 and getattr(self.norm, "sync", None) is False else ""
+            or_together = f", or {self.norm.to_share}" if processes > 1 and not self.norm.shares_statistics() else ""
             raise ValueError(
                 f"{self.division(processes)} gives {at_a_time} crop(s) at a time, and {reason}: use at least "
                 f"{fewest * parts} crops{or_together}"
@@ -296,7 +289,7 @@ class TrainingRun:
 
     def fewest_on_each(self, processes: int) -> int:
         """The images that each process needs in a micro-batch; synchronised norms count all processes' images."""
-        return -(-self.fewest_at_a_time[0] // (processes if getattr(self.norm, "sync", False) else 1))
+        return -(-self.fewest_at_a_time()[0] // (processes if self.norm.shares_statistics() else 1))
 
     def check_capture(self, device_type: str, processes: int) -> None:
         """Raise ValueError if trainer.capture=true and micro-batches cannot be captured in a CUDA graph."""
@@ -309,13 +302,13 @@ class TrainingRun:
         trainer = self.trainer
         if device_type == "cpu":
             return "only a CUDA device has graphs, and this is a CPU"
-        if isinstance(self.norm, ReleasedNorm):
-            return "norm=package, the released layer, has not been tried in a CUDA graph"
+        if self.norm.not_captured:
+            return self.norm.not_captured
         if trainer.compile:
             return "trainer.compile=true makes code that has graphs of its own"
         if self.data.crops_per_minibatch % (processes * trainer.accumulation_steps):
             return f"{self.division(processes)} makes micro-batches of several sizes, and a CUDA graph has one"
-        if processes > 1 and getattr(self.norm, "sync", False):
+        if processes > 1 and self.norm.shares_statistics():
             return f"norm.sync=true over {processes} processes has not been tried in a CUDA graph"
         return None
 
@@ -344,7 +337,7 @@ class TrainingRun:
             ways.append("norm=inplace")
         if trainer.recompute in ("none", "activations") and not self.body.is_reversible():
             ways.append("trainer.recompute=blocks")
-        if trainer.precision == "float32" and not isinstance(norm, ReleasedNorm):
+        if trainer.precision == "float32" and not norm.only_float32:
             ways.append("trainer.precision=bfloat16")
         fit = "" if self.memory.fit else ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
         graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if captured else ""

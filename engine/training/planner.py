@@ -24,7 +24,6 @@ from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import MOST_PIXELS, as_list
 from engine.schema.memory import Memory
-from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.optim import Poly
 from engine.schema.schedule import Schedule
 from engine.schema.training import CAPTURE_ADVICE, FEWEST_CAPTURED, TrainingRun
@@ -81,10 +80,8 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
     As on a GPU, the optimiser works on all weights at once. Norms are fused unless backend is given or device is cpu.
     """
-    norm = config.norm
-    if isinstance(norm, OurNorm) and norm.backend == "auto" and config.trainer.device != "cpu":
-        if norm.sync or not isinstance(norm, StandardNorm):  # plain std: two of PyTorch's operators
-            config = replace(config, norm=replace(norm, backend="compiled"))
+    if config.trainer.device != "cpu":
+        config = replace(config, norm=config.norm.fused())
     classes, task = classes_of(config.data), TASKS[config.task]
     network = network_of(config, classes)
     if config.trainer.channels_last:

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from datasets import reading_errors, shared_images, verify
-from engine.assemble.data import workers_of
+from engine.assemble.data import official_classes, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
 from engine.checkpoint.files import first_difference
@@ -124,7 +124,8 @@ class Run(Generic[Config, Split]):
         classes, images = len(self.train_set.classes), len(self.train_set)
         if self.world.first:
             shared = shared_images(self.train_set, self.val_set, read_files=self.config.data.verify)
-            for doubt in self.config.doubts(classes, images, self.world.size, self.schedule.total_steps, shared):
+            official, steps = official_classes(self.config.data), self.schedule.total_steps
+            for doubt in self.config.doubts(classes, images, self.world.size, steps, shared, official):
                 logger.warning(doubt)
         if (order := self.config.data.order_taken(self.train_set.classes)) is not None:
             logger.info(order)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.assemble.network import STRATEGIES
+from engine.assemble.contracts import builder
+from engine.schema.keys import CHOICES
 from keepless.made_tensors import MadeTensors
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode
@@ -76,8 +77,12 @@ def bytes_per_pixel(norm: str, body: str) -> int:
     """Bytes per input pixel that a whole network saves for the backward pass in float32, images included."""
     crops = 2
     with FakeTensorMode():
-        network = segmentation_network(BODIES[body], STRATEGIES[norm])
+        network = segmentation_network(BODIES[body], _layer(norm))
         return round(kept_bytes(network, _loss_of(network, crops, CROP_SIZE), []) / (crops * CROP_SIZE**2))
+
+
+def _layer(norm: str) -> Callable[[int], nn.Module]:
+    return builder("norm", CHOICES["norm"][norm]())
 
 
 def bodies_table() -> str:
@@ -90,7 +95,7 @@ def recomputation_table() -> str:
     """The cost of a ResNeXt-101 with every choice, for two norms."""
     rows = []
     for norm in ("std", "inplace"):
-        costs = {recompute: cost(resnext101, STRATEGIES[norm], recompute) for recompute in RECOMPUTE}
+        costs = {recompute: cost(resnext101, _layer(norm), recompute) for recompute in RECOMPUTE}
         for name, own in costs.items():
             *memory, operations = zip(own, costs["none"], strict=True)
             rows.append([norm, name, *starmap(_relative, memory), f"{operations[0] / operations[1]:.2f}"])

@@ -20,8 +20,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from engine.assemble.network import STRATEGIES
-from engine.schema.keys import key
+from engine.assemble.contracts import builder
+from engine.schema.keys import CHOICES, key
 from keepless import ABN, recompute_activations
 from keepless.norms.backends import BACKENDS, backend_for
 from keepless.recompute.step.costs import peak_bytes
@@ -107,7 +107,7 @@ def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
     compiler, chosen = arguments.compiler, []
     for norm, title in TITLES.items():
         backend = "eager" if title == STANDARD else arguments.backend
-        chosen.append(Strategy(title, partial(STRATEGIES[norm], backend=backend), backend))
+        chosen.append(Strategy(title, builder("norm", CHOICES["norm"][norm](backend=backend)), backend))
     if compiler and (cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA):
         chosen += [Strategy(name, batch_norm_leaky_relu, compiler, budget) for name, budget in COMPILED.items()]
     if cell.dtype == "float32" and find_spec("inplace_abn"):

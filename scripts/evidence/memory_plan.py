@@ -17,7 +17,7 @@ from omegaconf import MISSING
 
 from engine.schema.keys import key
 from engine.schema.memory import Memory, deductions, device_memory
-from engine.schema.segmentation import SegmentationRun
+from engine.schema.segmentation import CrossEntropyLoss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from keepless.recompute.step.costs import times_of
@@ -67,6 +67,7 @@ def planned(experiment: str) -> Iterator[dict]:
 def in_full(config: TrainingRun) -> TrainingRun:
     """The configuration with the paper's loss, on logits at label resolution; classifiers are unchanged."""
     if isinstance(config, SegmentationRun):
+        assert isinstance(config.loss, CrossEntropyLoss), config.loss
         return replace(config, loss=replace(config.loss, tiles="false"))
     return config
 

@@ -18,7 +18,7 @@ import pytest
 from datasets import cache, camvid, index_classes, inspect, synthetic, verify
 from datasets.cache import alone_in, cache_folder, read_arrays, write_arrays
 from engine import assemble
-from engine.schema.data import SEGMENTATION_DATASETS
+from engine.schema.data import SyntheticData
 
 OTHER = 65534  # a user id
 
@@ -64,7 +64,7 @@ def goes_on_without(root: Path, reason: str) -> None:
             verify(camvid(root, "train"))
     assert len(calls) == 2
     with pytest.raises(ValueError, match=f"^data.split=train: data.root=None .give data.root=DIR.: .*{reason}"):
-        assemble.dataset(SEGMENTATION_DATASETS["synthetic"](name="synthetic"), "train", draw=True)
+        assemble.dataset(SyntheticData(), "train", draw=True)
     with pytest.raises(ValueError, match=f"^the class index .*{reason}.* give sampler.folder=DIR"):
         index_classes(camvid(root, "train"), folder_key="sampler.folder")
 

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+import datasets
 from datasets import (
     ClassificationDataset,
     SegmentationDataset,
@@ -29,7 +30,6 @@ from datasets import (
     verify,
 )
 from datasets.file_list import listed
-from datasets.registry import FOR_SEGMENTATION
 from tests import trees
 from tests.datasets import classification_trees
 
@@ -49,7 +49,7 @@ def train_ids(kind: str) -> Callable[[Path], None]:
 
     def change(root: Path) -> None:
         shutil.rmtree(root / "annotations" / "stuff_train2017_pixelmaps", ignore_errors=True)
-        dataset = FOR_SEGMENTATION[kind].make(root, "train", **({"lists": "full"} if kind == "coco_stuff" else {}))
+        dataset = getattr(datasets, kind)(root, "train", **({"lists": "full"} if kind == "coco_stuff" else {}))
         relabelled(root, pattern, dataset.table.train_ids)
 
     return change
@@ -102,7 +102,7 @@ def changed(kind: str, change: Callable[[Path], None], root: Path) -> Segmentati
     """The training split of a small dataset that was changed."""
     folder = trees.SEGMENTATION[kind](root)
     change(folder)
-    return FOR_SEGMENTATION[kind].make(folder, "train")
+    return getattr(datasets, kind)(folder, "train")
 
 
 @pytest.mark.parametrize("what", DOUBTS)
@@ -150,7 +150,7 @@ def test_a_split_in_which_no_pixel_has_a_class_is_refused(what, tmp_path):
 def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
     root, seen = trees.SEGMENTATION[kind](tmp_path / "data"), []
     for split in ("train", "val", "test"):
-        dataset = FOR_SEGMENTATION[kind].make(root, split)
+        dataset = getattr(datasets, kind)(root, split)
         workers = 2 if (kind, split) == ("camvid", "train") else 0
         inspection = inspect(dataset, workers, lambda *counts: seen.append(counts))
         assert verify(dataset, workers, lambda *counts: seen.append(counts)) == []
@@ -182,9 +182,9 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
     kind, name, problem = FILES[file]
     root = trees.SEGMENTATION[kind](tmp_path / "data")
     path, split = root / name, "test" if "test" in name else "train"
-    intact = inspect(FOR_SEGMENTATION[kind].make(root, split), workers=0)
+    intact = inspect(getattr(datasets, kind)(root, split), workers=0)
     path.write_bytes(path.read_bytes()[:-20])
-    dataset = FOR_SEGMENTATION[kind].make(root, split)
+    dataset = getattr(datasets, kind)(root, split)
     inspection = inspect(dataset, workers=0)
     (found,) = inspection.problems
     complaint = f"{path}: the {'JPEG' if file == 'jpeg image' else 'PNG'} file is truncated or damaged"

@@ -178,7 +178,7 @@ def left_out(note: Callable[..., Any]) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(module, "log_to", lambda *_: None)
             patch.setattr(module, "make_console", lambda *_: Console(quiet=True))
         patch.setattr(recomputation, "recompute_activations", lambda network, **o: setattr(network, "recomputes", o))
-        patch.setattr("engine.assemble.network.released_abn", lambda: Package)
+        patch.setattr("models.released_norm.released_abn", lambda: Package)
         patch.setattr(torch, "compile", lambda module, **_: nn.Sequential(module))
         patch.setattr(build, "check_compiler", lambda *_, **__: None)
         try:

@@ -19,8 +19,7 @@ from engine.configuration import choices as choices_of
 from engine.configuration import config as cfg
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import check_values
-from engine.schema.network import BODIES
+from engine.schema.keys import CHOICES, check_values
 from engine.schema.segmentation import SegmentationRun
 from engine.training import build
 from keepless import ABN, CheckpointedABN, InPlaceABN
@@ -320,7 +319,7 @@ def test_what_hydra_lets_pass_is_refused(override, message):
         ("norm.name=std", "norm.name=std does not change the norm: give norm=std"),
         ("data.name=vistas", "data.name=vistas does not change the data: give data=vistas"),
         ("data=cityscapes data.name=camvid", "data.name=camvid does not change the data: give data=camvid"),
-        ("body.name=vgg", f"body.name=vgg: expected one of {', '.join(BODIES)}$"),
+        ("body.name=vgg", f"body.name=vgg: expected one of {', '.join(CHOICES['body'])}$"),
         ("body.output_stride=4", "body.output_stride=4: expected one of 8, 16, 32 with body.stem=3x3"),
         ("body=resnet_cifar_small body.output_stride=1", "output_stride=1: expected one of 2, 4, 8, 16, 32"),
         ("body=resnet50 body.stem=5x5", "body.stem=5x5: expected one of 3x3, 7x7, cifar"),
@@ -409,7 +408,7 @@ def test_settings_that_look_like_mistakes_are_doubted_at_the_start():
     plain = run_config("data.crops_per_minibatch=8", "trainer.ema_decay=0.9")
     assert [*plain.doubts(11, 8, processes=1, steps=100)] == []
     classification = cfg.typed(composed("train_imagenet", "data=cifar10"), ClassificationRun)
-    (doubt,) = classification.doubts(9, 50_000, processes=1, steps=100)
+    (doubt,) = classification.doubts(9, 50_000, processes=1, steps=100, official=10)
     assert "holds 9 classes, one per folder; cifar10 has 10" in doubt
 
 
@@ -439,7 +438,7 @@ def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     "key, value, message",
     [
         ("data.mean", "red", "data.mean"),
-        ("body", "resnext", f"body.name=None: expected one of {', '.join(BODIES)}$"),
+        ("body", "resnext", f"body.name=None: expected one of {', '.join(CHOICES['body'])}$"),
         ("trainer.unheard_of", 1, "unheard_of"),
         ("seed", "${nothing}", "nothing"),
     ],

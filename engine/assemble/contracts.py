@@ -1,0 +1,88 @@
+"""What the choices of each group build, and how that is called: one contract per group, for ours and for plugins'."""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+from datasets.row import Row
+from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
+from engine.schema.data import Data, Sampler, SegmentationData
+from engine.schema.keys import Keys
+from engine.schema.network import Body, Head, Norm
+from engine.schema.optim import LRSchedule, Optim
+from engine.schema.segmentation import Loss
+
+
+class Contract(NamedTuple):
+    """How that is called which a choice builds, besides with the choice's own keys by their names."""
+
+    bases: tuple[type, ...]  # their keys are not the choice's own: the program reads them
+    given: tuple[str, ...]  # the first is positional, the others have these names
+    gives: str  # what the call returns
+
+
+CONTRACTS: Mapping[str, Contract] = {
+    "norm": Contract((Norm,), ("channels", "activation", "momentum"), "a module, (N, channels, …) -> the same shape"),
+    "body": Contract((Body,), ("norm_act", "classes", "output_stride"), "a models.bodies.body.Body"),
+    "head": Contract((Head,), ("in_channels", "norm_act"), "a module with out_channels, features -> features"),
+    "loss": Contract((Loss,), ("ignore_index", "weights", "stride"), "a module, logits, labels -> scalar"),
+    "data": Contract(
+        (Data, SegmentationData, ClassificationData, ImageNetData, SmallImagesData),
+        ("root", "split"),
+        "a SegmentationDataset or ClassificationDataset",
+    ),
+    "sampler": Contract(
+        (Sampler,),
+        ("source", "crops_per_minibatch", "seed", "steps", "start_step", "rank", "world_size"),
+        "an iterable of minibatches, lists of (epoch, number) or datasets.Draw",
+    ),
+    "optim": Contract((Optim,), ("params", "lr", "weight_decay", "fused"), "a torch.optim.Optimizer"),
+    "lr_schedule": Contract(
+        (LRSchedule,), ("optimizer", "steps", "steps_per_epoch", "warmup"), "a torch.optim.lr_scheduler.LRScheduler"
+    ),
+}
+
+
+def builder(group: str, choice: Keys) -> Callable[..., Any]:
+    """What builds a choice: called with the arguments of its contract, it also gets the choice's own keys.
+
+    ValueError, naming the choice: it cannot be imported, or does not take these arguments.
+    """
+    made, own = imported(group, type(choice)), own_keys(group, choice)
+    made = made.make if isinstance(made, Row) else made
+    check_arguments(group, type(choice), made, own)
+    return partial(made, **own)
+
+
+def imported(group: str, kind: type[Keys]) -> Any:
+    """What the class attribute `builds` of a choice names. ValueError, naming the choice: it cannot be imported."""
+    module, _, name = kind.builds.rpartition(".")  # type: ignore[attr-defined]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{_named(group, kind)}, which cannot be imported: {error}") from error
+
+
+def own_keys(group: str, choice: Keys) -> dict[str, Any]:
+    """The keys that a choice has besides those of its group, as arguments of what it builds."""
+    shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)}
+    own = [entry for entry in fields(choice) if entry.name not in shared and entry.metadata.get("is_argument", True)]
+    more: dict[str, Any] = getattr(choice, "more", dict)()  # further arguments, or other values
+    return {entry.name: getattr(choice, entry.name) for entry in own} | more
+
+
+def check_arguments(group: str, kind: type[Keys], made: Callable[..., Any], own: Iterable[str]) -> None:
+    """Raise ValueError if what a choice builds does not take the arguments of its contract and the choice's keys."""
+    first, *given = CONTRACTS[group].given
+    try:
+        signature(made).bind(first, **dict.fromkeys((*given, *own)))
+    except TypeError as error:
+        taken = ", ".join([first, *(f"{name}=" for name in (*given, *own))])
+        raise ValueError(f"{_named(group, kind)}, which must take ({taken}): {error}") from error
+
+
+def _named(group: str, kind: type[Keys]) -> str:
+    return f"{group}={kind.name} builds {kind.builds}"  # type: ignore[attr-defined]
