@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from datasets.augmentations import Augmentations
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.image_transforms import PaddedCrop, Transform, seeded
@@ -60,6 +61,7 @@ class TrainingCrops(_Items):
     transform: TrainingTransform
     seed: int
     index_folder: Path | None = None
+    augmentations: Augmentations | None = None
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         draw = Draw(*key)
@@ -73,6 +75,9 @@ class TrainingCrops(_Items):
                 f"{readable(self.dataset.path(draw.image))}: {error}, but the class index has its pixel (row, column) "
                 f"{draw.pixel}: it changed since. Restore it, or remove {self.index_folder} and start again"
             ) from None
+        if self.augmentations is not None:
+            image, changed = self.augmentations(image, label, _seeds(draw))
+            label = np.ascontiguousarray(changed)
         return {
             "image": _channels_first(image),
             "label": torch.from_numpy(label),
@@ -98,6 +103,7 @@ class ImagesInFiles(_Items):
     dataset: ClassificationDataset
     transform: Transform
     seed: int | None = None
+    augmentations: Augmentations | None = None
 
     def __getitem__(self, key: Any) -> dict:
         number, transform = key, self.transform
@@ -107,13 +113,19 @@ class ImagesInFiles(_Items):
             seed = int(_generator(self.seed, draw).integers(2**63))
             transform = partial(seeded, self.transform, seed=seed)
         image = transform(torch.from_numpy(self.dataset.image(number)).permute(2, 0, 1)).contiguous()
+        if self.augmentations is not None:
+            changed, _ = self.augmentations(image.permute(1, 2, 0).numpy(), None, _seeds(Draw(*key)))
+            image = _channels_first(changed)
         return {"image": image, "label": self.dataset.label(number), "name": self.dataset.image_name(number)}
 
 
 def _generator(seed: int, draw: Draw) -> np.random.Generator:
+    return np.random.default_rng([seed, *_seeds(draw)])
+
+
+def _seeds(draw: Draw) -> tuple[int, ...]:
     # (epoch, index) keys have no place: they draw an image at most once per epoch.
-    place = [] if draw.place is None else [draw.place]
-    return np.random.default_rng([seed, draw.epoch, draw.image, *place])
+    return (draw.epoch, draw.image) if draw.place is None else (draw.epoch, draw.image, draw.place)
 
 
 @dataclass(eq=False)
@@ -147,6 +159,7 @@ class ImagesInMemory(_Items):
     dataset: ClassificationDataset
     transform: PaddedCrop | None = None
     seed: int = 0
+    augmentations: Augmentations | None = None
     # Epoch, corners and flips of all images.
     _drawn: tuple[int, np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
 
@@ -163,6 +176,10 @@ class ImagesInMemory(_Items):
                 self._drawn = (epoch, *drawn)
             _, corners, mirrored = self._drawn
             images = self.transform.minibatch(images, corners[numbers], mirrored[numbers])
+            if self.augmentations is not None:
+                crops = zip(images.transpose(0, 2, 3, 1), keys, strict=True)
+                changed = [self.augmentations(crop, None, _seeds(Draw(*key)))[0] for crop, key in crops]
+                images = np.ascontiguousarray(np.stack(changed).transpose(0, 3, 1, 2))
         names = [self.dataset.image_name(number) for number in numbers.tolist()]
         return {
             "image": torch.from_numpy(images),

@@ -20,7 +20,7 @@ from datasets import (
 )
 from datasets.classification import mean_image
 from datasets.workers import Loader
-from engine.assemble.data import evaluation_loader, loader, order_of, own_options, root_named, row_of
+from engine.assemble.data import augmentations, evaluation_loader, loader, order_of, own_options, root_named, row_of
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.training import TrainingRun
@@ -66,11 +66,13 @@ def classified_crops(
     crops: Dataset
     if isinstance(data, SmallImagesData):
         padded = PaddedCrop(data.crop_size, data.padding, fill=data.mean_colour(), flip=data.flip)
-        crops = ImagesInMemory(dataset, padded, config.seed)
+        if data.mean_image and config.augmentations:
+            raise ValueError("data.mean_image=true with augmentations, which need whole levels: leave one of them out")
+        crops = ImagesInMemory(dataset, padded, config.seed, augmentations(config))
     else:
         assert isinstance(data, ImageNetData), data
         transform = random_crops(data.crop_size, None if data.crops == "release" else data.resize, data.flip)
-        crops = ImagesInFiles(dataset, transform, config.seed)
+        crops = ImagesInFiles(dataset, transform, config.seed, augmentations(config))
     minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
     return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
 

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from datasets.row import Row
+from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.data import Data, Sampler, SegmentationData
 from engine.schema.keys import Keys
@@ -43,6 +44,11 @@ CONTRACTS: Mapping[str, Contract] = {
     "lr_schedule": Contract(
         (LRSchedule,), ("optimizer", "steps", "steps_per_epoch", "warmup"), "a torch.optim.lr_scheduler.LRScheduler"
     ),
+    "augmentations": Contract((Augmentation,), (), "a function: crop, label or None, np.random.Generator -> both"),
+    "logger": Contract((Logger,), ("folder", "config"), "an object with end(status)"),
+    "scores": Contract(
+        (Score,), ("classes", "ignore_index"), "an object with add(prediction, label), counts, scores() and rows()"
+    ),
 }
 
 
@@ -76,11 +82,11 @@ def own_keys(group: str, choice: Keys) -> dict[str, Any]:
 
 def check_arguments(group: str, kind: type[Keys], made: Callable[..., Any], own: Iterable[str]) -> None:
     """Raise ValueError if what a choice builds does not take the arguments of its contract and the choice's keys."""
-    first, *given = CONTRACTS[group].given
+    first, given = CONTRACTS[group].given[:1], CONTRACTS[group].given[1:]
     try:
-        signature(made).bind(first, **dict.fromkeys((*given, *own)))
+        signature(made).bind(*first, **dict.fromkeys((*given, *own)))
     except TypeError as error:
-        taken = ", ".join([first, *(f"{name}=" for name in (*given, *own))])
+        taken = ", ".join([*first, *(f"{name}=" for name in (*given, *own))])
         raise ValueError(f"{_named(group, kind)}, which must take ({taken}): {error}") from error
 
 

@@ -21,6 +21,7 @@ from datasets import (
     colour_jitter,
     index_classes,
 )
+from datasets.augmentations import Augmentations
 from datasets.folder import CLASSES
 from datasets.row import Row
 from datasets.segmentation import joined
@@ -148,7 +149,7 @@ def training_loader(
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     minibatches = builder("sampler", sampler)(index if sampler.needs_class_index else len(dataset), **order)
-    crops = training_crops(data, dataset, config.seed, index)
+    crops = training_crops(data, dataset, config.seed, index, augmentations(config))
     return loader(crops, data, world, batch_sampler=minibatches)
 
 
@@ -187,8 +188,18 @@ def order_of(config: TrainingRun, total_steps: int, world: World, start_step: in
     )
 
 
+def augmentations(config: TrainingRun) -> Augmentations | None:
+    """The run's own augmentations; None if it has none."""
+    made = {name: builder("augmentations", own)() for name, own in config.augmentations.items()}
+    return Augmentations(made, config.seed) if made else None
+
+
 def training_crops(
-    config: SegmentationData, dataset: SegmentationDataset, seed: int, index: ClassIndex | None = None
+    config: SegmentationData,
+    dataset: SegmentationDataset,
+    seed: int,
+    index: ClassIndex | None = None,
+    augmentations: Augmentations | None = None,
 ) -> TrainingCrops:
     """The augmented crops that a sampler draws from."""
     jitter, (lowest, highest) = config.colour_jitter, config.scale
@@ -201,7 +212,7 @@ def training_crops(
         colour_jitter=colour_jitter(**vars(jitter)) if any(vars(jitter).values()) else None,
         antialias=config.antialias,
     )
-    return TrainingCrops(dataset, transform, seed, None if index is None else index.folder)
+    return TrainingCrops(dataset, transform, seed, None if index is None else index.folder, augmentations)
 
 
 def evaluation_loader(

@@ -21,6 +21,7 @@ from engine.process.console import progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.output_files import WrittenBehind, check_outside, claim_folder, short_name
+from engine.records.added_scores import AddedScores
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
@@ -86,6 +87,7 @@ def segment(
             progress=progress,
             on_prediction=partial(write_predictions, dataset, predictions or None, overlays or None, files),
             at_once=at_once(config, world.device, processes),
+            added=added_scores(config, dataset),
         )
 
 
@@ -107,8 +109,16 @@ def classify(
         ten=options.view == "ten_crop",
     )
     with progress_bar(console) as progress:
-        evaluated = classification.evaluate_split(forward, dataset, images, world=world, progress=progress)
+        evaluated = classification.evaluate_split(
+            forward, dataset, images, world=world, progress=progress, added=added_scores(config, dataset)
+        )
     return replace(evaluated, details={**evaluated.details, "view": options.view})
+
+
+def added_scores(config: TrainingRun, dataset: SegmentationDataset | ClassificationDataset) -> AddedScores:
+    """The run's own scores, for one evaluation."""
+    given = {"classes": dataset.classes, "ignore_index": IGNORED}
+    return AddedScores({name: builder("scores", own)(**given) for name, own in config.scores.items()})
 
 
 def folder_for_pictures(

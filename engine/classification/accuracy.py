@@ -15,6 +15,7 @@ from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
+from engine.records.added_scores import NOTHING_ADDED, AddedScores
 from engine.records.evaluated import Evaluated
 
 MOST_LISTED = 100  # most classes for which a table and a confusion matrix are legible
@@ -35,6 +36,7 @@ def evaluate_split(
     *,
     world: World,
     progress: Progress,
+    added: AddedScores = NOTHING_ADDED,
 ) -> Evaluated:
     """Evaluate a split: the share of images whose class has the highest logit (top1), or one of the five highest.
 
@@ -43,6 +45,7 @@ def evaluate_split(
 
     Args:
         images: this rank's share of `dataset`. Scores cover the images of all ranks.
+        added: further scores.
 
     MemoryError: the device does not have enough memory. FloatingPointError: some images have no finite score.
     """
@@ -58,6 +61,7 @@ def evaluate_split(
         ):
             logits = class_logits(forward, minibatch["image"])
             count(cells, logits, minibatch["label"].to(world.device, non_blocking=True))
+            added.add(logits.argmax(dim=1), minibatch["label"])
     counts = world.sum_(cells).cpu().numpy()
     confusion, (in_top5, unscored) = counts[:-2].reshape(classes, classes), counts[-2:].tolist()
     images_of, right = confusion.sum(axis=1).tolist(), confusion.diagonal().tolist()
@@ -71,14 +75,18 @@ def evaluate_split(
     details: dict[str, object] = {"accuracy": accuracy}
     if classes <= MOST_LISTED:
         details["confusion_matrix"] = confusion.tolist()
-    return Evaluated(
+    curves = {f"val/{name}": 100 * score for name, score in scores.items()}
+    if classes <= MOST_LISTED:
+        curves |= {f"val_accuracy/{name}": 100 * share for name, share in accuracy.items() if share is not None}
+    evaluated = Evaluated(
         scores=scores,
         summary=f"top-1 {100 * scores['top1']:.2f} %  top-5 {100 * scores['top5']:.2f} %",
         images=total,
         details=details,
-        curves={f"val/{name}": 100 * score for name, score in scores.items()},
+        curves=curves,
         table=partial(accuracy_table, scores, accuracy),
     )
+    return added.added_to(evaluated, world)
 
 
 def count(cells: Tensor, logits: Tensor, labels: Tensor) -> None:

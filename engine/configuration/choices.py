@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.configuration.config import flat
 from engine.configuration.words import meant
-from engine.schema.keys import groups_of
+from engine.schema.keys import CHOICES, groups_of, store
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -24,10 +24,21 @@ def groups_in(command: str) -> dict[str, str | None]:
     return dict(sorted(chosen.items()))
 
 
+def offer() -> None:
+    """Make the choices that have no file known to Hydra."""
+    for group, known in CHOICES.items():
+        for name, own in known.items():
+            if not own.is_base and not (CONFIGS / group / f"{name}.yaml").is_file():  # type: ignore[attr-defined]
+                store(group, group, own)
+
+
 def about_choice(group: str, choice: str) -> str:
-    """The first sentence of the comment at the top of a choice's file."""
-    lines = (CONFIGS / group / f"{choice}.yaml").read_text("utf-8").splitlines()
-    lines = [*itertools.takewhile(lambda line: line.startswith("#"), lines)]
+    """The first sentence of the comment at the top of a choice's file, or of its docstring."""
+    file = CONFIGS / group / f"{choice}.yaml"
+    if not file.is_file():
+        said = " ".join((CHOICES[group][choice].__doc__ or "").split())
+        return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
+    lines = [*itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())]
     said = " ".join(line[1:].strip() for line in lines if "@package" not in line)
     return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
 
@@ -35,12 +46,14 @@ def about_choice(group: str, choice: str) -> str:
 def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
     """The choices of a group that fit the schema: their files use only alternatives of its groups."""
     folder, groups = configs / group, groups_of(schema)
-    names = sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
-    return [
-        name
-        for name in names
-        if all(used in groups[own] for own, used in alternatives_of(group, name, configs) if own in groups)
-    ]
+    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
+    own = {name for name, kind in groups.get(group, {}).items() if not kind.is_base}  # type: ignore[attr-defined]
+
+    def fits(name: str) -> bool:
+        used = alternatives_of(group, name, configs)
+        return name in own or all(each in groups[other] for other, each in used if other in groups)
+
+    return [*filter(fits, sorted(names | own))]
 
 
 def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:

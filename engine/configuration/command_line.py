@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.configuration import sweep
-from engine.configuration.choices import CONFIGS, groups_in
+from engine.configuration.choices import CONFIGS, groups_in, offer
 from engine.configuration.config import register, typed
 from engine.configuration.help import help_text
 from engine.configuration.messages import explained, refuse_options
@@ -94,6 +94,7 @@ def composed(name: str, *overrides: str) -> DictConfig:
     assert schema is not None, name
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
+    offer()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config = name if groups_in(name) else f"schema/{name}"

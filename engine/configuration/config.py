@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.schema.commands import RUNS
-from engine.schema.keys import Keys, alternative, check_values, groups_of, leaves, without_interpolation
+from engine.schema.keys import LISTS, Keys, alternative, check_values, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
 
@@ -17,12 +17,8 @@ Schema = TypeVar("Schema", bound=Keys)
 
 
 def register(name: str, schema: type) -> None:
-    """Make a schema known to Hydra as schema/NAME, and the alternatives of its groups as schema/GROUP/NAME."""
-    store = ConfigStore.instance()
-    store.store(group="schema", name=name, node=schema, package="_global_")
-    for group, alternatives in groups_of(schema).items():
-        for choice, node in alternatives.items():
-            store.store(group=f"schema/{group}", name=choice, node=node, package=group)
+    """Make a schema known to Hydra as schema/NAME. `choice` does so for the choices of its groups."""
+    ConfigStore.instance().store(name, schema, "schema", "_global_")
 
 
 def typed(values: DictConfig, schema: type[Schema]) -> Schema:
@@ -77,6 +73,10 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
         merged = OmegaConf.structured(schema)
         for name, alternatives in groups_of(schema).items():
             chosen = values.get(name)
+            if name in LISTS:
+                kinds = {own: alternative(f"{name}.{own}", alternatives, own) for own in chosen or {}}
+                merged[name] = {own: OmegaConf.structured(kind) for own, kind in kinds.items()}
+                continue
             choice = chosen.get("name") if isinstance(chosen, dict) else None
             merged[name] = OmegaConf.structured(alternative(name, alternatives, choice))
         # Without interpolations: a checkpoint must not read this machine's environment variables.

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from datasets import ClassificationDataset, SegmentationDataset
+from engine.process.console import table_of
 from engine.process.output_files import marked, write_file
 from engine.records.provenance import provenance
 from keepless.torch_internals import tree_map
@@ -31,6 +32,7 @@ class Evaluated:
     curves: dict[str, float] = field(default_factory=dict)  # percentages for TensorBoard, by name
     table: Callable[[], Table] | None = None  # the scores, for the console
     pictures: dict[str, np.ndarray] = field(default_factory=dict)  # uint8 (H, W, 3) by name, for TensorBoard
+    added: dict[str, float] = field(default_factory=dict)  # those of `scores` that are the user's, for the console
 
 
 def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:
@@ -57,6 +59,8 @@ def print_results(console: Console, evaluated: Evaluated, title: str) -> None:
     """Print the title, then the table of scores or, without one, the summary."""
     console.print(title, soft_wrap=True)
     console.print(evaluated.summary if evaluated.table is None else evaluated.table())
+    if evaluated.added:
+        console.print(table_of(["score", "value"], ([name, f"{one:.4g}"] for name, one in evaluated.added.items())))
 
 
 def without_nan(value: object) -> object:

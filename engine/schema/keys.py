@@ -11,6 +11,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
 
@@ -75,6 +76,10 @@ def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any
         value, name = getattr(config, entry.name), prefix + entry.name
         if isinstance(value, Keys):
             yield from leaves(value, f"{name}.")
+        elif entry.name in LISTS:
+            yield name, [*value], entry
+            for own, chosen in value.items():
+                yield from leaves(chosen, f"{name}.{own}.")
         else:
             yield name, value, entry
 
@@ -91,6 +96,7 @@ def refuse_other_tasks(config: Keys, task: str, source: str) -> None:
 
 
 CHOICES: dict[str, dict[str, type]] = {}  # {group: {name: dataclass}}, which only `choice` fills
+LISTS = ("augmentations", "logger", "scores")  # groups of which a command may choose several: see `several`
 
 
 def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]:
@@ -118,10 +124,17 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
             raise ValueError(f"{group}={name} is registered twice: in {_file(other)} and in {_file(own)}; rename one")
         own.is_base = is_base  # type: ignore[attr-defined]
         known[name] = own
+        store(f"schema/{group}", group, own)
         declared_in.cache_clear()
         return own
 
     return register
+
+
+def store(place: str, group: str, own: type) -> None:
+    """Make a choice known to Hydra as PLACE/NAME."""
+    name = own.name  # type: ignore[attr-defined]
+    ConfigStore.instance().store(name, own, place, f"{group}.{name}" if group in LISTS else group)
 
 
 def _place(own: type) -> tuple[str, str]:
@@ -142,14 +155,20 @@ def group(used: tuple[str, ...] = ()) -> Any:
     return field(default=MISSING, metadata={"is_group": True, "used": used})
 
 
+def several(*, free_on_resume: bool = False) -> Any:
+    """A group of LISTS: {name: choice} of all that are chosen, in this order. Its type is dict[str, base class]."""
+    return field(default_factory=dict, metadata={"is_group": True, "free_on_resume": free_on_resume})
+
+
 def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Keys]]]:
     """{group: {name: dataclass}}"""
-    kinds = get_type_hints(schema)
-    groups = [entry.name for entry in fields(schema) if "is_group" in entry.metadata]
-    return {
-        group: {name: own for name, own in CHOICES.get(group, {}).items() if issubclass(own, kinds[group])}
-        for group in groups
-    }
+    found: dict[str, dict[str, type[Keys]]] = {}
+    for entry in fields(schema):
+        if "is_group" in entry.metadata:
+            kind = get_type_hints(schema)[entry.name]
+            known, base = CHOICES.get(entry.name, {}), get_args(kind)[1] if entry.name in LISTS else kind
+            found[entry.name] = {name: own for name, own in known.items() if issubclass(own, base)}
+    return found
 
 
 class Declared(NamedTuple):
@@ -166,8 +185,9 @@ def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
     hints, groups = get_type_hints(schema), groups_of(schema)
     for entry in fields(schema):
         name = prefix + entry.name
-        of_entry = groups.get(entry.name, {"": hints[entry.name]}).values()
-        below = [declared_in(each, f"{name}.") for each in of_entry if isinstance(each, type) and is_dataclass(each)]
+        of_entry = groups.get(entry.name, {"": hints[entry.name]}).items()
+        prefixes = {own: f"{name}.{own}." if entry.name in LISTS else f"{name}." for own, _ in of_entry}
+        below = [declared_in(k, prefixes[own]) for own, k in of_entry if isinstance(k, type) and is_dataclass(k)]
         for key, declared in (pair for each in below for pair in each.items()):
             same = found.get(key, declared).kind == declared.kind
             found[key] = declared if same else declared._replace(kind=Any)
@@ -195,7 +215,13 @@ def check_values(config: Keys, prefix: str = "") -> None:
         value, name = getattr(config, entry.name), prefix + entry.name
         if str(value).lower() == "false" and "false" in (entry.metadata.get("one_of") or ()):
             setattr(config, entry.name, value := "false")
-        if "is_group" in entry.metadata:
+        if entry.name in LISTS:
+            for own, chosen in value.items():
+                fits = type(chosen) is alternative(f"{name}.{own}", groups[entry.name], own)
+                if (selected := vars(chosen)["name"]) != own or not fits:
+                    raise ValueError(f"{name}.{own}.name={selected} does not change it: give {name}=[{selected}]")
+                check_values(chosen, f"{name}.{own}.")
+        elif "is_group" in entry.metadata:
             selected = value and value.name
             if type(value) is not alternative(name, groups[entry.name], selected):
                 raise ValueError(f"{name}.name={selected} does not change the {name}: give {name}={selected}")

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.data import Data
-from engine.schema.keys import MOST_SECONDS, group, key, override
+from engine.schema.keys import MOST_SECONDS, group, key, override, several
 from engine.schema.memory import Memory
 from engine.schema.network import MOMENTUM, Body, InPlaceNorm, Norm, ReleasedNorm
 from engine.schema.optim import LRSchedule, Optim
@@ -118,6 +119,9 @@ class TrainingRun:
     data: Data = group()
     optim: Optim = group()
     lr_schedule: LRSchedule = group()
+    augmentations: dict[str, Augmentation] = several()  # of training crops, one after the other
+    scores: dict[str, Score] = several()  # of evaluations, beside the usual ones
+    logger: dict[str, Logger] = several(free_on_resume=True)  # besides metrics.jsonl and TensorBoard
     trainer: Trainer = field(default_factory=Trainer)
     memory: Memory = field(default_factory=Memory)
 

@@ -16,10 +16,11 @@ from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
+from engine.records.added_scores import NOTHING_ADDED, AddedScores
 from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce, of_equal_size
 from engine.segmentation.inference import Views, predict
-from engine.segmentation.scores import Counts, segmentation_scores
+from engine.segmentation.scores import PER_CLASS, Counts, segmentation_scores
 
 
 def evaluate_split(
@@ -32,6 +33,7 @@ def evaluate_split(
     progress: Progress,
     on_prediction: Callable[[dict, Tensor], None],
     at_once: AtOnce,
+    added: AddedScores = NOTHING_ADDED,
 ) -> Evaluated:
     """Evaluate a split with `segmentation_scores`. Details: the views, and the confusion matrix (K, K) of K classes.
 
@@ -43,6 +45,7 @@ def evaluate_split(
         on_prediction: called with every batch and its predictions, uint8 (N, H, W), both on the device. If it reads
             an image there, the host waits.
         at_once: how many images of equal size are a batch. Images of other sizes may overtake.
+        added: further scores.
 
     MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
@@ -62,6 +65,8 @@ def evaluate_split(
     for batch in together:
         for part, predictions in at_once.attempts(forward, views, batch, counted):
             predicted += len(predictions)
+            if "label" in part:
+                added.add(predictions, part["label"])
             on_prediction(part, predictions)
             first, since_s = first or len(predictions), since_s or time.perf_counter()
     counts.add_up(world)
@@ -71,8 +76,8 @@ def evaluate_split(
     forward.check_scores(unscored, total, "pixels")
     scores = segmentation_scores(counts.confusion, dataset.classes)
     shares = {"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"]}
-    shares |= {f"val_iou/{name}": iou for name, iou in scores["iou"].items() if iou is not None}
-    return Evaluated(
+    shares |= {f"val_{kind}/{name}": one for kind in PER_CLASS for name, one in scores[kind].items() if one is not None}
+    evaluated = Evaluated(
         scores=scores,
         summary=f"mIoU {100 * scores['miou']:.2f} %  pixel accuracy {100 * scores['pixel_accuracy']:.2f} %",
         images=sum(world.gather(predicted)),
@@ -80,6 +85,7 @@ def evaluate_split(
         curves={name: 100 * share for name, share in shares.items()},
         table=partial(iou_table, scores),
     )
+    return added.added_to(evaluated, world)
 
 
 def iou_table(scores: dict) -> Table:
@@ -88,7 +94,9 @@ def iou_table(scores: dict) -> Table:
     def percent(share: float | None) -> str:
         return "–" if share is None else f"{100 * share:.2f}"
 
-    table = table_of(["class", "IoU %"], ([name, percent(iou)] for name, iou in scores["iou"].items()))
+    accuracy = scores["accuracy"]
+    rows = ([name, percent(iou), percent(accuracy[name])] for name, iou in scores["iou"].items())
+    table = table_of(["class", "IoU %", "accuracy %"], rows)
     table.add_section()
     table.add_row("mean (mIoU)", percent(scores["miou"]), style="bold")
     table.add_row("pixel accuracy", percent(scores["pixel_accuracy"]))

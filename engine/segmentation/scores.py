@@ -9,6 +9,7 @@ from datasets import IGNORED, ClassTable
 from engine.process.distributed import World
 
 CPU = torch.device("cpu")
+PER_CLASS = ("iou", "accuracy")  # scores of each class
 LANES = 16  # counters per cell of a confusion matrix; 128 bytes of int64, which a GPU adds to at once
 
 
@@ -64,22 +65,28 @@ def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: in
 
 
 def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
-    """IoU per class, mean IoU (reduced as in the official Cityscapes evaluation) and pixel accuracy.
+    """IoU per class, mean IoU (reduced as in the official Cityscapes evaluation), accuracy per class and of all pixels.
 
     IoU = TP / (TP + FP + FN) over the whole split, in [0, 1]. A class that occurs neither in labels nor in predictions
-    has no IoU (None) and is left out of the mean.
+    has no IoU (None) and is left out of the mean. A class's accuracy is TP / (TP + FN), None if no label has it.
 
     `confusion`: int64 (K, K) pixels of the K `classes`, rows are labels.
 
     Returns:
-        {"miou": float, "iou": {name: float or None}, "pixel_accuracy": float}; NaN if no pixel is labelled.
+        {"miou": float, "iou": {name: float or None}, "accuracy": like "iou", "pixel_accuracy": float}; NaN if no pixel
+        is labelled.
     """
     counts = confusion.to("cpu", torch.float64)
     true_positives = counts.diag()
     iou = true_positives / (counts.sum(dim=1) + counts.sum(dim=0) - true_positives)  # 0 / 0 = NaN
-    shares = zip(classes, iou.tolist(), strict=True)
+    shares = {"iou": iou, "accuracy": true_positives / counts.sum(dim=1)}
+
     return {
         "miou": iou.nanmean().item(),
-        "iou": {name: None if math.isnan(share) else share for name, share in shares},
+        **{kind: dict(zip(classes, map(_or_none, shares[kind].tolist()), strict=True)) for kind in PER_CLASS},
         "pixel_accuracy": (true_positives.sum() / counts.sum()).item(),
     }
+
+
+def _or_none(share: float) -> float | None:
+    return None if math.isnan(share) else share

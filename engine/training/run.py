@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from datasets import reading_errors, shared_images, verify
+from engine.assemble.contracts import builder
 from engine.assemble.data import official_classes, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
@@ -26,7 +27,7 @@ from engine.process.allocations import forget_peak, keep_freed_memory, peak_memo
 from engine.process.console import counted, log_to, logger, make_console
 from engine.process.distributed import World, cores_per_rank, joined
 from engine.process.output_files import write_file
-from engine.process.stopping import StopRequest
+from engine.process.stopping import Preempted, StopRequest
 from engine.records.evaluated import Dataset, Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import deciding
@@ -58,6 +59,7 @@ class Run(Generic[Config, Split]):
     start_step: int = 0  # of that checkpoint
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
+    loggers: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def plain_config(self) -> dict:
@@ -87,6 +89,8 @@ class Run(Generic[Config, Split]):
         self.resumed = None  # frees the memory of a network and its momentum
         self._announce(learner)
         self.learner = learner
+        for name, own in self.config.logger.items() if self.world.first else ():
+            self.loggers[name] = builder("logger", own)(self.directory.path, config=self.plain_config)
         self.metrics = MetricsLogger(
             self.directory.path if self.world.first else None,
             self.console,
@@ -113,6 +117,14 @@ class Run(Generic[Config, Split]):
                 f"run_dir={self.directory.path} cannot be continued from {self.directory.resumed}, of step "
                 f"{self.start_step}: {error}. {advice}, or give another run_dir to start a new run"
             ) from error
+
+    def ended(self, status: str) -> None:
+        """Tell the run's own loggers how it ended: finished, stopped or failed. Their errors change nothing."""
+        for name, own in self.loggers.items():
+            try:
+                own.end(status)
+            except Exception as error:  # anything, from a service that is not ours
+                logger.warning(f"logger={name}: {type(error).__name__}: {error}")
 
     def share_plans(self) -> None:
         """Make all ranks follow rank 0's plans, because ranks measure different times. Every rank must call it."""
@@ -278,7 +290,12 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
-            yield run
+            try:
+                yield run
+            except BaseException as error:
+                run.ended("stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
+                raise
+            run.ended("finished")
 
 
 def _agree(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset, SegmentationDataset
+from engine.assemble.tasks import added_scores
 from engine.classification import accuracy as classification
 from engine.process.stopping import UntilStopped
 from engine.records.evaluated import Evaluated
@@ -39,6 +40,7 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         progress=run.metrics.progress,
         on_prediction=collector,
         at_once=at_once,
+        added=added_scores(run.config, run.val_set),
     )
     shown = {
         f"val_pictures/{name}": picture
@@ -57,4 +59,5 @@ def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: 
         UntilStopped(loader, run.stop, world),
         world=world,
         progress=run.metrics.progress,
+        added=added_scores(run.config, run.val_set),
     )

@@ -157,13 +157,14 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, at_once, device
 
 def test_the_table_has_a_dash_for_classes_that_do_not_occur():
     console = Console(file=io.StringIO(), width=80)
-    console.print(iou_table({"miou": 0.5, "iou": {"road": 0.5, "car": None}, "pixel_accuracy": 0.75}))
+    per_class = {"iou": {"road": 0.5, "car": None}, "accuracy": {"road": 0.8, "car": None}}
+    console.print(iou_table({"miou": 0.5, **per_class, "pixel_accuracy": 0.75}))
     lines = console.file.getvalue().splitlines()
     cells = [[cell.strip() for cell in re.split("[│┃]", line) if cell.strip()] for line in lines]
-    assert [words for words in cells if len(words) == 2] == [
-        ["class", "IoU %"],
-        ["road", "50.00"],
-        ["car", "–"],
+    assert [words for words in cells if len(words) > 1] == [
+        ["class", "IoU %", "accuracy %"],
+        ["road", "50.00", "80.00"],
+        ["car", "–", "–"],
         ["mean (mIoU)", "50.00"],
         ["pixel accuracy", "75.00"],
     ]

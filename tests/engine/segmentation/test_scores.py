@@ -32,6 +32,7 @@ def test_scores_by_hand():
     scores = segmentation_scores(counts, ("a", "b", "c", "d"))
     # a: 1 / (1 + 1 + 1); b: 1 / (1 + 0 + 1); c: 0 / 1; d does not occur.
     assert scores["iou"] == {"a": 1 / 3, "b": 1 / 2, "c": 0.0, "d": None}
+    assert scores["accuracy"] == {"a": 1 / 2, "b": 1.0, "c": 0.0, "d": None}
     assert scores["miou"] == (1 / 3 + 1 / 2 + 0) / 3
     assert scores["pixel_accuracy"] == 2 / 4
     scores = segmentation_scores(torch.tensor([[1, 1], [0, 0]]), ("a", "b"))  # b is only predicted
