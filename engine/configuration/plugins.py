@@ -1,0 +1,85 @@
+"""plugins=[…] on the command line: modules of the user's own, which register choices when they are imported."""
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from engine.configuration.choices import CONFIGS
+from engine.process.plugins import LOADED, Plugin, name_of
+from engine.schema.keys import CHOICES
+
+KEY = "plugins"
+
+
+def load(words: Sequence[str]) -> None:
+    """Import the plugins that a command names, once.
+
+    ValueError: one cannot be found or imported, another file has its name, or it registers nothing.
+    """
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == KEY and equals:
+            for given in filter(None, value.strip("[]").split(",")):
+                _load(given.strip().strip("'\""))
+
+
+def _load(given: str) -> None:
+    name, file = name_of(given), _file_of(given)
+    if name in LOADED:
+        return
+    if file is not None:  # at the end, so that it hides no module of ours
+        folder = str(file.parents[name.count(".") + (file.name == "__init__.py")])
+        sys.path.extend([folder] if folder not in sys.path else [])
+    known, threads = _registered(), threading.active_count()
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise _failed(given, error) from error
+        raise ValueError(
+            f"{KEY}=[{given}]: there is no {name}.py or package {name} in {Path.cwd()}, nor where Python looks; give "
+            f"its path"
+        ) from error
+    except Exception as error:  # a module may raise anything
+        raise _failed(given, error) from error
+    found = Path(module.__file__ or "").resolve()
+    if file not in (None, found):
+        raise ValueError(f"{KEY}=[{given}]: {file} is hidden by {found}, of the same name: rename it")
+    is_package = found.name == "__init__.py"
+    places = [found.parent / "configs", *([found.parent.parent / "configs"] if is_package else [])]
+    configs = next((place for place in places if place.is_dir() and place.resolve() != CONFIGS), None)
+    if configs is None and not {*_registered()} - {*known} and name not in {part for _, part in known}:
+        raise ValueError(f"{KEY}=[{given}]: {found} registers no choice, and has no folder configs beside it")
+    if threading.active_count() > threads or torch.cuda.is_initialized():
+        raise ValueError(
+            f"{KEY}=[{given}]: importing {found} starts a thread or uses a GPU, but help, sweeps and data workers "
+            f"import it, too: do that in a logger, or when the network is built"
+        )
+    files = tuple(sorted(found.parent.rglob("*.py"))) if is_package else (found,)
+    LOADED[name] = Plugin(given, files, configs)
+
+
+def _file_of(given: str) -> Path | None:
+    """The file that a plugin is expected in; None where only Python's own search can tell."""
+    is_path = given.endswith(".py") or "/" in given
+    place = Path(given).expanduser().resolve() if is_path else Path.cwd().resolve() / given.replace(".", "/")
+    options = [place] if given.endswith(".py") else [place / "__init__.py", place.with_name(f"{place.name}.py")]
+    file = next((option for option in options if option.is_file()), None)
+    if is_path and file is None:
+        raise ValueError(f"{KEY}=[{given}]: there is no such file, nor a package; expected a .py or a package's folder")
+    return file
+
+
+def _registered() -> list[tuple[type, str]]:
+    """All choices, with the names of their modules and of the packages around these."""
+    owners: Iterator[type] = (own for known in CHOICES.values() for own in known.values())
+    parts = ((own, own.__module__.split(".")) for own in owners)
+    return [(own, ".".join(name[:end])) for own, name in parts for end in range(1, len(name) + 1)]
+
+
+def _failed(given: str, error: Exception) -> ValueError:
+    return ValueError(f"{KEY}=[{given}] cannot be imported: {type(error).__name__}: {error}")

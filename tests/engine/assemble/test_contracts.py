@@ -1,0 +1,169 @@
+"""What choices build takes the arguments of its group's contract, and is what the contract says."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from datasets import ClassificationDataset, ClassIndex, SegmentationDataset
+from datasets.row import Row
+from engine.assemble.contracts import CONTRACTS, builder, check_arguments, imported, own_keys
+from engine.schema.classification import ClassificationRun
+from engine.schema.keys import CHOICES, choice, groups_of, key
+from engine.schema.network import Head
+from engine.schema.segmentation import Loss, SegmentationRun
+from keepless import ABN
+from models.bodies import Body
+from tests.engine.test_every_key import made
+
+OURS = [(group, name) for group, known in CHOICES.items() for name, own in known.items() if own.__module__ != __name__]
+
+
+class Package(nn.Module):
+    def __init__(self, channels: int, activation: str, momentum: float, activation_param: float, eps: float):
+        super().__init__()
+
+
+class Index:
+    """A class index of four images with one class."""
+
+    classes = ("a",)
+
+    def __len__(self) -> int:
+        return 4
+
+    def images_with(self, class_id: int) -> np.ndarray:
+        return np.arange(4)
+
+    def pixels(self, image: int, class_id: int) -> np.ndarray:
+        return np.zeros((1, 2), int)
+
+
+def built(group: str, name: str) -> object:
+    """What a choice builds, with small values."""
+    make = builder(group, made(group, name, CHOICES[group][name], {}))
+    weights = [nn.Parameter(torch.zeros(2))]
+    order = dict(crops_per_minibatch=2, seed=0, steps=3, start_step=0, rank=0, world_size=1)
+    steps = dict(steps=10, steps_per_epoch=2, warmup=1)
+    return {
+        "norm": lambda: make(4, activation="leaky_relu", momentum=0.1),
+        "body": lambda: make(ABN, classes=0, output_stride=32),
+        "head": lambda: make(8, norm_act=ABN),
+        "loss": lambda: make(255, weights=None, stride=None),
+        "sampler": lambda: make(Index() if CHOICES[group][name].needs_class_index else 4, **order),
+        "optim": lambda: make(weights, lr=0.1, weight_decay=0.0, fused=False),
+        "lr_schedule": lambda: make(torch.optim.SGD(weights, lr=0.1), **steps),
+    }[group]()
+
+
+def is_as_promised(group: str, thing: object) -> bool:
+    """Whether a built thing works as its contract says."""
+    x = torch.randn(2, 4, 3, 3)
+    if group == "norm":
+        return isinstance(thing, Package) or thing(x).shape == x.shape
+    if group == "body":
+        return isinstance(thing, Body) and thing.eval()(torch.zeros(1, 3, 64, 64)).shape[1] == thing.out_channels
+    if group == "head":
+        return thing.eval()(torch.zeros(1, 8, 4, 4)).shape[1] == thing.out_channels
+    if group == "loss":
+        return thing(x, torch.zeros(2, 6, 6, dtype=torch.uint8)).shape == ()
+    if group == "sampler":
+        return [len(minibatch) for minibatch in thing] == [2, 2, 2]
+    return isinstance(thing, torch.optim.Optimizer if group == "optim" else torch.optim.lr_scheduler.LRScheduler)
+
+
+@pytest.mark.parametrize("group, name", [pair for pair in OURS if pair[0] != "data" and pair[1] != "timm"])
+def test_a_choice_builds_what_its_contract_says(group, name, monkeypatch):
+    monkeypatch.setattr("models.released_norm.released_abn", lambda: Package)
+    assert is_as_promised(group, built(group, name))
+
+
+@pytest.mark.parametrize("name", CHOICES["data"])
+def test_a_dataset_names_its_row_and_belongs_to_one_task(name):
+    kind = CHOICES["data"][name]
+    row = imported("data", kind)
+    config = made("data", name, kind, {})
+    options = own_keys("data", config)
+    assert isinstance(row, Row)
+    check_arguments("data", kind, row.make, {**options, **({"keys": ""} if options else {})})
+    tasks = [run for run in (SegmentationRun, ClassificationRun) if name in groups_of(run)["data"]]
+    assert (
+        len(tasks) == 1
+        and imported("data", kind).make.__annotations__["return"]
+        in (
+            (SegmentationDataset, "SegmentationDataset"),
+            (ClassificationDataset, "ClassificationDataset"),
+        )[tasks[0] is ClassificationRun]
+    )
+
+
+def test_every_group_has_a_contract_and_every_contract_a_group():
+    groups = {*groups_of(SegmentationRun), *groups_of(ClassificationRun)}
+    assert groups == {*CONTRACTS}
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Choices that a test registers are forgotten after it."""
+    for group, known in CHOICES.items():
+        monkeypatch.setitem(CHOICES, group, dict(known))
+
+
+def narrow(ignore_index, weights=None):
+    raise AssertionError("it must not be called")
+
+
+@pytest.mark.parametrize(
+    "builds, problem",
+    [
+        (f"{__name__}.narrow", "which must take (ignore_index, weights=, stride=, share=): got an unexpected keyword"),
+        (f"{__name__}.missing", "which cannot be imported: module"),
+        ("no_such_module.Loss", "which cannot be imported: No module named 'no_such_module'"),
+    ],
+)
+def test_a_choice_that_breaks_its_contract_is_refused_by_name(builds, problem, registry):
+    @choice("loss")
+    @dataclass
+    class Broken(Loss):
+        name: str = "broken"
+        share: float = key(0.5, above=0)
+        builds: ClassVar[str] = "module.Name"
+
+    Broken.builds = builds
+    with pytest.raises(ValueError) as error:
+        builder("loss", Broken())
+    assert str(error.value).startswith(f"loss=broken builds {builds}, {problem}")
+
+
+def test_a_class_that_is_no_choice_is_refused(registry):
+    with pytest.raises(ValueError, match="head=mine: NoDataclass is no dataclass: write @dataclass below @choice"):
+
+        @choice("head")
+        class NoDataclass(Head):
+            name: str = "mine"
+            builds: ClassVar[str] = "mine.Head"
+
+    with pytest.raises(ValueError, match=r'head=mine: BuildsNothing needs builds: ClassVar\[str\] = "module.Name"'):
+
+        @choice("head")
+        @dataclass
+        class BuildsNothing(Head):
+            name: str = "mine"
+
+    with pytest.raises(ValueError, match=r"head=deeplabv3 is registered twice: in .*network.py and in .*; rename one"):
+
+        @choice("head")
+        @dataclass
+        class Other(Head):
+            name: str = "deeplabv3"
+            builds: ClassVar[str] = "mine.Head"
+
+    with pytest.raises(ValueError, match='Nameless: give it a name, such as name: str = "mine"'):
+
+        @choice("head")
+        @dataclass
+        class Nameless(Head):
+            builds: ClassVar[str] = "mine.Head"
