@@ -34,6 +34,7 @@ from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs
 
 @dataclass
 class Comparison:
+    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     runs: Any = key(MISSING, names=True)  # a folder, or a list of folders: run directories, or folders that hold some
     out: str = key(MISSING, written=True)  # path of the report, without suffix
     title: str = "Comparison of runs"  # title of the page

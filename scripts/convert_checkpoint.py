@@ -46,6 +46,7 @@ Colours = list[tuple[int, int, int]]
 
 @dataclass
 class ConversionData:
+    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     root: str | None = None  # folder of ImageNet or Vistas, whose classes the network has
     class_order: str | None = key(None, one_of=ORDERS)  # how ImageNet's class folders are sorted, see train_imagenet.py
 

@@ -48,6 +48,7 @@ LARGEST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}  # differences of
 
 @dataclass
 class Export:
+    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
     output: str = key(MISSING, written=True)  # the file to write, such as n.pt2 or n.onnx
     format: str = key("exported", one_of=("exported", "onnx"))

@@ -36,6 +36,7 @@ DATA = sorted(name for name, kind in CHOICES["data"].items() if not imported("da
 
 @dataclass
 class RunTable:
+    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     table: str = key(MISSING, one_of=tuple(papers.TABLES))  # a folder of configs/experiment
     dry_run: bool = False  # only list the trainings
     runs: str = "runs/tables"  # folder for the run directories

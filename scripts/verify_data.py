@@ -40,6 +40,7 @@ from engine.schema.keys import MOST_WORKERS, group, key
 
 @dataclass
 class VerifyData:
+    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     # Only timeout_seconds and the keys that choose images and classes matter.
     data: Data = group()
     splits: list[str] | None = None  # null: all

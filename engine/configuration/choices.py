@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.configuration.config import flat
 from engine.configuration.words import meant
-from engine.schema.keys import CHOICES, groups_of, store
+from engine.process.plugins import LOADED
+from engine.schema.keys import CHOICES, groups_of, quoted, store
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -24,18 +25,35 @@ def groups_in(command: str) -> dict[str, str | None]:
     return dict(sorted(chosen.items()))
 
 
+def folders() -> list[Path]:
+    """The folders of YAML files: ours, then those of plugins."""
+    return [CONFIGS, *(plugin.configs for plugin in LOADED.values() if plugin.configs is not None)]
+
+
+def file_of(group: str, choice: str) -> Path | None:
+    """The file of a choice; None if it has none."""
+    files = (folder / group / f"{choice}.yaml" for folder in folders())
+    return next((file for file in files if file.is_file()), None)
+
+
+def searched() -> list[str]:
+    """The override by which Hydra searches the folders of plugins, too."""
+    _, *others = (f"file://{folder}" for folder in folders())
+    return [f"hydra.searchpath=[{','.join(map(quoted, others))}]"] if others else []
+
+
 def offer() -> None:
     """Make the choices that have no file known to Hydra."""
     for group, known in CHOICES.items():
         for name, own in known.items():
-            if not own.is_base and not (CONFIGS / group / f"{name}.yaml").is_file():  # type: ignore[attr-defined]
+            if not own.is_base and file_of(group, name) is None:  # type: ignore[attr-defined]
                 store(group, group, own)
 
 
 def about_choice(group: str, choice: str) -> str:
     """The first sentence of the comment at the top of a choice's file, or of its docstring."""
-    file = CONFIGS / group / f"{choice}.yaml"
-    if not file.is_file():
+    file = file_of(group, choice)
+    if file is None:
         said = " ".join((CHOICES[group][choice].__doc__ or "").split())
         return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
     lines = [*itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())]
@@ -43,39 +61,47 @@ def about_choice(group: str, choice: str) -> str:
     return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
 
 
-def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
+def choices(group: str, schema: type) -> list[str]:
     """The choices of a group that fit the schema: their files use only alternatives of its groups."""
-    folder, groups = configs / group, groups_of(schema)
-    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
+    groups, found = (
+        groups_of(schema),
+        [(place, file) for place in folders() for file in (place / group).rglob("*.yaml")],
+    )
+    names = {file.relative_to(place / group).with_suffix("").as_posix() for place, file in found}
     own = {name for name, kind in groups.get(group, {}).items() if not kind.is_base}  # type: ignore[attr-defined]
 
     def fits(name: str) -> bool:
-        used = alternatives_of(group, name, configs)
+        used = alternatives_of(group, name)
         return name in own or all(each in groups[other] for other, each in used if other in groups)
 
     return [*filter(fits, sorted(names | own))]
 
 
-def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:
+def alternatives_of(group: str, choice: str) -> Iterator[tuple[str, str]]:
     """(group, alternative) of every schema that a choice uses, directly or through other choices with a file."""
-    for entry in _content(configs / group / f"{choice}.yaml").get("defaults", ()):
+    if (file := file_of(group, choice)) is None:
+        yield group, choice
+        return
+    for entry in _content(file).get("defaults", ()):
         if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
             for other, name in entry.items():
-                yield from alternatives_of(str(other).split("/")[-1], str(name), configs)
+                for each in name if isinstance(name, list) else [name]:
+                    yield from alternatives_of(str(other).split("/")[-1], str(each))
         elif entry.startswith("/schema/"):
             _, _, own, name = entry.split("/")
             yield own, name
         elif entry.startswith("/"):  # of another folder, such as "/experiment/revnet/cifar10_revnet38"
             _, other, name = entry.split("/", 2)
-            yield from alternatives_of(other, name, configs)
+            yield from alternatives_of(other, name)
         else:  # relative to the choice's folder
-            yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
+            yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix())
 
 
 def settings_of(experiment: str) -> dict[str, object]:
     """{group: choice, key: value} of an experiment and those it builds on, as their files have them."""
     found: dict[str, object] = {}
-    content = dict(_content(CONFIGS / "experiment" / f"{experiment}.yaml"))
+    file = file_of("experiment", experiment)
+    content = {} if file is None else dict(_content(file))
     for entry in content.pop("defaults", ()):
         if isinstance(entry, dict):
             found |= {str(group).rpartition("/")[2]: name for group, name in entry.items()}
@@ -87,8 +113,8 @@ def settings_of(experiment: str) -> dict[str, object]:
 
 def header(experiment: str) -> str:
     """The comment at the top of an experiment's file; empty if there is none."""
-    file = CONFIGS / "experiment" / f"{experiment}.yaml"
-    return file.read_text("utf-8").partition("defaults:")[0] if file.is_file() else ""
+    file = file_of("experiment", experiment)
+    return "" if file is None else file.read_text("utf-8").partition("defaults:")[0]
 
 
 def command_of(experiment: str) -> str:

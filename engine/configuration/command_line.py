@@ -12,8 +12,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration import sweep
-from engine.configuration.choices import CONFIGS, groups_in, offer
+from engine.configuration import plugins, sweep
+from engine.configuration.choices import CONFIGS, groups_in, offer, searched
 from engine.configuration.config import register, typed
 from engine.configuration.help import help_text
 from engine.configuration.messages import explained, refuse_options
@@ -57,6 +57,7 @@ def configured(
             if shows:
                 words = [word for word in words if word != "job"]
             with errors_for_users("start it again" if sweeps else _again(words, schema)):
+                plugins.load(words)
                 refuse_options(name, schema, words)
                 if not {*HELP}.isdisjoint(sys.argv):
                     text = about or sys.modules[main.__module__].__doc__ or name
@@ -98,7 +99,7 @@ def composed(name: str, *overrides: str) -> DictConfig:
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config = name if groups_in(name) else f"schema/{name}"
-            return hydra.compose(config, [as_typed(word, schema) for word in overrides])
+            return hydra.compose(config, [*searched(), *(as_typed(word, schema) for word in overrides)])
     finally:
         GlobalHydra.instance().hydra = running
 

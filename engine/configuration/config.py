@@ -8,6 +8,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine.process.console import logger
+from engine.process.plugins import LOADED, changed_since, name_of
 from engine.schema.commands import RUNS
 from engine.schema.keys import LISTS, Keys, alternative, check_values, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
@@ -33,6 +35,9 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     unknown = flat(OmegaConf.to_container(values)).keys() - flat(asdict(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --help lists them all")
+    if given := getattr(config, "plugins", []):
+        if {*map(name_of, given)} != LOADED.keys():
+            raise ValueError(f"plugins={given}: only the command line names plugins; leave it out elsewhere")
     # In a training, ~ is kept in keys that ranks and resumed runs compare: home folders differ between machines.
     _expand_home(config, all_keys=not isinstance(config, TrainingRun))
     check_values(config)
@@ -57,6 +62,8 @@ def of_checkpoint(state: dict, source: str) -> TrainingRun:
     if state["task"] not in RUNS:
         raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(RUNS)}")
     config = from_plain(state["config"], RUNS[state["task"]], source)
+    if changed := changed_since(state.get("plugins", {})):
+        logger.warning(f"{source} was made with other versions of its plugins' files {', '.join(changed)}")
     try:
         check_values(config)
     except ValueError as error:
@@ -69,6 +76,7 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
 
     ValueError: a key, or the type of a value, does not fit the schema. Names `source`.
     """
+    _check_plugins(values, schema, source)
     try:
         merged = OmegaConf.structured(schema)
         for name, alternatives in groups_of(schema).items():
@@ -86,6 +94,16 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
         raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
 
 
+def _check_plugins(values: dict, schema: type[Keys], source: str) -> None:
+    """Raise ValueError if a choice is unknown, and plugins that may have registered it are not loaded."""
+    absent = ",".join(name for name in values.get("plugins", ()) if name not in LOADED)
+    for group, known in groups_of(schema).items() if absent else ():
+        chosen = values.get(group) or {}
+        names = [*chosen] if group in LISTS else [chosen.get("name")]
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"{source}: {group}={unknown[0]}: registered by plugins=[{absent}], which is not given")
+
+
 def _instance(values: Any, schema: type[Schema]) -> Schema:
     config = OmegaConf.to_object(values)
     assert isinstance(config, schema), f"composed from {type(config).__name__}: expected {schema.__name__}"
@@ -94,12 +112,13 @@ def _instance(values: Any, schema: type[Schema]) -> Schema:
 
 def plain(config: Keys) -> dict:
     """A schema's instance as nested dictionaries, lists, strings and numbers."""
-    return cast(dict, OmegaConf.to_container(OmegaConf.structured(config)))
+    values = cast(dict, OmegaConf.to_container(OmegaConf.structured(config)))
+    return values | {"plugins": [*map(name_of, values["plugins"])]} if "plugins" in values else values
 
 
 def yaml(config: Keys) -> str:
     """A schema's instance as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
 def flat(values: Any, prefix: str = "") -> dict:
@@ -112,9 +131,15 @@ def flat(values: Any, prefix: str = "") -> dict:
 
 def fixed(config: Keys) -> dict[str, object]:
     """{"optim.lr": 1, …}: the keys that a resumed run may not change."""
-    return {name: value for name, value, entry in leaves(config) if not entry.metadata.get("free_on_resume")}
+    return _named(config, "free_on_resume")
 
 
 def shared(config: Keys) -> dict[str, object]:
     """{"optim.lr": 1, …}: the keys that must be equal on all ranks."""
-    return {name: value for name, value, entry in leaves(config) if not entry.metadata.get("per_machine")}
+    return _named(config, "per_machine")
+
+
+def _named(config: Keys, but: str) -> dict[str, object]:
+    """{"optim.lr": 1, …} but for the keys with this mark. Of plugins the names: their paths differ between machines."""
+    found = {name: value for name, value, entry in leaves(config) if not entry.metadata.get(but)}
+    return found | {"plugins": [*map(name_of, getattr(config, "plugins", ()))]}

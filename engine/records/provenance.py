@@ -9,19 +9,25 @@ from pathlib import Path
 
 import torch
 
+from engine.process import plugins
+
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "torchvision", "numpy", "opencv-python-headless", "hydra-core")
 
 
 def provenance(packages: Iterable[str] = ()) -> dict:
-    """{"hardware": str, "versions": {name: str}, "commit": str or None} of this process, also of `packages`."""
+    """{"hardware": str, "versions": {name: str}, "commit": str or None} of this process, also of `packages`.
+
+    With plugins also {"plugins": {name: {file: SHA-256}}}.
+    """
     versions = {"python": platform.python_version()}
     for package in (*_PACKAGES, *packages):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {"hardware": _hardware(), "versions": versions, "commit": _commit()}
+    own = {"plugins": plugins.hashes()} if plugins.LOADED else {}
+    return {"hardware": _hardware(), "versions": versions, "commit": _commit(), **own}
 
 
 def _hardware() -> str:

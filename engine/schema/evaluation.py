@@ -66,6 +66,7 @@ class TestTimeAugmentation:
 class TrainedNetwork:
     """A checkpoint, and how its network predicts."""
 
+    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
     averaged: bool = True  # the EMA weights, if the checkpoint has them
     head: TrainedHead = field(default_factory=TrainedHead)

@@ -108,6 +108,7 @@ class TrainingRun:
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     evaluation_memory_advice: ClassVar[str] = ""  # for messages
 
+    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     # null: runs/DATASET-NORM/OVERRIDES/DATE. With -m, the folder of all jobs' run directories.
     run_dir: str | None = key(None, free_on_resume=True)
     # auto: resume the run in run_dir if there is one, else start it
@@ -211,7 +212,9 @@ class TrainingRun:
         """The command that evaluates a checkpoint, from the folder that this process was started in."""
         entry = Path(__file__).resolve().parents[2] / "eval.py"
         here = entry.parent == Path.cwd()
-        return shlex.join(["python", entry.name if here else str(entry), override("checkpoint", checkpoint)])
+        plugins = [f"plugins=[{','.join(self.plugins)}]"] if self.plugins else []
+        words = ["python", entry.name if here else str(entry), *plugins, override("checkpoint", checkpoint)]
+        return shlex.join(words)
 
     def apply_options(self, options: Any) -> None:
         """Take over this task's options of eval.py or scripts.predict (`schema.evaluation.TrainedNetwork`).

@@ -23,6 +23,7 @@ from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
 from engine.configuration.choices import weights_of
+from engine.process import plugins
 from engine.process.allocations import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.console import counted, log_to, logger, make_console
 from engine.process.distributed import World, cores_per_rank, joined
@@ -189,6 +190,7 @@ class Run(Generic[Config, Split]):
             "total_steps": self.schedule.total_steps,
             "data": self.files,
             "config": self.recorded_config(),
+            "plugins": plugins.hashes(),
             "best": self.metrics.best,
             "classes": list(self.train_set.classes),
         }
@@ -280,6 +282,8 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                 logger.warning(config.lacks_weights(chosen[-1]))
             if run.resumed is None and world.first:
                 head = f"# {command}\n# {world.size} x {world.device.type}\n"
+                for name, hashes in plugins.hashes().items():
+                    head += "".join(f"# plugin {name}: {file} {digest}\n" for file, digest in hashes.items())
                 write_file(directory.config, head + configuration.yaml(config))
             with world.first_goes_ahead() as first:
                 if data.verify and first:

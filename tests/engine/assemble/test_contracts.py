@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from datasets import ClassificationDataset, ClassIndex, SegmentationDataset
+from datasets import ClassificationDataset, SegmentationDataset
 from datasets.row import Row
 from engine.assemble.contracts import CONTRACTS, builder, check_arguments, imported, own_keys
 from engine.schema.classification import ClassificationRun

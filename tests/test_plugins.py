@@ -1,0 +1,194 @@
+"""Choices from outside the repository: the plugins of docs/extending.md in an empty folder, and what is refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.configuration import config as cfg
+from engine.configuration.choices import choices
+from engine.configuration.plugins import load
+from engine.process import plugins
+from engine.schema.keys import CHOICES, declared_in
+from engine.schema.segmentation import SegmentationRun
+from tests.runs import REPOSITORY, SHORT, run_config
+
+PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
+WANDB = """
+def init(**given):
+    print("wandb begins", given["dir"].name, given["config"]["loss"]["name"], given["sync_tensorboard"])
+    return type("Run", (), {"finish": lambda self, exit_code: print("wandb ends with", exit_code)})()
+"""
+DARKER = '''
+"""An augmentation, and an experiment of one's own."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.schema.additions import Augmentation
+from engine.schema.keys import choice, key
+
+
+@choice("augmentations")
+@dataclass
+class Darker(Augmentation):
+    """Some crops are darker."""
+
+    name: str = "darker"
+    least: float = key(0.5, above=0, most=1)
+    builds: ClassVar[str] = "darker.Darken"
+
+
+class Darken:
+    def __init__(self, least):
+        self.least = least
+
+    def __call__(self, image, label, rng):
+        return (image * rng.uniform(self.least, 1)).astype("uint8"), label
+'''
+EXPERIMENT = """# @package _global_
+defaults:
+  - override /loss: focal
+  - override /scores: [boundary_f1]
+
+loss:
+  gamma: 1.0
+trainer:
+  steps: 2
+  epochs: null
+"""
+
+
+def code_of(name: str) -> str:
+    """A plugin of the page."""
+    return re.search(rf"<!-- {name} start -->\n```python\n(.*?)```\n<!-- {name} end -->", PAGE, re.DOTALL)[1]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder of the user's own files."""
+    sources = {"mine": code_of("plugin"), "tracked": code_of("logger"), "boundaries": code_of("scores")}
+    for name, text in (sources | {"wandb": WANDB, "darker": DARKER}).items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "configs" / "experiment").mkdir(parents=True)
+    (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(EXPERIMENT)
+    return tmp_path
+
+
+def command(folder: Path, *words: str) -> str:
+    """What a command prints that is started in the folder."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder(folder):
+    assert len(code_of("plugin").splitlines()) <= 40
+    own = ("plugins=[mine,tracked,boundaries,darker]", "experiment=mine", "logger=wandb", "augmentations=[darker]")
+    said = command(
+        folder, str(REPOSITORY / "train_seg.py"), *own, "run_dir=run", "augmentations.darker.least=0.9", *SHORT
+    )
+    assert "wandb begins run focal True" in said and "wandb ends with 0" in said and "boundary_f1" in said
+    results = json.loads((folder / "run" / "results.json").read_text())
+    assert 0 < results["boundary_f1"] < 1 and results["config"]["augmentations"]["darker"]["least"] == 0.9
+    assert results["config"]["plugins"] == [*results["environment"]["plugins"]] == [*own[0][9:-1].split(",")]
+    state = torch.load(folder / "run" / "checkpoints" / "last.pt", weights_only=True)
+    assert state["plugins"] == results["environment"]["plugins"]
+    assert f"# plugin mine: mine.py {state['plugins']['mine']['mine.py']}" in (folder / "run/config.yaml").read_text()
+    (evaluate,) = re.findall(r"evaluate +(python .*)", said)
+    assert "'plugins=[mine,tracked,boundaries,darker]'" in evaluate
+
+    with pytest.raises(ValueError) as error:  # a checkpoint imports nothing
+        cfg.of_checkpoint(state, "checkpoint=last.pt")
+    assert str(error.value).startswith("checkpoint=last.pt: augmentations=darker: registered by plugins=[mine,tracked,")
+    assert str(error.value).endswith("which is not given") and "mine" not in sys.modules
+
+    words = ("checkpoint=run", "device=cpu", f"input={next((REPOSITORY / 'docs').rglob('*.png'))}", "output=predicted")
+    with (folder / "mine.py").open("a") as file:
+        file.write("# changed\n")
+    paths = ",".join(str(folder / f"{name}.py") for name in ("mine", "tracked", "boundaries", "darker"))
+    said = command(
+        folder.parent, "-m", "scripts.predict", f"plugins=[{paths}]", f"checkpoint={folder / 'run'}", *words[1:]
+    )
+    assert "was made with other versions of its plugins' files mine.py" in " ".join(said.split())
+    assert [*(folder.parent / "predicted").rglob("*.png")]
+
+
+@pytest.fixture
+def loading(folder, monkeypatch):
+    """Plugins are loaded in this process, and forgotten after the test."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(plugins, "LOADED", {})
+    monkeypatch.setattr("engine.configuration.plugins.LOADED", plugins.LOADED)
+    monkeypatch.setattr("engine.configuration.choices.LOADED", plugins.LOADED)
+    monkeypatch.setattr("engine.configuration.config.LOADED", plugins.LOADED)
+    for group, known in CHOICES.items():
+        monkeypatch.setitem(CHOICES, group, dict(known))
+    before = {*sys.modules}
+    yield folder
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+    declared_in.cache_clear()
+
+
+def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
+    load(["plugins=[mine,boundaries]"])
+    assert "focal" in choices("loss", SegmentationRun) and "mine" in choices("experiment", SegmentationRun)
+    config = run_config("plugins=[mine,boundaries]", "experiment=mine")
+    assert config.loss.gamma == 1 and [*config.scores] == ["boundary_f1"] and config.scores["boundary_f1"].radius == 2
+    assert cfg.from_plain(cfg.plain(config), SegmentationRun) == config
+    with pytest.raises(ValueError, match="loss.gamma=-1.0: expected a number, 0 or more"):
+        run_config("plugins=[mine,boundaries]", "loss=focal", "loss.gamma=-1")
+    with pytest.raises(ValueError, match=r"plugins=\['other'\]: only the command line names plugins"):
+        run_config("plugins=[other]")
+
+
+@pytest.mark.parametrize(
+    "name, text, given, problem",
+    [
+        ("models", "", "models", r"models.py is hidden by .*models/__init__.py, of the same name: rename it"),
+        ("empty", "x = 1\n", "empty", r"empty.py registers no choice, and has no folder configs beside it"),
+        (
+            "absent",
+            None,
+            "absent",
+            r"there is no absent.py or package absent in .*, nor where Python looks; give its path",
+        ),
+        ("absent", None, "./absent.py", r"there is no such file, nor a package; expected a .py or a package's folder"),
+        ("wrong", "import no_such\n", "wrong", r"cannot be imported: ModuleNotFoundError: No module named 'no_such'"),
+        (
+            "twice",
+            'name = "bootstrapped"',
+            "twice",
+            r"loss=bootstrapped is registered twice: in .*segmentation.py and in ",
+        ),
+        ("busy", "import threading\nthreading.Timer(1, print).start()\n", "busy", r"starts a thread or uses a GPU"),
+    ],
+)
+def test_a_plugin_that_cannot_be_used_is_refused(name, text, given, problem, loading):
+    if text is not None:
+        own = code_of("plugin").replace('"focal"', '"bootstrapped"') if name == "twice" else text
+        (loading / f"{name}.py").write_text(own.replace("mine.", f"{name}."))
+    if name == "empty":
+        (loading / "configs" / "experiment" / "mine.yaml").unlink()
+        (loading / "configs" / "experiment").rmdir()
+        (loading / "configs").rmdir()
+    if name == "busy":
+        (loading / "busy.py").write_text(text + code_of("plugin").replace("mine.", "busy."))
+    with pytest.raises(ValueError, match=re.escape(f"plugins=[{given}]") + ".*" + problem):
+        load([f"plugins=[{given}]"])
+
+
+def test_resuming_and_ranks_compare_names_of_plugins(loading):
+    """Their paths differ between machines."""
+    load([f"plugins=[{loading / 'mine.py'}]"])
+    config = run_config(f"plugins=[{loading / 'mine.py'}]", "loss=focal")
+    assert cfg.fixed(config)["plugins"] == cfg.shared(config)["plugins"] == cfg.plain(config)["plugins"] == ["mine"]
