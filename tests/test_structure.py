@@ -32,6 +32,10 @@ class Source:
         self.room = self.name.split("/")[0]
         self.module = self.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         self.imported = set(imports_of(path))
+        if self.module == "engine.assemble.contracts":  # it imports what choices build
+            self.imported |= {
+                name for file in (REPOSITORY / "engine" / "schema").glob("*.py") for name in built_by(file)
+            }
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -44,6 +48,14 @@ def imports_of(path: Path) -> Iterator[str]:
             parents = package[: len(package) - node.level + 1] if node.level else ()
             module = [*parents, *([node.module] if node.module else [])]
             yield from (".".join([*module, alias.name]) for alias in node.names)
+
+
+def built_by(path: Path) -> Iterator[str]:
+    """What the choices in a file build, see `engine.schema.keys.choice`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "builds":
+            assert isinstance(node.value, ast.Constant), f"{path}: write builds as a text, for tests that read it"
+            yield node.value.value
 
 
 def sources(*folders: str) -> list[Source]:

@@ -26,7 +26,7 @@ from datasets.folder import CLASSES
 from datasets.row import Row
 from datasets.segmentation import joined
 from datasets.workers import Loader
-from engine.assemble.contracts import builder, imported, own_keys
+from engine.assemble.contracts import builder, check_arguments, imported, own_keys
 from engine.process.console import logger
 from engine.process.distributed import World, cores_per_rank
 from engine.schema.data import Data, SegmentationData
@@ -87,7 +87,9 @@ def check_classes(config: Data, state: dict) -> None:
 
 def row_of(config: Data) -> Row:
     """The dataset: how its splits are opened, and facts that need no files."""
-    return imported("data", type(config))
+    row = imported("data", type(config))
+    check_arguments("data", type(config), row.make, own_options(config))
+    return row
 
 
 def own_options(config: Data) -> dict[str, Any]:
