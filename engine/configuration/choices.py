@@ -21,7 +21,8 @@ def groups_in(command: str) -> dict[str, str | None]:
     """{group: default choice} of configs/COMMAND.yaml, sorted; empty if a command has no such file."""
     file = CONFIGS / f"{command}.yaml"
     entries = OmegaConf.load(file).defaults if file.is_file() else ()
-    chosen = {str(group): name for entry in entries if isinstance(entry, DictConfig) for group, name in entry.items()}
+    given = (pair for entry in entries if isinstance(entry, DictConfig) for pair in entry.items())
+    chosen = {str(group): name or None for group, name in given}  # null and [] choose nothing
     return dict(sorted(chosen.items()))
 
 
@@ -34,6 +35,12 @@ def file_of(group: str, choice: str) -> Path | None:
     """The file of a choice; None if it has none."""
     files = (folder / group / f"{choice}.yaml" for folder in folders())
     return next((file for file in files if file.is_file()), None)
+
+
+def exists(group: str, choice: str) -> bool:
+    """Whether any command has this choice."""
+    own = CHOICES.get(group, {}).get(choice)
+    return file_of(group, choice) is not None or (own is not None and not own.is_base)  # type: ignore[attr-defined]
 
 
 def searched() -> list[str]:

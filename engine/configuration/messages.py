@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from engine.configuration import words as words_of_others
 from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments, unquoted
-from engine.configuration.choices import choices, groups_in, no_such
+from engine.configuration.choices import choices, exists, groups_in, no_such
 from engine.configuration.texts import fits
 from engine.schema.commands import RUNS
 from engine.schema.keys import Declared, Keys, declared_in, expected, groups_of
@@ -114,7 +114,7 @@ def _instead(name: str, value: str, schema: type[Keys], groups: list[str]) -> tu
     """
     if name in groups:
         choice = value.removesuffix(".yaml")
-        if not CHOICE.fullmatch(choice) or choice in choices(name, schema):
+        if not CHOICE.fullmatch(choice) or exists(name, choice):
             return None
         return [], no_such(name, choice, choices(name, schema))
     declared = declared_in(schema).get(name)

@@ -19,12 +19,12 @@ from engine.configuration.help import as_text, sentences
 from engine.process.console import logger
 from engine.process.stopping import EXIT_CODE, Preempted
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import groups_of
+from engine.schema.keys import CHOICES, groups_of
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import REPOSITORY, _compose
 
 
-def test_choices_that_refer_to_others_are_followed(tmp_path):
+def test_choices_that_refer_to_others_are_followed(tmp_path, monkeypatch):
     """Choices are relative to their folder, as in Hydra, whose message names what cannot be found."""
 
     def write(name: str, *defaults: str) -> None:
@@ -37,9 +37,10 @@ def test_choices_that_refer_to_others_are_followed(tmp_path):
     write("experiment/mine/b.yaml", "a", "_self_")
     write("experiment/mine/c.yaml", "b", "override /head: null", "optional gone")
     write("experiment/d.yaml", "override /data: streets")
-    assert choices("experiment", ClassificationRun, tmp_path) == ["mine/a", "mine/b", "mine/c"]
-    assert choices("experiment", SegmentationRun, tmp_path) == ["d"]
-    assert choices("data", SegmentationRun, tmp_path) == ["streets"]
+    monkeypatch.setattr("engine.configuration.choices.CONFIGS", tmp_path)
+    assert choices("experiment", ClassificationRun) == ["mine/a", "mine/b", "mine/c"]
+    assert choices("experiment", SegmentationRun) == ["d"]
+    assert {*choices("data", SegmentationRun)} - {*CHOICES["data"]} == {"streets"}
 
 
 @pytest.mark.parametrize(
