@@ -192,6 +192,11 @@ def checked(state: object, path: Path) -> dict:
     return state
 
 
+def has_ended(state: dict) -> bool:
+    """Whether a checkpoint is the end of its run. Earlier versions did not say so, nor do files without a training."""
+    return state.get("finished", state["step"] == state.get("total_steps", state["step"]))
+
+
 def _fits(value: object, kind: Any) -> bool:
     """Whether a value has a type, lies in a range, or is a list [each], a list (first, second, …) or {name: each}."""
     if isinstance(kind, range):
