@@ -50,6 +50,8 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "label_ids": ([_BYTE], "a list of numbers from 0 to 255"),
     "mean_image": (Tensor, "a tensor"),
     "total_steps": (_COUNT, "a whole number, 0 or more"),
+    "finished": (bool, "true or false"),
+    "scores": ([(_COUNT, float | int)], "a step and a score for each evaluation"),
     "best": ((_COUNT, float | int), "null before the first evaluation, then a step and its score"),
     "data": ({str: (str, str, str)}, "three texts for each split"),
 }

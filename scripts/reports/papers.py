@@ -34,7 +34,7 @@ TABLES = {  # which experiments name in their files
 # minibatch is computed, which `changed_keys` judges.
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
 # A resumed run may change them, a row not.
-KEPT_ON_RESUMING = ("trainer.evaluate_images", "trainer.evaluate_batch_size", "trainer.capture")
+KEPT_ON_RESUMING = ("trainer.patience", "trainer.evaluate_images", "trainer.evaluate_batch_size", "trainer.capture")
 # Keys that change a training's speed and rounding but not its recipe: a row may differ in them, and says so.
 SPEED = (
     *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32", "trainer.capture"),

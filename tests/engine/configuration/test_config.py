@@ -312,6 +312,10 @@ def test_what_hydra_lets_pass_is_refused(override, message):
     "overrides, message",
     [
         ("trainer.epochs=null", "trainer.epochs and trainer.steps are both null"),
+        (
+            "trainer.patience=3 trainer.evaluate_every_epochs=null",
+            "^trainer.patience=3 counts evaluations, and .*: give trainer.evaluate_every_epochs=1 or ",
+        ),
         ("norm=package trainer.precision=bfloat16", "norm=package.*trainer.precision=float32 .*or norm=inplace"),
         ("norm.activation=relu", "^norm.activation='relu' maps all negative .* use norm.activation='leaky_relu'"),
         ("norm=inplace_1 norm.activation_param=0", "^norm.activation_param=0 makes leaky_relu not invertible"),
