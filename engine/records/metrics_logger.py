@@ -100,7 +100,8 @@ class MetricsLogger:
     @property
     def without_better(self) -> int:
         """The number of evaluations since the best one."""
-        return sum(step > (self.best or [-1])[0] for step in self.scores)
+        best, _ = self.best or (-1, None)
+        return sum(step > best for step in self.scores)
 
     @property
     def ends_early(self) -> bool:

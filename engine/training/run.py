@@ -101,11 +101,12 @@ class Run(Generic[Config, Split]):
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
-        if had_ended and self.metrics.ends_early:
-            place = f"{self.directory.path} has ended early, after step {self.start_step:,}"
-            logger.info(f"{place}: {self._why_ended()}. It is evaluated again; {self.config.patience_advice()}")
-        elif had_ended and self.start_step < self.schedule.total_steps and self.world.first:
-            self.directory.results.unlink(missing_ok=True)  # the run goes on
+        if had_ended and self.start_step < self.schedule.total_steps:
+            if self.metrics.ends_early:
+                place = f"{self.directory.path} has ended early, after step {self.start_step:,}"
+                logger.info(f"{place}: {self._why_ended()}. It is evaluated again; {self.config.patience_advice()}")
+            elif self.world.first:
+                self.directory.results.unlink(missing_ok=True)  # the run goes on
 
     def _resume(self, learner: Learner, state: dict) -> None:
         """ValueError: the checkpoint has other classes or does not fit the learner."""
@@ -201,7 +202,10 @@ class Run(Generic[Config, Split]):
             self.directory.start_saving(state, best)
 
     def evaluate(self, step: int, evaluate: Callable[[], Evaluated]) -> Evaluated:
-        """Evaluate, record the scores, and save the network if it is the best so far. Every rank must call it."""
+        """Evaluate, record the scores, and save the network if it is the best so far, or if the run ends early.
+
+        Every rank must call it.
+        """
         self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
         if self.world.device.type == "cuda":
             self.metrics.note_memory(peak_memory_mib(self.world.device))

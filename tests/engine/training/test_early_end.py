@@ -10,6 +10,7 @@ import torch
 import train_imagenet
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.files import has_ended
+from engine.process import jobs
 from engine.process.stopping import Preempted
 from engine.records.evaluated import Evaluated
 from engine.schema.evaluation import Evaluation
@@ -18,6 +19,7 @@ from tests.ranks import Ranks
 from tests.runs import SHORT_SHAPES, classification_config, composed, same
 
 SCORES = {2: 0.3, 4: 0.5, 6: 0.4, 8: 0.5, 10: 0.6, 12: 0.2}  # the best of 4 is not beaten until 10
+COMMAND = "python train_imagenet.py seed=0"
 KEYS = (*SHORT_SHAPES, "trainer.steps=12", "trainer.evaluate_every_steps=2", "trainer.ema_decay=0.5", "data.workers=0")
 
 
@@ -37,7 +39,7 @@ def trained(run_dir: Path, *keys: str, scores: Mapping[int, float] = SCORES) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_imagenet, "classify_in_run", evaluate)
         given = composed("train_imagenet", *KEYS, f"run_dir={run_dir}", "resume=auto", *keys)
-        return train_imagenet.train(given), steps
+        return train_imagenet.train(given, COMMAND), steps
 
 
 def val_records(run_dir: Path) -> list[int]:
@@ -61,6 +63,7 @@ def test_a_run_ends_after_evaluations_that_are_not_better(tmp_path, capsys):
     options = Evaluation(checkpoint=str(last_of(tmp_path)))
     file = options.default_results_file(classification_config(*KEYS), None if has_ended(state) else 8)
     assert file.stem == "results_all_images"  # as of a run that has ended, without its step
+    assert jobs.has_ended(tmp_path, COMMAND.split()[1:])
 
 
 def test_a_run_that_ended_early_says_so_and_is_evaluated_again(tmp_path):
@@ -95,7 +98,7 @@ def test_a_larger_patience_continues_to_the_weights_of_a_run_that_never_stopped(
     trained(tmp_path / "early", "trainer.patience=2")
     with pytest.raises(Preempted):
         trained(tmp_path / "early", f"trainer.patience={patience}", scores={10: 0.6})
-    assert not (tmp_path / "early" / "results.json").exists()  # of the end that was none
+    assert not jobs.has_ended(tmp_path / "early", COMMAND.split()[1:])  # the end was none
     _, steps = trained(tmp_path / "early", f"trainer.patience={patience}")
     whole, _ = trained(tmp_path / "whole")
     assert steps == [12] and val_records(tmp_path / "early") == val_records(tmp_path / "whole") == [2, 4, 6, 8, 10, 12]
