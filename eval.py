@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from datasets import reading_errors
 from engine import assemble
 from engine.assemble.tasks import TASKS
+from engine.checkpoint.files import has_ended
 from engine.checkpoint.random_states import ranks_of
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -45,8 +46,8 @@ def evaluate(values: DictConfig) -> dict:
     """
     options = configuration.typed(values, Evaluation)
     path, state, config = checkpoint_of(options)
-    steps = state["step"], state.get("total_steps", state["step"])
-    results_file = Path(options.results) if options.results else options.default_results_file(config, *steps)
+    step = None if has_ended(state) else state["step"]
+    results_file = Path(options.results) if options.results else options.default_results_file(config, step)
     options.apply_to(config)
     with (
         joined(options.device, config.trainer.timeout_seconds) as world,

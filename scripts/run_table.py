@@ -4,10 +4,11 @@
     python -m scripts.run_table table=table3 "roots={cityscapes: DIR, coco_stuff: DIR}" "weights={resnext101: FILE}"
     python -m scripts.run_table table=table3 "seeds=[0,1,2]" overrides=[trainer.precision=bfloat16] dry_run=true
 
-Lists each training with its command. Without dry_run it then runs them in RUNS/EXPERIMENT/seedN: the same command
-continues after a stop, and if a training fails, the others still run. Rows that are the same training run once.
-For the page: `python -m scripts.evidence.tables runs=[RUNS] out=OUT`. `weights` are our checkpoints, run directories
-or the authors' files.
+Lists each training with its command, and with the evaluations that the table needs of it besides its own. Without
+dry_run it then runs the trainings in RUNS/EXPERIMENT/seedN: the same command continues after a stop, and if a training
+fails, the others still run. Rows that are the same training run once. Evaluate when they have ended; for the page:
+`python -m scripts.evidence.tables runs=[RUNS] out=OUT`. `weights` are our checkpoints, run directories or the authors'
+files.
 """
 
 import shlex
@@ -24,6 +25,7 @@ from engine.assemble.contracts import imported
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.configuration.texts import as_typed
+from engine.process import plugins
 from engine.process.console import make_console, table_of
 from engine.process.jobs import has_ended, run_jobs
 from engine.schema.keys import CHOICES, key, override
@@ -37,12 +39,12 @@ DATA = sorted(name for name, kind in CHOICES["data"].items() if not imported("da
 @dataclass
 class RunTable:
     plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
-    table: str = key(MISSING, one_of=tuple(papers.TABLES))  # a folder of configs/experiment
-    dry_run: bool = False  # only list the trainings
+    table: str = key(MISSING, one_of=tuple(papers.TABLES))  # as experiments name it
+    dry_run: bool = False  # only list the commands
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
     weights: Any = None  # {part of experiments' names, such as resnext101: file or run directory}; the longest wins
-    # Processes of each training; null: as many as in its header. With fewer, trainer.accumulation_steps is added if
+    # Processes of each training; null: as many as in its command. With fewer, trainer.accumulation_steps is added if
     # norms then see as many crops at a time as in the row.
     devices: int | None = key(None, above=0)
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
@@ -70,6 +72,7 @@ class Training(NamedTuple):
 
     title: str  # the experiment and the seed
     command: list[str]
+    evaluations: list[list[str]]  # commands for the published scores that it does not evaluate itself
     missing: list[str]  # options without which the command names DIR or FILE, and is not run
     has_ended: bool
     devices: int
@@ -87,8 +90,8 @@ def run(values: DictConfig) -> int:
     arguments, console = configuration.typed(values, RunTable), make_console()
     trainings = list(trainings_of(arguments))
     console.print(training_table(trainings, papers.TABLES[arguments.table]))
-    for training in trainings:
-        console.print(shlex.join(training.command), soft_wrap=True)
+    for command in (command for training in trainings for command in (training.command, *training.evaluations)):
+        console.print(shlex.join(command), soft_wrap=True)
     if arguments.dry_run:
         return 0
     waiting = [training for training in trainings if not training.has_ended]
@@ -135,15 +138,18 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
             )
         elif name not in given:
             options.append(f"{name}=FILE")
-            network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
+            network = experiment.rpartition("/")[2].removeprefix(f"{config.data.name}_")
             missing.append(f"weights={{{network}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
-    words = [f"{entry}.py", *options, *accumulation, *arguments.overrides]
+    words = [f"{entry}.py", *plugins.words(), *options, *accumulation, *arguments.overrides]
     typed = [as_typed(word, type(config)) for word in words]
     command, ended = [sys.executable, *start, *words], has_ended(run_dir, typed, devices)
     changed = papers.changed_keys(config, experiment, devices)
-    return Training(f"{experiment}, seed {seed}", command, missing, ended, devices, steps, changed)
+    rows = [entry for name in (experiment, *papers.sharing(experiment)) for entry in papers.published(name)]
+    evaluate = [sys.executable, "eval.py", override("checkpoint", run_dir.resolve())]
+    evaluations = [[*evaluate, *each.split()] for each in dict.fromkeys(row.evaluation for row in rows) if each]
+    return Training(f"{experiment}, seed {seed}", command, evaluations, missing, ended, devices, steps, changed)
 
 
 def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:
@@ -156,14 +162,14 @@ def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list
 
 
 def training_table(trainings: list[Training], title: str) -> Table:
-    table = table_of(["training", "devices", "steps"], title=title)
+    table = table_of(["training", "devices", "steps", "evaluations"], title=title)
     table.columns[0].overflow = "fold"
     table.add_column("", overflow="fold")
     for each in trainings:
         state = "has ended" if each.has_ended else "needs " + "; ".join(each.missing) if each.missing else "to run"
         if each.changed:
             state += "; no run of the row: " + " ".join(each.changed)
-        table.add_row(each.title, str(each.devices), f"{each.steps:,}", state)
+        table.add_row(each.title, str(each.devices), f"{each.steps:,}", str(1 + len(each.evaluations)), state)
     return table
 
 

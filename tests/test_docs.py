@@ -19,19 +19,22 @@ RESULTS = REPOSITORY / "docs" / "results"
 CPU_PARTS = ("switches", "norms", "allocation", "recompute", "compile")  # of GROUPS; others are for GPUs
 ROOMS = ("engine", "models", "keepless", "datasets", "scripts")
 # They trace whole networks, or compose every experiment; test_tables.py makes one of these tables.
+WRITE = "the page is not what its records give: python -m scripts.evidence.documents writes it again"
 SLOW_BLOCKS = {"bodies", "recomputation", tables.LEFT_OUT, *papers.TABLES}
 
 
 @pytest.mark.parametrize("document", documents.DOCUMENTS, ids=lambda path: path.stem)
 def test_every_marked_block_is_what_the_scripts_make_and_every_page_has_its_pictures(document):
     text = document.read_text()
-    assert documents.written(text, only=lambda name: name not in SLOW_BLOCKS) == text
+    assert documents.written(text, only=lambda name: name not in SLOW_BLOCKS) == text, WRITE
     drawn = set(re.findall(r"\(([\w/]+\.png)\)", text))
-    assert all((document.parent / file).is_file() for file in drawn)
+    missing = [file for file in drawn if not (document.parent / file).is_file()]
+    assert not missing, f"{document.name} shows {missing}: add the files, or leave them out"
     if document.parent == RESULTS:  # and no picture is shown nowhere
         own = [*RESULTS.glob(f"{document.stem}*.png"), *(RESULTS / document.stem).glob("*.png")]
         shown = {file for page in documents.DOCUMENTS for file in re.findall(r"([\w/]+\.png)\)", page.read_text())}
-        assert {file.name for file in own} <= {Path(file).name for file in shown}
+        unused = {file.name for file in own} - {Path(file).name for file in shown}
+        assert not unused, f"no page shows {unused}: show or delete them"
 
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -40,19 +43,25 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 @pytest.mark.parametrize("page", [page for page in PAGES if numbers.entries(page)], ids=lambda page: page.stem)
 def test_numbers_in_prose_are_their_records(page):
     text = page.read_text()
-    assert numbers.written(page, text) == text
-    assert numbers.without_source(page, text) == []
+    assert numbers.written(page, text) == text, WRITE
+    unknown = numbers.without_source(page, text)
+    assert not unknown, (
+        f"{unknown}: name their records in docs/results/numbers.yaml, or write them without a measured number"
+    )
 
 
 def test_wrong_numbers_are_found():
-    page, source = REPOSITORY / "README.md", "camvid/norms/inplace/results.json#miou x100 .2"
+    page, record = REPOSITORY / "README.md", "camvid/norms/inplace/results.json"
     text = page.read_text()
-    wrong = text.replace("72.4 mIoU", "72.5 mIoU")
+    place = numbers.entries(page)[0].found(text)
+    wrong = f"{text[: place.start(1)]}7{text[place.start(1) :]}"
     assert wrong != text == numbers.written(page, wrong)
     assert [found.split()[0] for found in numbers.without_source(page, f"{text} 7 % more")] == ["7"]
-    with pytest.raises(ValueError, match=r"mIoU\]' occurs 0 times, expected once"):
-        numbers.written(page, text.replace("mIoU", "points"))
-    assert numbers.value_of(source) == "64.97"
+    with pytest.raises(ValueError, match="' occurs 0 times, expected once"):
+        numbers.written(page, text[: place.start()] + text[place.end() :])
+    assert (
+        numbers.value_of(f"{record}#miou x100 .2") == f"{100 * json.loads((RESULTS / record).read_text())['miou']:.2f}"
+    )
     with pytest.raises(ValueError, match="2 values, expected one"):
         numbers.value_of("camvid/norms/*/results.json#miou")
     with pytest.raises(ValueError, match="compared by `ratio A / B`"):
@@ -77,42 +86,64 @@ def test_every_record_is_of_a_clean_commit_of_the_history_or_says_that_it_is_los
     known = {commit[:8] for commit in history}
     for file in sorted(RESULTS.rglob("*.json")):
         for commit in commits_of(json.loads(file.read_text())):
-            assert commit[:8] in known and "dirty" not in commit, f"{file}: {commit}"
+            is_known = commit[:8] in known and "dirty" not in commit
+            advice = (
+                "measure again from a clean commit, or say in its `provenance` that the provenance lost is this one's"
+            )
+            assert is_known, f"{file}: {commit} is no commit of the history: {advice}"
 
 
 def test_results_are_few_pages_and_small():
     """Each record has a page, and no record is a rehearsal."""
     pages, records = ({file.stem for file in RESULTS.glob(f"*.{suffix}")} for suffix in ("md", "json"))
-    assert len(pages) <= 10 and records < pages
-    assert sum(file.stat().st_size for file in RESULTS.rglob("*") if file.is_file()) <= 3 * 10**6
-    assert not [name for name in records if '"rehearsal": true' in (RESULTS / f"{name}.json").read_text()]
+    assert len(pages) <= 10, (
+        f"{len(pages)} pages: add to the page that answers the same question, or delete an answered one"
+    )
+    assert records <= pages, (
+        f"{records - pages}.json: write docs/results/NAME.md around its block, or delete the record"
+    )
+    size = sum(file.stat().st_size for file in RESULTS.rglob("*") if file.is_file())
+    assert size <= 3 * 10**6, f"docs/results has {size:,} bytes: delete records and pictures that newer ones replace"
+    rehearsed = [name for name in records if '"rehearsal": true' in (RESULTS / f"{name}.json").read_text()]
+    assert not rehearsed, f"{rehearsed}: measure again without rehearsal=true"
 
 
 def test_the_loops_overhead_is_in_its_record():
     rows = json.loads((RESULTS / "steps" / "overhead.json").read_text())["rows"]
     times = {row["loop"]: row["times_ms"] for row in rows}
     median, bare = ratio_of(times["real"], times["bare"]), statistics.median(times["bare"])
-    assert f"{median:.3f} of the time of a bare step of {bare:.0f} ms" in (RESULTS / "steps.md").read_text()
+    said = f"{median:.3f} of the time of a bare step of {bare:.0f} ms"
+    assert said in (RESULTS / "steps.md").read_text(), f"docs/results/steps.md: say {said!r}, as overhead.json has it"
 
 
 @pytest.mark.slow
 def test_the_other_blocks_are_what_the_scripts_make_too():
     for document in documents.DOCUMENTS:
-        assert documents.written(document.read_text(), only=SLOW_BLOCKS.__contains__) == document.read_text()
+        text = document.read_text()
+        assert documents.written(text, only=SLOW_BLOCKS.__contains__) == text, f"{document.name}: {WRITE}"
 
 
 def test_every_block_is_marked_and_every_switch_is_measured():
     marked = [name for path in documents.DOCUMENTS for name, *_ in documents.BLOCK.findall(path.read_text())]
     written = sorted(name for name in marked if name != documents.KEPT)
-    assert written == sorted(documents.BLOCKS.keys() - {documents.KEPT}) and papers.TABLES.keys() < {*marked}
+    expected = sorted(documents.BLOCKS.keys() - {documents.KEPT})
+    advice = "mark each block of documents.BLOCKS once, by <!-- NAME start --> and <!-- NAME end -->, and no other"
+    assert written == expected, f"{ {*written} ^ {*expected} or 'a block is marked twice' }: {advice}"
+    assert papers.TABLES.keys() < {*marked}, f"{papers.TABLES.keys() - {*marked}}: mark them in docs/results/tables.md"
     calls = json.loads((RESULTS / "steps.json").read_text())["calls"]
     known = {each for own in GROUPS.values() for each in own}
     on_cpus = {each for part in CPU_PARTS for each in GROUPS[part]}
     measured = {name for call in calls for name in steps.switches_of(call)}
-    assert on_cpus <= measured <= known and DEFAULT in on_cpus
+    assert on_cpus <= measured, (
+        f"{on_cpus - measured}: measure them (scripts.evidence.steps), or take them out of GROUPS"
+    )
+    assert measured <= known, f"{measured - known}: name them in GROUPS of scripts/evidence/steps.py, or drop the call"
+    assert DEFAULT in on_cpus, f"GROUPS lacks {DEFAULT!r}, with which the others are compared"
     recomputed = next(steps.switches_of(call) for call in calls if call["arguments"]["parts"] == ["recompute"])
     ours, default = (recomputed[name][0]["saved_bytes"] for name in ("norm=std trainer.recompute=activations", DEFAULT))
-    assert abs(ours / default - 1) < 0.02
+    assert abs(ours / default - 1) < 0.02, (
+        "docs/training.md says that both need the same memory: correct it, or the code"
+    )
 
 
 def test_a_block_is_made_again_whatever_its_numbers_were():
@@ -137,8 +168,8 @@ def test_links_in_the_documentation_lead_somewhere():
         for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             if not target.startswith("http"):
                 there = page.parent / target if target else page
-                assert there.exists(), f"{page.name}: {target}"
-                assert not heading or heading in headings(there), f"{page.name}: {target}#{heading}"
+                assert there.exists(), f"{page.name}: {target} does not exist: correct the link"
+                assert not heading or heading in headings(there), f"{page.name}: {target} has no heading #{heading}"
 
 
 def headings(page: Path) -> list[str]:
@@ -151,7 +182,8 @@ def test_the_map_of_the_code_names_every_file():
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     named = {*re.findall(r"\w+", text[text.index("## Map of the code") : text.index("Where a change starts")])}
     files = [file for folder in ROOMS for file in sorted((REPOSITORY / folder).rglob("*.py")) if file.stem[:2] != "__"]
-    assert [str(file.relative_to(REPOSITORY)) for file in files if file.stem not in named] == []
+    missing = [str(file.relative_to(REPOSITORY)) for file in files if file.stem not in named]
+    assert not missing, f"{missing}: say in CONTRIBUTING.md, 'Map of the code', what each is for"
 
 
 def visible(text: str) -> str:
@@ -165,25 +197,32 @@ NUMBERS = re.compile(r"(?<![\w.-])(?<!Table )\d[\d.,]*")
 
 def test_the_readme_is_read_in_two_minutes():
     text = (REPOSITORY / "README.md").read_text()
-    assert len(visible(text).split()) <= 700
-    assert len(NUMBERS.findall(visible(text))) <= 35
+    words, found = len(visible(text).split()), len(NUMBERS.findall(visible(text)))
+    assert words <= 700, f"README.md has {words} words, at most 700: move sentences to a page of docs/"
+    assert found <= 35, f"README.md has {found} numbers, at most 35: leave the less telling ones to docs/results"
     for what, most in (("```\n", 90), ("![", 160), ("recompute_activations(", 350)):
-        assert len(visible(text[: text.index(what)]).split()) <= most, what
-    assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 160
+        words = len(visible(text[: text.index(what)]).split())
+        assert words <= most, f"{words} words before README.md's first {what!r}, at most {most}: move some below it"
+    long = [line for line in text.splitlines() if not line.startswith("|") and len(line) > 160]
+    assert not long, f"README.md: break these lines at 160 characters: {long}"
 
 
 def test_each_finding_is_read_in_half_a_minute():
     text = (RESULTS / "README.md").read_text()
     findings = re.split(r"(?m)^\d\. ", text[text.index("## Findings") : text.index("## Every claim")])[1:]
-    assert len(findings) == 5
+    assert findings, "docs/results/README.md: number its findings, 1. 2. …, between '## Findings' and '## Every claim'"
     for finding in map(visible, findings):
-        assert len(finding.split()) <= 110 and len(NUMBERS.findall(finding)) <= 12, finding
+        words, found = len(finding.split()), len(NUMBERS.findall(finding))
+        advice = "at most 110 and 12: leave details to the page that it links"
+        assert words <= 110 and found <= 12, f"{words} words and {found} numbers, {advice}: {finding}"
 
 
 def test_the_documents_are_short_and_so_are_their_lines():
     own = [REPOSITORY / "CONTRIBUTING.md", *(page for page in PAGES if page.parent != RESULTS)]
     for page in own:
-        assert len(page.read_text().splitlines()) <= 320, page.name
+        lines = len(page.read_text().splitlines())
+        assert lines <= 320, f"{page.name} has {lines} lines, at most 320: shorten it, or move a topic to another page"
     for page in [*own, *RESULTS.glob("*.md")]:
         for number, line in enumerate(page.read_text().splitlines(), 1):
-            assert len(line) <= 200 or line.lstrip().startswith("|"), f"{page.name}:{number}"
+            is_short = len(line) <= 200 or line.lstrip().startswith("|")
+            assert is_short, f"{page.name}:{number} has {len(line)} characters: break the line at 200 or before"

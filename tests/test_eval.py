@@ -64,9 +64,9 @@ def test_other_evaluations_have_results_of_their_own():
     assert default_file("somewhere/net.pt", "precision=bfloat16") == "somewhere/results_net_bfloat16.json"
 
 
-def default_file(path: str, *overrides: str, step: int = 12, config: SegmentationRun | None = None) -> str:
+def default_file(path: str, *overrides: str, step: int | None = None, config: SegmentationRun | None = None) -> str:
     options = cfg.typed(composed("eval", f"checkpoint={path}", *overrides), Evaluation)
-    return str(options.default_results_file(config or run_config(), step, total_steps=12))
+    return str(options.default_results_file(config or run_config(), step))
 
 
 def test_what_an_evaluation_changes_reaches_the_results(run_dir, tmp_path):

@@ -7,6 +7,9 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from engine import assemble
+from tests.runs import run_config
+
 
 def write(path: Path, pixels: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +172,11 @@ def folder(root: Path) -> Path:
                 write(root / split / "labels" / f"{name}.png", label)
     (root / "classes.json").write_text(json.dumps(FOLDER))
     return root
+
+
+def splits_of(kind: str, root: Path) -> list[str]:
+    """The splits that a dataset of `SEGMENTATION` has."""
+    return [*assemble.official_images(run_config(f"data={kind}", f"data.root={root}").data)]
 
 
 WITHHELD = ("cityscapes", "coco_stuff", "folder", "vistas")  # these have no labels in their test split

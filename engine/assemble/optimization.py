@@ -76,4 +76,5 @@ def schedule_of(config: TrainingRun, images: int) -> Schedule:
         evaluate_every=in_steps(trainer.evaluate_every_epochs, trainer.evaluate_every_steps, steps_per_epoch),
         checkpoint_every=trainer.checkpoint_every_steps,
         log_every=trainer.log_every_steps,
+        patience=trainer.patience,
     )

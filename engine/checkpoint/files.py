@@ -50,6 +50,8 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "label_ids": ([_BYTE], "a list of numbers from 0 to 255"),
     "mean_image": (Tensor, "a tensor"),
     "total_steps": (_COUNT, "a whole number, 0 or more"),
+    "finished": (bool, "true or false"),
+    "scores": ([(_COUNT, float | int)], "a step and a score for each evaluation"),
     "best": ((_COUNT, float | int), "null before the first evaluation, then a step and its score"),
     "data": ({str: (str, str, str)}, "three texts for each split"),
 }
@@ -190,6 +192,11 @@ def checked(state: object, path: Path) -> dict:
     for part in (part for part, is_wrong in wrong.items() if is_wrong):
         raise ValueError(f"checkpoint {path} of step {step}: {part} cannot be {reprlib.repr(state[part])}. {RESTORE}")
     return state
+
+
+def has_ended(state: dict) -> bool:
+    """Whether a checkpoint is the end of its run. Earlier versions did not say so, nor do files without a training."""
+    return state.get("finished", state["step"] == state.get("total_steps", state["step"]))
 
 
 def _fits(value: object, kind: Any) -> bool:

@@ -191,7 +191,7 @@ class RunDirectory:
                 f"{key} was {as_text(before.get(key))} and is {as_text(now.get(key))}" for key in changed
             )
             advice = f"Give the same values to continue it, or {_ANOTHER}"
-            if state["step"] == state["total_steps"] < total_steps:
+            if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
                 advice = f"The run has ended. To train its weights for longer, {config.new_run_advice(self.last)}"
             raise self._error(f" holds a run with another configuration: {listed}. {advice}")
         if state["step"] > total_steps:  # also of a run of as many steps

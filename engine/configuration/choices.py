@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 
 from engine.configuration.config import flat
@@ -15,6 +17,8 @@ from engine.process.plugins import LOADED
 from engine.schema.keys import CHOICES, groups_of, quoted, store
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+# Entries of an experiment's `# paper:` mapping, besides scores. `eval` and `source` belong to the scores beside them.
+PAPER = ("table", "row", "command", "hardware", "steps", "planned", "eval", "source", "also")
 
 
 def groups_in(command: str) -> dict[str, str | None]:
@@ -63,7 +67,8 @@ def about_choice(group: str, choice: str) -> str:
     if file is None:
         said = " ".join((CHOICES[group][choice].__doc__ or "").split())
         return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
-    lines = [*itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())]
+    lines = file.read_text("utf-8").splitlines()
+    lines = [*itertools.takewhile(lambda line: line.startswith("#") and not line.startswith("# paper:"), lines)]
     said = " ".join(line[1:].strip() for line in lines if "@package" not in line)
     return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
 
@@ -118,21 +123,37 @@ def settings_of(experiment: str) -> dict[str, object]:
     return found | flat(content)
 
 
-def header(experiment: str) -> str:
-    """The comment at the top of an experiment's file; empty if there is none."""
+@cache
+def paper_of(experiment: str) -> dict[str, Any]:
+    """The mapping `# paper:` at the head of an experiment's file (docs/extending.md); {} if it has none.
+
+    ValueError: it is no mapping, or an entry is neither one of `PAPER` nor a score.
+    """
     file = file_of("experiment", experiment)
-    return "" if file is None else file.read_text("utf-8").partition("defaults:")[0]
+    found = re.search(r"^# paper:.*\n(#  .*\n)*", file.read_text("utf-8") if file else "", re.MULTILINE)
+    if found is None:
+        return {}
+    try:
+        paper = yaml.safe_load(re.sub(r"(?m)^# ", "", found[0]))["paper"]
+        entries = [pair for part in (paper, *paper.get("also", ())) for pair in part.items()]
+    except (yaml.YAMLError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file}: the comment `# paper:` is no YAML mapping: {error}") from error
+    for name, value in entries:
+        if name not in PAPER and not isinstance(value, (int, float)):
+            raise ValueError(
+                f"{file}: paper: {name}={value}: expected a score in percent, or one of {', '.join(PAPER)}"
+            )
+    return paper
 
 
 def command_of(experiment: str) -> str:
-    """The command in an experiment's header, without its [optional] keys; empty if there is none."""
-    found = re.search(r"(?m)^# +((?:python|torchrun) .*experiment=\S+.*?)(?: \[.*\])*$", header(experiment))
-    return found[1] if found else ""
+    """The command at an experiment's head, without its [optional] keys; empty if there is none."""
+    return str(paper_of(experiment).get("command", "")).partition(" [")[0]
 
 
 def weights_of(experiment: str) -> list[str]:
     """The key in an experiment's command that takes a file of weights; none if it starts from random weights."""
-    return re.findall(r"(\S+\.weights)=FILE", command_of(experiment))
+    return [word.removesuffix("=FILE") for word in command_of(experiment).split() if word.endswith(".weights=FILE")]
 
 
 @cache

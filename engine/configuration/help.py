@@ -36,6 +36,9 @@ def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
         names = choices(group, schema)
         if group == "experiment":
             for folder, found in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
+                if not folder:
+                    yield from ((f"{group}={name}", about_choice(group, name)) for name in found)
+                    continue
                 count = len([*found])
                 yield f"{group}={folder}/…", f"{count} experiment{'s' * (count > 1)}: files of configs/{group}/{folder}"
             continue

@@ -11,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
+from engine.process import plugins
 from engine.process.console import log_to, make_console
 from engine.process.distributed import launched
 from engine.process.jobs import has_ended, run_jobs
@@ -61,7 +62,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
     commands = {job.title: [*start, *job.arguments] for job in waiting}
     failed = run_jobs(commands, console, ended_before=len(jobs) - len(waiting))
     if folder is not None and folder.is_dir():  # otherwise no job has begun
-        keys = shlex.join([override("runs", folder), override("out", folder / "comparison")])
+        keys = shlex.join([*plugins.words(), override("runs", folder), override("out", folder / "comparison")])
         for line in (
             f"compare   python -m scripts.compare_runs {keys}",
             f"curves    tensorboard --logdir {shlex.quote(str(folder))}",

@@ -25,6 +25,13 @@ def name_of(given: str) -> str:
     return Path(given).stem if given.endswith(".py") or "/" in given else given
 
 
+def words() -> list[str]:
+    """The word that loads the same plugins in a process with another current folder; none without plugins."""
+    files = [plugin.files[0] for plugin in LOADED.values()]
+    places = [str(file.parent if file.name == "__init__.py" else file) for file in files]
+    return [f"plugins=[{','.join(places)}]"] if places else []
+
+
 def hashes() -> dict[str, dict[str, str]]:
     """{plugin: {file: SHA-256}} of all that are loaded, for records."""
     return {name: plugin.hashes() for name, plugin in LOADED.items()}

@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,8 @@ class MetricsLogger:
         score: name of the score that selects best.pt.
         start_step: steps already done. If there are any, metrics.jsonl gets a record that the run was resumed; records
             of later steps, left by a run killed after its last checkpoint, are removed.
-        best: the property `best` at `start_step`; metrics.jsonl may have been lost since.
+        known: step and score of evaluations up to `start_step`; metrics.jsonl may have been lost since.
+        patience: evaluations in a row without a better score, after which the run ends; None: it does not.
         waits: a warning for when steps wait for data, from the share of their time.
         config_text: config.yaml, shown in TensorBoard.
     """
@@ -44,20 +45,20 @@ class MetricsLogger:
         score: str,
         total_steps: int,
         start_step: int,
-        best: list | None = None,
+        known: Iterable[tuple[int, float]] = (),
+        patience: int | None = None,
         waits: Callable[[float], str] | None = None,
         config_text: str = "",
     ):
         self.run_dir = run_dir
         self.score = score
         self.waits = waits  # None after it was logged
-        self.scores: dict[int, float] = {}  # by step, of all evaluations, including those before resuming
+        self.scores: dict[int, float] = dict(known)  # by step, of all evaluations, including those before resuming
+        self.patience, self.why_ended = patience, ""  # why: before the last step
         if run_dir is not None:
             self.metrics_file, self.recorded_bytes = run_dir / "metrics.jsonl", 0
             self._drop_records_beyond(start_step, total_steps)
-            if best is not None:
-                self.scores.setdefault(*best)
-            if 0 < start_step < total_steps:
+            if 0 < start_step < total_steps and not self.ends_early:
                 self._record({"kind": "resumed", "step": start_step})
             if start_step == 0 and self.metrics_file.is_file():  # left by an attempt that saved no checkpoint
                 for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
@@ -95,6 +96,23 @@ class MetricsLogger:
         known = [step for step, score in self.scores.items() if not math.isnan(score)]
         step = max(known, key=self.scores.__getitem__, default=None)
         return None if step is None else [step, self.scores[step]]
+
+    @property
+    def without_better(self) -> int:
+        """The number of evaluations since the best one."""
+        best, _ = self.best or (-1, None)
+        return sum(step > best for step in self.scores)
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether so many evaluations were not better that the run ends before its last step."""
+        return self.patience is not None and self.without_better >= self.patience
+
+    def ended(self, step: int, why: str) -> None:
+        """Say that the run ended early, after `step`, and why."""
+        logger.info(f"the run ends after step {step:,} of {self.total_steps:,}: {why}")
+        self.progress.update(self.task, total=step, status=why)
+        self.total_steps, self.why_ended = step, why
 
     def step(
         self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0, ended_s: float | None = None
@@ -223,6 +241,7 @@ class MetricsLogger:
         lines = {
             "run": str(run_dir),
             "training": took,
+            **({"ended": f"early: {self.why_ended}"} if self.why_ended else {}),
             "last": f"{last_file}, step {last}, {score_text(self.scores[last])}",
             "best": f"{best_file}{gone}, step {best[0]}, {score_text(best[1])}" if best else "none",
             "evaluate": evaluate,
@@ -255,13 +274,14 @@ class MetricsLogger:
         for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
             try:
                 record = json.loads(line)
-                beyond = record["step"] > step or (record["kind"] == "val" and record["step"] == total_steps)
-                score = record[self.score] if record["kind"] == "val" else None
+                beyond, is_score = record["step"] > step, record["kind"] == "val"
+                score = record[self.score] if is_score else None
             except (ValueError, KeyError, TypeError):  # the machine died while writing it
                 logger.info(f"{self.metrics_file}: dropped damaged line {number}")
                 continue
             if not beyond:
-                kept.append(line + "\n")
-                if record["kind"] == "val":
-                    self.scores[record["step"]] = math.nan if score is None else score
-        write_file(self.metrics_file, "".join(kept))
+                kept.append((is_score and record["step"] == step, line + "\n"))
+            if is_score and not beyond and not record["step"] == total_steps:
+                self.scores[record["step"]] = math.nan if score is None else score
+        repeats = step == total_steps or self.ends_early
+        write_file(self.metrics_file, "".join(line for is_last, line in kept if not (is_last and repeats)))

@@ -131,16 +131,16 @@ class Evaluation(TrainedNetwork):
             parameter = ACTIVATION_PARAMS.get(str(self.activation), parameter)
         config.norm = norm.as_kind(StandardNorm, activation=self.activation, activation_param=parameter)
 
-    def default_results_file(self, config: TrainingRun, step: int, total_steps: int) -> Path:
+    def default_results_file(self, config: TrainingRun, step: int | None = None) -> Path:
         """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs.
 
-        One of them says that the run has not ended: its last checkpoint is of `step`, before `total_steps`. With
-        `trainer.evaluate_images`, results.json holds the scores of those images only.
+        `step`: of a checkpoint whose run has not ended. With `trainer.evaluate_images`, results.json holds the scores
+        of those images only.
         """
         path, data, smooth, pooling = Path(self.checkpoint), config.data, self.data.antialias, self.head.pooling_size
         words = [
             *changed(path.stem, "last"),
-            *changed(step, total_steps if path.stem == "last" else step, "step{}"),
+            *changed(step if path.stem == "last" else None, None, "step{}"),
             *([] if config.trainer.evaluate_images is None else ["all_images"]),
             *changed(self.data.split, data.val_split),
             *changed(resolved(self.data.root), resolved(data.root), "{0.name}"),

@@ -12,6 +12,7 @@ class Schedule:
     evaluate_every: int | None
     checkpoint_every: int
     log_every: int
+    patience: int | None = None  # evaluations in a row without a better score, after which the run ends
 
     def evaluates(self, step: int) -> bool:
         # The final evaluation is separate: it also happens if the run is resumed at its end.

@@ -40,6 +40,8 @@ class Trainer:
     evaluate_every_steps: int | None = key(None, above=0, free_on_resume=True)
     # Evaluate only N images, even at the end: the first, or in classification spread over the split; null: all.
     evaluate_images: int | None = key(None, above=0, free_on_resume=True)
+    # End the run after so many evaluations in a row without a better score. A resumed run may have a larger number.
+    patience: int | None = key(None, above=0, free_on_resume=True)
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)  # write checkpoints/last.pt this often
     log_every_steps: int = key(20, above=0, free_on_resume=True)  # record loss and speed this often
     device: str = key("auto", one_of=DEVICES, per_machine=True)  # auto: CUDA if there is a device
@@ -135,6 +137,11 @@ class TrainingRun:
         self._apply_library_defaults()
         if trainer.epochs is None and trainer.steps is None:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
+        if trainer.patience is not None and not (trainer.evaluate_every_epochs or trainer.evaluate_every_steps):
+            raise ValueError(
+                f"trainer.patience={trainer.patience} counts evaluations, and the only one is at the end: give "
+                f"trainer.evaluate_every_epochs=1 or trainer.evaluate_every_steps=N too"
+            )
         self.check_precision()
         self.check_shares(processes=1)
         self.check_capture(trainer.device, processes=1)
@@ -207,6 +214,11 @@ class TrainingRun:
     def score_text(self, score: float) -> str:
         """The score for the console."""
         return f"{self.score_label} {100 * score:.2f} %"
+
+    def ended_early(self, evaluations: int, best: list | None) -> str:
+        """Why a run ended before its last step. `best`: step and score of the best evaluation."""
+        than = f"step {best[0]:,}'s {self.score_text(best[1])}" if best else "no number"
+        return f"{evaluations} evaluations were not better than {than} (trainer.patience={self.trainer.patience})"
 
     def evaluation_command(self, checkpoint: Path) -> str:
         """The command that evaluates a checkpoint, from the folder that this process was started in."""
@@ -370,6 +382,10 @@ class TrainingRun:
     def new_run_advice(self, checkpoint: Path) -> str:
         """For messages: how to start from the weights of `checkpoint`."""
         return f"start a new run: another run_dir, and {shlex.quote(override('init.weights', checkpoint))}"
+
+    def patience_advice(self) -> str:
+        """For messages: how to continue a run that has ended early."""
+        return "a larger trainer.patience continues it, and null to its last step"
 
     def divergence_advice(self, checkpoint: Path | None) -> str:
         """For messages: how to continue from `checkpoint`, the last good one, after divergence."""

@@ -49,10 +49,13 @@ def train(
         minibatches = _profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
     run.stop.training = True
     with run.metrics as metrics:
-        if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped during it
-            run.evaluate(run.start_step, evaluate)
+        evaluated, was_stopped = None, schedule.evaluates(run.start_step) and run.start_step not in metrics.scores
+        if was_stopped or metrics.ends_early:  # stopped during the evaluation; or resumed at an early end
+            evaluated = run.evaluate(run.start_step, evaluate)
         if run.stop.anywhere(world):
             raise Preempted(f"stopped before step {run.start_step + 1}")
+        if evaluated is not None and metrics.ends_early:
+            return evaluated
         before, ended_s = None, time.perf_counter()
         for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
@@ -81,7 +84,9 @@ def train(
                     run.directory.saved()
                     raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
                 if schedule.evaluates(step):
-                    run.evaluate(step, evaluate)
+                    evaluated = run.evaluate(step, evaluate)
+                    if metrics.ends_early:
+                        return evaluated
                 metrics.pause_ended()
             run.directory.saved(wait=False)
             ended_s = time.perf_counter()

@@ -17,7 +17,7 @@ from engine.assemble.contracts import builder
 from engine.assemble.data import official_classes, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
-from engine.checkpoint.files import first_difference
+from engine.checkpoint.files import first_difference, has_ended
 from engine.checkpoint.initial_weights import check_exists, initialise
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
@@ -77,10 +77,12 @@ class Run(Generic[Config, Split]):
 
         ValueError: see `build.learner`, `initialise`; or the checkpoint does not fit.
         """
-        learner, best = build.learner(self.config, make, self.schedule, self.world, eager_because), None
+        learner = build.learner(self.config, make, self.schedule, self.world, eager_because)
+        known: list[tuple[int, float]] = []
+        had_ended = self.resumed is not None and has_ended(self.resumed)
         if self.resumed is not None:
             self._resume(learner, self.resumed)
-            best = self.resumed["best"]
+            known = self.resumed.get("scores") or list(filter(None, [self.resumed["best"]]))  # of earlier versions
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
             if self.config.init.format is not None:  # our own files say how images were normalised
@@ -98,11 +100,18 @@ class Run(Generic[Config, Split]):
             score=self.config.score,
             total_steps=self.schedule.total_steps,
             start_step=self.start_step,
-            best=best,
+            known=known,
+            patience=self.schedule.patience,
             waits=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
+        if had_ended and self.start_step < self.schedule.total_steps:
+            if self.metrics.ends_early:
+                place = f"{self.directory.path} has ended early, after step {self.start_step:,}"
+                logger.info(f"{place}: {self._why_ended()}. It is evaluated again; {self.config.patience_advice()}")
+            elif self.world.first:
+                self.directory.results.unlink(missing_ok=True)  # the run goes on
 
     def _resume(self, learner: Learner, state: dict) -> None:
         """ValueError: the checkpoint has other classes or does not fit the learner."""
@@ -126,6 +135,9 @@ class Run(Generic[Config, Split]):
                 own.end(status)
             except Exception as error:  # anything, from a service that is not ours
                 logger.warning(f"logger={name}: {type(error).__name__}: {error}")
+
+    def _why_ended(self) -> str:
+        return self.config.ended_early(self.metrics.without_better, self.metrics.best)
 
     def share_plans(self) -> None:
         """Make all ranks follow rank 0's plans, because ranks measure different times. Every rank must call it."""
@@ -188,6 +200,8 @@ class Run(Generic[Config, Split]):
             **self.learner.state_dict(step),
             "random": random_states(self.world),
             "total_steps": self.schedule.total_steps,
+            "finished": step == self.schedule.total_steps or self.metrics.ends_early,
+            "scores": [[step, score] for step, score in self.metrics.scores.items()],
             "data": self.files,
             "config": self.recorded_config(),
             "plugins": plugins.hashes(),
@@ -203,7 +217,10 @@ class Run(Generic[Config, Split]):
             self.directory.start_saving(state, best)
 
     def evaluate(self, step: int, evaluate: Callable[[], Evaluated]) -> Evaluated:
-        """Evaluate, record the scores, and save the network if it is the best so far. Every rank must call it."""
+        """Evaluate, record the scores, and save the network if it is the best so far, or if the run ends early.
+
+        Every rank must call it.
+        """
         self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
         if self.world.device.type == "cuda":
             self.metrics.note_memory(peak_memory_mib(self.world.device))
@@ -218,7 +235,13 @@ class Run(Generic[Config, Split]):
         if score > (-math.inf if best is None else best[1]):
             self.save(step, best=True)
             self.directory.saved()  # before the record: if killed in between, the run evaluates again
+        self.metrics.scores[step] = score  # equal on all ranks, and so is what follows
+        if ends_early := step < self.schedule.total_steps and self.metrics.ends_early:
+            self.save(step)
+            self.directory.saved()
         self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
+        if ends_early:
+            self.metrics.ended(step, self._why_ended())
         self.metrics.pause_ended()
         return evaluated
 

@@ -4,7 +4,7 @@
     python -m scripts.evidence.memory_plan table=all out=FILE.json
     python -m scripts.evidence.memory_plan table=table3 only=[one_device] out=FILE.json
 
-table names a folder of configs/experiment (all: each). For Table 3, the columns fixed crop and fixed batch are filled
+table is one that experiments name (all: each). For Table 3, the columns fixed crop and fixed batch are filled
 too, beside the paper's, on which the deductions from a device's memory are calibrated, and README's minibatch on one
 device. Steps of tables have the paper's loss, with full-resolution logits (loss.tiles=false). What fits for any other
 experiment is shown by scripts.plan_memory.
@@ -35,7 +35,7 @@ ON_ONE_DEVICE = ("norm=std", "norm=inplace", f"norm=std {RECOMPUTED}", f"norm=in
 
 @dataclass
 class PlanArguments(frame.Arguments):
-    table: str = key(MISSING, one_of=(ALL, *papers.TABLES))  # a folder of configs/experiment; all: each
+    table: str = key(MISSING, one_of=(ALL, *papers.TABLES))  # as experiments name it; all: each
 
 
 def items(arguments: PlanArguments) -> dict[str, tuple]:

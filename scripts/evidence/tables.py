@@ -83,7 +83,7 @@ def tables_of(folders: list[str], out: Path) -> dict[str, str]:
     repeats = {path: f"it repeats {_relative(run.folder, out)}" for row in of_rows for path, run in row.repeats.items()}
     missing = (run.folder for run in runs if run.folder not in shown)
     left_out |= {folder: repeats.get(folder, "it is of no experiment") for folder in missing}
-    blocks = {name: as_markdown(rows, out) for name, rows in tables.items()}
+    blocks = {name: as_markdown(name, rows, out) for name, rows in tables.items()}
     left = (f"- {escaped(_relative(path, out))}: {escaped(reason)}" for path, reason in left_out.items())
     return blocks | {LEFT_OUT: "\n".join(left)}
 
@@ -129,13 +129,13 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
     return {table: [row(name) for name in own] for table, own in names.items()}
 
 
-def as_markdown(rows: list[Row], out: Path) -> str:
+def as_markdown(name: str, rows: list[Row], out: Path) -> str:
     """A table of the rows that have runs, the other rows in a line, and runs that changed keys."""
     titles = ["experiment", "score", "published", "ours", "difference", "estimated, GiB", "measured, GiB", "run"]
     has_run = [row for row in rows if row.runs]
     parts = [table(titles, (cells for row in has_run for cells in _cells(row, out)), left=2)] * bool(has_run)
     if missing := [_missing(row) for row in rows if not row.runs]:
-        command = f"python -m scripts.run_table table={rows[0].experiment.split('/')[0]} dry_run=true"
+        command = f"python -m scripts.run_table table={name} dry_run=true"
         parts.append(f"Not run, with their published scores: {', '.join(missing)}. Their commands: `{command}`.")
     if others := [other for row in rows for other in row.others]:
         parts.append("Runs that changed keys of their experiment, and so are not rows of it:")
@@ -149,22 +149,22 @@ def as_markdown(rows: list[Row], out: Path) -> str:
 
 def _missing(row: Row) -> str:
     """An experiment without runs, with the scores published for its own evaluation."""
-    own = [entry for entry in papers.published(row.experiment) if entry.file == "results"]
+    own = [entry for entry in papers.published(row.experiment) if not entry.evaluation]
     first = " / ".join(f"{entry.percent:.2f}" for entry in own if entry.source == own[0].source)
-    return f"`{row.experiment.split('/')[1]}`" + (f" {first}" if own else "")
+    return f"`{row.experiment.rpartition('/')[2]}`" + (f" {first}" if own else "")
 
 
 def _cells(row: Row, out: Path) -> Iterator[list[str]]:
     """A line for every published evaluation of the experiment; one for its own score if nothing is published."""
     published = papers.published(row.experiment)
-    evaluations = dict.fromkeys((entry.file, entry.source) for entry in published) or {("results", ""): None}
-    for number, (file, source) in enumerate(evaluations):
-        entries = [entry for entry in published if (entry.file, entry.source) == (file, source)]
+    evaluations = dict.fromkeys((entry.evaluation, entry.source) for entry in published) or {("", ""): None}
+    for number, (evaluation, source) in enumerate(evaluations):
+        entries = [entry for entry in published if (entry.evaluation, entry.source) == (evaluation, source)]
         found = [entry.score for entry in entries] or [papers.SCHEMAS[papers.all_experiments()[row.experiment]].score]
-        about = " / ".join(TITLES[score] for score in found) + _view(file) + (f", {source}" if source else "")
+        about = ", ".join(filter(None, (" / ".join(TITLES.get(name, name) for name in found), evaluation, source)))
         ours, differences = [], []
         for speed, runs in row.runs.items():
-            values = [_values(runs, file, score) for score in found]
+            values = [_values(runs, evaluation, score) for score in found]
             if all(values):
                 ours.append(" / ".join(map(mean_of, values)) + (f", with `{speed}`" if speed else ""))
                 gaps = [statistics.mean(own) - entry.percent for own, entry in zip(values, entries, strict=False)]
@@ -181,20 +181,11 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
         ]
 
 
-def _view(file: str) -> str:
-    """How an evaluation differs from the training's own, from the name of its results*.json."""
-    about = file.removeprefix("results")
-    views = {view: f", {words}" for view, words in papers.VIEWS.items() if view and about.endswith(view)}
-    for view in views:
-        about = about.removesuffix(view)
-    activation = f", activation={about.removeprefix('_')}" if about else ""
-    return "".join(views.values()) + activation
-
-
-def _values(runs: list[Run], file: str, score: str) -> list[float]:
-    """The percentages of the runs that have the evaluation."""
-    found = (run.results if file == "results" else run.others.get(file.removeprefix("results_")) for run in runs)
-    return [100 * results[score] for results in found if results is not None]
+def _values(runs: list[Run], evaluation: str, score: str) -> list[float]:
+    """The percentages of the runs that have the evaluation and the score."""
+    name = papers.results_of(evaluation, runs[0].typed).removeprefix("results_") if evaluation else ""
+    found = (run.others.get(name) if evaluation else run.results for run in runs)
+    return [100 * results[score] for results in found if results is not None and score in results]
 
 
 def _measured(runs: list[Run]) -> str:

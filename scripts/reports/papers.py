@@ -1,23 +1,24 @@
 """The papers' experiments: their published scores, and the training of each row."""
 
 import importlib
-import re
 from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
 from engine.configuration import config as configuration
-from engine.configuration.choices import CONFIGS, choices, command_of, header, settings_of, weights_of
+from engine.configuration.choices import CONFIGS, PAPER, choices, command_of, paper_of, settings_of, weights_of
 from engine.configuration.command_line import composed
 from engine.configuration.help import as_text
 from engine.configuration.messages import explained
 from engine.schema.commands import RUNS
-from engine.schema.keys import Keys, declared_in, leaves
+from engine.schema.evaluation import Evaluation
+from engine.schema.keys import Keys, as_list, declared_in, leaves
 from engine.schema.training import TrainingRun
+from scripts.reports.runs import with_numbers
 
 REPOSITORY = CONFIGS.parent
 SCHEMAS = {run.entry: run for run in RUNS.values()}
-TABLES = {  # folders of configs/experiment
+TABLES = {  # which experiments name in their files
     "table1": "In-Place ABN, Table 1: ImageNet with exchanged activations",
     "table2": "In-Place ABN, Table 2: ImageNet",
     "table3": "In-Place ABN, Table 3: Cityscapes and COCO-Stuff",
@@ -33,36 +34,40 @@ TABLES = {  # folders of configs/experiment
 # minibatch is computed, which `changed_keys` judges.
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
 # A resumed run may change them, a row not.
-KEPT_ON_RESUMING = ("trainer.evaluate_images", "trainer.evaluate_batch_size", "trainer.capture")
+KEPT_ON_RESUMING = ("trainer.patience", "trainer.evaluate_images", "trainer.evaluate_batch_size", "trainer.capture")
 # Keys that change a training's speed and rounding but not its recipe: a row may differ in them, and says so.
 SPEED = (
     *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32", "trainer.capture"),
     *("trainer.deterministic", "trainer.evaluate_batch_size", "optim.fused", "norm.backend"),
 )
-ORDINALS = ("first", "second", "third", "fourth", "fifth")
-VIEWS = {"": "", "_ten_crop": "ten crops", "_crop320": "320 pixels"}  # of results*.json, as eval.py names them
 
 
 class Published(NamedTuple):
     """A published score of an experiment."""
 
     score: str  # in results.json
-    file: str  # results.json of the training, or of an evaluation that differs
+    evaluation: str  # words of eval.py; empty: the training's own
     percent: float
     source: str  # empty: the table's paper
 
 
 def experiments_of(table: str) -> list[str]:
     """The experiments of a table, in the order of its rows."""
-    return sorted((name for name in all_experiments() if name.startswith(f"{table}/")), key=_place)
+
+    def place(name: str) -> tuple:
+        row = paper_of(name).get("row")
+        return row is None, with_numbers(f"{row}".casefold()), with_numbers(name)
+
+    return sorted((name for name in all_experiments() if table in tables_of(name)), key=place)
 
 
-def _place(experiment: str) -> tuple[str, int, list]:
-    """The part of a table and the row in it, by the header's first sentence; experiments without a row come last."""
-    found = re.search(rf"^# (Table .*?),? ?({'|'.join(ORDINALS)}) row", header(experiment), re.MULTILINE)
-    if found:
-        return found[1].casefold(), ORDINALS.index(found[2]), []
-    return "~", 0, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", experiment)]
+def tables_of(experiment: str) -> list[str]:
+    """The tables of which an experiment is a row. ValueError: there is no such table."""
+    tables = as_list(paper_of(experiment).get("table", []))
+    if unknown := {*tables} - TABLES.keys():
+        name = f"configs/experiment/{experiment}.yaml: paper: table={unknown.pop()}"
+        raise ValueError(f"{name}: expected one of {', '.join(TABLES)}, or none")
+    return tables
 
 
 @cache
@@ -86,29 +91,27 @@ def _composed(experiment: str | None, *overrides: str) -> TrainingRun:
 
 
 def devices_of(experiment: str) -> int:
-    """The devices of the command in an experiment's header."""
-    processes = re.search(r"--nproc-per-node (\d+)", command_of(experiment))
-    return int(processes[1]) if processes else 1
+    """The devices of the command at an experiment's head."""
+    _, _, after = command_of(experiment).partition("--nproc-per-node ")
+    return int(after.split()[0]) if after else 1
 
 
 def published(experiment: str) -> list[Published]:
-    """The scores in an experiment's header."""
-    text, found = header(experiment), []
-    release = "the release" if "Published with the release" in text else ""
-    for miou in re.findall(r"mIoU ([\d.]+) %", text):
-        found.append(Published("miou", "results", float(miou), ""))
-    for error in re.findall(r"Published (?:top-1 )?error[^:]*: ([\d.]+) %", text):
-        found.append(Published("top1", "results", round(100 - float(error), 2), ""))
-    for row, activation in re.findall(
-        r"(?m)^# +(\d[\d./ |]+\d)(?: +(?:as trained|evaluated with activation=(\w+).*))?$", text
-    ):
-        swapped = f"_{activation}" if activation else ""
-        for view, scores in zip(VIEWS, row.split("|"), strict=True):
-            for score, percent in zip(("top1", "top5"), scores.split("/"), strict=True):
-                found.append(Published(score, f"results{swapped}{view}", float(percent), release))
-    for percent, source in re.findall(r"(?m)^# +([\d.]+) in \d+:\d+ +(.*)$", text):
-        found.append(Published("top1", "results", float(percent), source))
-    return found
+    """The scores at an experiment's head."""
+    paper = paper_of(experiment)
+    return [
+        Published(name, entry.get("eval", ""), percent, entry.get("source", ""))
+        for entry in (paper, *paper.get("also", ()))
+        for name, percent in entry.items()
+        if name not in PAPER
+    ]
+
+
+def results_of(evaluation: str, config: TrainingRun) -> str:
+    """The name, without .json, of the results that eval.py writes with these words for a training that has ended."""
+    importlib.import_module("eval")  # declares its command
+    values = composed("eval", "checkpoint=checkpoints/last.pt", *evaluation.split())
+    return configuration.typed(values, Evaluation).default_results_file(config).stem
 
 
 def training_of(config: TrainingRun) -> dict[str, object]:
@@ -127,7 +130,7 @@ def training_of(config: TrainingRun) -> dict[str, object]:
 def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[str]:
     """key=value of every key, without `SPEED`, in which a run differs from its experiment.
 
-    Processes and micro-batches count if norms see another number of crops than on the devices of the header.
+    Processes and micro-batches count if norms see another number of crops than on the devices of its command.
     """
     changed = [f"{name}={value}" for name, value in differing(config, experiment).items() if name not in SPEED]
     started = config.init.weights or getattr(config.body, "weights", None)
@@ -159,7 +162,11 @@ def _training(experiment: str) -> dict[str, object]:
 def first_of(experiment: str) -> str:
     """The first of the experiments that are the same training, in the order of `TABLES`."""
     order = list(TABLES)
-    return min([experiment, *sharing(experiment)], key=lambda name: (order.index(name.split("/")[0]), name))
+
+    def place(name: str) -> tuple[int, str]:
+        return min(map(order.index, tables_of(name)), default=len(order)), name
+
+    return min([experiment, *sharing(experiment)], key=place)
 
 
 def sharing(experiment: str) -> list[str]:

@@ -198,7 +198,7 @@ def found_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str
         if not found:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
         own: list[Run] = []
-        for path in sorted(found, key=_with_numbers):
+        for path in sorted(found, key=with_numbers):
             if not (path / "results.json").is_file():
                 records = path / "metrics.jsonl"
                 steps = re.findall(r'"step": (\d+)', records.read_text(errors="replace")) if records.is_file() else []
@@ -213,7 +213,7 @@ def found_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str
     return runs, left_out
 
 
-def _with_numbers(path: Path) -> list[str | float]:
+def with_numbers(path: Path | str) -> list[str | float]:
     """A sort key that puts lr=0.2 before lr=0.05e1, and 9 before 10: alternating texts and numbers."""
     return [float(part) if number % 2 else part for number, part in enumerate(NUMBER.split(str(path)))]
 

@@ -33,12 +33,12 @@ def refusal(kind: str, root: Path | None, split: str = "train", **options) -> st
 
 
 def test_a_folder_of_any_name_is_read_and_never_written(kind, root):
-    before = trees.contents(root)
+    before, splits = trees.contents(root), trees.splits_of(kind, root)
     folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
     for folder in folders:
         os.chmod(folder, 0o555)
     try:
-        for split in ("train", "val", "test"):
+        for split in splits:
             dataset = opened(kind, root, split)
             verify(dataset, workers=0)
             assert (dataset.name, dataset.split) == (kind, split)
@@ -49,30 +49,28 @@ def test_a_folder_of_any_name_is_read_and_never_written(kind, root):
     assert trees.contents(root) == before
 
 
-def test_a_test_split_may_have_no_labels_and_there_are_no_other_splits(root, kind):
-    dataset = opened(kind, root, "test")
-    if kind == "cityscapes":  # the published label files of its test split are placeholders
-        shutil.rmtree(root / "gtFine" / "test")
-        dataset = opened(kind, root, "test")
-    if kind in trees.WITHHELD:
-        assert not dataset.has_labels
-    if not dataset.has_labels:
-        assert len(dataset) == 2 and [sample.label for sample in dataset] == [None, None]
-        assert dataset[0].label is None
-        with pytest.raises(ValueError, match="no labels in split 'test'.*such as val"):
-            dataset.read_label(0)
+@pytest.mark.parametrize("placeholders", [True, False])  # published as labels of a test split
+def test_a_split_may_have_no_labels_and_there_are_no_other_splits(root, kind, placeholders):
+    if not placeholders:
+        shutil.rmtree(root / "gtFine" / "test", ignore_errors=True)
+    for split in trees.splits_of(kind, root):
+        dataset = opened(kind, root, split)
+        assert not (dataset.has_labels and split == "test" and kind in trees.WITHHELD)
+        if not dataset.has_labels:
+            assert {sample.label for sample in dataset} == {None} and dataset[0].label is None
+            with pytest.raises(ValueError, match=f"no labels in split '{split}'.*such as val"):
+                dataset.read_label(0)
     unknown = f"split 'validation' is unknown to {kind}; expected one of "
-    if kind == "folder":  # its splits have any names
-        unknown = f"folder: the folder {root}/validation/images is missing."
+    if kind == "folder":  # one's own images, whose splits have any names
+        unknown = f"{kind}: the folder {root}/validation/images is missing."
     assert refusal(kind, root, "validation").startswith(unknown)
 
 
 def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kind, root):
     if kind == "camvid":  # in the other layout, a split without images is not a missing folder
         root = trees.camvid_annot(root.parent / "annot")
-    files = opened(kind, root).files[0]
-    above = 1 if kind in ("cityscapes", "folder") else 0  # they have folders of cities, or any
-    images, labels = (path.parents[above] for path in (files.image, files.label))
+    pairs = zip(*((file.image, file.label) for file in opened(kind, root).files), strict=True)
+    images, labels = (Path(os.path.commonpath([path.parent for path in paths])) for paths in pairs)
     aside = root.parent / "aside"
     if kind == "coco_stuff":
         shutil.rmtree(root / "stuffthingmaps")

@@ -113,6 +113,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
 # What a key needs to be seen, besides itself.
 BESIDES: dict[str, dict[str, Any]] = {
     "memory.activations": {"trainer.recompute": "budget"},
+    "trainer.patience": {"trainer.evaluate_every_steps": 5},
     "sampler.folder": {"loss.class_weights": "frequency"},
     "lr_schedule.epochs": {"lr_schedule.steps": None},
     "norm.activation_param": {"norm.activation": "leaky_relu"},

@@ -266,7 +266,7 @@ FREE_ON_RESUME = {
     *("data.root", "data.workers", "data.verify", "data.timeout_seconds", "trainer.capture"),
     *("trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.checkpoint_every_steps"),
     *("trainer.evaluate_images", "trainer.log_every_steps", "trainer.recompute", "trainer.timeout_seconds"),
-    "trainer.evaluate_batch_size",
+    *("trainer.evaluate_batch_size", "trainer.patience"),
     *(f"memory.{name}" for name in ("budget", "gpus", "fit", "time", "activations")),
 }
 

@@ -47,7 +47,7 @@ ANSWERS = {
     "train_seg trainer.accelerator=cpu trainer.max_epochs=3": "give trainer.device=cpu trainer.epochs=3",
     "train_seg trainer.val_check_interval=0.5": "give trainer.evaluate_every_steps=N",
     "train_seg trainer.precision=16-mixed": "give trainer.precision=float16",
-    "train_seg callbacks.early_stopping.patience=3": "there is none for early stopping",
+    "train_seg callbacks.early_stopping.patience=3": "give trainer.patience=3",
     "train_seg trainer=gpu": "give trainer.device=cuda",
     "train_seg trainer.device=mps": "expected auto, cpu or cuda",
     # Hugging Face

@@ -253,7 +253,7 @@ def test_the_best_score_is_known_without_the_file(tmp_path):
             running.evaluation(step, 1.0, evaluated(miou=miou))
     assert running.best == [2, 0.7]
     (tmp_path / "metrics.jsonl").unlink()
-    resumed = MetricsLogger(tmp_path, Console(quiet=True), "miou", 10, 6, best=running.best)
+    resumed = MetricsLogger(tmp_path, Console(quiet=True), "miou", 10, 6, known=[running.best])
     assert resumed.best == [2, 0.7]
 
 

@@ -167,6 +167,6 @@ def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):
     """It would search for every size of an image."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     own, seen = MagicMock(config=run_config(), world=World()), []
-    own.metrics.best = None
+    own.metrics.best, own.metrics.ends_early, own.schedule.total_steps = None, False, 1
     Run.evaluate(own, 1, lambda: seen.append(torch.backends.cudnn.benchmark) or SimpleNamespace(scores={"miou": 0.5}))
     assert seen == [False] and torch.backends.cudnn.benchmark

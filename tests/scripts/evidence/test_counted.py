@@ -1,7 +1,6 @@
 """Bytes and plans that are counted: the committed ones are what the code gives today."""
 
 import json
-import re
 
 import pytest
 from torch import nn
@@ -39,12 +38,14 @@ def test_with_pytorchs_pooling_the_share_equals_the_released_layers(body, expect
 PLANNED = {row["experiment"]: row for row in recorded("memory_plan", "experiments")}
 
 
-def test_headers_state_the_planned_memory():
-    assert PLANNED.keys() == papers.all_experiments().keys()
-    for name, row in PLANNED.items():
-        found = re.search(r"# Planned: ([\d.]+) GiB of tensors on (one|each of (\d)) devices?\.", papers.header(name))
-        assert found is not None and found[1] == f"{row['peak'] / 2**30:.2f}", name
-        assert int(found[3] or 1) == row["devices"] == papers.devices_of(name), name
+def test_experiments_state_the_planned_memory():
+    """One's own need not."""
+    said = {name: papers.paper_of(name).get("planned") for name in papers.all_experiments()}
+    counted = {name: f"{row['peak'] / 2**30:.2f} GiB" for name, row in PLANNED.items()}
+    differ = [name for name in {*said, *counted} if said.get(name) != counted.get(name)]
+    advice = "leave `planned` out of one's own, and record the paper's: python -m scripts.evidence.memory_plan"
+    assert not differ, f"{differ}: {advice}"
+    assert all(row["devices"] == papers.devices_of(name) for name, row in PLANNED.items())
 
 
 @pytest.mark.parametrize(
