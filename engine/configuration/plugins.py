@@ -59,8 +59,8 @@ def _load(given: str) -> None:
             f"{KEY}=[{given}]: importing {found} starts a thread or uses a GPU, but help, sweeps and data workers "
             f"import it, too: do that in a logger, or when the network is built"
         )
-    files = tuple(sorted(found.parent.rglob("*.py"))) if is_package else (found,)
-    LOADED[name] = Plugin(given, files, configs)
+    others = sorted({*found.parent.rglob("*.py")} - {found}) if is_package else []
+    LOADED[name] = Plugin(given, (found, *others), configs)
 
 
 def _file_of(given: str) -> Path | None:

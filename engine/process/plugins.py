@@ -11,7 +11,7 @@ class Plugin(NamedTuple):
     """A module or package that `plugins=[…]` has named."""
 
     given: str  # its name or path, as on the command line
-    files: tuple[Path, ...]  # its Python files
+    files: tuple[Path, ...]  # its Python files, first the module's own
     configs: Path | None  # its folder of YAML files, which is searched after ours
 
     def hashes(self) -> dict[str, str]:
