@@ -16,6 +16,7 @@ from engine.configuration.plugins import load
 from engine.process import plugins
 from engine.schema.keys import CHOICES, declared_in
 from engine.schema.segmentation import SegmentationRun
+from tests import runs
 from tests.runs import REPOSITORY, SHORT, run_config
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
@@ -130,12 +131,14 @@ def loading(folder, monkeypatch):
     monkeypatch.setattr("engine.configuration.plugins.LOADED", plugins.LOADED)
     monkeypatch.setattr("engine.configuration.choices.LOADED", plugins.LOADED)
     monkeypatch.setattr("engine.configuration.config.LOADED", plugins.LOADED)
+    monkeypatch.setattr("hydra.compose", runs._compose)  # other tests' are kept for all
+    monkeypatch.setattr("tests.runs.Repository.read", {})
     for group, known in CHOICES.items():
         monkeypatch.setitem(CHOICES, group, dict(known))
-    before = {*sys.modules}
     yield folder
-    for name in {*sys.modules} - before:
-        del sys.modules[name]
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", "") or "").startswith(str(folder)):
+            del sys.modules[name]
     declared_in.cache_clear()
 
 
@@ -185,6 +188,26 @@ def test_a_plugin_that_cannot_be_used_is_refused(name, text, given, problem, loa
         (loading / "busy.py").write_text(text + code_of("plugin").replace("mine.", "busy."))
     with pytest.raises(ValueError, match=re.escape(f"plugins=[{given}]") + ".*" + problem):
         load([f"plugins=[{given}]"])
+
+
+def test_a_package_and_its_configs_are_found_by_their_folder(loading):
+    """Its own modules register, and experiments lie in its folder."""
+    package = loading / "elsewhere" / "own"
+    (package / "configs" / "experiment").mkdir(parents=True)
+    (package / "configs" / "experiment" / "theirs.yaml").write_text(
+        EXPERIMENT.replace("  - override /scores: [boundary_f1]\n", "")
+    )
+    (package / "__init__.py").write_text("from own import losses  # noqa: F401\n")
+    (package / "losses.py").write_text(code_of("plugin").replace("mine.", "own.losses."))
+    load([f"plugins=[{package}]"])
+    config = run_config(f"plugins=[{package}]", "experiment=theirs")
+    assert config.loss.name == "focal" and plugins.words() == [f"plugins=[{package}]"]
+    assert {*plugins.hashes()["own"]} == {"__init__.py", "losses.py"}
+    (package / "losses.py").write_text("# other\n")
+    assert plugins.changed_since({"own": {**plugins.hashes()["own"], "losses.py": "before", "gone.py": ""}}) == [
+        "losses.py",
+        "gone.py",
+    ]
 
 
 def test_resuming_and_ranks_compare_names_of_plugins(loading):

@@ -116,6 +116,8 @@ class Run(Generic[Config, Split]):
     def _resume(self, learner: Learner, state: dict) -> None:
         """ValueError: the checkpoint has other classes or does not fit the learner."""
         advice = "Restore the checkpoint"
+        if changed := plugins.changed_since(state.get("plugins", {})):
+            logger.warning(f"since {self.directory.resumed} these files of plugins have changed: {', '.join(changed)}")
         try:
             if state["classes"] != list(self.train_set.classes):
                 advice = "Give the dataset's classes their names and order again"
