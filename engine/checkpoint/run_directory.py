@@ -16,7 +16,7 @@ from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.configuration.help import as_text
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM, cure_of, reason_of
+from engine.process.output_files import NO_ROOM, cure_of, reason_of, untouched
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
@@ -105,7 +105,7 @@ class RunDirectory:
         ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.lock_file, "a")
+        self._lock = open(self.lock_file, "a", opener=untouched)
         started_s, told = time.monotonic(), False
         while True:
             try:

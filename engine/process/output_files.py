@@ -33,7 +33,7 @@ _CURES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Move the file away that is in the place of a folder"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n), or close other programs"),
-    errno.ELOOP: "A link leads back to itself; remove it, or let it lead to the file",
+    errno.ELOOP: "A link leads back to itself, or is where none may be; remove it",
 }
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _WRITERS = 4  # threads
@@ -125,6 +125,11 @@ def short_name(name: str, suffix: str = ".png") -> str:
     return folder + slash + os.fsencode(own)[: room - len(number)].decode(errors="ignore") + number
 
 
+def untouched(name: str, flags: int) -> int:
+    """An opener for what others may have put there: links are not followed, pipes not waited for, files not emptied."""
+    return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8, and create its folder. OSError names the file.
 
@@ -169,9 +174,6 @@ def _opened_alone(path: Path) -> IO[bytes] | None:
 
     None: it cannot be locked (on some network disks) or opened, or it is a link, a pipe or another user's.
     """
-
-    def untouched(name: str, flags: int) -> int:
-        return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     while True:
         with ExitStack() as stack, suppress(OSError):
