@@ -26,6 +26,7 @@ from PIL import Image
 
 LIST = "written.json"  # of the pictures that a command wrote into a folder
 _ABOUT = "the files below were written by a command, which may replace them"  # in the list
+NO_INODES, CHECK_DISK = "No inodes left on device", "Check the disk or the connection to it"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_ACCESS = "Make the folder and its files writable (or readable: owner, permissions, chattr -i, how it is mounted)"
 _CURES = {
@@ -74,9 +75,11 @@ def writable_file(key: str, file: Path, *sources: Path, ours: Callable[[Path], b
 
 
 def marked(*marks: bytes) -> Callable[[Path], bool]:
-    """A function that says whether all `marks`, regular expressions, are found in a file that is not empty."""
+    """A function that says whether all `marks`, regular expressions, are found in a file."""
 
     def is_marked(file: Path) -> bool:
+        if not (file.is_file() and file.stat().st_size):
+            return False
         with open(file, "rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as view:
             return all(re.search(mark, view) for mark in marks)
 
@@ -144,7 +147,7 @@ def write_file(path: Path, content: str | bytes) -> None:
             file.flush()
             os.replace(file.name, path)
     except OSError as error:  # a full disk names no file
-        raise OSError(error.errno, reason_of(error, path.parent), str(path)) from error
+        raise OSError(error.errno, explained(error, path.parent)[0], str(path)) from error
 
 
 def partial_path(path: Path) -> Path:
@@ -194,23 +197,13 @@ def _opened_alone(path: Path) -> IO[bytes] | None:
         return None
 
 
-def no_inodes(error: OSError, folder: Path) -> bool:
-    """Whether a disk takes no more files, however small; the system says that it has no space."""
+def explained(error: OSError, folder: Path) -> tuple[str, str]:
+    """The system's words for an error of a file in a folder, and what to do about it."""
     with suppress(OSError):
-        room = os.statvfs(folder)
-        return error.errno == errno.ENOSPC and room.f_files > 0 == room.f_favail
-    return False
-
-
-def reason_of(error: OSError, folder: Path) -> str:
-    """The system's words for an error of writing into a folder."""
-    return "No inodes left on device" if no_inodes(error, folder) else error.strerror or str(error)
-
-
-def cure_of(error: OSError, folder: Path, unknown: str = "Check the disk or the connection to it") -> str:
-    """What to do about an error of a file in a folder."""
-    many = "Remove files there: the disk is full of small ones (df -i), whatever space it has"
-    return many if no_inodes(error, folder) else _CURES.get(error.errno or 0, unknown)
+        disk = os.statvfs(folder)
+        if error.errno == errno.ENOSPC and disk.f_files > 0 == disk.f_favail:  # the system says that it has no space
+            return NO_INODES, "Remove files there: the disk is full of small ones (df -i), whatever space it has"
+    return error.strerror or str(error), _CURES.get(error.errno or 0, CHECK_DISK)
 
 
 def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False) -> None:
