@@ -153,9 +153,10 @@ def _ending(
 
     Of several in `more` with one name, the earliest suffix wins.
     """
-    taken, others = set[str](), list[tuple[str, os.DirEntry]]()
+    taken, others, ends = set[str](), list[tuple[str, os.DirEntry]](), tuple(map(str.lower, suffixes))
     for name, entry in entries:
-        if end := next((each for each in suffixes if name.lower().endswith(each.lower())), ""):
+        if (lower := name.lower()).endswith(ends):
+            end = next(filter(lower.endswith, ends))
             taken.add(own := name[: -len(end)])
             yield own, entry
         else:

@@ -34,7 +34,7 @@ _CURES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Move the file away that is in the place of a folder"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n), or close other programs"),
-    errno.ELOOP: "A link leads back to itself, or is where none may be; remove it",
+    errno.ELOOP: "Remove the link, which leads back to itself or is where none may be",
 }
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _WRITERS = 4  # threads
