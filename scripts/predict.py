@@ -230,8 +230,8 @@ def check_written(options: Prediction, output: Path, images: Iterable[Path], seg
         return
     if os.path.lexists(file) and not (file.is_file() and not file.stat().st_size):
         raise ValueError(f"output={output} has a dataset's {CLASSES}, which would be lost: give another folder")
-    there = (path for kind in KINDS for path in (output / kind).rglob("*") if path.suffix.lower() in (".png", ".npy"))
-    if foreign := next(there, None):
+    there = (path for kind in KINDS for path in (output / kind).rglob("*") if not path.is_dir())
+    if foreign := next((path for path in there if path.suffix.lower() in (".png", ".npy")), None):
         raise ValueError(
             f"output={output} holds {foreign.relative_to(output)}, which might be replaced: no {CLASSES} says that "
             f"this command wrote it. Give another folder"
