@@ -3,7 +3,7 @@
 import os
 
 from datasets.class_table import ClassTable
-from datasets.layout import Layout, remarks_on, without_image
+from datasets.layout import Layout
 from datasets.row import Row
 from datasets.segmentation import SegmentationDataset
 
@@ -65,8 +65,7 @@ def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
         image_folder, label_folder = root / split, root / f"{split}annot"
     images = _LAYOUT.files(root, image_folder, _SUFFIXES, images_of=split)
     labels = _LAYOUT.files(root, label_folder, (".png",))
-    files = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
-    alone = remarks_on(without_image(labels, images))
+    files, alone = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
     return SegmentationDataset(name="camvid", split=split, files=files, table=camvid_classes(), remarks=alone)
 
 

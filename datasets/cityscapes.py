@@ -3,7 +3,7 @@
 import os
 
 from datasets.class_table import ClassTable
-from datasets.layout import Layout, remarks_on, without_image
+from datasets.layout import Layout
 from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
 
@@ -75,8 +75,7 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
     if split != _WITHHELD:
         folder = root / "gtFine" / split
         labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), deep=True)
-        files = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
-        alone = remarks_on(without_image(labels, images))
+        files, alone = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
     files = [entry._replace(name=entry.name.rpartition("/")[2]) for entry in files]
     return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), remarks=alone)
 

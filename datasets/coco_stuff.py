@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets.class_table import IGNORED, ClassTable, distinct_colours
 from datasets.file_list import list_files
-from datasets.layout import Layout, as_listed, read_list, remarks_on, without_image
+from datasets.layout import Layout, as_listed, read_list
 from datasets.row import Images, Row
 from datasets.segmentation import Files, SegmentationDataset
 
@@ -90,11 +90,10 @@ def coco_stuff(
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes())
     names = _listed(root, split, images, keys) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
-    alone = remarks_on(without_image(labels, images)) if names is None else ()
     if names is not None:
         images = {name: images[name] for name in names}
-    files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
-    files = files if names is None else as_listed(files, names)
+    files, alone = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
+    files, alone = (files, alone) if names is None else (as_listed(files, names), ())  # lists leave labels out
     return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps), remarks=alone)
 
 

@@ -6,9 +6,10 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -112,13 +113,10 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False, more: 
     ValueError if two files have the same name, or a folder has one of the suffixes.
     """
     found: dict[str, Path] = {}
-    entries = [*files_in(folder, deep, suffixes)]
-    for name, entry in entries:
-        path, end = Path(entry.path), next((each for each in suffixes if name.lower().endswith(each.lower())), None)
-        if end is not None and (other := found.setdefault(name[: -len(end)], path)) != path:
+    for name, entry in _ending(files_in(folder, deep, suffixes), suffixes, more):
+        if (other := found.setdefault(name, path := Path(entry.path))) != path:
             one, two = (ascii(str(file.relative_to(folder))) for file in (other, path))  # it shows how accents differ
             raise ValueError(f"{folder} holds both {one} and {two}: expected one file per name. Remove one.")
-    found |= {name: Path(entry.path) for name, entry in _others(found, entries, more)}
     return dict(sorted(found.items()))
 
 
@@ -148,15 +146,22 @@ def files_in(
                 yield from ((f"{composed(entry.name)}/{name}", file) for name, file in inside)
 
 
-def _others(
-    names: Collection[str], entries: Sequence[tuple[str, os.DirEntry]], suffixes: Sequence[str]
+def _ending(
+    entries: Iterable[tuple[str, os.DirEntry]], suffixes: Sequence[str], more: Sequence[str]
 ) -> Iterator[tuple[str, os.DirEntry]]:
-    """The entries that end in one of `suffixes`, by their names without it.
+    """The entries that end in one of `suffixes`, by their names without it; then those in `more` with other names.
 
-    Names in `names` are left out. Of several entries with one name, the earliest suffix wins.
+    Of several in `more` with one name, the earliest suffix wins.
     """
-    taken = {*names}
-    for end, (name, entry) in product(suffixes, sorted(entries, key=lambda entry: entry[0]) if suffixes else ()):
+    taken, others, ends = set[str](), list[tuple[str, os.DirEntry]](), tuple(map(str.lower, suffixes))
+    for name, entry in entries:
+        if (lower := name.lower()).endswith(ends):
+            end = next(filter(lower.endswith, ends))
+            taken.add(own := name[: -len(end)])
+            yield own, entry
+        else:
+            others.append((name, entry))
+    for end, (name, entry) in product(more, sorted(others, key=itemgetter(0))):
         if name.lower().endswith(end) and (own := name[: -len(end)]) not in taken:
             taken.add(own)
             yield own, entry
@@ -175,11 +180,8 @@ def list_classes(
     found = list[list[tuple[str, tuple[int, int]]]]()
     for each in classes:
         entries = [*files_in(folder / each, suffixes=suffixes)]
-        images = {entry.path: entry for name, entry in entries if name.lower().endswith(suffixes)}
-        if len(images) < len(entries):
-            names = {name.rpartition(".")[0] for name, entry in entries if entry.path in images}
-            images |= {entry.path: entry for _, entry in _others(names, entries, more)}
-            left_out += (entry.path for _, entry in entries if entry.path not in images)
+        images = {entry.path: entry for _, entry in _ending(entries, suffixes, more)}
+        left_out += (entry.path for _, entry in entries if entry.path not in images)
         found.append(sorted((path[start:], _size_and_time(entry)) for path, entry in images.items()))
     files = _file_list(folder, [entry for entries in found for entry in entries])
     return files, np.repeat(np.arange(len(classes)), [len(entries) for entries in found]), left_out

@@ -16,7 +16,7 @@ import numpy as np
 from datasets.class_names import check_names
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_list import composed, files_in, is_hidden, list_files, readable
-from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_json, read_list, remarks_on, without_image
+from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_json, read_list, remarks_on
 from datasets.reading import Stored, Window, decode_mask, label_palette
 from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
@@ -155,7 +155,7 @@ def folder(
     found = _LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True, more=RARE)
     images, labels = options.images(found), options.labels(above)
     is_test, looked_in = own.name == WITHHELD, above / label_folder
-    alone = without_image(labels, images)
+    alone = [path for name, path in labels.items() if name not in images]
     if above != root and labels:  # one without a label is passed over, as before its suffix was read
         known = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in PHOTOGRAPHS}
         images = known or images
@@ -172,7 +172,7 @@ def folder(
         fix = options.found(above, images) or "add the labels, under the names of their images, or take the images out"
         if not looked_in.is_dir():
             raise _LAYOUT.error(f"folder: the folder {looked_in} is missing", root, fix)
-        files = _LAYOUT.pair(images, labels, root, f"{looked_in}/NAME{label_suffix}.png", fix)  # raises
+        files, _ = _LAYOUT.pair(images, labels, root, f"{looked_in}/NAME{label_suffix}.png", fix)  # raises
     if not (classes := root / CLASSES).is_file():
         what = "a link that leads nowhere" if classes.is_symlink() else "missing"
         fix = f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold"

@@ -92,16 +92,17 @@ class Layout:
         root: Path,
         looked_for: str,
         fix: str | None = None,
-    ) -> list[Files]:
-        """Pair images with labels by name. ValueError counts and names the images without a label.
+    ) -> tuple[list[Files], tuple[str, ...]]:
+        """Pair images with labels by name. Also returns remarks on labels without an image, which are left out.
 
-        Labels without an image are left out, see `remarks_on`. `fix`: see `error`.
+        ValueError counts and names the images without a label. `fix`: see `error`.
         """
         if missing := [name for name in images if name not in labels]:
             count = f"{len(missing)} of {len(images)} images"
             problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
             raise self.error(problem, root, fix=fix)
-        return [Files(name, image, labels[name]) for name, image in images.items()]
+        files = [Files(name, image, labels[name]) for name, image in images.items()]
+        return files, remarks_on([path for name, path in labels.items() if name not in images])
 
 
 def as_listed(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
@@ -137,11 +138,6 @@ def first_of(names: Sequence[str]) -> str:
     """The first five names, for messages; in quotes where a blank is at an end."""
     shown = (readable(name) if name == name.strip() else repr(name) for name in names[:5])
     return ", ".join(shown) + ", …" * (len(names) > 5)
-
-
-def without_image(labels: Mapping[str, Path], images: Mapping[str, Path]) -> list[Path]:
-    """The labels whose image is missing."""
-    return [path for name, path in labels.items() if name not in images]
 
 
 def remarks_on(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets.class_names import check_names
 from datasets.class_table import ClassTable, rgb
-from datasets.layout import Layout, read_json, remarks_on, without_image
+from datasets.layout import Layout, read_json
 from datasets.row import Row
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
 
@@ -92,7 +92,7 @@ def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
             raise _LAYOUT.error(f"vistas: {folder} has only labels of Mapillary Vistas v2.0; expected v1.2", root)
         labels = _LAYOUT.files(root, (versioned if versioned.is_dir() else folder) / "labels", (".png",))
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
-        files, alone = _LAYOUT.pair(images, labels, root, looked_for), remarks_on(without_image(labels, images))
+        files, alone = _LAYOUT.pair(images, labels, root, looked_for)
     return SegmentationDataset("vistas", split, files, table, remarks=alone)
 
 

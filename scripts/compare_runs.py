@@ -29,7 +29,7 @@ from engine.process.output_files import marked, writable_file, write_file
 from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
 from scripts.reports.markdown import conditions, escaped, in_lines, mean_of, table
-from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, is_copy, titles_of
+from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
 
 
 @dataclass
@@ -159,8 +159,9 @@ def compare(values: DictConfig) -> Path:
     folders = {(out / named_after([run.name])).resolve(): run for group in groups for run in group.runs}
     if any(run.folder.resolve() in folders for run in folders.values() if not run.is_copy):
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
-    for folder in folders:
-        if folder.is_dir() and any(folder.iterdir()) and not is_copy(folder / "results.json"):
+    is_copy = marked(rb'"run_dir": "DIR"')
+    for folder in filter(Path.is_dir, folders):
+        if any(folder.iterdir()) and not is_copy(folder / "results.json"):
             raise ValueError(f"out={out}: {folder} holds no copy of a run, and would be overwritten: give another path")
     page, picture = Path(f"{out}.md"), Path(f"{out}.png")
     writable_file("out", page, ours=marked(rb"python -m scripts\.compare_runs"))

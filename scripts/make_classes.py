@@ -311,12 +311,11 @@ def contents(path: Path, image: Path | None) -> Contents:
             used = used16(stored, turned=True)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
-        return Contents(
-            kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}, other_size, used, between(raw)
-        )
-    palette = label_palette(file)
-    kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
-    colours = {number: palette[number] for number in pixels if number in palette}
+        colours = {code: tuple(code.to_bytes(3, "big")) for code in pixels}
+    else:
+        palette = label_palette(file)
+        kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
+        colours = {number: palette[number] for number in pixels if number in palette}
     return Contents(kind, pixels, colours, other_size, used, between(raw))
 
 

@@ -226,17 +226,16 @@ def check_written(options: Prediction, output: Path, images: Iterable[Path], seg
         writable_file("output", output / TABLE, ours=is_table)
         return
     file = writable_folder("output", output) / CLASSES
-    is_empty = file.is_file() and not file.stat().st_size
-    if os.path.lexists(file) and not is_empty:
-        if not (file.is_file() and are_classes(file)):
-            raise ValueError(f"output={output} has a dataset's {CLASSES}, which would be lost: give another folder")
+    if are_classes(file):
         return
-    for path in (path for kind in KINDS for path in (output / kind).rglob("*")):
-        if path.suffix.lower() in (".png", ".npy") and not path.is_dir():
-            raise ValueError(
-                f"output={output} holds {path.relative_to(output)}, which might be replaced: no {CLASSES} says that "
-                f"this command wrote it. Give another folder"
-            )
+    if os.path.lexists(file) and not (file.is_file() and not file.stat().st_size):
+        raise ValueError(f"output={output} has a dataset's {CLASSES}, which would be lost: give another folder")
+    there = (path for kind in KINDS for path in (output / kind).rglob("*") if not path.is_dir())
+    if foreign := next((path for path in there if path.suffix.lower() in (".png", ".npy")), None):
+        raise ValueError(
+            f"output={output} holds {foreign.relative_to(output)}, which might be replaced: no {CLASSES} says that "
+            f"this command wrote it. Give another folder"
+        )
 
 
 def write_classes(path: Path, network: Segmenter) -> None:

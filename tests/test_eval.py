@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import cityscapes
+from datasets import cityscapes, folder
 from engine import assemble
 from engine.assemble import tasks
 from engine.checkpoint import files as checkpoint
@@ -19,6 +19,8 @@ from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import evaluation
 from eval import evaluate
+from tests import trees
+from tests.checkpoints import saved
 from tests.runs import SHORT, classification_config, composed, run_config
 from train_seg import train
 
@@ -141,6 +143,22 @@ def test_pictures_and_scores_replace_only_those_of_earlier_evaluations(run_dir, 
     results.write_text('{"classes": []}')
     with pytest.raises(ValueError, match=f"^results={results} was not written by this command, and would be lost"):
         evaluate_run(run_dir, f"results={results}")
+
+
+def test_a_folder_without_a_list_of_classes_is_offered_the_checkpoint_s(tmp_path):
+    """A list of new names would be refused. Ids that the network does not know are ignored."""
+    root, names, ids = trees.folder(tmp_path / "data"), ["wood", "bärk", "rot"], [0, 1, 3]
+    (root / "classes.json").unlink()
+    palette = [[120, 80, 40], [0, 0, 9], [0, 90, 0]]
+    saved(tmp_path / "net.pt", run_config(*SHORT, "data=folder"), names, palette=palette, label_ids=ids)
+    with pytest.raises(
+        ValueError, match="classes.json is missing there. Copy it .* write the checkpoint's classes: "
+    ) as e:
+        evaluate_run(tmp_path / "net.pt", f"data.root={root}")
+    (root / "classes.json").write_text(str(e.value).partition("classes: ")[2])
+    offered = folder(root, "val").table
+    assert ([*offered.names], [*offered.official_ids], [*map(list, offered.palette)]) == (names, ids, palette)
+    assert evaluate_run(tmp_path / "net.pt", f"data.root={root}")["iou"].keys() == {*names}
 
 
 def test_scores_do_not_replace_the_checkpoint(run_dir):

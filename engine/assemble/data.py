@@ -74,10 +74,9 @@ def check_classes(config: Data, state: dict) -> None:
     if config.name != "folder" or not root.is_dir() or os.path.lexists(root / CLASSES):
         return
     ids = state.get("label_ids", range(len(state["classes"])))
-    known = dict(zip(ids, zip(state["classes"], state["palette"], strict=True), strict=True))
-    entries = [
-        {"name": name, "colour": colour} for name, colour in (known.get(n, ("void", None)) for n in range(max(ids) + 1))
-    ]
+    given = zip(ids, state["classes"], state["palette"], strict=True)
+    known = {number: {"name": name, "colour": colour} for number, name, colour in given}
+    entries = [known.get(number, {"name": "void"}) for number in range(max(ids) + 1)]
     ignored = sorted({*range(max(ids)), 255} - {*ids})
     raise ValueError(
         f"data.root={root}: {CLASSES} is missing there. Copy it from the images that the network was trained on, or "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from datasets.class_names import check_order
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM, cure_of, marked, no_inodes, partial_file, partial_path, reason_of
+from engine.process.output_files import NO_INODES, NO_ROOM, explained, marked, partial_file, partial_path
 from engine.schema.training import OF_OTHERS
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
@@ -83,9 +83,8 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
         left = what_is_left(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
         left = f"It needs {size:,} bytes, and " * ("bytes are free" in left) + left
-        return (
-            f"checkpoint {path} of step {state.get('step')} cannot be written: {reason_of(reason, path.parent)}. {left}"
-        )
+        words, _ = explained(reason, path.parent)
+        return f"checkpoint {path} of step {state.get('step')} cannot be written: {words}. {left}"
 
     _replace(path, {"format": FORMAT, **state}, not_written, previous)
 
@@ -99,8 +98,8 @@ def write_alone(path: Path, content: dict) -> None:
     vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
 
     def not_written(why: OSError) -> str:
-        cure = cure_of(why, path.parent)
-        return f"{path} cannot be written: {reason_of(why, path.parent)}. {cure}, or give another file"
+        words, cure = explained(why, path.parent)
+        return f"{path} cannot be written: {words}. {cure}, or give another file"
 
     _replace(path, content, not_written)
 
@@ -138,8 +137,9 @@ def what_is_left(reason: OSError, folder: Path, *checkpoints: Path | None) -> st
     kept, free = "there is no earlier checkpoint", "an unknown number of"
     if good := last_good(*checkpoints):
         kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
-    cure = f"{cure_of(reason, folder)}, then continue with resume=auto"
-    if reason.errno not in NO_ROOM or no_inodes(reason, folder):
+    words, cure = explained(reason, folder)
+    cure = f"{cure}, then continue with resume=auto"
+    if reason.errno not in NO_ROOM or words == NO_INODES:
         return f"{kept[0].upper()}{kept[1:]}. {cure}"
     with suppress(OSError):
         free = f"{shutil.disk_usage(folder).free:,}"

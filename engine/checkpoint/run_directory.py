@@ -16,7 +16,7 @@ from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.configuration.help import as_text
 from engine.process.console import logger
-from engine.process.output_files import NO_ROOM, cure_of, reason_of
+from engine.process.output_files import NO_ROOM, explained, untouched
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
@@ -105,7 +105,7 @@ class RunDirectory:
         ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.lock_file, "a")
+        self._lock = open(self.lock_file, "a", opener=untouched)
         started_s, told = time.monotonic(), False
         while True:
             try:
@@ -146,12 +146,12 @@ class RunDirectory:
             full = error.errno in NO_ROOM
             if not full and not (file and Path(file).is_relative_to(self.path)):
                 raise  # checkpoint.save has worded it
-            cure = cure_of(error, self.path)
+            words, cure = explained(error, self.path)
             cure = f"Give another run_dir, or {cure[0].lower()}{cure[1:]}"
             if full or checkpoint.last_good(self.last, self.previous):
                 cure = checkpoint.what_is_left(error, self.path, self.last, self.previous)
             what = "cannot be written to" if full else f"cannot be used: {file}"
-            raise OSError(f"run_dir={self.path} {what}: {reason_of(error, self.path)}. {cure}") from error
+            raise OSError(f"run_dir={self.path} {what}: {words}. {cure}") from error
         finally:
             if self._lock is not None:
                 self._lock.close()

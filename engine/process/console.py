@@ -4,10 +4,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from datasets.file_list import readable
+from engine.process.output_files import untouched
 
 logger = logging.getLogger("engine")
 SLOW_SECONDS, LOG_SECONDS = 1.0, 30.0
@@ -70,6 +72,21 @@ class _Formatter(logging.Formatter):
         return readable(super().format(record), lines=True)
 
 
+class _LogFile(WatchedFileHandler):
+    """Appends to a file, or to a new one if that was removed. Its errors, such as of a full disk, end nothing."""
+
+    def _open(self) -> Any:
+        is_lost = hasattr(self, "stream")
+        file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=untouched)
+        if is_lost:
+            file.write("earlier lines are lost: this file was removed or replaced while the run used it\n")
+        return file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+
 def make_console(rank: int = 0) -> Console:
     """A console for rank `rank`; only rank 0 prints. In files and pipes, lines do not break at 80 columns.
 
@@ -110,7 +127,7 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         logging.raiseExceptions = False  # on a full disk: it would print a traceback for each line
-        in_file = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
+        in_file = _LogFile(file)
         in_file.setFormatter(_Formatter("%(asctime)s %(message)s"))
         logger.addHandler(in_file)
 

@@ -26,6 +26,7 @@ from PIL import Image
 
 LIST = "written.json"  # of the pictures that a command wrote into a folder
 _ABOUT = "the files below were written by a command, which may replace them"  # in the list
+NO_INODES, CHECK_DISK = "No inodes left on device", "Check the disk or the connection to it"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_ACCESS = "Make the folder and its files writable (or readable: owner, permissions, chattr -i, how it is mounted)"
 _CURES = {
@@ -33,7 +34,7 @@ _CURES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Move the file away that is in the place of a folder"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n), or close other programs"),
-    errno.ELOOP: "A link leads back to itself; remove it, or let it lead to the file",
+    errno.ELOOP: "Remove the link, which leads back to itself or is where none may be",
 }
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _WRITERS = 4  # threads
@@ -74,9 +75,11 @@ def writable_file(key: str, file: Path, *sources: Path, ours: Callable[[Path], b
 
 
 def marked(*marks: bytes) -> Callable[[Path], bool]:
-    """A function that says whether all `marks`, regular expressions, are found in a file that is not empty."""
+    """A function that says whether all `marks`, regular expressions, are found in a file."""
 
     def is_marked(file: Path) -> bool:
+        if not (file.is_file() and file.stat().st_size):
+            return False
         with open(file, "rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as view:
             return all(re.search(mark, view) for mark in marks)
 
@@ -125,6 +128,11 @@ def short_name(name: str, suffix: str = ".png") -> str:
     return folder + slash + os.fsencode(own)[: room - len(number)].decode(errors="ignore") + number
 
 
+def untouched(name: str, flags: int) -> int:
+    """An opener for what others may have put there: links are not followed, pipes not waited for, files not emptied."""
+    return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8, and create its folder. OSError names the file.
 
@@ -139,7 +147,7 @@ def write_file(path: Path, content: str | bytes) -> None:
             file.flush()
             os.replace(file.name, path)
     except OSError as error:  # a full disk names no file
-        raise OSError(error.errno, reason_of(error, path.parent), str(path)) from error
+        raise OSError(error.errno, explained(error, path.parent)[0], str(path)) from error
 
 
 def partial_path(path: Path) -> Path:
@@ -170,9 +178,6 @@ def _opened_alone(path: Path) -> IO[bytes] | None:
     None: it cannot be locked (on some network disks) or opened, or it is a link, a pipe or another user's.
     """
 
-    def untouched(name: str, flags: int) -> int:
-        return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
     while True:
         with ExitStack() as stack, suppress(OSError):
             file = stack.enter_context(open(path, "wb", opener=untouched))
@@ -192,23 +197,13 @@ def _opened_alone(path: Path) -> IO[bytes] | None:
         return None
 
 
-def no_inodes(error: OSError, folder: Path) -> bool:
-    """Whether a disk takes no more files, however small; the system says that it has no space."""
+def explained(error: OSError, folder: Path) -> tuple[str, str]:
+    """The system's words for an error of a file in a folder, and what to do about it."""
     with suppress(OSError):
-        room = os.statvfs(folder)
-        return error.errno == errno.ENOSPC and room.f_files > 0 == room.f_favail
-    return False
-
-
-def reason_of(error: OSError, folder: Path) -> str:
-    """The system's words for an error of writing into a folder."""
-    return "No inodes left on device" if no_inodes(error, folder) else error.strerror or str(error)
-
-
-def cure_of(error: OSError, folder: Path, unknown: str = "Check the disk or the connection to it") -> str:
-    """What to do about an error of a file in a folder."""
-    many = "Remove files there: the disk is full of small ones (df -i), whatever space it has"
-    return many if no_inodes(error, folder) else _CURES.get(error.errno or 0, unknown)
+        disk = os.statvfs(folder)
+        if error.errno == errno.ENOSPC and disk.f_files > 0 == disk.f_favail:  # the system says that it has no space
+            return NO_INODES, "Remove files there: the disk is full of small ones (df -i), whatever space it has"
+    return error.strerror or str(error), _CURES.get(error.errno or 0, CHECK_DISK)
 
 
 def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False) -> None:

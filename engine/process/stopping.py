@@ -25,7 +25,7 @@ from datasets.file_list import readable
 from engine.process.allocations import cause_of, is_out_of_memory
 from engine.process.console import logger, make_printing_safe
 from engine.process.distributed import World, launched
-from engine.process.output_files import cure_of
+from engine.process.output_files import CHECK_DISK, explained
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 SECONDS_TO_END = 20  # for Python's exit, when all files have been written
@@ -173,8 +173,8 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
         message = readable(f"error: {message.strip()}", lines=True)
         if isinstance(error, OSError):
-            cure = cure_of(error, Path(str(error.filename)).parent, unknown="")
-            message += f": {cure[:1].lower()}{cure[1:]}, then start it again" * bool(cure)
+            _, cure = explained(error, Path(str(error.filename)).parent)
+            message += f": {cure[0].lower()}{cure[1:]}, then start it again" * (cure != CHECK_DISK)
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _for_torchrun(Path(file), message)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):

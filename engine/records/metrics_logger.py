@@ -57,6 +57,7 @@ class MetricsLogger:
         self.patience, self.why_ended = patience, ""  # why: before the last step
         if run_dir is not None:
             self.metrics_file, self.recorded_bytes = run_dir / "metrics.jsonl", 0
+            (run_dir / "tensorboard").mkdir(parents=True, exist_ok=True)
             self._drop_records_beyond(start_step, total_steps)
             if 0 < start_step < total_steps and not self.ends_early:
                 self._record({"kind": "resumed", "step": start_step})
@@ -256,6 +257,10 @@ class MetricsLogger:
                 logger.warning(f"{self.metrics_file} was removed or replaced while the run used it: {lost}")
             file.write(json.dumps(without_nan(record)) + "\n")
             self.recorded_bytes = file.tell()
+        folder = self.metrics_file.with_name("tensorboard")
+        if not folder.is_dir():  # TensorBoard appends to its file there, or to a new one
+            folder.mkdir()
+            logger.warning(f"{folder} was removed while the run used it: it goes on without what it held until now")
 
     @staticmethod
     def _let_events_be_earlier(folder: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from models.checkpoints.torch_files import SAFETENSORS
+
 PUBLISHED = "published"  # instead of a file: the library's own
 
 
@@ -20,6 +22,7 @@ class Normalisation(NamedTuple):
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = Normalisation((0.5,) * 3, (0.5,) * 3)
+_VALUES = ("mean", "std", "pretrained_cfg")  # of a file's metadata
 OF_TENSORFLOW = ("googlenet", "inception_v3")  # torchvision's networks themselves turn IMAGENET into HALF
 
 
@@ -45,10 +48,15 @@ def timm_tags(network: str) -> dict[Normalisation, list[str]]:
 
 
 def timm_metadata(path: Path, content: object) -> Normalisation | None:
-    """The normalisation that a file's config.json, as on the Hub, or a timm training's arguments in it state."""
+    """The normalisation that a file states: its header, or a config.json beside it, or a timm training's arguments."""
     stated = vars(content["args"]) if isinstance(content, dict) and isinstance(content.get("args"), Namespace) else {}
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError):  # as on the Hub
         stated = json.loads((path.parent / "config.json").read_text("utf-8"))["pretrained_cfg"]
+    if path.suffix == SAFETENSORS:
+        with suppress(OSError, ValueError), open(path, "rb") as file:  # its header's size, and the header, of texts
+            texts = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
+            stated = {**stated, **texts, **{key: json.loads(texts[key]) for key in _VALUES if key in texts}}
+            stated |= stated.get("pretrained_cfg", {})
     if stated.get("mean") and stated.get("std"):
         return Normalisation(tuple(stated["mean"]), tuple(stated["std"]))
     return timm_normalisation(str(stated["model"])) if "." in str(stated.get("model", "")) else None

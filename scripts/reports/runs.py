@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from datasets.file_list import printable
 from engine.configuration import config as configuration
-from engine.process.output_files import marked, write_file
+from engine.process.output_files import write_file
 from engine.schema.commands import RUNS
 
 _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys with paths on one machine
@@ -134,11 +134,6 @@ class Run:
             write_file(folder / f"{stem}.json", json.dumps(results) + "\n")
         write_file(folder / "config.yaml", f"# {self.command}\n{self.config}")
         write_file(folder / "metrics.jsonl", self.metrics)
-
-
-def is_copy(results: Path) -> bool:
-    """Whether a results.json is a comparison's copy."""
-    return results.is_file() and bool(results.stat().st_size) and marked(rb'"run_dir": "DIR"')(results)
 
 
 def thinned(records: list[dict], best: str) -> list[dict]:

@@ -106,6 +106,14 @@ def test_wrong_folders_and_splits_are_named(root, given, split, message):
         imagenet(given(root), split)
 
 
+@pytest.mark.parametrize("called, fix", [("valid", "rename {root}/valid to val"), ("held_out", "move each image")])
+def test_a_folder_with_another_name_of_the_split_is_to_be_renamed(root, called, fix):
+    (root / "val").rename(root / called)
+    problem = f"^image_folder: the folder {root}/val is missing.\nFound in {root}: "
+    with pytest.raises(ValueError, match=f"{problem}[^$]*\nFix: {fix.format(root=root)}"):
+        image_folder(root, "val")
+
+
 def test_all_suffixes_of_own_images_are_read_and_others_counted(root):
     folder = root / "train" / WNIDS[1]
     before = image_folder(root, "train")

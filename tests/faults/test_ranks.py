@@ -60,3 +60,35 @@ def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
     assert run.ends() == 1  # torchrun does not pass on its processes' exit status 75
     stopped(tmp_path / "run", run.output)
     survived(tmp_path / "run", whole_of_two, processes=2)
+
+
+WITHOUT_HOME = "import pwd\npwd.getpwuid = {}.__getitem__\n"  # as of a user whom a container does not know
+
+
+@pytest.mark.parametrize("trap", [False, True])
+def test_ranks_of_a_user_without_a_home_make_one_private_folder_or_none(tmp_path, monkeypatch, trap):
+    """Both draw the streets and count their classes there, in the folder for temporary files."""
+    shared, name = tmp_path / "shared", f"inplace-abn-segmentation-{os.getuid()}"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_HOME)
+    for variable in ("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TMPDIR", str(shared))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if trap:
+        (tmp_path / "victim").mkdir()
+        (shared / name).symlink_to(tmp_path / "victim")
+    run = Run(tmp_path / "run", "trainer.steps=1", "sampler=class_uniform", processes=2)
+    status, folder = run.ends(), shared / name
+    if trap:
+        assert status == 1 and says(run.output, "the synthetic dataset has no cache folder", "data.root=DIR"), (
+            run.output
+        )
+        assert not [*(tmp_path / "victim").iterdir()] and not run.run_dir.exists()
+        return
+    assert status == 0, run.output
+    assert folder.stat().st_mode & 0o7777 == 0o700
+    assert {path.name for path in folder.iterdir()} >= {"class-index", "compiled", "verified"}
+    for inside in ("class-index", "synthetic-streets-*"):
+        assert len([*folder.glob(f"{inside}/*")]) == 1, inside  # of both ranks, and nothing unfinished

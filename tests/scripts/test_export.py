@@ -8,8 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as configuration
 from engine.prediction import open_network
-from scripts.export import export
+from engine.prediction.opening import open_checkpoint
+from engine.schema.evaluation import Prediction
+from scripts.export import Export, export, metadata
 from tests.checkpoints import saved
 from tests.runs import classification_config, composed, run_config
 
@@ -90,6 +94,17 @@ def test_an_onnx_model_computes_the_same_at_other_sizes(checkpoints, task, optio
     else:
         limit = 2e-2 if "precision=float16" in options else 1e-4
         assert (found - expected).abs().max() < limit * expected.abs().max()
+
+
+def test_the_metadata_holds_the_ids_that_labels_and_predictions_have(checkpoints, tmp_path):
+    """Classes in the output are positions: an ignored id shifts those after it."""
+    state = checkpoint.load(checkpoints / "segmentation.pt")
+    checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": [0, 1, 3, 7, 12]})
+    options = configuration.typed(composed("export", "checkpoint=net.pt", "output=net.pt2", "argmax=true"), Export)
+    for file, ids in ((tmp_path / "net.pt", [0, 1, 3, 7, 12]), (checkpoints / "classification.pt", None)):
+        found = open_checkpoint(file, Prediction(device="cpu"))
+        about = json.loads(metadata(found, options))
+        assert (about["label_ids"], about["classes"], about["output"]) == (ids, NAMES, "classes")
 
 
 def test_what_cannot_be_exported_is_refused(checkpoints, tmp_path, monkeypatch):

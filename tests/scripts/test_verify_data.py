@@ -40,6 +40,15 @@ def test_complete_data_has_exact_counts_and_no_problem(tmp_path, capsys):
     assert re.findall(r"class .* pixels .* share % .* (\w+) ", capsys.readouterr().out) == ["labels", "labels"]
 
 
+def test_what_a_split_leaves_out_is_counted(tmp_path, capsys):
+    root = trees.folder(tmp_path / "data")
+    (root / "train/images/a/half.png.part").touch()
+    reports = verified(tmp_path, "data=folder", f"data.root={root}", "splits=[train,val]")
+    counted = f"left out 1 files that are not read as images, such as {root}/train/images/a/half.png.part"
+    assert {split: report["doubts"] for split, report in reports.items()} == {"train": [counted], "val": []}
+    assert counted in "".join(capsys.readouterr().out.splitlines())
+
+
 @pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 16_383, 64)])
 @pytest.mark.parametrize("task", ["folder", "image_folder"])
 def test_16_bit_images_that_use_few_levels_are_named_with_a_cure(task, low, high, levels, tmp_path):

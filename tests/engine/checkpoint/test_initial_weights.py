@@ -1,6 +1,7 @@
 """Fine-tuning: loaded tensors are exactly the file's, others are listed, and misfits are refused."""
 
 import copy
+import re
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch import nn
 
 from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint import initial_weights
 from engine.checkpoint.initial_weights import initialise
 from engine.configuration import config as cfg
 from engine.schema.classification import ClassFoldersData
@@ -20,7 +22,7 @@ from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init
 from keepless import ABN
 from keepless.norms.conversion_report import listed
-from models.bodies import resnext101
+from models.bodies import LibraryBody, resnext101
 from models.checkpoints.loading import state_dict_in, unwrapped
 from models.checkpoints.released import load_released
 from tests import released_files
@@ -412,6 +414,42 @@ def test_files_as_people_have_them_give_our_and_torchvision_s_network_one_functi
         found.append(built.body.eval()(images))
     features = nn.Sequential(*list(theirs.eval().children())[:-2])(images)
     torch.testing.assert_close(found, [features, features], rtol=1e-4, atol=1e-5)
+
+
+TAGGED, HALF = "resnet34.ra4_e3600_r224_in1k", "[0.5,0.5,0.5]"
+
+
+@pytest.mark.parametrize(
+    "network, mean, stated, doubted, differs",
+    [
+        ("resnet34", "null", {}, True, False),
+        ("resnet34", HALF, {}, False, False),  # the other tag's: the choice is made
+        ("resnet34", "[0.1,0.2,0.3]", {}, False, True),  # no tag's
+        (TAGGED, "null", {}, False, False),
+        ("resnet34", "null", {"model": TAGGED}, False, True),  # the file says it
+        ("resnet34", "null", {"mean": HALF, "std": HALF}, False, True),
+        ("resnet34", "null", {"pretrained_cfg": '{"mean": [0.5, 0.5, 0.5], "std": [1, 1, 1]}'}, False, True),
+        ("resnet34", "null", {"format": "pt"}, True, False),
+    ],
+)
+def test_a_file_of_timm_that_does_not_name_its_tag_is_doubted_if_tags_differ(
+    tmp_path, caplog, monkeypatch, network, mean, stated, doubted, differs
+):
+    """The weights of a network may have been trained on images of several normalisations. (This network is tiny.)"""
+    pytest.importorskip("timm")
+    monkeypatch.setattr(initial_weights.logger, "propagate", True)
+    file, std = tmp_path / "net.safetensors", mean if mean == HALF else "null"
+    keys = ("body=timm", f"body.network={network}", f"body.weights={file}", f"data.mean={mean}", f"data.std={std}")
+    layers = {"conv": nn.Conv2d(3, 8, 3, padding=1, bias=False), "bn": nn.BatchNorm2d(8), "act": nn.ReLU()}
+    body = LibraryBody(make=lambda _: layers, network=network)
+    pytest.importorskip("safetensors.torch").save_file(body.state_dict(), file, stated)
+    report = str(initialise(run_config("norm=std", *keys), body, CLASSES))
+    assert ("trained on images with data.mean=" in report) == differs
+    assert ("net.safetensors does not say which weights of timm it holds" in caplog.text) == doubted
+    for said in ("tv_in1k: mean=[0.485, 0.456, ", "ra4_e3600_r224_in1k: mean=[0.5, 0.5, 0.5] std=[0.5, 0.5, 0.5]"):
+        assert (said in caplog.text) == doubted
+    advice = r"takes data.mean=\[0.485, 0.456, 0.406\] .*: give body.network with .*, such as resnet34.a1_in1k"
+    assert bool(re.search(advice, caplog.text)) == doubted
 
 
 def test_published_weights_are_downloaded_once_or_the_message_says_what_to_fetch(tmp_path, monkeypatch):

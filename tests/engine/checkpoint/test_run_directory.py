@@ -201,6 +201,18 @@ def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
     assert os.WIFSIGNALED(os.waitpid(other, 0)[1])
 
 
+def test_a_lock_is_not_written_where_a_link_leads(tmp_path, config):
+    """In a folder of several users, another one may have put it there."""
+    run, victim = RunDirectory(str(tmp_path / "run")), tmp_path / "victim"
+    victim.write_text("mine")
+    run.path.mkdir()
+    run.lock_file.symlink_to(victim)
+    with pytest.raises(OSError, match=f"{run.lock_file}: Too many levels .* or remove the link, which"):
+        with run.in_use(config):
+            run.lock()
+    assert victim.read_text() == "mine"
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("moved", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("renamed"))])
 def test_a_run_whose_folder_is_gone_ends_and_leaves_nothing_at_the_old_place(tmp_path, config, moved, replaced):

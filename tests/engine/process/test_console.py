@@ -3,8 +3,11 @@
 import logging
 import os
 import re
+import shutil
 import sys
 from functools import partial
+
+import pytest
 
 from datasets.file_list import readable
 from engine.process import console
@@ -42,6 +45,24 @@ def test_control_characters_of_names_reach_neither_terminal_nor_log(capsys, tmp_
         assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*without_colours, *error}
     with open(tmp_path / "log.txt", newline="") as log:
         assert re.fullmatch(rf"(\S+ \S+ {re.escape(shown)} is bad\n)+", log.read())
+
+
+def test_a_log_that_is_removed_goes_on_in_a_new_file_and_leads_nowhere_else(tmp_path):
+    log = tmp_path / "run" / "log.txt"
+    console.log_to(make_console(), log)
+    for line in range(3):
+        console.logger.info(f"line {line}")
+        if line == 0:
+            log.unlink()
+    lost, *lines = log.read_text().splitlines()
+    assert lost.startswith("earlier lines are lost: ") and [line[-6:] for line in lines] == ["line 1", "line 2"]
+    shutil.rmtree(log.parent)
+    console.logger.info("this ends nothing")
+    log.parent.mkdir()
+    log.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=f"Too many levels of symbolic links: '{log}'"):
+        console.log_to(make_console(), log)
+    assert not (tmp_path / "other").exists()
 
 
 def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):

@@ -110,6 +110,15 @@ def test_records_that_are_removed_while_the_run_writes_them_are_missed(tmp_path,
     assert [record["step"] for record in records(tmp_path)] == [3, 4]
 
 
+def test_a_run_goes_on_without_the_records_of_tensorboard_that_are_removed(tmp_path, propagated):
+    with logger(tmp_path) as running:
+        recorded(running, 1)
+        shutil.rmtree(tmp_path / "tensorboard")
+        recorded(running, 2, 3)
+    assert propagated.text.count(f"{tmp_path / 'tensorboard'} was removed while the run used it") == 1
+    assert [event.step for event in events_of(tmp_path).Scalars("train/loss")] == [2, 3]
+
+
 def trained(run_dir, *overrides: str) -> dict:
     return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", *overrides), "python a b=c")
 

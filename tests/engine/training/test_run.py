@@ -14,6 +14,7 @@ from engine.assemble.network import forward
 from engine.configuration import config as configuration
 from engine.process.distributed import World
 from engine.training.run import Run, opened
+from tests import trees
 from tests.engine.learners import learner_of
 from tests.runs import REPOSITORY, SHORT, run_config
 
@@ -52,6 +53,20 @@ def test_weights_for_images_of_another_scale_are_doubted_in_the_log(tmp_path, mo
     with opened(config, "train_seg.py", assemble.labelled_splits) as run:
         run.start(lambda: network)
     assert "the first norm sees 9.0e+03 times the variance" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_the_log_counts_the_files_that_each_split_leaves_out(tmp_path):
+    root = trees.folder(tmp_path / "data")
+    (root / "train/images/a/half.png.part").touch()
+    next((root / "val/images/b").iterdir()).unlink()
+    config = run_config(*SHORT, "data=folder", f"data.root={root}", f"run_dir={tmp_path}/run", "data.verify=false")
+    with opened(config, "train_seg.py", assemble.labelled_splits):
+        log = (tmp_path / "run" / "log.txt").read_text()
+    left_out = [
+        f"training split train: left out 1 files that are not read as images, such as {root}/train/images/a/half.png",
+        f"validation split val: left out 1 labels without an image, such as {root}/val/labels/b/board.1.png",
+    ]
+    assert [log.count(sentence) for sentence in left_out] == [1, 1]
 
 
 @pytest.mark.parametrize("there", [False, True])
