@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-from hydra.errors import ConfigCompositionException
 from PIL import Image
 
 from engine import assemble
@@ -18,7 +17,7 @@ from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from tests import trees
 from tests.datasets import classification_trees
-from tests.runs import REPOSITORY, composed, run_config
+from tests.runs import REPOSITORY, checked, run_config
 from train_seg import train
 
 
@@ -33,7 +32,7 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
         for file in root.glob("*/*/a/board.0.*"):
             file.rename(file.with_name(os.fsdecode(b"caf\xe9") + file.suffix))
     data = (f"data={name}", f"data.root={root}", *base_size)
-    results = train(composed("train_seg", f"run_dir={tmp_path / 'run'}", *data, "debug=smoke", "trainer.device=cpu"))
+    results = train(checked("train_seg", f"run_dir={tmp_path / 'run'}", *data, "debug=smoke", "trainer.device=cpu"))
     assert results["dataset"] == name and results["images"] == 2
     assert 0 <= results["miou"] <= 1
     config = cfg.from_plain(results["config"], SegmentationRun).data
@@ -46,12 +45,12 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     assert np.sum(results["confusion_matrix"]) == labelled  # each pixel of the full-size labels counts once
 
     last = (f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}", "workers=0", "device=cpu")
-    assert evaluate(composed("eval", *last))["confusion_matrix"] == results["confusion_matrix"]
+    assert evaluate(checked("eval", *last))["confusion_matrix"] == results["confusion_matrix"]
     dataset = assemble.dataset(config, "test")
     if not dataset.has_labels:
         with pytest.raises(ValueError, match=f"^data.split=test: {name} has no labels .* nothing to score: choose one"):
-            evaluate(composed("eval", *last, "data.split=test"))
-    scores = evaluate(composed("eval", *last, "data.split=test", f"predictions={tmp_path / 'predictions'}"))
+            evaluate(checked("eval", *last, "data.split=test"))
+    scores = evaluate(checked("eval", *last, "data.split=test", f"predictions={tmp_path / 'predictions'}"))
     assert bool(scores) == dataset.has_labels
     files = {str(path.relative_to(tmp_path / "predictions")): path for path in tmp_path.glob("predictions/**/*.png")}
     assert set(files) == {f"{entry.name}.png" for entry in dataset.files} and len(files) == 2
@@ -76,8 +75,8 @@ def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path
     data = ("data=coco_stuff", f"data.root={root}", "run_dir=unused")
     dataset = assemble.dataset(run_config(*data, "data.lists=full").data, "train")
     assert len(dataset) == 4
-    with pytest.raises(ConfigCompositionException, match="data.lists"):  # an option of another dataset
-        composed("train_seg", "data=camvid", "data.lists=full")
+    with pytest.raises(ValueError, match="data.lists"):  # an option of another dataset
+        checked("train_seg", "data=camvid", "data.lists=full")
     both = assemble.dataset(run_config(*data, "data.lists=full", "data.train_split=[train,val]").data, ["train", "val"])
     assert len(both) == 6 and both.split == "train+val"
     crops = run_config(*data, "data.crop_size=20", "data.crop_aspect=1.5", "data.base_size=40")
@@ -102,23 +101,21 @@ def {name}(root, split, **options):
 DEFAULTS = "defaults:\n  - /schema/data/{name}\n\nname: {name}\ncrop_size: 32\ncrops_per_minibatch: 2\n"
 TRY = """
 import importlib, sys
+from dataclasses import replace
 from engine.training import planner
-from engine.configuration import config
-from engine.configuration.command_line import composed
-from engine.schema.commands import RUNS
+from engine.configuration.command_line import checked
 from scripts.verify_data import verify_data
 
 for entry, task, name, root in (argument.split("=") for argument in sys.argv[1:]):
     train = importlib.import_module(entry).train
     data = (f"data={name}", f"data.root={root}")
-    values = composed(entry, *data, f"run_dir=runs/{name}", "debug=smoke", "trainer.device=cpu")
-    planned = config.typed(values, RUNS[task])
-    planned.data.root = None  # a plan needs no files
+    config = checked(entry, *data, f"run_dir=runs/{name}", "debug=smoke", "trainer.device=cpu")
+    planned = replace(config, data=replace(config.data, root=None))  # a plan needs no files
     assert planner.training_images(planned.data) == 6
     assert planner.step_memory(planned, crops=2, crop_size=32).peak > 0
-    reports = verify_data(composed("verify_data", *data, "splits=[train,val]", "workers=0"))
+    reports = verify_data(checked("verify_data", *data, "splits=[train,val]", "workers=0"))
     assert [own["problems"] for own in reports.values()] == [{}, {}]
-    assert train(values)["dataset"] == name
+    assert train(config)["dataset"] == name
 """
 
 

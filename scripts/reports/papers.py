@@ -6,11 +6,9 @@ from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
-from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS, choices, command_of, header, settings_of, weights_of
-from engine.configuration.command_line import composed
+from engine.configuration.command_line import checked
 from engine.configuration.help import as_text
-from engine.configuration.messages import explained
 from engine.schema.commands import RUNS
 from engine.schema.keys import Keys, declared_in, leaves
 from engine.schema.training import TrainingRun
@@ -81,8 +79,7 @@ def _composed(experiment: str | None, *overrides: str) -> TrainingRun:
     entry = all_experiments().get(experiment or "", "train_seg")
     importlib.import_module(entry)  # declares its command
     chosen = () if experiment is None else (f"experiment={experiment}",)
-    with explained(entry, SCHEMAS[entry], overrides):
-        return configuration.typed(composed(entry, "run_dir=unused", *chosen, *overrides), SCHEMAS[entry])
+    return checked(entry, "run_dir=unused", *chosen, *overrides)
 
 
 def devices_of(experiment: str) -> int:

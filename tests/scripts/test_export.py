@@ -11,7 +11,7 @@ import torch
 from engine.prediction import open_network
 from scripts.export import export
 from tests.checkpoints import saved
-from tests.runs import classification_config, composed, run_config
+from tests.runs import checked, classification_config, run_config
 
 TINY = ("body=resnet_cifar_tiny", "body.structure=[1,1,1]", "body.base_channels=[8,8]", "body.stem_channels=8")
 HEAD = ("head.hidden_channels=8", "head.out_channels=8", "head.dilations=[2]")
@@ -32,7 +32,7 @@ def checkpoints(tmp_path_factory):
 
 
 def run(source, output, *overrides: str) -> dict:
-    return export(composed("export", f"checkpoint={source}", f"output={output}", *overrides))
+    return export(checked("export", f"checkpoint={source}", f"output={output}", *overrides))
 
 
 READER = """
