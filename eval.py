@@ -12,8 +12,6 @@ import engine.process.start  # noqa: F401
 
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from datasets import reading_errors
 from engine import assemble
 from engine.assemble.tasks import TASKS
@@ -31,7 +29,7 @@ from engine.schema.training import TrainingRun
 from engine.training.run import verify_with_progress
 
 
-def evaluate(values: DictConfig) -> dict:
+def evaluate(options: Evaluation) -> dict:
     """Score a checkpoint on a split.
 
     Segmentation: whole images at a single scale, unless the command names other views. Classification: central crops.
@@ -44,7 +42,6 @@ def evaluate(values: DictConfig) -> dict:
         ValueError: the checkpoint or the data cannot be used, or do not fit each other.
         OSError: reading images timed out, or a data worker or another process was lost.
     """
-    options = configuration.typed(values, Evaluation)
     path, state, config = checkpoint_of(options)
     step = None if has_ended(state) else state["step"]
     results_file = Path(options.results) if options.results else options.default_results_file(config, step)
@@ -91,8 +88,8 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
 
 
 @configured("eval", Evaluation)
-def main(values: DictConfig) -> None:
-    evaluate(values)
+def main(options: Evaluation) -> None:
+    evaluate(options)
 
 
 if __name__ == "__main__":

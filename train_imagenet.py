@@ -11,10 +11,7 @@ import engine.process.start  # noqa: F401
 
 from functools import partial
 
-from omegaconf import DictConfig
-
 from engine import assemble
-from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
 from engine.schema.classification import ClassificationRun
 from engine.training import loop, planner
@@ -22,12 +19,12 @@ from engine.training.run import opened
 from engine.training.validation import classify_in_run
 
 
-def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
+def train(config: ClassificationRun, command: str = "train_imagenet.train") -> dict:
     """Train as configured, evaluate the last checkpoint, and write a run directory.
 
-    `values`: a composed `engine.schema.classification.ClassificationRun`. For the rest see `train_seg.train`.
+    See `train_seg.train`.
     """
-    config, eager_because = planner.fitted(configuration.typed(values, ClassificationRun))
+    config, eager_because = planner.fitted(config)
     with opened(config, command, assemble.classified_splits) as run:
         run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
         evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
@@ -39,8 +36,8 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
 
 
 @configured("train_imagenet", ClassificationRun)
-def main(values: DictConfig) -> None:
-    train(values, command_line())
+def main(config: ClassificationRun) -> None:
+    train(config, command_line())
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ import engine.process.start  # noqa: F401
 
 from functools import partial
 
-from omegaconf import DictConfig
-
 from datasets import WholeImages
 from engine import assemble
-from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
 from engine.process.console import counted
 from engine.schema.segmentation import SegmentationRun
@@ -24,13 +21,13 @@ from engine.training.run import opened
 from engine.training.validation import segment_in_run
 
 
-def train(values: DictConfig, command: str = "train_seg.train") -> dict:
+def train(config: SegmentationRun, command: str = "train_seg.train") -> dict:
     """Train as configured, evaluate the last checkpoint, and write a run directory.
 
     Under torchrun every process calls this and gets its share of every minibatch and every evaluation.
 
     Args:
-        values: a composed `engine.schema.segmentation.SegmentationRun`.
+        config: the checked keys.
         command: how the run was started, for config.yaml.
 
     Returns:
@@ -44,7 +41,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         OSError: a checkpoint cannot be written, reading data timed out, or another process was lost.
         Preempted: a signal such as SIGTERM stopped the run; it can be resumed.
     """
-    config, eager_because = planner.fitted(configuration.typed(values, SegmentationRun))
+    config, eager_because = planner.fitted(config)
     with opened(config, command, assemble.labelled_splits) as run:
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
         run.start(partial(assemble.network_of, config, len(train_set.classes)), eager_because)
@@ -59,8 +56,8 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
 
 
 @configured("train_seg", SegmentationRun)
-def main(values: DictConfig) -> None:
-    train(values, command_line())
+def main(config: SegmentationRun) -> None:
+    train(config, command_line())
 
 
 if __name__ == "__main__":

@@ -19,14 +19,13 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 from rich.console import Console
 
 from datasets import ClassificationDataset, SegmentationDataset, minibatches_per_epoch, reading_errors
 from datasets.file_list import printable
 from engine import assemble
 from engine.assemble.tasks import folder_for_pictures
-from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console
 from engine.process.distributed import World
@@ -56,9 +55,9 @@ class BrowseData(SegmentationRun):
             raise ValueError(f"sampler={self.sampler.name} is for segmentation: leave it out")
 
 
-def browse(values: DictConfig) -> list[Path]:
+def browse(config: BrowseData) -> list[Path]:
     """Write the sheets and return their files. ValueError: data or keys do not fit."""
-    config, console, written = configuration.typed(values, BrowseData), make_console(), list[Path]()
+    console, written = make_console(), list[Path]()
     with reading_errors(config.data.timeout_seconds, keys="data."):
         data, place = config.data, "data.train_split"
         dataset: Dataset = (

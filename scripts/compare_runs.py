@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib import color_sequences, rc_context
 from matplotlib.figure import Figure
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 
 from datasets.file_list import printable
-from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.output_files import marked, writable_file, write_file
 from engine.schema.keys import as_list, key, named_after, quoted
@@ -151,9 +150,8 @@ def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
     return [Group(title, group) for title, group in zip(titles, groups, strict=True)], left_out
 
 
-def compare(values: DictConfig) -> Path:
+def compare(config: Comparison) -> Path:
     """Write the report and return the page's path. ValueError: see `compared`, or the copies would replace the runs."""
-    config = configuration.typed(values, Comparison)
     out = Path(config.out)
     groups, left_out = compared(as_list(config.runs))
     folders = {(out / named_after([run.name])).resolve(): run for group in groups for run in group.runs}

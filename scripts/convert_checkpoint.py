@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 
 from datasets import reading_errors
 from datasets.class_names import ORDERS, check_names, check_order
@@ -68,9 +68,8 @@ class Conversion:
             raise ValueError(f"format={self.format} with classes or data.root: only a checkpoint holds class names")
 
 
-def convert(values: DictConfig) -> list[str]:
+def convert(options: Conversion) -> list[str]:
     """Convert as configured (`Conversion`); return the printed lines. ValueError if the input does not allow it."""
-    options = configuration.typed(values, Conversion)
     source, output = checkpoint.file_of(options.input), Path(options.output)
     name = f"input={source}"
     content = released.read(source, name, checkpoint.advice_if_damaged(source))

@@ -23,7 +23,7 @@ from io import BytesIO
 from pathlib import Path
 
 import torch
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -66,9 +66,8 @@ class Export:
             raise ValueError(f"output={self.output} with format={self.format}: give format=onnx, or output=….pt2")
 
 
-def export(values: DictConfig) -> dict:
+def export(options: Export) -> dict:
     """Export as configured (`Export`); return the metadata. ValueError: the network cannot be exported this way."""
-    options = configuration.typed(values, Export)
     output = Path(options.output)
     source = checkpoint.file_of(options.checkpoint)
     found = open_checkpoint(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))

@@ -13,9 +13,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 
-from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.schema.keys import key, quoted
 
@@ -92,8 +91,8 @@ def listed(arguments: GpuArguments) -> list[str]:
 
 
 @configured("gpu_evidence", GpuArguments)
-def main(values: DictConfig) -> None:
-    print("\n".join(listed(configuration.typed(values, GpuArguments))))
+def main(arguments: GpuArguments) -> None:
+    print("\n".join(listed(arguments)))
 
 
 if __name__ == "__main__":

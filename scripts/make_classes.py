@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from omegaconf import DictConfig
 from rich.console import Console
 
 from datasets import reading_errors
@@ -35,7 +34,6 @@ from datasets.reading import Range16, decode_mask, label_palette, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
 from engine import assemble
-from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, progress_bar, tracked
 from engine.process.output_files import write_file
@@ -79,12 +77,11 @@ class Held:
                 of[to][value(entry)] += count
 
 
-def make_classes(values: DictConfig) -> Path:
+def make_classes(config: MakeClasses) -> Path:
     """Write the file and return it; print each id's pixels, how many labels hold it, and what looks odd.
 
     ValueError: the file exists, labels cannot be read or are not all of one kind, or the number of classes is wrong.
     """
-    config = configuration.typed(values, MakeClasses)
     with assemble.root_named(config.data):
         check_whole(config.data.root)
         options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.")

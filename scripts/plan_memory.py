@@ -18,13 +18,11 @@ import sys
 from copy import deepcopy
 from dataclasses import replace
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from engine.configuration import config as configuration
-from engine.configuration.choices import no_such_choice
 from engine.configuration.command_line import configured
+from engine.configuration.messages import no_such
 from engine.process.console import make_console, table_of
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES, check_values, groups_of
@@ -37,10 +35,9 @@ from scripts.reports import papers
 FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
 
 
-def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun]:
+def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     """Print the plan; return what fits, by norm. ValueError: a key is wrong, or the step exceeds the budget."""
-    config, console = configuration.typed(values, schema), make_console()
-    devices = config.memory.gpus or 1
+    console, devices = make_console(), config.memory.gpus or 1
     config.check_shares(devices)
     share, size, crop = planner.share_of(config, devices), config.data.crop_size, planner.crop_text(config.data)
     budget, step = config.memory.available(devices), config
@@ -116,7 +113,7 @@ def entry_of(arguments: list[str]) -> str:
         classified = {f"data={name}" for name in groups_of(ClassificationRun)["data"]}
         return "train_imagenet" if classified & {*arguments} else "train_seg"
     if chosen[1] not in known:
-        raise no_such_choice("experiment", chosen[1], known)
+        raise ValueError(f"experiment={chosen[1]}: {no_such('experiment', chosen[1], known)}")
     return known[chosen[1]]
 
 
@@ -125,8 +122,7 @@ def main() -> None:
         entry = entry_of(sys.argv[1:])
     except ValueError as error:  # `errors_for_users` is for a command's end
         sys.exit(f"error: {error}")
-    schema = papers.SCHEMAS[entry]
-    configured(entry, schema, about=__doc__)(lambda values: plan(values, schema))()
+    configured(entry, papers.SCHEMAS[entry], about=__doc__)(plan)()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from io import StringIO
 from pathlib import Path
 
 import numpy as np
-from omegaconf import DictConfig
 
 from datasets import reading_errors
 from datasets.file_list import files_in, unfit
@@ -32,7 +31,6 @@ from datasets.reading import Range16, decode_image, pages, read
 from datasets.verify import several_pages
 from engine import assemble
 from engine.checkpoint.files import file_of
-from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import open_checkpoint
 from engine.prediction.predictors import Segmenter
@@ -58,7 +56,7 @@ SUFFIXES = {"probabilities": "npy"}  # of the others png
 are_classes, is_table = marked(rb'\A\[\n\{"id": \d+, "name": '), marked(rb"\Aimage(,class1,probability1|\n)")
 
 
-def predict(values: DictConfig) -> list[Path]:
+def predict(options: Prediction) -> list[Path]:
     """Predict as configured (`engine.schema.evaluation.Prediction`).
 
     Returns each image's file of ids; for a classifier the table.
@@ -67,7 +65,6 @@ def predict(values: DictConfig) -> list[Path]:
         ValueError: the checkpoint or the input cannot be used; or some images are unreadable, which are named after
             the others have been predicted.
     """
-    options = configuration.typed(values, Prediction)
     console, source, output = make_console(), Path(options.input), Path(options.output)
     log_to(console, None)
     network, config, state = open_checkpoint(options.checkpoint, options)

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 from rich.table import Table
 
 from engine import assemble
 from engine.assemble.contracts import imported
-from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.configuration.texts import as_typed
 from engine.process import plugins
@@ -80,14 +79,14 @@ class Training(NamedTuple):
     changed: list[str]  # each key=value that keeps this from being a run of the row
 
 
-def run(values: DictConfig) -> int:
+def run(arguments: RunTable) -> int:
     """List the trainings of a table, run the missing ones, and return how many failed.
 
     Raises:
         ValueError: there is no such table; no training has its data and weights.
         Preempted: a training was asked to stop.
     """
-    arguments, console = configuration.typed(values, RunTable), make_console()
+    console = make_console()
     trainings = list(trainings_of(arguments))
     console.print(training_table(trainings, papers.TABLES[arguments.table]))
     for command in (command for training in trainings for command in (training.command, *training.evaluations)):
@@ -142,9 +141,9 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
             missing.append(f"weights={{{network}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
-    words = [f"{entry}.py", *plugins.words(), *options, *accumulation, *arguments.overrides]
-    typed = [as_typed(word, type(config)) for word in words]
-    command, ended = [sys.executable, *start, *words], has_ended(run_dir, typed, devices)
+    unquoted = (f"{entry}.py", *plugins.words(), *options, *accumulation, *arguments.overrides)
+    words = [as_typed(word, type(config)) for word in unquoted]
+    command, ended = [sys.executable, *start, *words], has_ended(run_dir, words, devices)
     changed = papers.changed_keys(config, experiment, devices)
     rows = [entry for name in (experiment, *papers.sharing(experiment)) for entry in papers.published(name)]
     evaluate = [sys.executable, "eval.py", override("checkpoint", run_dir.resolve())]
@@ -174,8 +173,8 @@ def training_table(trainings: list[Training], title: str) -> Table:
 
 
 @configured("run_table", RunTable)
-def main(values: DictConfig) -> None:
-    if run(values):
+def main(arguments: RunTable) -> None:
+    if run(arguments):
         sys.exit(1)
 
 

@@ -21,14 +21,12 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from datasets import ClassificationDataset, SegmentationDataset, inspect, reading_errors
 from datasets.verify import first_lines
 from engine import assemble
-from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, table_of
 from engine.process.output_files import marked, writable_file, write_file
@@ -48,12 +46,11 @@ class VerifyData:
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
 
 
-def verify_data(values: DictConfig) -> dict[str, dict]:
+def verify_data(config: VerifyData) -> dict[str, dict]:
     """Check the splits, print the findings, write `out`; returns {split: see `check_split`}.
 
     ValueError: a key is wrong; problems of data are only reported.
     """
-    config = configuration.typed(values, VerifyData)
     console = make_console()
     if config.out is not None:
         writable_file("out", Path(config.out), ours=marked(rb'\A\{\s*"dataset": "[^"]*",\s*"problems": '))
@@ -159,8 +156,8 @@ def class_table(title: str, classes: Sequence[str], pixels: Sequence[int], label
 
 
 @configured("verify_data", VerifyData)
-def main(values: DictConfig) -> None:
-    sys.exit(any(report["problems"] for report in verify_data(values).values()))
+def main(config: VerifyData) -> None:
+    sys.exit(any(report["problems"] for report in verify_data(config).values()))
 
 
 if __name__ == "__main__":

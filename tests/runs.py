@@ -10,22 +10,21 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
 import torch
 from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from datasets import synthetic
 from engine.configuration import command_line, config
-from engine.configuration.choices import CONFIGS
 from engine.schema.classification import ClassificationRun
 from engine.schema.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
@@ -58,7 +57,6 @@ SHORT_SHAPES = (
 
 
 _compose = hydra.compose
-_parser = OverridesParser.create()
 
 
 @functools.cache
@@ -93,21 +91,12 @@ def _of_choices(name: str, choices: list[str]) -> DictConfig:
     return config
 
 
-def compose(name: str, overrides: Sequence[str] = (), **options: bool) -> DictConfig:
+def compose(name: str, choices: Sequence[str] = ()) -> DictConfig:
     """Replaces Hydra's, which takes a tenth of a second: each choice is composed once."""
-    if options:
-        return _compose(name, list(overrides), **options)
-    found = {o: re.match(r"(?!hydra\b)(\w+(?:\.\w+)*)=", o) for o in overrides}
-    keys = [o for o in overrides if found[o] and not (CONFIGS / found[o][1]).is_dir()]
     try:
-        config = _of_choices(name, [o for o in overrides if o not in keys])
-        for override in _parser.parse_overrides(keys):
-            if override.is_sweep_override():
-                return _compose(name, list(overrides))
-            OmegaConf.update(config, override.key_or_group, override.value())
-        return config
+        return _of_choices(name, list(choices))
     except (HydraException, OmegaConfBaseException):  # the message is to be Hydra's
-        return _compose(name, list(overrides))
+        return _compose(name, list(choices))
 
 
 class Repository(CachingConfigRepository):
@@ -151,29 +140,27 @@ for entry in ("train_seg", "train_imagenet", "eval", "scripts.predict"):
     importlib.import_module(entry)  # declares the command
 
 
-def composed(entry: str, *overrides: str) -> DictConfig:
-    """The config that `python {entry}.py {overrides}` sees."""
-    return command_line.composed(entry, *overrides)
+def checked(entry: str, *overrides: str) -> Any:
+    """The checked keys that `python {entry}.py {overrides}` starts with."""
+    return command_line.checked(entry, *overrides)
 
 
-@functools.lru_cache(maxsize=512)
-def _checked(schema: type, entry: str, *overrides: str) -> SegmentationRun | ClassificationRun:
-    return config.typed(composed(entry, *overrides), schema)
+_once = functools.lru_cache(maxsize=512)(checked)
 
 
 def run_config(*overrides: str) -> SegmentationRun:
     """The checked configuration of `python train_seg.py {overrides}`, which a test may change."""
-    return copy.deepcopy(_checked(SegmentationRun, "train_seg", *overrides))
+    return copy.deepcopy(_once("train_seg", *overrides))
 
 
 def classification_config(*overrides: str) -> ClassificationRun:
     """The checked configuration of `python train_imagenet.py {overrides}`, which a test may change."""
-    return copy.deepcopy(_checked(ClassificationRun, "train_imagenet", *overrides))
+    return copy.deepcopy(_once("train_imagenet", *overrides))
 
 
-def with_key(checked: config.Schema, key: str, value: object) -> config.Schema:
+def with_key(given: config.Schema, key: str, value: object) -> config.Schema:
     """A copy of a configuration in which a key such as optim.lr has another value, not yet checked."""
-    changed = copy.deepcopy(checked)
+    changed = copy.deepcopy(given)
     *groups, name = key.split(".")
     setattr(functools.reduce(getattr, groups, changed), name, value)
     return changed

@@ -8,16 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
-from engine.configuration import sweep
-from engine.configuration.config import typed
+from engine.configuration import command_line, sweep
 from scripts import plan_memory, run_table
 from scripts.evidence import documents
 from scripts.reports import frame, papers
 from scripts.reports.markdown import unfolded
-from tests.runs import REPOSITORY, composed
+from tests import runs
+from tests.runs import REPOSITORY
 
 DOCS, RESULTS = REPOSITORY / "docs", REPOSITORY / "docs" / "results"
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), RESULTS / "README.md"]
@@ -74,10 +72,10 @@ def checked(words: list[str]) -> object:
     name = plan_memory.entry_of(keys) if module == "scripts.plan_memory" else module.split(".")[-1]
     if "-m" in keys:
         keys.remove("-m")
-        _, jobs = sweep.jobs_of(keys, lambda job: checked([program, *rest[: place + 1], *job]), has_run_dir=True)
+        start = [program, *rest[: place + 1]]
+        _, jobs = sweep.jobs_of(keys, command_line.schema_of(name), lambda job: checked([*start, *job]))
         return jobs
-    values = composed(name, *(key for key in keys if not key.startswith("-")))
-    return typed(values, OmegaConf.get_type(values))
+    return runs.checked(name, *(key for key in keys if not key.startswith("-")))
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +93,7 @@ def wrong(lines: list[str]) -> Iterator[tuple[str, str]]:
         for words in readings(line):
             try:
                 checked(words)
-            except (HydraException, ValueError, AssertionError, ImportError) as error:
+            except (ValueError, AssertionError, ImportError) as error:
                 yield line, f"{error} {error.__cause__ or ''}"
 
 
@@ -124,7 +122,7 @@ def test_every_command_of_the_experiments_composes():
 @pytest.mark.slow
 def test_a_dry_run_lists_every_row_of_a_table(capsys):
     """Rows that another row trains are left out."""
-    assert run_table.run(composed("run_table", "table=table3", "dry_run=true")) == 0
+    assert run_table.run(runs.checked("run_table", "table=table3", "dry_run=true")) == 0
     listed = re.findall(r"experiment=(\S+)", capsys.readouterr().out)
     assert listed == [name for name in papers.experiments_of("table3") if papers.first_of(name) == name]
 

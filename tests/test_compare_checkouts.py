@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from tests.compare_checkouts import COMMANDS, IGNORED, leaves, read
-from tests.runs import composed
+from tests.runs import checked
 
 
 def test_values_are_equal_to_the_bit_or_differ(tmp_path):
@@ -28,4 +28,4 @@ def test_values_are_equal_to_the_bit_or_differ(tmp_path):
 def test_the_commands_name_keys_that_exist():
     for line in COMMANDS:
         words = line.rpartition(" 2 ")[2].removeprefix("-m scripts.").split()
-        composed(words[0].removesuffix(".py"), *words[1:])
+        checked(words[0].removesuffix(".py"), *words[1:])

@@ -15,13 +15,12 @@ from engine import assemble
 from engine.assemble import tasks
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
-from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import evaluation
 from eval import evaluate
 from tests import trees
 from tests.checkpoints import saved
-from tests.runs import SHORT, classification_config, composed, run_config
+from tests.runs import SHORT, checked, classification_config, run_config
 from train_seg import train
 
 
@@ -35,12 +34,12 @@ def run_dir(drawn, tmp_path_factory) -> Path:
     torch.save(network.state_dict(), start)
     options = ("data=cityscapes", f"data.root={drawn}", "trainer.steps=2", "optim.lr=1e-3")
     options += (f"init.weights={start}", "init.format=standard_bn", "trainer.evaluate_images=null")
-    train(composed("train_seg", f"run_dir={path}", *SHORT, *options))
+    train(checked("train_seg", f"run_dir={path}", *SHORT, *options))
     return path
 
 
 def evaluate_run(run_dir: Path, *overrides: str) -> dict:
-    return evaluate(composed("eval", f"checkpoint={run_dir}", "workers=0", "device=cpu", *overrides))
+    return evaluate(checked("eval", f"checkpoint={run_dir}", "workers=0", "device=cpu", *overrides))
 
 
 def test_other_evaluations_have_results_of_their_own():
@@ -67,7 +66,7 @@ def test_other_evaluations_have_results_of_their_own():
 
 
 def default_file(path: str, *overrides: str, step: int | None = None, config: SegmentationRun | None = None) -> str:
-    options = cfg.typed(composed("eval", f"checkpoint={path}", *overrides), Evaluation)
+    options = checked("eval", f"checkpoint={path}", *overrides)
     return str(options.default_results_file(config or run_config(), step))
 
 
@@ -101,7 +100,7 @@ def test_what_an_evaluation_changes_reaches_the_results(run_dir, tmp_path):
         ("data.root=/nowhere/at/all", "/nowhere/at/all is not an existing folder"),
         ("data.split=nights", "nights"),
         ("window.size=100", "window.size=100: expected a multiple of the network's output stride 8, such as 104"),
-        ("window.overlap=1", "window.overlap=1.0: expected a number, 0 or more, at most 0.9"),
+        ("window.overlap=1", "window.overlap=1: expected the share of a side by which windows overlap, from 0 to 0.9"),
         ("window.overlap=0.5", "window.overlap=0.5 needs window.size=PIXELS"),
         ("tta.scales=[]", "tta.scales=[]: expected a list, each a number above 0"),
     ],
@@ -206,13 +205,13 @@ def test_images_of_one_size_pass_through_the_network_together(run_dir, drawn, tm
     assert (passes, ranks) == ([2, 1], [3])
     passes.clear()
     options = ("data=cityscapes", f"data.root={drawn}", "trainer.steps=1", "trainer.evaluate_batch_size=2")
-    train(composed("train_seg", f"run_dir={tmp_path / 'run'}", *SHORT, *options, "trainer.evaluate_images=null"))
+    train(checked("train_seg", f"run_dir={tmp_path / 'run'}", *SHORT, *options, "trainer.evaluate_images=null"))
     assert passes == [2, 1]
 
 
 def test_the_batch_size_is_the_commands_or_else_the_trainings():
     for given, expected, in_classification in (("null", 5, 7), ("8", 8, 8), ("auto", "auto", 7)):
-        options = cfg.typed(composed("eval", "checkpoint=a", f"batch_size={given}"), Evaluation)
+        options = checked("eval", "checkpoint=a", f"batch_size={given}")
         config, other = (
             make(f"trainer.evaluate_batch_size={n}") for make, n in ((run_config, 5), (classification_config, 7))
         )
@@ -221,7 +220,6 @@ def test_the_batch_size_is_the_commands_or_else_the_trainings():
         assert config.trainer.evaluate_batch_size == expected
         assert other.trainer.evaluate_batch_size == in_classification
     for key, command in (("batch_size", ("eval", "checkpoint=a")), ("trainer.evaluate_batch_size", ("train_seg",))):
-        schema = Evaluation if command[0] == "eval" else SegmentationRun
         for wrong in (0, 2.5, "all"):
             with pytest.raises(ValueError, match=f"^{key}={wrong}: expected auto, or a whole number, 1 or more"):
-                cfg.typed(composed(*command, f"{key}={wrong}"), schema)
+                checked(*command, f"{key}={wrong}")

@@ -17,7 +17,6 @@ from datasets.camvid import camvid_classes
 from engine import assemble
 from engine.assemble import tasks
 from engine.checkpoint import files as checkpoint
-from engine.schema.segmentation import SegmentationRun
 from engine.training import planner
 from eval import evaluate
 from scripts import plan_memory
@@ -29,7 +28,7 @@ from scripts.reports.markdown import unfolded
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
-from tests.runs import REPOSITORY, classification_config, composed, run_config, same
+from tests.runs import REPOSITORY, checked, classification_config, run_config, same
 from tests.test_commands import BLOCK
 from train_seg import train
 
@@ -88,11 +87,11 @@ def test_every_command_of_the_tour(tmp_path, capsys):
     results = []
     for name, keys, resumes in walk(tmp_path):
         if name == "plan_memory":
-            plan_memory.plan(composed("train_seg", *keys, *SMALL, "memory.fit=null"), SegmentationRun)
+            plan_memory.plan(checked("train_seg", *keys, *SMALL, "memory.fit=null"))
             continue
-        results.append(COMMANDS[name](composed(name, *dict.fromkeys((*keys, *MORE[name])))))
+        results.append(COMMANDS[name](checked(name, *dict.fromkeys((*keys, *MORE[name])))))
         if resumes:
-            again = train(composed(name, *keys, *SMALL, "resume=auto"))
+            again = train(checked(name, *keys, *SMALL, "resume=auto"))
             assert again["confusion_matrix"] == results[-1]["confusion_matrix"]
         if name == "make_classes":
             written = json.loads((own / "classes.json").read_text())["classes"]
@@ -113,7 +112,7 @@ def test_every_command_of_the_tour(tmp_path, capsys):
     assert "crops of 32x32 pixels on one device" in capsys.readouterr().out
 
     run = f"run_dir={tmp_path / 'official'}"
-    official = train(composed("train_seg", "data=camvid", f"data.root={camvid}", run, *SMALL))
+    official = train(checked("train_seg", "data=camvid", f"data.root={camvid}", run, *SMALL))
     for part in ("miou", "iou", "pixel_accuracy", "confusion_matrix", "images"):
         assert trained[part] == official[part], part
     states = [checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("RUN", "official", "RUN2")]
@@ -133,7 +132,7 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path, monkeypatc
     keys += ("sampler=class_uniform",)
     losses, make = [], tasks.CrossEntropy
     monkeypatch.setattr(tasks, "CrossEntropy", lambda *given, **more: losses.append(make(*given, **more)) or losses[-1])
-    weighted = train(composed("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
+    weighted = train(checked("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
     log = (tmp_path / "weighted" / "log.txt").read_text()
     assert "no training image shows knot" in log and "data.val_split=val: 2 of its images are trained on" in log
     assert log.count("1 of 4 classes have no pixel in the training split and are not drawn: knot") == 1
@@ -155,7 +154,7 @@ def test_own_images_are_planned_from_their_files(tmp_path):
     config = classification_config("run_dir=unused", "data=image_folder", f"data.root={root}")
     assert (planner.classes_of(config.data), planner.training_images(config.data)) == (3, 6)
     (root / "val").rename(root / "test")
-    reports = verify_data(composed("verify_data", "data=image_folder", f"data.root={root}", "workers=0"))
+    reports = verify_data(checked("verify_data", "data=image_folder", f"data.root={root}", "workers=0"))
     assert [(own["images"], own["problems"]) for own in reports.values()] == [(6, {}), (3, {})]
 
 

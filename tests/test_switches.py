@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from engine.process.transfers import prefetched
-from tests.runs import SHORT, composed
+from tests.runs import SHORT, checked
 from train_seg import train
 
 FEW = ("body=resnet_cifar_tiny", "body.structure=[1,1,1]", "head.dilations=[2]")  # modules to trace
 
 
 def train_short(run_dir: Path, *overrides: str) -> None:
-    train(composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=3", *overrides))
+    train(checked("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=3", *overrides))
 
 
 @pytest.mark.parametrize("norm", ["std", pytest.param("inplace", marks=pytest.mark.slow)])

@@ -21,11 +21,9 @@ from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.classification import accuracy
 from engine.classification.accuracy import evaluate_split
-from engine.configuration import config as configuration
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
 from eval import evaluate
 from keepless import ABN
@@ -35,14 +33,14 @@ from tests.datasets.classification_trees import WNIDS
 from tests.faults.runs import last_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import SHORT_SHAPES, classification_config, composed
+from tests.runs import SHORT_SHAPES, checked, classification_config
 from train_imagenet import train
 
 IMAGES = importlib.import_module("datasets.shapes").IMAGES  # the package exports a function of the module's name
 
 
 def train_shapes(run_dir: Path, *overrides: str) -> dict:
-    return train(composed("train_imagenet", *SHORT_SHAPES, f"run_dir={run_dir}", *overrides))
+    return train(checked("train_imagenet", *SHORT_SHAPES, f"run_dir={run_dir}", *overrides))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +76,7 @@ def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained)
     for batch_size in (200, 10):
         options = (f"checkpoint={last_of(trained[0])}", "data.split=val", "workers=0", f"batch_size={batch_size}")
         with host_reads() as reads:
-            evaluate(composed("eval", *options))
+            evaluate(checked("eval", *options))
         found.append(sorted(reads))
     assert found[0] == found[1] and sum("evaluate_split" in read for read in found[0]) > 0, found
 
@@ -86,7 +84,7 @@ def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained)
 def trained_and_evaluated_by_a_rank(rank: int, run_dir: str) -> dict:
     train_shapes(Path(run_dir), "trainer.steps=3", "trainer.ema_decay=0.5", "norm.sync=true")
     options = (f"checkpoint={last_of(Path(run_dir))}", "workers=0", f"results={run_dir}/together.json")
-    return evaluate(composed("eval", *options))
+    return evaluate(checked("eval", *options))
 
 
 @pytest.mark.slow
@@ -96,7 +94,7 @@ def test_two_processes_train_and_evaluate_together(tmp_path):
     together = pair.run(trained_and_evaluated_by_a_rank, str(tmp_path))
     pair.stop()
     assert not any(isinstance(result, Exception) for result in together), together
-    alone = evaluate(composed("eval", f"checkpoint={last_of(tmp_path)}", "workers=0"))
+    alone = evaluate(checked("eval", f"checkpoint={last_of(tmp_path)}", "workers=0"))
     assert alone["images"] == sum(map(sum, alone["confusion_matrix"])) == 200
     assert all(result["confusion_matrix"] == alone["confusion_matrix"] for result in together)
 
@@ -123,7 +121,7 @@ def revnet_s(tmp_path_factory) -> tuple[Path, tuple[str, ...], torch.Tensor]:
     torch.save(assemble.network_of(classification_config(*words), 10).state_dict(), folder / "initial.pt")
     start = (f"init.weights={folder / 'initial.pt'}", "init.format=standard_bn", "trainer.evaluate_images=null")
     with logits_of_evaluations() as logits:
-        train(composed("train_imagenet", *words, *start, f"run_dir={folder / 'run'}"))
+        train(checked("train_imagenet", *words, *start, f"run_dir={folder / 'run'}"))
     return folder, words, torch.cat(logits)
 
 
@@ -165,7 +163,7 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
     root = classification_trees.cifar_zip(tmp_path / "cifar.zip", splits=("test",))
     options = ("workers=0", "device=cpu", f"data.root={root}", f"results={tmp_path / 'again.json'}")
     with logits_of_evaluations() as logits:
-        again = evaluate(composed("eval", f"checkpoint={last_of(folder / 'run')}", *options))
+        again = evaluate(checked("eval", f"checkpoint={last_of(folder / 'run')}", *options))
     torch.testing.assert_close(torch.cat(logits), trained)
     assert again["images"] == 10
 
@@ -203,7 +201,7 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     options = (f"checkpoint={file}", "workers=0", "device=cpu")
     for more in ((), ("view=ten_crop",), ("crop=48",), ("crop=48", "resize=64"), ("activation=relu",)):
         with logits_of_evaluations() as seen:
-            results = evaluate(composed("eval", *options, *more))
+            results = evaluate(checked("eval", *options, *more))
         torch.testing.assert_close(torch.cat(seen), expected_logits(file, root / "val", *more), atol=0.02, rtol=0)
         assert results["images"] == len([path for path in (root / "val").rglob("*") if path.is_file()])
         assert results["view"] == ("ten_crop" if "view=ten_crop" in more else "center")
@@ -219,17 +217,17 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     for split, wnid, number in numbers:
         (root / split / wnid).rename(root / split / number)
     with pytest.raises(ValueError, match="two orders: 1, 10, 2 as text, 1, 2, 10 as numbers. Give data.c"):
-        evaluate(composed("eval", *options))
-    evaluate(composed("eval", *options, "data.class_order=numbers"))
+        evaluate(checked("eval", *options))
+    evaluate(checked("eval", *options, "data.class_order=numbers"))
     written = json.loads((tmp_path / "run" / "results_numbers.json").read_text())
     assert [*written["accuracy"]] == ["1", "2", "10"]
     with pytest.raises(ValueError, match="crop=48 resize=40: expected a crop of at most resize pixels"):
-        evaluate(composed("eval", *options, "crop=48", "resize=40"))
+        evaluate(checked("eval", *options, "crop=48", "resize=40"))
 
 
 @pytest.mark.parametrize("override", ["window.size=64", "tta.flip=true", "data.base_size=9", "predictions=DIR"])
 def test_keys_of_a_segmentation_are_refused_for_a_classification(override):
-    options = configuration.typed(composed("eval", "checkpoint=x", override), Evaluation)
+    options = checked("eval", "checkpoint=x", override)
     with pytest.raises(ValueError, match=f"^{override.split('=')[0]}=.* is for segmentation, and it"):
         refuse_other_tasks(options, "classification", "it")
     refuse_other_tasks(options, "segmentation", "it")
@@ -265,14 +263,14 @@ def test_images_without_a_finite_score_are_counted_and_end_the_evaluation():
 def test_a_swapped_activation_has_its_usual_parameter():
     def swapped(norm: str, to: str) -> tuple[str, float]:
         config = classification_config(*norm.split(), "trainer.steps=1")
-        configuration.typed(composed("eval", "checkpoint=x", f"activation={to}"), Evaluation).apply_to(config)
+        checked("eval", "checkpoint=x", f"activation={to}").apply_to(config)
         return config.norm.activation, config.norm.activation_param
 
     elu = "norm.activation=elu norm.activation_param=1.0"
     assert swapped(elu, "leaky_relu") == ("leaky_relu", 0.01) and swapped("norm=inplace", "elu") == ("elu", 1.0)
     assert swapped("norm.activation_param=0.2", "leaky_relu") == ("leaky_relu", 0.2)  # the same one
     with pytest.raises(ValueError, match="activation=rleu: expected one of"):
-        configuration.typed(composed("eval", "checkpoint=x", "activation=rleu"), Evaluation)
+        checked("eval", "checkpoint=x", "activation=rleu")
 
 
 def test_a_part_of_the_images_has_every_class():

@@ -16,12 +16,12 @@ from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
 from tests.cuda import NEEDS_CUDA
 from tests.faults.runs import before_call
-from tests.runs import NARROW_A2, SHORT, composed, same
+from tests.runs import NARROW_A2, SHORT, checked, same
 from train_seg import train
 
 
 def train_short(run_dir: Path, *overrides: str) -> dict:
-    return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, *overrides))
+    return train(checked("train_seg", f"run_dir={run_dir}", *SHORT, *overrides))
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def watched(tmp_path_factory) -> tuple[Path, dict, str]:
     """The directory of a run with two evaluations, its results, and what it printed."""
     run_dir = tmp_path_factory.mktemp("watched")
     every = [f"trainer.{what}_every_steps=2" for what in ("evaluate", "log", "checkpoint")]
-    values = composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", "trainer.pictures=2", *every)
+    config = checked("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", "trainer.pictures=2", *every)
     with redirect_stdout(StringIO()) as printed:
-        results = train(values, "python a b=c")
+        results = train(config, "python a b=c")
     return run_dir, results, printed.getvalue()
 
 

@@ -13,7 +13,7 @@ from engine.process.transfers import HostCopy
 from engine.training import loop
 from scripts.predict import predict
 from tests.cuda import NEEDS_CUDA
-from tests.runs import SHORT, composed
+from tests.runs import SHORT, checked
 from train_seg import train
 
 each_device = pytest.mark.parametrize(
@@ -24,7 +24,7 @@ each_device = pytest.mark.parametrize(
 def trained(run_dir: Path, device: str, *overrides: str) -> dict[str, torch.Tensor]:
     """The weights after a short training on a device."""
     steps = () if any(word.startswith("trainer.steps=") for word in overrides) else ("trainer.steps=2",)
-    train(composed("train_seg", f"run_dir={run_dir}", *SHORT, *steps, *overrides, f"trainer.device={device}"))
+    train(checked("train_seg", f"run_dir={run_dir}", *SHORT, *steps, *overrides, f"trainer.device={device}"))
     return checkpoint.load(run_dir / "checkpoints" / "last.pt")["network"]
 
 
@@ -93,6 +93,6 @@ def test_a_network_predicts_the_same_on_every_device(tmp_path, device):
     found = {}
     for each in ("cpu", device):
         words = (f"checkpoint={tmp_path / 'run'}", f"input={images}", f"output={tmp_path / each}", f"device={each}")
-        (file, *_) = predict(composed("predict", *words))
+        (file, *_) = predict(checked("predict", *words))
         found[each] = np.asarray(Image.open(file))
     assert found[device].shape == (64, 96) and (found[device] == found["cpu"]).mean() > 0.99

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from datasets.class_table import distinct_colours
 from engine.assemble.tasks import network_of
-from engine.configuration.command_line import composed
-from engine.configuration.config import register, typed
+from engine.configuration.command_line import checked
+from engine.configuration.config import register
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES
 from engine.schema.network import Body, DeepLabV3Head
@@ -34,8 +34,7 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
         config = _segmentation_config(architecture, norm, tensors, name)
     elif count:
         register("train_imagenet", ClassificationRun)
-        values = composed("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
-        config = typed(values, ClassificationRun)
+        config = checked("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
         config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
     else:
         raise ValueError(f"{name} has no classifier: load it with init.weights and init.format=released")
@@ -61,8 +60,7 @@ def _segmentation_config(
             f"segmentation network was released; start a training from it with init.weights and init.format=released"
         )
     register("train_seg", SegmentationRun)
-    values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
-    config = typed(values, SegmentationRun)
+    config = checked("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
     assert isinstance(config.head, DeepLabV3Head), config.head
     config.body = _body(architecture, output_stride=8)
     config.head.pooling_size = VISTAS_POOLING

@@ -1,9 +1,8 @@
 """The groups of a command, and which choices in configs/ fit them."""
 
-import difflib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,7 +11,6 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 
 from engine.configuration.config import flat
-from engine.configuration.words import meant
 from engine.process.plugins import LOADED
 from engine.schema.keys import CHOICES, groups_of, quoted, store
 
@@ -161,26 +159,3 @@ def _content(file: Path) -> dict:
     """The content of a choice's file; none if there is no file. Choices share files, so each is read once."""
     content = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else None
     return content if isinstance(content, dict) else {}
-
-
-def no_such(group: str, choice: str, known: Iterable[str]) -> str:
-    """A sentence about a choice that does not exist: its right spelling, the nearest ones, or what there is instead."""
-    known = [*known]
-    if same := [name for name in known if _letters(name) == _letters(choice)]:
-        return f"there is no such {group}; give {group}={same[0]}"
-    below = [name for name in known if name.startswith(choice)] or known
-    advice = meant(f"no_such_{group}", choice, ())
-    nearest = difflib.get_close_matches(choice, below, n=5)
-    if not nearest and (advice is None or len(below) < 8):
-        nearest = difflib.get_close_matches(choice, below, n=5, cutoff=0)
-    are = f"; the nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(nearest)}" * bool(nearest)
-    return f"there is no such {group}{are}" + (f"; {advice[1]}" if advice else "")
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"[\W_]", "", text.lower())
-
-
-def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
-    """The error for a choice that does not exist."""
-    return ValueError(f"{group}={choice}: {no_such(group, choice, known)}")

@@ -1,37 +1,41 @@
-"""Command-line entry points: from key=value to a typed configuration."""
+"""Command-line entry points: from key=value to a checked dataclass."""
 
+import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.configuration import plugins, sweep
-from engine.configuration.choices import CONFIGS, groups_in, offer, searched
-from engine.configuration.config import register, typed
+from engine.configuration.choices import CONFIGS, offer, searched
+from engine.configuration.config import Schema, register, typed
 from engine.configuration.help import help_text
-from engine.configuration.messages import explained, refuse_options
-from engine.configuration.texts import as_typed
+from engine.configuration.texts import value_of
 from engine.process.distributed import launched, world_size
 from engine.process.stopping import errors_for_users
-from engine.schema.keys import Keys
+from engine.schema.keys import Keys, declared_in
 
 HELP = ("--help", "-h")
 SHOW = ("--cfg", "-c", "--cfg=job")  # Hydra's option `--cfg job`
+CHOICE = re.compile(r"(\w+)(?:=(?!\{)|$)")  # norm=std; norm={sync: true} sets a key
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
 
 
 def configured(
-    name: str, schema: type[Keys], about: str | None = None
-) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
-    """Decorator: makes `main(values)` a command that takes the keys of `schema` as key=value.
+    name: str, schema: type[Schema], about: str | None = None
+) -> Callable[[Callable[[Schema], object]], Callable[[], None]]:
+    """Decorator: makes `main(config)` a command that takes the keys of `schema` as key=value.
 
     configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help starts with
     `about`, by default the docstring of main's module; `--cfg job` prints the configuration, which may lack values; -m
@@ -39,39 +43,34 @@ def configured(
     """
     register(name, schema)
 
-    def checked(words: list[str]) -> tuple[DictConfig, Keys]:
-        with explained(name, schema, words):
-            values = composed(name, *words)
-            return values, typed(values, schema)
-
-    def decorated(main: Callable[[DictConfig], object]) -> Callable[[], None]:
+    def decorated(main: Callable[[Schema], object]) -> Callable[[], None]:
         """Make `main` a command, which reads its arguments from `sys.argv`."""
+        started = record(main) if launched() else main  # `record` leaves the error for torchrun to print
 
         @wraps(main)
         def run() -> None:
             """Print the help or the configuration, run a sweep, or call `main`."""
-            sweeps = not {*sweep.FLAGS}.isdisjoint(sys.argv)
-            sys.argv[1:] = [as_typed(word, schema, sweeps) for word in sys.argv[1:]]
-            words = [word for word in sys.argv[1:] if word not in (*HELP, *sweep.FLAGS, *SHOW)]
-            shows = not {*SHOW}.isdisjoint(sys.argv)
-            if shows:
-                words = [word for word in words if word != "job"]
+            helps, shows, sweeps = (not {*flags}.isdisjoint(sys.argv) for flags in (HELP, SHOW, sweep.FLAGS))
+            flags = {*HELP, *SHOW, *sweep.FLAGS, *["job"] * shows}
+            words = [word for word in sys.argv[1:] if word not in flags]
             with errors_for_users("start it again" if sweeps else _again(words, schema)):
                 plugins.load(words)
-                refuse_options(name, schema, words)
-                if not {*HELP}.isdisjoint(sys.argv):
+                if helps:
                     text = about or sys.modules[main.__module__].__doc__ or name
-                    with explained(name, schema, words):
-                        print(help_text(text, name, schema, composed(name, *words)))
+                    print(help_text(text, name, schema, composed(name, *words)))
                 elif shows:
-                    with explained(name, schema, words):
-                        print(OmegaConf.to_yaml(composed(name, *words)))
+                    print(OmegaConf.to_yaml(composed(name, *words)))
                 elif sweeps:
-                    has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
-                    sweep.run(words, lambda job: checked(job)[1], has_run_dir)
+                    sweep.run(words, schema, lambda job: checked(name, *job))
                 else:
-                    values, _ = checked(words)
-                    (record(main) if launched() else main)(values)  # `record` leaves the error for torchrun to print
+                    config = checked(name, *words)
+                    try:
+                        started(config)
+                    except ValueError as error:  # a file that does not exist, such as init.weights=last
+                        named = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
+                        if not named:
+                            raise
+                        raise _for_users(name, named, error) from error
 
         return run
 
@@ -86,22 +85,65 @@ def _again(words: list[str], schema: type[Keys]) -> str:
     return "start it again with resume=auto" + ("" if has_folder else " and run_dir=FOLDER, the one that it has named")
 
 
-def composed(name: str, *overrides: str) -> DictConfig:
-    """Compose the configuration of a declared command with `overrides`, also inside a program of Hydra's.
+def checked(name: str, *words: str) -> Any:
+    """The checked keys of a declared command with these words.
 
-    Hydra makes no folders and writes no logs.
+    ValueError: a word is wrong, a key has no value, or the keys break a rule. The message names the fix.
     """
+    values = composed(name, *words)
+    try:
+        return typed(values, schema_of(name))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise _for_users(name, words, error) from error
+
+
+def composed(name: str, *words: str) -> DictConfig:
+    """The configuration of a declared command with these words. It may lack values, or break rules between keys.
+
+    Hydra composes the choices of groups; each other key=value is read by its declared type. ValueError: see `checked`.
+    """
+    schema, word = schema_of(name), ""
+    keys = {key: declared for key, declared in declared_in(schema).items() if "is_group" not in declared.metadata}
+    choices = [each for each in words if (found := CHOICE.match(each)) and found[1] not in keys]
+    try:
+        config = _of_choices(name, choices)
+        for word in (each for each in words if each not in choices):
+            key, equals, text = word.lstrip("+").partition("=")
+            if not equals:
+                raise HydraException(f"{word}: expected key=value")
+            above = keys.get(key.rpartition(".")[0])
+            is_free = above is not None and above.kind is Any  # a mapping with any names, such as `roots`
+            OmegaConf.update(config, key, value_of(text, keys.get(key)), merge=True, force_add=is_free)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise _for_users(name, words, error, word) from error
+    return config
+
+
+def schema_of(name: str) -> type[Keys]:
+    """The schema of a declared command."""
     schema = OmegaConf.get_type(ConfigStore.instance().load(f"schema/{name}.yaml").node)
     assert schema is not None, name
+    return schema
+
+
+def _of_choices(name: str, choices: list[str]) -> DictConfig:
+    """Compose the choices of a command, also inside a program of Hydra's. Hydra makes no folders and writes no logs."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     offer()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config = name if groups_in(name) else f"schema/{name}"
-            return hydra.compose(config, [*searched(), *(as_typed(word, schema) for word in overrides)])
+            has_file = (CONFIGS / f"{name}.yaml").is_file()
+            return hydra.compose(name if has_file else f"schema/{name}", [*searched(), *choices])
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def _for_users(name: str, words: Sequence[str], error: Exception, word: str = "") -> ValueError:
+    """The error of wrong words; `word` is the one that sets a key wrongly, if it is known."""
+    from engine.configuration.messages import Messages  # a right command needs no words of other programs
+
+    return ValueError(Messages(name, schema_of(name)).about(words, error, word))
 
 
 def command_line() -> str:

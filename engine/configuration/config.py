@@ -1,7 +1,7 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and dataclasses to plain dictionaries and back."""
 
 import os
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from hydra.core.config_store import ConfigStore
@@ -31,10 +31,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
-    config = _instance(values, schema)
-    unknown = flat(OmegaConf.to_container(values)).keys() - flat(asdict(config)).keys()
-    if unknown:  # Hydra lets +key=… pass
-        raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --help lists them all")
+    config = cast(Schema, OmegaConf.to_object(values))
     if given := getattr(config, "plugins", []):
         if {*map(name_of, given)} != LOADED.keys():
             raise ValueError(f"plugins={given}: only the command line names plugins; leave it out elsewhere")
@@ -89,9 +86,10 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
             merged[name] = OmegaConf.structured(alternative(name, alternatives, choice))
         # Without interpolations: a checkpoint must not read this machine's environment variables.
         literal = tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, values)
-        return _instance(OmegaConf.merge(merged, literal), schema)
+        config = OmegaConf.to_object(OmegaConf.merge(merged, literal))
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
+    return cast(Schema, config)
 
 
 def _check_plugins(values: dict, schema: type[Keys], source: str) -> None:
@@ -102,12 +100,6 @@ def _check_plugins(values: dict, schema: type[Keys], source: str) -> None:
         names = [*chosen] if group in LISTS else [chosen.get("name")]
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"{source}: {group}={unknown[0]}: registered by plugins=[{absent}], which is not given")
-
-
-def _instance(values: Any, schema: type[Schema]) -> Schema:
-    config = OmegaConf.to_object(values)
-    assert isinstance(config, schema), f"composed from {type(config).__name__}: expected {schema.__name__}"
-    return config
 
 
 def plain(config: Keys) -> dict:

@@ -4,6 +4,7 @@ import itertools
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
+from engine.configuration.texts import as_typed
 from engine.process import plugins
 from engine.process.console import log_to, make_console
 from engine.process.distributed import launched
@@ -27,7 +29,7 @@ class Job(NamedTuple):
     run_dir: Path | None  # None: the command writes none
 
 
-def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool) -> None:
+def run(arguments: list[str], schema: type[Keys], check: Callable[[list[str]], Keys]) -> None:
     """Run a sweep's jobs one after the other, each in its own process.
 
     A job's run directory is named after its own overrides. It lies in the folder `run_dir`, by default
@@ -36,8 +38,8 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
 
     Args:
         arguments: of the command, without -m.
+        schema: of the command. If it has the key `run_dir`, each job writes a run directory.
         check: returns the configuration that a job's arguments give, or raises ValueError.
-        has_run_dir: whether the command writes a run directory.
 
     Raises:
         ValueError: no key has several values, or a job's arguments are wrong; no job has run.
@@ -51,7 +53,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
         )
     console = make_console()
     log_to(console, None)
-    folder, jobs = jobs_of(arguments, check, has_run_dir)
+    folder, jobs = jobs_of(arguments, schema, check)
     waiting = []
     for job in jobs:
         if job.run_dir is not None and has_ended(job.run_dir, [sys.argv[0], *job.arguments]):
@@ -73,9 +75,13 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
 
 
 def jobs_of(
-    arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool
+    arguments: list[str], schema: type[Keys], check: Callable[[list[str]], Keys]
 ) -> tuple[Path | None, list[Job]]:
-    """The sweep's folder and its jobs; the last key's values change fastest."""
+    """The sweep's folder and its jobs; the last key's values change fastest. Texts in jobs' arguments are quoted."""
+    has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
+    if any(word.startswith(("-", "hydra.", "hydra/")) for word in arguments):
+        check(arguments)  # says that these are no keys
+    arguments = [as_typed(word, schema, sweeps=True) for word in arguments]
     shared, values, given_folder = _parsed(arguments, has_run_dir)
     owns = [
         [f"{key}={value}" for key, value in zip(values, chosen, strict=True)]

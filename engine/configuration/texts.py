@@ -1,4 +1,4 @@
-"""Keep texts on the command line as typed: Hydra reads run_dir=1.10 as the number 1.1, and cannot read ~/data."""
+"""Read key=value: texts as typed, as run_dir=1.10 is no number and Hydra cannot read ~/data; the rest as Hydra does."""
 
 import os
 import re
@@ -24,31 +24,44 @@ BOOLEAN = re.compile("true|false|yes|no|on|off|y|n|[01]", re.IGNORECASE)
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
-    """An argument; a text value that Hydra would change or refuse is quoted.
+    """An argument of a command with these keys; a text value that Hydra would change or refuse is quoted."""
+    given, equals, text = word.partition("=")
+    declared = declared_in(schema).get(given.lstrip("+"))
+    return given + equals + (_quoted(text, declared, sweeps) if declared else text)
+
+
+def _quoted(text: str, declared: Declared, sweeps: bool = False) -> str:
+    """A value for Hydra's grammar.
 
     Quotes, null, interpolations and escapes such as \\, keep Hydra's meaning; so do mappings in mappings and, in
     sweeps (-m), functions. In sweeps commas separate the values of several jobs, unless they belong to a path.
     """
-    given, equals, value = word.partition("=")
-    declared, is_path = declared_in(schema).get(given.lstrip("+")), os.path.exists(value)
-    kind = declared and declared.kind
-    if declared and declared.metadata.get("word"):  # or a number
-        return word
-    if value.startswith("[") and value.endswith("]") and (kind is Any or "list[str]" in str(kind)):
-        entries = LIST_ENTRY.findall(value[1:-1])
-        if value == f"[{','.join(entries)}]":
-            return f"{given}=[{','.join(map(_for_hydra, entries))}]"
-    if kind is Any and (mapped := PLAIN_MAPPING.fullmatch(value)):
+    kind, is_path = declared.kind, os.path.exists(text)
+    if declared.metadata.get("word"):  # or a number
+        return text
+    if text.startswith("[") and text.endswith("]") and (kind is Any or "list[str]" in str(kind)):
+        entries = LIST_ENTRY.findall(text[1:-1])
+        if text == f"[{','.join(entries)}]":
+            return f"[{','.join(map(_for_hydra, entries))}]"
+    if kind is Any and (mapped := PLAIN_MAPPING.fullmatch(text)):
         pairs = (entry.partition(":") for entry in mapped[1].split(","))
-        return f"{given}={{{','.join(f'{name}:{_for_hydra(text)}' for name, _, text in pairs)}}}"
-    if kind not in (str, str | None) and not (kind is Any and (is_path or WORD.fullmatch(value))):
-        return word
-    texts = [value]
-    if sweeps and not is_path and re.search(r"[,(]", value):
-        if re.search(r"""["'({[]""", value):
-            return word
-        texts = value.split(",")
-    return given + equals + ",".join(map(_for_hydra, texts))
+        return f"{{{','.join(f'{name}:{_for_hydra(own)}' for name, _, own in pairs)}}}"
+    if kind not in (str, str | None) and not (kind is Any and (is_path or WORD.fullmatch(text))):
+        return text
+    texts = [text]
+    if sweeps and not is_path and re.search(r"[,(]", text):
+        if re.search(r"""["'({[]""", text):
+            return text
+        texts = text.split(",")
+    return ",".join(map(_for_hydra, texts))
+
+
+def value_of(text: str, declared: Declared | None) -> Any:
+    """The value of a text, read by its key's type. HydraException: it is none, or several."""
+    given = OverridesParser.create().parse_override(f"key={_quoted(text, declared) if declared else text}")
+    if given.is_sweep_override():
+        raise HydraException(f"{text}: expected one value")
+    return given.value()
 
 
 def fits(text: str, declared: Declared) -> bool:
@@ -58,7 +71,8 @@ def fits(text: str, declared: Declared) -> bool:
         return BOOLEAN.fullmatch(text) is not None
     typed = make_dataclass("Typed", [("value", kind, field(metadata={**rules}))])
     try:
-        value = text if kind in (str, str | None) else OverridesParser.create().parse_override(f"key={text}").value()
+        # Of "a text or a list", numbers are not fitting texts: 1,2 does not mean 1.2.
+        value = text if kind in (str, str | None) else value_of(text, None if kind is Any else declared)
         check_values(cast(Keys, OmegaConf.to_object(OmegaConf.structured(typed(value)))))
     except (HydraException, OmegaConfBaseException, ValueError):
         return False

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 def entries() -> list[Entry]:
     """The entries of words.yaml, in order."""
     text = Path(__file__).with_suffix(".yaml").read_bytes()
-    listed = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C if possible: every command reads it
+    listed = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C if possible: it is long
     return [
         Entry(
             tuple(each["word"].split()),

@@ -65,6 +65,7 @@ def key(
         is_argument: what a choice builds takes the key as an argument of the same name.
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries, "names": names}
+    bounds["is_bounded"] = above is not None or least is not None
     free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
     others = {"task": task, "word": word, "written": written, "is_argument": is_argument}
     return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, **others})
@@ -227,15 +228,10 @@ def check_values(config: Keys, prefix: str = "") -> None:
                 raise ValueError(f"{name}.name={selected} does not change the {name}: give {name}={selected}")
         if isinstance(value, Keys):
             check_values(value, f"{name}.")
-        elif value is not None or not _may_be_null(entry):
-            _check_bounds(name, value, Declared(hints[entry.name], entry.metadata))
+        else:
+            _check_bounds(name, value, entry, hints[entry.name])
     if (check := getattr(config, "check", None)) is not None:
         check()
-
-
-def _may_be_null(entry: Field[Any]) -> bool:
-    required = entry.metadata.get("names") or entry.metadata.get("word")
-    return not required or (callable(entry.default_factory) and entry.default_factory() is None)
 
 
 def expected(declared: Declared) -> str:
@@ -244,7 +240,7 @@ def expected(declared: Declared) -> str:
     above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
     if word := bounds.get("word"):
         others = {**bounds, "word": None}
-        return f"{word}, or {expected(Declared(int, others))}" if _is_bounded(bounds) else f"{word}, true or false"
+        return f"{word}, or {expected(Declared(int, others))}" if bounds["is_bounded"] else f"{word}, true or false"
     if bounds.get("names"):
         return "a name or a list of different names, such as [A,B]"
     (kind,) = [each for each in get_args(kind) if each is not NoneType] if isinstance(kind, UnionType) else [kind]
@@ -261,8 +257,11 @@ def expected(declared: Declared) -> str:
     return ("", "a list, each ", "a list of lists, each ")[lists] + one
 
 
-def _check_bounds(name: str, value: Any, declared: Declared) -> None:
-    bounds = declared.metadata
+def _check_bounds(name: str, value: Any, entry: Field[Any], kind: Any) -> None:
+    bounds, default = entry.metadata, entry.default_factory
+    is_required = bounds.get("names") or bounds.get("word")
+    if value is None and (not is_required or (callable(default) and default() is None)):
+        return
     above, least, most, one_of, entries, word = map(bounds.get, ("above", "least", "most", "one_of", "entries", "word"))
     fits = True
     if one_of is not None:
@@ -270,9 +269,9 @@ def _check_bounds(name: str, value: Any, declared: Declared) -> None:
         fits = bool(given) and all(each in one_of for each in given)
     elif bounds.get("names"):
         fits = bool(as_list(value))
-    elif word is not None and not _is_bounded(declared.metadata):
+    elif word is not None and not bounds["is_bounded"]:
         fits = value == word or type(value) is bool
-    elif _is_bounded(declared.metadata) and (word is None or value != word):
+    elif bounds.get("is_bounded") and (word is None or value != word):
         numbers, highest = tree_leaves(value), math.inf if most is None else most
         if len(numbers) > MOST_NUMBERS:
             raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
@@ -287,11 +286,7 @@ def _check_bounds(name: str, value: Any, declared: Declared) -> None:
             for number in numbers
         )
     if not fits:
-        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(declared)}")
-
-
-def _is_bounded(bounds: Mapping[str, Any]) -> bool:
-    return bounds.get("above") is not None or bounds.get("least") is not None
+        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(Declared(kind, bounds))}")
 
 
 def as_list(value: Any) -> list[str]:

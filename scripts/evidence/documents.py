@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from omegaconf import DictConfig
-
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from scripts.compare_runs import compared, report
@@ -79,7 +77,7 @@ class NoKeys:
 
 
 @configured("documents", NoKeys)
-def main(_: DictConfig) -> None:
+def main(_: NoKeys) -> None:
     for document in DOCUMENTS:
         write_file(document, written(document.read_text()))
     for page in numbers.pages():

@@ -21,9 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 
-from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from engine.schema.keys import as_list, key
@@ -50,9 +49,8 @@ class Row(NamedTuple):
     planned: int | None  # bytes on each device
 
 
-def write(values: DictConfig) -> Path:
+def write(arguments: Tables) -> Path:
     """Write the page; return its path. ValueError: folders have no runs, or runs that do not go together."""
-    arguments = configuration.typed(values, Tables)
     out = Path(arguments.out)
     page, titles = out / "tables.md", papers.TABLES | {LEFT_OUT: "In no table"}
     parts = (section(titles[name], text, level=2) for name, text in tables_of(as_list(arguments.runs), out).items())

@@ -9,14 +9,14 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 
-from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS
 from engine.configuration.command_line import configured
 from engine.process.allocations import keep_freed_memory
@@ -77,12 +77,9 @@ class Benchmark(NamedTuple):
     picture: Callable[[dict], Figure | None] = lambda call: None
 
 
-def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[DictConfig], str], Callable[[], None]]:
-    """`run(values)`, see `carry_out`, and its command; `about`: text of --help."""
-
-    def run(values: DictConfig) -> str:
-        return carry_out(benchmark, configuration.typed(values, benchmark.schema))
-
+def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[Any], str], Callable[[], None]]:
+    """`carry_out(benchmark, …)` and its command; `about`: text of --help."""
+    run = partial(carry_out, benchmark)
     return run, configured(benchmark.name, benchmark.schema, about=f"{about}\n{FILES}")(run)
 
 

@@ -5,13 +5,10 @@ from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
-from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS, PAPER, choices, command_of, paper_of, settings_of, weights_of
-from engine.configuration.command_line import composed
+from engine.configuration.command_line import checked
 from engine.configuration.help import as_text
-from engine.configuration.messages import explained
 from engine.schema.commands import RUNS
-from engine.schema.evaluation import Evaluation
 from engine.schema.keys import Keys, as_list, declared_in, leaves
 from engine.schema.training import TrainingRun
 from scripts.reports.runs import with_numbers
@@ -86,8 +83,7 @@ def _composed(experiment: str | None, *overrides: str) -> TrainingRun:
     entry = all_experiments().get(experiment or "", "train_seg")
     importlib.import_module(entry)  # declares its command
     chosen = () if experiment is None else (f"experiment={experiment}",)
-    with explained(entry, SCHEMAS[entry], overrides):
-        return configuration.typed(composed(entry, "run_dir=unused", *chosen, *overrides), SCHEMAS[entry])
+    return checked(entry, "run_dir=unused", *chosen, *overrides)
 
 
 def devices_of(experiment: str) -> int:
@@ -110,8 +106,8 @@ def published(experiment: str) -> list[Published]:
 def results_of(evaluation: str, config: TrainingRun) -> str:
     """The name, without .json, of the results that eval.py writes with these words for a training that has ended."""
     importlib.import_module("eval")  # declares its command
-    values = composed("eval", "checkpoint=checkpoints/last.pt", *evaluation.split())
-    return configuration.typed(values, Evaluation).default_results_file(config).stem
+    options = checked("eval", "checkpoint=checkpoints/last.pt", *evaluation.split())
+    return options.default_results_file(config).stem
 
 
 def training_of(config: TrainingRun) -> dict[str, object]:

@@ -20,7 +20,7 @@ from datasets.reading import decode_image
 from datasets.segmentation import joined
 from scripts.make_classes import make_classes
 from tests import trees
-from tests.runs import composed
+from tests.runs import checked
 
 
 @pytest.fixture
@@ -431,7 +431,7 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
 
 
 def made(root: Path, *keys: str) -> dict:
-    file = make_classes(composed("make_classes", f"data.root={root}", "workers=0", "overwrite=true", *keys))
+    file = make_classes(checked("make_classes", f"data.root={root}", "workers=0", "overwrite=true", *keys))
     assert file == root / "classes.json"
     return json.loads(file.read_text())
 
@@ -444,7 +444,7 @@ def test_nothing_outside_of_the_folder_is_read_or_written(root):
     (root / "classes.json").unlink()
     (root / "classes.json").symlink_to(root.parent / "elsewhere.json")
     with pytest.raises(ValueError, match="classes.json is there already; overwrite=true replaces it"):
-        make_classes(composed("make_classes", f"data.root={root}", "workers=0"))
+        make_classes(checked("make_classes", f"data.root={root}", "workers=0"))
     with pytest.raises(ValueError, match="classes.json is a link that leads nowhere"):
         folder(root, "train")
     made(root)

@@ -37,6 +37,8 @@ from models import recomputation
 
 OURS = ("datasets.", "engine.", "keepless.", "models.", "tests.")
 RATES = ("lr", "initial_lr", "weight_decay", "momentum", "nesterov", "betas", "fused")  # of groups of an optimiser
+# Newer keys that are off add no line: it would be in the record of every value that is refused, which lacks all lines.
+LATER = ("patience",)
 FEW = 8  # entries of a list or tensor that are shown
 
 
@@ -132,7 +134,8 @@ def _of_list(things: list | tuple, place: str) -> Iterator[str]:
 
 def _of_dict(things: dict, place: str) -> Iterator[str]:
     for key, value in things.items():
-        yield from described(value, f"{place}.{key}")
+        if not (value is None and str(key).endswith(LATER)):
+            yield from described(value, f"{place}.{key}")
 
 
 def _as_text(thing: Any, place: str) -> Iterator[str]:

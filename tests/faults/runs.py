@@ -22,7 +22,7 @@ from engine.configuration.command_line import command_line
 from engine.process.stopping import errors_for_users
 from engine.records.metrics_logger import MetricsLogger
 from tests.ranks import FORKSERVER
-from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, composed, hasten
+from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, checked, hasten
 
 STEPS = 8
 # Less than an epoch, with averaged weights, a checkpoint after every step and an evaluation on the way.
@@ -124,7 +124,7 @@ def _main(output: Path, inject: Callable | None, entry: str, *overrides: str) ->
     if inject is not None:
         inject()
     with errors_for_users("start it again with resume=auto"):
-        importlib.import_module(entry).train(composed(entry, *overrides), command_line())
+        importlib.import_module(entry).train(checked(entry, *overrides), command_line())
 
 
 def before_call(owner: object, name: str, number: int | None, fault: Callable[..., object]) -> None:

@@ -8,13 +8,12 @@ import pytest
 
 from datasets import camvid, minibatches_per_epoch
 from engine import assemble
-from engine.configuration import config as configuration
 from engine.process.console import make_console
 from engine.process.distributed import World
-from scripts.browse_data import BrowseData, browse, sheet, training_crops
+from scripts.browse_data import browse, sheet, training_crops
 from tests import trees
 from tests.datasets import classification_trees
-from tests.runs import classification_config, composed, run_config
+from tests.runs import checked, classification_config, run_config
 
 # Labels are noise: scales of 1 and above keep every pixel visible.
 CROPS = ("data.crop_size=30", "data.scale=[1,2]", "data.crops_per_minibatch=4", "data.workers=0")
@@ -28,7 +27,7 @@ def test_shows_the_crops_of_a_training(tmp_path, data, options):
     (trees.camvid_folders if data == "camvid" else classification_trees.imagenet)(root)
     crops = CROPS if data == "camvid" else ("data.crop_size=32", "data.resize=40", *CROPS[2:])
     overrides = (f"data={data}", f"data.root={root}", "seed=3", *crops, *options)
-    browsed = composed("browse_data", *overrides, f"out={tmp_path / 'pages'}", "epoch=2", "count=7")
+    browsed = checked("browse_data", *overrides, f"out={tmp_path / 'pages'}", "epoch=2", "count=7")
     if data == "camvid":
         run = run_config(*overrides)
         dataset = assemble.dataset(run.data, "train")
@@ -40,7 +39,7 @@ def test_shows_the_crops_of_a_training(tmp_path, data, options):
         dataset, _ = assemble.classified_splits(run.data)
         start = 2 * minibatches_per_epoch(len(dataset), 4)
         seen = [*assemble.classified_crops(run, dataset, start + 2, World())][start:]
-    shown = list(training_crops(configuration.typed(browsed, BrowseData), dataset, make_console()))
+    shown = list(training_crops(browsed, dataset, make_console()))
     assert len(shown) == 8  # whole minibatches
     assert data == "camvid" or len(browse(browsed)) == 1
     for number, (title, shown_crop, ids) in enumerate(shown):
@@ -54,7 +53,7 @@ def test_shows_the_crops_of_a_training(tmp_path, data, options):
 
 def test_classification_has_no_class_uniform_sampling():
     with pytest.raises(ValueError, match="sampler=class_uniform is for segmentation"):
-        configuration.typed(composed("browse_data", "data=cifar10", "sampler=class_uniform", "out=x"), BrowseData)
+        checked("browse_data", "data=cifar10", "sampler=class_uniform", "out=x")
 
 
 def test_writes_pages_of_eight_and_the_legend_names_what_occurs(tmp_path):
@@ -63,12 +62,12 @@ def test_writes_pages_of_eight_and_the_legend_names_what_occurs(tmp_path):
     for file in root.glob("train/*/0001TP_000002.*"):
         file.rename(file.with_name(os.fsdecode(b"caf\xe9") + file.suffix))
     data = ("data=camvid", f"data.root={root}", *CROPS)
-    written = browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))
-    assert browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "count=1"))  # again
+    written = browse(checked("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))
+    assert browse(checked("browse_data", *data, f"out={tmp_path / 'pages'}", "count=1"))  # again
     for folder in (root / "train" / "images" / "new", root / "train" / "labels"):
         with pytest.raises(ValueError, match=f"^out={folder} (lies in .*, the images|holds labels) of (a|the) dataset"):
-            browse(composed("browse_data", *data, f"out={folder}"))
-    written = browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))
+            browse(checked("browse_data", *data, f"out={folder}"))
+    written = browse(checked("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))
     assert [path.name for path in written] == ["page_000.png", "page_001.png"]
     full, last = (cv2.imread(str(path)) for path in written)
     assert full.shape[0] > 2 * last.shape[0] > 400 and full.shape[1] == last.shape[1]  # one row of crops on the last

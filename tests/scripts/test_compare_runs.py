@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from datasets.synthetic import write_streets
+from engine.schema.keys import check_values
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare, curves
 from scripts.reports.markdown import unfolded
 from scripts.reports.runs import Run, found_runs
 from tests import trees
-from tests.runs import SHORT, composed
+from tests.runs import SHORT, checked
 from tests.scripts.evidence.records import CIFAR, changed, copied
 from train_seg import train
 
@@ -31,7 +31,7 @@ def report(folder: Path, *runs: Path, picture: bool = False) -> str:
         if not picture:
             patch.setattr("scripts.compare_runs.curves", lambda groups: None)
             patch.setattr("scripts.compare_runs.charts.save", lambda figure, file: None)
-        return compare(OmegaConf.structured(Comparison(runs=list(map(str, runs)), out=str(folder)))).read_text()
+        return compare(Comparison(runs=list(map(str, runs)), out=str(folder))).read_text()
 
 
 def columns(page: str) -> list[str]:
@@ -46,9 +46,9 @@ def finished(tmp_path_factory) -> Path:
     write_streets(root, {"train": 4, "val": 2}, seed=0)
     data = ("data=cityscapes", f"data.root={root}")
     overrides = (f"run_dir={run_dir}", *data, *SHORT, "trainer.steps=2", "norm=std")
-    train(composed("train_seg", *overrides), command=shlex.join(["python", f"{root}/train_seg.py", *overrides]))
+    train(checked("train_seg", *overrides), command=shlex.join(["python", f"{root}/train_seg.py", *overrides]))
     last = run_dir / "checkpoints" / "last.pt"
-    evaluate(composed("eval", f"checkpoint={last}", "tta.scales=[0.25]", "workers=0", "device=cpu"))
+    evaluate(checked("eval", f"checkpoint={last}", "tta.scales=[0.25]", "workers=0", "device=cpu"))
     return run_dir
 
 
@@ -108,7 +108,7 @@ def test_seeds_share_a_column_named_by_their_folders(tmp_path):
     kept = sorted(path.name for path in (folder / "report").iterdir())
     assert kept == [f"optim.lr={lr},seed={seed}" for lr, seed in sorted(scores)]
     command = next(line for line in unfolded(page).splitlines() if "compare_runs" in line)
-    assert sorted(composed("compare_runs", *shlex.split(command)[3:]).runs) == [f"OUT/{name}" for name in kept]
+    assert sorted(checked("compare_runs", *shlex.split(command)[3:]).runs) == [f"OUT/{name}" for name in kept]
     assert report(folder / "report", folder) == page  # the copies are below the same folder
     again = report(tmp_path / "again", folder / "report").replace("again.png", "report.png")
     assert columns(again) == columns(page) and cells[1] in again  # seeds are in the order of their folders' names
@@ -192,7 +192,7 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
     with pytest.raises(ValueError, match="expected runs of one task, found .*, scored by mIoU and .*, scored by top-1"):
         report(tmp_path / "report", finished, CIFAR / "std")
     with pytest.raises(ValueError, match=r"runs=5: expected a name or a list of different names, such as \[A,B\]"):
-        compare(OmegaConf.structured(Comparison(runs=5, out="a")))
+        check_values(Comparison(runs=5, out="a"))
 
 
 def without_last_record(run: Path) -> None:

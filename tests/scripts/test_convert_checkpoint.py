@@ -21,13 +21,13 @@ from tests import trees
 from tests.bodies import small_resnext
 from tests.checkpoints import saved
 from tests.released_files import IMAGES, Released
-from tests.runs import SHORT_SHAPES, classification_config, composed, same, without_counts
+from tests.runs import SHORT_SHAPES, checked, classification_config, same, without_counts
 
 IMAGES_OF_SHAPES = importlib.import_module("datasets.shapes").IMAGES  # the package exports a function of that name
 
 
 def run(source, output, *overrides: str) -> str:
-    return "\n".join(convert(composed("convert_checkpoint", f"input={source}", f"output={output}", *overrides)))
+    return "\n".join(convert(checked("convert_checkpoint", f"input={source}", f"output={output}", *overrides)))
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def test_the_segmentation_network_predicts_as_released(vistas, tmp_path):
 
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(tmp_path / "street.png")
     options = (f"checkpoint={vistas[1]}", f"input={tmp_path / 'street.png'}", f"output={tmp_path / 'out'}")
-    written = predict(composed("predict", *options, "device=cpu", "data.base_size=96"))
+    written = predict(checked("predict", *options, "device=cpu", "data.base_size=96"))
     assert np.asarray(Image.open(written[0])).shape == (40, 60)
     assert len(json.loads((tmp_path / "out" / "classes.json").read_text())) == 65
     options = (f"checkpoint={vistas[1]}", f"data.root={trees.vistas(tmp_path / 'data')}", "workers=0", "device=cpu")
-    results = evaluate(composed("eval", *options, "data.base_size=64", f"results={tmp_path / 'results.json'}"))
+    results = evaluate(checked("eval", *options, "data.base_size=64", f"results={tmp_path / 'results.json'}"))
     assert list(results["iou"]) == [f"Class {number}" for number in range(65)]  # compared by their number only
 
 
@@ -159,5 +159,5 @@ def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, mo
     assert alone.keys() == {"format", "task", "step", "classes", "config", "network"}
     assert same(alone["network"], average) and str(tmp_path) not in str(alone["config"])
     options = ("workers=0", "device=cpu", f"results={tmp_path / 'scores.json'}")
-    scores = [evaluate(composed("eval", f"checkpoint={tmp_path / name}", *options)) for name in ("last.pt", "net.pt")]
+    scores = [evaluate(checked("eval", f"checkpoint={tmp_path / name}", *options)) for name in ("last.pt", "net.pt")]
     assert scores[0]["confusion_matrix"] == scores[1]["confusion_matrix"]

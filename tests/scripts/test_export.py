@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration import config as configuration
 from engine.prediction import open_network
 from engine.prediction.opening import open_checkpoint
 from engine.schema.evaluation import Prediction
-from scripts.export import Export, export, metadata
+from scripts.export import export, metadata
 from tests.checkpoints import saved
-from tests.runs import classification_config, composed, run_config
+from tests.runs import checked, classification_config, run_config
 
 TINY = ("body=resnet_cifar_tiny", "body.structure=[1,1,1]", "body.base_channels=[8,8]", "body.stem_channels=8")
 HEAD = ("head.hidden_channels=8", "head.out_channels=8", "head.dilations=[2]")
@@ -36,7 +35,7 @@ def checkpoints(tmp_path_factory):
 
 
 def run(source, output, *overrides: str) -> dict:
-    return export(composed("export", f"checkpoint={source}", f"output={output}", *overrides))
+    return export(checked("export", f"checkpoint={source}", f"output={output}", *overrides))
 
 
 READER = """
@@ -100,7 +99,7 @@ def test_the_metadata_holds_the_ids_that_labels_and_predictions_have(checkpoints
     """Classes in the output are positions: an ignored id shifts those after it."""
     state = checkpoint.load(checkpoints / "segmentation.pt")
     checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": [0, 1, 3, 7, 12]})
-    options = configuration.typed(composed("export", "checkpoint=net.pt", "output=net.pt2", "argmax=true"), Export)
+    options = checked("export", "checkpoint=net.pt", "output=net.pt2", "argmax=true")
     for file, ids in ((tmp_path / "net.pt", [0, 1, 3, 7, 12]), (checkpoints / "classification.pt", None)):
         found = open_checkpoint(file, Prediction(device="cpu"))
         about = json.loads(metadata(found, options))

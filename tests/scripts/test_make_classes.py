@@ -12,7 +12,7 @@ from PIL import Image
 from datasets import folder, verify
 from scripts.make_classes import make_classes
 from tests import trees
-from tests.runs import composed
+from tests.runs import checked
 
 IDS = np.arange(24 * 40, dtype=np.uint8).reshape(24, 40) % 3  # 0, 1 and 2
 
@@ -23,7 +23,7 @@ def made(tmp_path: Path, label: np.ndarray, *keys: str, write: Callable = trees.
     for split in ("train", "val"):
         trees.write(root / split / "images" / "a.png", np.repeat(IDS[..., None], 3, axis=2))
         write(root / split / "labels" / "a.png", label)
-    make_classes(composed("make_classes", f"data.root={root}", "workers=0", *keys))
+    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
     return json.loads((root / "classes.json").read_text())
 
 
@@ -142,7 +142,7 @@ def test_colours_of_one_label_each_look_like_instances(tmp_path, capsys):
         trees.write(tmp_path / "images" / f"{number}.png", np.zeros((24, 40, 3), np.uint8))
         colours = np.dstack([IDS * 40 + 20, 0 * IDS, 0 * IDS + 9 * number])
         trees.write(tmp_path / "labels" / f"{number}.png", colours)
-    make_classes(composed("make_classes", f"data.root={tmp_path}", "workers=0"))
+    make_classes(checked("make_classes", f"data.root={tmp_path}", "workers=0"))
     assert "18 of 18 ids or colours are in one label each: they look like instances" in capsys.readouterr().out
 
 
@@ -150,7 +150,7 @@ def test_the_folder_above_is_named(tmp_path):
     made(tmp_path, IDS)
     for below in ("train/labels", "train/images"):
         with pytest.raises(ValueError, match=f"Fix: give data.root={tmp_path}/own, the folder above"):
-            make_classes(composed("make_classes", f"data.root={tmp_path}/own/{below}", "workers=0"))
+            make_classes(checked("make_classes", f"data.root={tmp_path}/own/{below}", "workers=0"))
 
 
 def test_a_reading_of_gray_is_refused_without_gray_and_so_is_a_single_class(tmp_path):
@@ -169,7 +169,7 @@ def test_only_labels_of_an_image_count(tmp_path, capsys):
     (tmp_path / "own/train/images").rename(tmp_path / "own/train/pictures")
     (tmp_path / "own/classes.json").unlink()
     with pytest.raises(ValueError, match="some labels hold colours, others ids"):
-        make_classes(composed("make_classes", f"data.root={tmp_path / 'own'}", "workers=0"))
+        make_classes(checked("make_classes", f"data.root={tmp_path / 'own'}", "workers=0"))
 
 
 def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
@@ -192,14 +192,14 @@ def test_16_bit_images_that_use_few_levels_are_named(tmp_path, capsys):
     trees.write(tmp_path / "images" / "a.png", np.array([[100, 4000]], np.uint16))
     trees.write(tmp_path / "labels" / "a.png", np.array([[0, 1]], np.uint8))
     for key, is_named in (("data.range16=[0,4095]", False), ("data.range16=[0,65535]", True)):
-        make_classes(composed("make_classes", f"data.root={tmp_path}", "workers=0", "overwrite=true", key))
+        make_classes(checked("make_classes", f"data.root={tmp_path}", "workers=0", "overwrite=true", key))
         assert ("give data.range16=[100,4000]" in capsys.readouterr().out) == is_named
 
 
 def test_one_of_several_splits_is_not_taken_for_the_dataset(tmp_path):
     made(tmp_path, IDS)
     root = tmp_path / "own"
-    split = composed("make_classes", f"data.root={root}/train", "workers=0")
+    split = checked("make_classes", f"data.root={root}/train", "workers=0")
     with pytest.raises(
         ValueError, match=f"train looks like one of the splits train, val of {root}: give {root}, whose"
     ):

@@ -21,7 +21,7 @@ from engine.prediction import open_network
 from scripts.predict import find_images, predict, result_names
 from tests import trees
 from tests.checkpoints import saved
-from tests.runs import REPOSITORY, classification_config, composed, ended, run_config
+from tests.runs import REPOSITORY, checked, classification_config, ended, run_config
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def trained(tmp_path_factory) -> tuple[Path, tuple]:
 
 def run(trained, source: Path, output: Path, *overrides: str) -> list[Path]:
     options = (f"checkpoint={trained[0]}", f'input="{source}"', f"output={output}", "device=cpu")
-    return predict(composed("predict", *options, *overrides))
+    return predict(checked("predict", *options, *overrides))
 
 
 @pytest.fixture(scope="module")

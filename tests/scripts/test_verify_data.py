@@ -13,13 +13,13 @@ from datasets import folder, index_classes
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
-from tests.runs import composed
+from tests.runs import checked
 
 
 def verified(tmp_path: Path, *overrides: str, workers: int = 0) -> dict[str, dict]:
     """{split: its report}, which is also what the file holds."""
     out = tmp_path / "reports" / "report.json"
-    reports = verify_data(composed("verify_data", *overrides, f"workers={workers}", f"out={out}"))
+    reports = verify_data(checked("verify_data", *overrides, f"workers={workers}", f"out={out}"))
     written = json.loads(out.read_text())
     assert written["splits"] == reports and written["environment"]
     assert written["problems"] == sum(len(own) for report in reports.values() for own in report["problems"].values())

@@ -13,8 +13,7 @@ from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import CachingConfigRepository
 
 from engine.configuration.choices import CONFIGS, choices, groups_in
-from engine.configuration.command_line import composed
-from engine.configuration.config import typed
+from engine.configuration.command_line import checked, composed
 from engine.configuration.help import as_text, sentences
 from engine.process.console import logger
 from engine.process.stopping import EXIT_CODE, Preempted
@@ -51,12 +50,11 @@ def test_choices_that_refer_to_others_are_followed(tmp_path, monkeypatch):
     ],
 )
 def test_tests_compose_what_hydra_composes(entry, overrides, monkeypatch):
-    words, schema = shlex.split(overrides), {"train_imagenet": ClassificationRun, "train_seg": SegmentationRun}[entry]
-    quickly = composed(entry, *words)
+    words = shlex.split(overrides)
+    quickly = composed(entry, *words), checked(entry, *words)
     monkeypatch.setattr(hydra, "compose", _compose)
     monkeypatch.setattr(config_loader_impl, "CachingConfigRepository", CachingConfigRepository)
-    in_full = composed(entry, *words)
-    assert quickly == in_full and typed(quickly, schema) == typed(in_full, schema)
+    assert quickly == (composed(entry, *words), checked(entry, *words))
 
 
 COMMANDS = {
@@ -96,6 +94,15 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
         if default is not None:
             assert next(choice for choice in chosen if choice.startswith(f"{group}=")) == f"{group}={default}"
             assert groups[f"{group}={default}"].startswith("* ")
+
+
+def test_a_right_command_asks_for_no_messages_and_no_words_of_other_programs(monkeypatch):
+    for name in ("arguments", "messages", "words"):
+        monkeypatch.setitem(sys.modules, f"engine.configuration.{name}", None)  # cannot be imported
+    config = checked("train_seg", "norm=std", "optim={lr: 0.1}", "data.root=1.10", "trainer.epochs=3")
+    assert (config.norm.name, config.optim.lr, config.data.root) == ("std", 0.1, "1.10")
+    with pytest.raises(ImportError):
+        checked("train_seg", "optim.lrr=0.1")
 
 
 def test_values_are_shown_as_they_are_given():

@@ -1,13 +1,17 @@
-"""What commands with other programs' words, slips and units are answered, before anything is composed."""
+"""What commands with other programs' words, slips and units are answered."""
 
+import re
 import shlex
 import sys
 
 import pytest
 
-from engine.configuration.messages import explained, refuse_options
-from engine.configuration.texts import as_typed
+import train_seg
+from engine.configuration import messages
+from engine.configuration.messages import Messages
+from engine.schema.segmentation import SegmentationRun
 from tests.engine.configuration.test_words import COMMANDS
+from tests.runs import checked
 
 # Command: what its message contains; "" for a right one.
 ANSWERS = {
@@ -68,7 +72,6 @@ ANSWERS = {
     "train_seg loss=dice": "there is none of this name: expected loss=cross_entropy or loss=bootstrapped",
     "train_seg lr_schedule=cosin": "the nearest is cosine",
     "train_seg norm.activation=gelu": "there is none of this name: expected leaky_relu",
-    "train_seg init.weights=last": "init.weights=RUN/checkpoints/last.pt; run_dir=RUN resume=auto continues a run",
     # No advice across groups but for near spellings and fitting types
     "train_seg trainer.interval=10": "give trainer.log_every_steps, trainer.evaluate_every_steps or trainer.checkpoint",
     "train_seg foo.intervals=10": "there is no such key; --help lists them all",
@@ -92,7 +95,6 @@ ANSWERS = {
     "eval checkpoint=a.pt window.overlap=50%": "give window.overlap=0.5",
     # Commands of a checkpoint, and of data
     "eval RUN --tta": "give checkpoint=RUN tta.scales=[0.75,1,1.25] tta.flip=true",
-    "predict checkpoint=a.pt output=o 'input=d/*.png'": "give input=d",
     "run_table table=3": "give table=table3",
     "compare_runs RUN OTHER": "give runs=RUN_DIR or runs=[RUN_DIR,OTHER_RUN], and out=OUT",
     "verify_data DIR/x": "give data.root=DIR/x",
@@ -106,7 +108,6 @@ ANSWERS = {
     "train_seg resume=best": "give run_dir=RUN resume=auto, where RUN",
     "train_seg model.resume_path=x.ckpt": "give run_dir=RUN resume=auto, where RUN",
     "train_seg resume": "resume: expected key=value; give resume=auto",
-    "train_seg init.weights=none": "leave it out: weights are random",
     "train_seg configs/fcn_r50.py --work-dir w": "give run_dir=w; configs/fcn_r50.py: leave it out",
     "eval checkpoint=RUN --metrics mIoU mAcc": "--metrics mIoU and mAcc: leave it out",
     "eval checkpoint=RUN ema=false": "give averaged=false",
@@ -129,13 +130,10 @@ def test_words_of_others_slips_and_units_are_answered(monkeypatch):
     for command, expected in ANSWERS.items():
         program, *words = shlex.split(command)
         monkeypatch.setattr(sys, "argv", [f"{program}.py"])
-        schema, name = COMMANDS[program], program.replace("plan_memory", "train_seg")
+        assert program in COMMANDS
         said = ""
         try:
-            typed = [as_typed(word, schema) for word in words]
-            refuse_options(name, schema, typed)
-            with explained(name, schema, typed):
-                pass
+            checked(program.replace("plan_memory", "train_seg"), *words)
         except ValueError as error:
             said = str(error)
         if expected not in said or bool(said) != bool(expected) or "\n" in said:
@@ -143,7 +141,31 @@ def test_words_of_others_slips_and_units_are_answered(monkeypatch):
     assert wrong == {}
 
 
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("init.weights=last", "init.weights=RUN/checkpoints/last.pt; run_dir=RUN resume=auto continues a run"),
+        ("init.weights=none", "init.weights=none: leave it out: weights are random"),
+        ("init.weights=gone.pt", "init.weights=gone.pt does not exist: expected a file"),
+    ],
+)
+def test_a_file_that_does_not_exist_may_be_another_programs_word(word, said, monkeypatch, tmp_path):
+    """A text is right as far as its key knows: the run finds that there is no such file."""
+    monkeypatch.setattr(sys, "argv", ["train_seg.py", word, f"run_dir={tmp_path / 'run'}", "trainer.device=cpu"])
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        train_seg.main()
+
+
+def test_a_choice_that_exists_is_not_said_to_be_missing(monkeypatch):
+    """words.yaml says that there is no focal loss, and no gamma of a loss."""
+    wrong = ["loss=focal", "optim.lrr=1"]
+    assert "loss=focal: there is none" in Messages("train_seg", SegmentationRun).about(wrong, ValueError())
+    monkeypatch.setattr(messages, "choices", lambda *_: ["cross_entropy", "focal"])
+    said = Messages("train_seg", SegmentationRun).about(wrong, ValueError())
+    assert said == "optim.lrr=1: there is no such key; give optim.lr=1"
+
+
 def test_a_message_names_each_word_once():
-    with pytest.raises(ValueError) as raised, explained("train_seg", COMMANDS["train_seg"], ["lr=0.1", "mixup=1"]):
-        pass
+    with pytest.raises(ValueError) as raised:
+        checked("train_seg", "lr=0.1", "mixup=1")
     assert str(raised.value).count("mixup:") == 1 and "no such keys as lr; give optim.lr=0.1" in str(raised.value)

@@ -11,9 +11,8 @@ import pytest
 import train_imagenet
 from engine.configuration import sweep
 from engine.configuration.command_line import command_line
-from engine.configuration.config import typed
 from engine.schema.evaluation import Evaluation
-from tests.runs import composed
+from tests.runs import checked
 
 
 @pytest.fixture
@@ -51,14 +50,44 @@ def test_jobs_are_named_after_their_overrides_and_run_as_pasted(swept, monkeypat
     run_dir = 'run_dir="multirun/train_imagenet,norm=std/optim.lr=0.01,seed=1"'  # without keys that a resume may change
     own = ["norm=std", "data.workers=0", "optim.lr=0.01", "seed=1", run_dir, "resume=auto"]
     assert jobs["optim.lr=0.01 seed=1"] == [sys.executable, "-u", "train_imagenet.py", *own]
-    values = composed("train_imagenet", *own)
+    values = checked("train_imagenet", *own)
     assert (values.optim.lr, values.seed) == (0.01, 1)
     assert values.run_dir == "multirun/train_imagenet,norm=std/optim.lr=0.01,seed=1"
     assert list(swept("--multirun", "seed=range(0,3)")) == ["seed=0", "seed=1", "seed=2"]
     named = swept("-m", "data.val_split=val,1.10", "run_dir=2024_05")
     (_, number) = named.values()
-    values = composed("train_imagenet", *number[3:])
+    values = checked("train_imagenet", *number[3:])
     assert (values.data.val_split, values.run_dir) == ("1.10", "2024_05/data.val_split=1.10")
+
+
+# The last words of every job: a sweep that an earlier version has begun goes on with the same words and folders.
+JOBS = {
+    "optim.lr=1e-3,0.10 norm=std": [
+        """norm=std optim.lr=0.001 'run_dir="multirun/train_imagenet,norm=std/optim.lr=0.001"' resume=auto""",
+        """norm=std optim.lr=0.1 'run_dir="multirun/train_imagenet,norm=std/optim.lr=0.1"' resume=auto""",
+    ],
+    "seed=0,1 optim.lr=1e-3 data.root=~/a run_dir=2024_01": [
+        """optim.lr=1e-3 'data.root="~/a"' seed=0 'run_dir="2024_01/seed=0"' resume=auto""",
+        """optim.lr=1e-3 'data.root="~/a"' seed=1 'run_dir="2024_01/seed=1"' resume=auto""",
+    ],
+    "data.root=1.10,'a b' norm=std": [
+        """norm=std 'data.root="1.10"' 'run_dir="multirun/train_imagenet,norm=std/data.root=1.10"' resume=auto""",
+        """norm=std 'data.root="a b"' 'run_dir="multirun/train_imagenet,norm=std/data.root=ab"' resume=auto""",
+    ],
+    "norm=std,inplace data.train_split=[train,007] run_dir='a b'": [
+        """'data.train_split=[train,007]' norm=std 'run_dir="a b/norm=std"' resume=auto""",
+        """'data.train_split=[train,007]' norm=inplace 'run_dir="a b/norm=inplace"' resume=auto""",
+    ],
+    "'optim={lr: 0.1},{lr: 0.2}' seed=4": [
+        """seed=4 'optim={lr:0.1}' 'run_dir="multirun/train_imagenet,seed=4/optim=lr-0.1"' resume=auto""",
+        """seed=4 'optim={lr:0.2}' 'run_dir="multirun/train_imagenet,seed=4/optim=lr-0.2"' resume=auto""",
+    ],
+}
+
+
+@pytest.mark.parametrize("words", JOBS)
+def test_a_sweep_that_is_half_done_goes_on(words, swept):
+    assert [shlex.join(command[3:]) for command in swept("-m", *shlex.split(words)).values()] == JOBS[words]
 
 
 def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept, monkeypatch, capsys):
@@ -70,7 +99,7 @@ def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept
     assert "already finished: seed=1\n{'ended_before': 1}\n" in (said := capsys.readouterr().out)
     importlib.import_module("scripts.compare_runs")  # declares the command
     compare = shlex.split(next(line for line in said.splitlines() if line.startswith("compare")))[1:]
-    assert composed("compare_runs", *compare[3:]).runs == "a b"
+    assert checked("compare_runs", *compare[3:]).runs == "a b"
     assert list(swept(*arguments, "optim.lr=1")) == ["seed=0", "seed=1", "seed=2"]  # the run itself says what differs
     (Path("a b") / "seed=1" / "results.json").unlink()
     assert list(swept(*arguments)) == ["seed=0", "seed=1", "seed=2"]
@@ -104,7 +133,7 @@ def test_jobs_that_would_replace_each_others_files_are_refused():
 
     def jobs(*words: str) -> list[sweep.Job]:
         given = ["checkpoint=a.pt", "tta.flip=false,true", *words]
-        return sweep.jobs_of(given, lambda job: typed(composed("eval", *job), Evaluation), has_run_dir=False)[1]
+        return sweep.jobs_of(given, Evaluation, lambda job: checked("eval", *job))[1]
 
     for word in ("results=a.json", "predictions=OUT", "overlays=OUT"):
         with pytest.raises(ValueError, match=rf"^{word}: tta.flip=False would .* such as '.*=NAME-\${{tta.flip}}'$"):
@@ -134,7 +163,7 @@ def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path, monkeypatch):
     deep = swept("-m", "seed=0,1", f"init.weights={'weights/' * 40}")
     folders = []
     for words in [*alike.values(), *long.values(), *many.values(), *deep.values()]:
-        folder = Path(composed("train_imagenet", *words[3:]).run_dir)
+        folder = Path(checked("train_imagenet", *words[3:]).run_dir)
         folder.mkdir(parents=True)  # OSError for a name above 255 bytes, or one that exists
         folders.append(folder)
     assert len(set(folders)) == 4 + 8 + 2 + 2

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from engine.configuration.choices import choices, groups_in
+from engine.configuration.texts import fits
 from engine.configuration.words import ALONE, SLIP, entries, keys_of, meant
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
@@ -104,6 +105,31 @@ def test_right_values_of_our_keys_are_left_alone(answers):
         for group in groups_in(command):
             for choice in choices(group, schema):
                 assert meant(group, choice, keys) is None, f"{command} {group}={choice}"
+
+
+# For a training it is the number of processes; the key is the planner's.
+HIDDEN = {"gpus"}
+SAMPLES = ("true", "false", "0", "1", "8", "0.5", "[1,2]", "auto", "null")  # texts may have any value
+
+
+def test_no_entry_hides_what_exists(monkeypatch):
+    """A key with a right value, or its last part: an entry may only give a key that ends so."""
+    hidden = set()
+    for command, schema in COMMANDS.items():
+        monkeypatch.setattr(sys, "argv", [f"{command}.py"])
+        keys = {*declared_in(schema), *groups_in(command.replace("plan_memory", "train_seg"))}
+        for key, declared in declared_in(schema).items():
+            samples = ("null",) if declared.kind in (str, str | None) else SAMPLES
+            values = [
+                *map(str, declared.metadata.get("one_of") or ()),
+                *(each for each in samples if fits(each, declared)),
+            ]
+            last = key.rpartition(".")[2]
+            for name, value in itertools.product({key, last} - {"name"}, values):
+                give, _ = meant(name, value, keys) or (f"{name}=", "")
+                if last not in {each.rpartition(".")[2] for each in keys_of(give or "")}:
+                    hidden.add(name)
+    assert hidden == HIDDEN
 
 
 def test_keys_of_several_words():

@@ -25,7 +25,7 @@ from keepless import InPlaceABN
 from tests import trees
 from tests.checkpoints import saved
 from tests.host_reads import host_reads
-from tests.runs import REPOSITORY, classification_config, composed, run_config
+from tests.runs import REPOSITORY, checked, classification_config, run_config
 
 CLASSES = [f"class {number}" for number in range(11)]
 
@@ -92,8 +92,8 @@ def test_a_prediction_without_finite_scores_is_an_error(file, tmp_path):
 @pytest.mark.parametrize("views", [(), ("window.size=32", "tta.flip=true")])
 def test_a_prediction_starts_without_a_wait_for_the_device(file, views, tmp_path):
     """Only the function that it returns waits."""
-    values = composed("predict", f"checkpoint={file}", "input=a", "output=b", "device=cpu", *views)
-    network, image = open_network(file, cfg.typed(values, Prediction)), trees.picture(tmp_path / "a.png")
+    options = checked("predict", f"checkpoint={file}", "input=a", "output=b", "device=cpu", *views)
+    network, image = open_network(file, options), trees.picture(tmp_path / "a.png")
     for probabilities, expected in ((False, network.predict(image)), (True, network.probabilities(image))):
         with host_reads() as reads:
             finish = network.started(image, probabilities)

@@ -22,7 +22,7 @@ from engine.records.metrics_logger import MetricsLogger
 from engine.training import build
 from engine.training.loop import train_step
 from eval import evaluate
-from tests.runs import DRAWN, NARROW_A2, SHORT, composed, one_epoch, run_config, same
+from tests.runs import DRAWN, NARROW_A2, SHORT, checked, one_epoch, run_config, same
 from train_seg import train
 
 WORLD_SIZE = 3  # so that shares can differ, a machine can have some of them, and sums depend on their order
@@ -183,7 +183,7 @@ def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
     """A training in which every warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return train(composed("train_seg", *(override.format(rank=rank) for override in overrides)))
+        return train(checked("train_seg", *(override.format(rank=rank) for override in overrides)))
 
 
 def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
@@ -196,7 +196,7 @@ def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
     written = json.loads((tmp_path / "results.json").read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.training.run.write_results", lambda path, evaluated, *_, **__: evaluated)
-        alone = train(composed("train_seg", f"run_dir={tmp_path}", *options, "resume=auto"))
+        alone = train(checked("train_seg", f"run_dir={tmp_path}", *options, "resume=auto"))
     for result in (*results, written):
         assert result["images"] == alone.images == 7
         assert result["confusion_matrix"] == alone.details["confusion_matrix"]
@@ -204,7 +204,7 @@ def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
 
 
 def evaluated_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
-    return evaluate(composed("eval", *overrides))
+    return evaluate(checked("eval", *overrides))
 
 
 def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
@@ -213,14 +213,14 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
     The several segment three images at once.
     """
     options = (*SHORT, "trainer.steps=2", "trainer.ema_decay=0.9", "data.base_size=128")
-    train(composed("train_seg", f"run_dir={tmp_path}", *options))
+    train(checked("train_seg", f"run_dir={tmp_path}", *options))
     checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
     common = (checkpoint_file, "workers=0", "device=cpu")
 
     def folders(name: str) -> list[str]:
         return [f"{key}={tmp_path / name / key}" for key in ("predictions", "overlays", "results")]
 
-    alone = evaluate(composed("eval", *common, *folders("alone")))
+    alone = evaluate(checked("eval", *common, *folders("alone")))
     several = ranks.run(evaluated_in_rank, (*common, "batch_size=3", *folders("several")))
     for results in several:
         assert results["confusion_matrix"] == alone["confusion_matrix"]
@@ -228,7 +228,7 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
     files = {path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").glob("*/*.png")}
     assert len(files) == 2 * alone["images"]
     assert all((tmp_path / "several" / f).read_bytes() == (tmp_path / "alone" / f).read_bytes() for f in files)
-    trained = evaluate(composed("eval", checkpoint_file, "workers=0", "device=cpu", "averaged=false"))
+    trained = evaluate(checked("eval", checkpoint_file, "workers=0", "device=cpu", "averaged=false"))
     assert trained["confusion_matrix"] != alone["confusion_matrix"]
     assert (tmp_path / "results_all_images_trained.json").is_file()
 

@@ -24,7 +24,7 @@ from engine.checkpoint.run_directory import RunDirectory
 from engine.process import start
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
-from tests.runs import NARROW_A2, REPOSITORY, SHORT, composed, run_config, same
+from tests.runs import NARROW_A2, REPOSITORY, SHORT, checked, run_config, same
 from train_seg import train
 
 SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75}
@@ -120,7 +120,7 @@ def test_a_run_goes_on_without_the_records_of_tensorboard_that_are_removed(tmp_p
 
 
 def trained(run_dir, *overrides: str) -> dict:
-    return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", *overrides), "python a b=c")
+    return train(checked("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", *overrides), "python a b=c")
 
 
 def test_watching_does_not_change_the_weights(tmp_path):
@@ -161,7 +161,7 @@ def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         (line,) = (line for line in summary_of(running, directory) if line.startswith("evaluate"))
         *command, argument = shlex.split(line.removeprefix("evaluate"))
-        assert command == ["python", entry] and composed("eval", argument).checkpoint == str(directory.last)
+        assert command == ["python", entry] and checked("eval", argument).checkpoint == str(directory.last)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -5,13 +5,14 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from engine.configuration.config import from_plain, plain, typed
-from engine.configuration.texts import as_typed
-from engine.schema.keys import override
+from engine.configuration import config
+from engine.configuration.command_line import composed
+from engine.configuration.config import from_plain, plain
+from engine.configuration.texts import as_typed, value_of
+from engine.schema.keys import declared_in, override
 from engine.schema.segmentation import SegmentationRun
-from scripts.compare_runs import Comparison
 from scripts.run_table import RunTable
-from tests.runs import composed, run_config
+from tests.runs import run_config
 
 PATHS = (
     *("runs/lr=1,bs=2/last.pt", "a b/c", "Straße/街", "a'b\"c/d", "[x] {y} (z)/:w", "~/a", "${run_dir}/a", "a\\${b}"),
@@ -48,7 +49,7 @@ def test_a_path_that_exists_needs_no_quotes_of_hydra(tmp_path, monkeypatch):
     (tmp_path / "norm=std,optim.lr=0.1").mkdir()
     monkeypatch.chdir(tmp_path)
     values = composed("compare_runs", "runs=norm=std,optim.lr=0.1", "out=report")
-    assert typed(values, Comparison).runs == "norm=std,optim.lr=0.1"
+    assert values.runs == "norm=std,optim.lr=0.1"
 
 
 @pytest.mark.parametrize("name", ["2024_01", "1.10", "007", "true", "inf"])
@@ -68,7 +69,8 @@ def test_texts_in_lists_and_mappings_are_read_as_typed():
         ("roots={vistas: ~/a:b, camvid: /x=1 (2)}", {"vistas": "~/a:b", "camvid": "/x=1 (2)"}),
         ("overrides=[a=[1,2],'b,c',d=3]", ["a=[1,2]", "b,c", "d=3"]),
     ):
-        assert OverridesParser.create().parse_override(as_typed(word, RunTable)).value() == read
+        key, _, text = word.partition("=")
+        assert value_of(text, declared_in(RunTable)[key]) == read
 
 
 @pytest.mark.parametrize(
@@ -93,12 +95,12 @@ def test_false_is_a_choice_in_any_case(typed):
 @pytest.mark.parametrize("typed, read", [("auto", "auto"), ("true", True), ("False", False)])
 def test_a_key_may_take_a_word_or_a_boolean(typed, read):
     """Older checkpoints store true or false: they still open."""
-    config = run_config(f"trainer.capture={typed}")
-    assert config.trainer.capture is read or config.trainer.capture == read == "auto"
-    assert from_plain(plain(config), SegmentationRun).trainer.capture == read
+    run = run_config(f"trainer.capture={typed}")
+    assert run.trainer.capture is read or run.trainer.capture == read == "auto"
+    assert from_plain(plain(run), SegmentationRun).trainer.capture == read
 
 
 @pytest.mark.parametrize("typed", ["maybe", "1", "null"])
 def test_a_key_of_a_word_or_a_boolean_takes_nothing_else(typed):
     with pytest.raises(ValueError, match=f"^trainer.capture={typed}: expected auto, true or false$"):
-        run_config(f"trainer.capture={typed}")
+        config.typed(composed("train_seg", f"trainer.capture={typed}"), SegmentationRun)

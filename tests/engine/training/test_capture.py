@@ -36,7 +36,7 @@ from keepless import InPlaceABN
 from keepless.torch_internals import is_capturing
 from tests.engine.learners import forward_of, learner_of, minibatch
 from tests.engine.training.tape import recorded_on
-from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
+from tests.runs import NARROW_A2, SHORT, checked, one_epoch, run_config, same
 from train_seg import train
 
 ADVICE, WORLD_SIZE = "give trainer.capture=auto or false", 2
@@ -148,7 +148,7 @@ def run(folder: Path, *words: str) -> dict[str, Tensor]:
     """Weights, moments and averages after a run of train_seg.py with an evaluation in the middle."""
     steps = ("trainer.steps=11", "trainer.evaluate_every_steps=5", "data.crop_size=32", "data.crops_per_minibatch=4")
     small = ("body=resnext_tiny", "head.hidden_channels=8", "head.out_channels=8")
-    train(composed("train_seg", f"run_dir={folder}", *SHORT, *steps, *small, *words))
+    train(checked("train_seg", f"run_dir={folder}", *SHORT, *steps, *small, *words))
     state = checkpoint.load(folder / "checkpoints" / "last.pt")
     assert state["step"] == 11
     leaves = tree_leaves([state["network"], state["optimizer"], state.get("ema"), state["random"]])

@@ -24,7 +24,7 @@ from keepless import checking_repetitions
 from keepless.torch_internals import is_capturing
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import minibatch
-from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
+from tests.runs import NARROW_A2, SHORT, checked, one_epoch, run_config, same
 from train_seg import train
 
 pytestmark = NEEDS_CUDA
@@ -197,7 +197,7 @@ def run(folder: Path, *overrides: str) -> dict[str, Tensor]:
     steps = ("trainer.steps=13", "trainer.evaluate_every_steps=6", "trainer.checkpoint_every_steps=6")
     words = (*SHORT, *SMALL, "norm=inplace", EXACT, *steps, *overrides, "trainer.device=cuda")
     try:
-        train(composed("train_seg", f"run_dir={folder}", *words))
+        train(checked("train_seg", f"run_dir={folder}", *words))
     finally:
         torch.use_deterministic_algorithms(False)
     return checkpoint.load(folder / "checkpoints" / "last.pt")["network"]

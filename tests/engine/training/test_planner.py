@@ -62,9 +62,9 @@ def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys)
 
 @pytest.mark.usefixtures("modelled")
 def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
-    values = runs.composed("train_seg", *SMALL, leaving(3))
+    config = runs.checked("train_seg", *SMALL, leaving(3))
     with pytest.raises(ValueError, match=f"{leaving(3)}: this step needs .* memory.fit=batch or"):
-        plan_memory.plan(values, SegmentationRun)
+        plan_memory.plan(config)
     assert capsys.readouterr().out.startswith(f"This step does not fit into {leaving(3)}: less")
 
 
@@ -91,7 +91,7 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     budget = (leaving(8), "memory.fit=batch")
     crops = planner.fitting(planned(*run, *budget), devices=1).data.crops_per_minibatch
     file = tmp_path / "run" / "config.yaml"
-    train_seg.train(runs.composed("train_seg", *run, *budget, f"run_dir={tmp_path / 'run'}"))
+    train_seg.train(runs.checked("train_seg", *run, *budget, f"run_dir={tmp_path / 'run'}"))
     written = yaml.safe_load(file.read_text())
     assert written["data"]["crops_per_minibatch"] == crops > 2 and written["memory"]["fit"] is None
     # Whatever fits now, a resumed run keeps its minibatch.
@@ -132,11 +132,11 @@ def test_a_minibatch_that_leaves_nothing_for_a_graph_is_trained_eagerly(entry, s
     given = ("trainer.steps=50", "data.crop_size=64", "data.crops_per_minibatch=10", f"run_dir={tmp_path / 'run'}")
     words = (entry.__name__, *short, *given, leaving(13))
     with pytest.raises(pytest.fail.Exception, match=f"^eager, as {leaving(13)} leaves nothing for a CUDA graph$"):
-        entry.train(runs.composed(*words))
+        entry.train(runs.checked(*words))
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["capture"] == "auto"
     message = f"^trainer.capture=true: {leaving(13)} leaves nothing for a CUDA graph; give trainer.capture=auto or"
     with pytest.raises(ValueError, match=message):
-        entry.train(runs.composed(*words, "trainer.capture=true"))
+        entry.train(runs.checked(*words, "trainer.capture=true"))
 
 
 @pytest.mark.usefixtures("modelled")
@@ -144,7 +144,7 @@ def test_a_minibatch_that_leaves_nothing_for_a_graph_is_trained_eagerly(entry, s
     "overrides, message",
     [
         (["memory.budget=1GiB"], r"memory.budget=1GiB: expected more than 0.5GiB for CUDA"),
-        (["memory.budget=twelve"], r"memory.budget=twelve: expected a number and one of KiB, .*, such as 12GiB"),
+        (["memory.budget=12tons"], r"memory.budget=12tons: expected a number and one of KiB, .*, such as 12GiB"),
         (["memory.fit=batch"], r"memory.fit=batch needs a device's memory: give memory.budget="),
         # Nothing fits.
         ([leaving(3), "memory.fit=batch"], r"nothing fits; 2 crops of \d+x\d+ pixels already need .* MiB"),
@@ -163,8 +163,8 @@ def test_wrong_keys_and_budgets_are_named(overrides, message):
 def test_the_plan_of_an_experiment(capsys):
     """The pixels of a minibatch grow as in-place norms allow."""
     budget = (leaving(100, devices=2), "memory.fit=crop", "memory.gpus=2")
-    values = runs.composed("train_seg", "run_dir=unused", *SMALL, *budget, "norm=std")
-    found = plan_memory.plan(values, SegmentationRun)
+    config = runs.checked("train_seg", "run_dir=unused", *SMALL, *budget, "norm=std")
+    found = plan_memory.plan(config)
     crops, sizes = zip(*((own.data.crops_per_minibatch, own.data.crop_size) for own in found.values()), strict=True)
     assert [*found] == ["std", "checkpoint", "inplace"] and len({*crops}) == 1 and sizes[0] < sizes[2]
     peaks = [planner.needed(own, planner.share_of(own, 2), own.data.crop_size, 2) for own in found.values()]
@@ -179,13 +179,13 @@ def test_the_plan_of_an_experiment(capsys):
 @pytest.mark.usefixtures("modelled")
 def test_a_plan_names_the_norms_that_nothing_fits_with_or_that_a_network_cannot_have(capsys):
     body = ("body=torchvision", "body.network=mobilenet_v3_small", "norm=std")
-    values = runs.composed("train_seg", *body, leaving(100), "memory.fit=batch")
-    assert [*plan_memory.plan(values, SegmentationRun)] == ["std"]
+    config = runs.checked("train_seg", *body, leaving(100), "memory.fit=batch")
+    assert [*plan_memory.plan(config)] == ["std"]
     printed = capsys.readouterr().out
     assert "norm=checkpoint: norm=checkpoint with body=torchvision: its norms can be std, inplace" in printed
     assert "norm=inplace: norm.activation='relu' maps all negative inputs to one value" in printed
     with pytest.raises(ValueError, match="no norm of these has a minibatch that fits"):
-        plan_memory.plan(runs.composed("train_seg", *SMALL, leaving(3), "memory.fit=batch"), SegmentationRun)
+        plan_memory.plan(runs.checked("train_seg", *SMALL, leaving(3), "memory.fit=batch"))
     assert "norm=std: memory.budget=" in capsys.readouterr().out
 
 
@@ -238,7 +238,7 @@ def test_ranks_choose_by_the_same_times_and_leave_room_for_buckets(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("fit", ["memory.fit=batch", "memory.fit=crop"])
 def test_a_plan_within_a_budget_is_printed(capsys, fit):
-    values = runs.composed("train_seg", "run_dir=unused", *SMALL, *WITHIN, leaving(30), fit)
-    found = plan_memory.plan(values, SegmentationRun)
+    config = runs.checked("train_seg", "run_dir=unused", *SMALL, *WITHIN, leaving(30), fit)
+    found = plan_memory.plan(config)
     assert found and all(planner.within_budget(each, 1)[1] <= 30 * 2**20 + 2**10 for each in found.values())
     assert "trainer.recompute=budget: 30.0 MiB less" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.configuration.command_line import composed
+from engine.configuration.command_line import checked
 from scripts.reports import frame
 
 CIFAR = frame.RESULTS / "cifar" / "norms"
@@ -36,8 +36,8 @@ def measured(name: str, folder: Path, *overrides: str) -> tuple[dict, str]:
     They are made from the record alone, and neither says where the files lie.
     """
     out, run = folder / "record.json", importlib.import_module(f"scripts.evidence.{name}").run
-    text = run(composed(name, f"out={out}", *overrides))
-    assert run(composed(name, f"out={out}", *overrides)) == text  # measures nothing again
+    text = run(checked(name, f"out={out}", *overrides))
+    assert run(checked(name, f"out={out}", *overrides)) == text  # measures nothing again
     assert str(folder) not in text + out.read_text()
     (call,) = json.loads(out.read_text())["calls"]
     return call, text

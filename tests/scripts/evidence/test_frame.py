@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.configuration.command_line import composed
+from engine.configuration.command_line import checked
 from scripts.evidence import layers, methods, networks, reversible, steps
 from scripts.reports import frame
 from scripts.reports.measuring import captured, interleaved
@@ -67,7 +67,7 @@ def test_a_process_that_starts_after_its_parent_has_ended_ends_too():
 
 def test_a_recorded_command_gives_the_same_arguments():
     options = ["recipe=null", "parts=[compile]", 'overrides=["norm.backend=eager","data.workers=0"]']
-    typed = frame.configuration.typed(composed("steps", "out=x.json", *options), steps.TrainingArguments)
+    typed = checked("steps", "out=x.json", *options)
     words = shlex.split(frame.command_of(steps.BENCHMARK, typed, ["start1"]))
     assert words[:3] == ["python", "-m", "scripts.evidence.steps"]
     assert {*words[3:]} == {*options, "only=[start1]", "out=FILE.json"}
@@ -89,7 +89,7 @@ def test_impossible_arguments_are_refused(command, options, message, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        command.run(composed(command.__name__.rpartition(".")[2], "out=file.json", *options.split()))
+        command.run(checked(command.__name__.rpartition(".")[2], "out=file.json", *options.split()))
 
 
 @pytest.mark.usefixtures("in_process")

@@ -6,8 +6,7 @@ import shlex
 
 import pytest
 
-from engine.configuration.command_line import composed
-from engine.configuration.config import typed
+from engine.configuration import command_line
 from scripts import gpu_evidence
 from scripts.evidence import documents
 from scripts.reports import frame
@@ -16,7 +15,7 @@ from tests.test_commands import checked
 
 
 def listed(*words: str) -> list[list[str]]:
-    arguments = typed(composed("gpu_evidence", "out=OUT", *words), gpu_evidence.GpuArguments)
+    arguments = command_line.checked("gpu_evidence", "out=OUT", *words)
     return [shlex.split(line) for line in gpu_evidence.listed(arguments)]
 
 
