@@ -127,10 +127,6 @@ def loading(folder, monkeypatch):
     """Plugins are loaded in this process, and forgotten after the test."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(plugins, "LOADED", {})
-    monkeypatch.setattr("engine.configuration.plugins.LOADED", plugins.LOADED)
-    monkeypatch.setattr("engine.configuration.choices.LOADED", plugins.LOADED)
-    monkeypatch.setattr("engine.configuration.config.LOADED", plugins.LOADED)
     monkeypatch.setattr("hydra.compose", runs._compose)  # other tests' are kept for all
     monkeypatch.setattr("tests.runs.Repository.read", {})
     for group, known in CHOICES.items():
@@ -139,6 +135,7 @@ def loading(folder, monkeypatch):
     for name, module in [*sys.modules.items()]:
         if (getattr(module, "__file__", "") or "").startswith(str(folder)):
             del sys.modules[name]
+    plugins.LOADED.clear()
     declared_in.cache_clear()
 
 

@@ -12,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.configuration.config import flat
 from engine.process.plugins import LOADED
-from engine.schema.keys import CHOICES, groups_of, quoted, store
+from engine.schema.keys import CHOICES, CONFIGS, groups_of
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Entries of an experiment's `# paper:` mapping, besides scores. `eval` and `source` belong to the scores beside them.
 PAPER = ("table", "row", "command", "hardware", "steps", "planned", "eval", "source", "also")
 
@@ -43,20 +42,6 @@ def exists(group: str, choice: str) -> bool:
     """Whether any command has this choice."""
     own = CHOICES.get(group, {}).get(choice)
     return file_of(group, choice) is not None or (own is not None and not own.is_base)  # type: ignore[attr-defined]
-
-
-def searched() -> list[str]:
-    """The override by which Hydra searches the folders of plugins, too."""
-    _, *others = (f"file://{folder}" for folder in folders())
-    return [f"hydra.searchpath=[{','.join(map(quoted, others))}]"] if others else []
-
-
-def offer() -> None:
-    """Make the choices that have no file known to Hydra."""
-    for group, known in CHOICES.items():
-        for name, own in known.items():
-            if not own.is_base and file_of(group, name) is None:  # type: ignore[attr-defined]
-                store(group, group, own)
 
 
 def about_choice(group: str, choice: str) -> str:

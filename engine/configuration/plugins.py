@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from hydra.core.config_store import ConfigStore
 
 from engine.configuration.choices import CONFIGS
 from engine.process.plugins import LOADED, Plugin, name_of
@@ -59,6 +60,10 @@ def _load(given: str) -> None:
             f"{KEY}=[{given}]: importing {found} starts a thread or uses a GPU, but help, sweeps and data workers "
             f"import it, too: do that in a logger, or when the network is built"
         )
+    for group, own in CHOICES.items() if configs is not None else ():
+        for file in (configs / group).glob("*.yaml") if configs is not None else ():
+            if file.stem in own:  # it builds on the class of this name
+                ConfigStore.instance().repo[group].pop(file.name, None)
     others = sorted({*found.parent.rglob("*.py")} - {found}) if is_package else []
     LOADED[name] = Plugin(given, (found, *others), configs)
 

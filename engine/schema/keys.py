@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import Field, field, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
@@ -96,6 +97,7 @@ def refuse_other_tasks(config: Keys, task: str, source: str) -> None:
             raise ValueError(f"{name}={value} is for {own}, and {source} is for {task}: leave it out")
 
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # a YAML file there comes first
 CHOICES: dict[str, dict[str, type]] = {}  # {group: {name: dataclass}}, which only `choice` fills
 LISTS = ("augmentations", "logger", "scores")  # groups of which a command may choose several: see `several`
 
@@ -125,17 +127,14 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
             raise ValueError(f"{group}={name} is registered twice: in {_file(other)} and in {_file(own)}; rename one")
         own.is_base = is_base  # type: ignore[attr-defined]
         known[name] = own
-        store(f"schema/{group}", group, own)
+        package = f"{group}.{name}" if group in LISTS else group
+        ConfigStore.instance().store(name, own, f"schema/{group}", package)
+        if not is_base and not (CONFIGS / group / f"{name}.yaml").is_file():
+            ConfigStore.instance().store(name, own, group, package)
         declared_in.cache_clear()
         return own
 
     return register
-
-
-def store(place: str, group: str, own: type) -> None:
-    """Make a choice known to Hydra as PLACE/NAME."""
-    name = own.name  # type: ignore[attr-defined]
-    ConfigStore.instance().store(name, own, place, f"{group}.{name}" if group in LISTS else group)
 
 
 def _place(own: type) -> tuple[str, str]:

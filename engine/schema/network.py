@@ -38,10 +38,7 @@ class Norm:
     not_compiled: ClassVar[str] = ""
     only_float32: ClassVar[str] = ""
     to_share: ClassVar[str] = "norm=inplace norm.sync=true"  # keys by which processes share statistics
-
-    def shares_statistics(self) -> bool:
-        """Whether processes share statistics."""
-        return False
+    sync = False  # whether they do; a key of norms that can
 
     def compiles(self, device_type: str) -> bool:
         """Whether it may compile code for its first inputs. (On CUDA Triton's kernels take a second.)"""
@@ -83,9 +80,6 @@ class OurNorm(BatchNorm):
             check_activation(activation, self.inverts_activation)
         except ValueError as error:
             raise ValueError(str(error).replace("activation", "norm.activation")) from None
-
-    def shares_statistics(self) -> bool:
-        return self.sync
 
     def compiles(self, device_type: str) -> bool:
         return self.backend == "compiled" or (self.backend == "auto" and device_type == "cpu")

@@ -1,6 +1,7 @@
 """Keys of train_seg.py."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from omegaconf import MISSING
@@ -65,14 +66,13 @@ class SegmentationRun(TrainingRun):
     )
 
     trainer: SegmentationTrainer = field(default_factory=SegmentationTrainer)
+    fewest_at_a_time = property(attrgetter("head.fewest_at_a_time"))
+
     data: SegmentationData = group()
     head: Head = group()
     loss: Loss = group()
     # class_uniform if some classes are rare or small: mIoU counts all alike (on CamVid 67.7 % instead of 65.0).
     sampler: Sampler = group()
-
-    def fewest_at_a_time(self) -> tuple[int, str]:
-        return self.head.fewest_at_a_time
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of images and pooling. ValueError: the window does not fit the network's stride."""

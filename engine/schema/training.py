@@ -108,6 +108,7 @@ class TrainingRun:
     score: ClassVar[str]  # name of the score that selects best.pt; higher is better
     score_label: ClassVar[str]  # the score's name in messages
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
+    fewest_at_a_time = (1, "every micro-batch needs an image")  # images that a micro-batch needs, and why
     evaluation_memory_advice: ClassVar[str] = ""  # for messages
 
     plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
@@ -172,11 +173,11 @@ class TrainingRun:
     def _apply_library_defaults(self) -> None:
         """Fill in weights, normalisation and activation of torchvision's and timm's networks; refuse other norms."""
         body, norm, init = self.body, self.norm, self.init
-        if (weights := body.take_weights()) is not None:
-            if init.weights is not None:
-                raise ValueError(f"body.weights={weights} and init.weights={init.weights}: give one of them")
-            init.weights, init.format = weights, body.name
         if body.in_library:
+            if (weights := body.take_weights()) is not None:
+                if init.weights is not None:
+                    raise ValueError(f"body.weights={weights} and init.weights={init.weights}: give one of them")
+                init.weights, init.format = weights, body.name
             if not norm.in_library_bodies:
                 instead = "norm=inplace" if norm.inverts_activation else "norm=std trainer.recompute=activations"
                 raise ValueError(
@@ -202,10 +203,6 @@ class TrainingRun:
                 f"norm.activation={norm.activation} with body={body.name}: expected one of "
                 f"{', '.join(LIBRARY_ACTIVATIONS)}, in place of its ReLUs"
             )
-
-    def fewest_at_a_time(self) -> tuple[int, str]:
-        """The images that a micro-batch needs, and why."""
-        return 1, "every micro-batch needs an image"
 
     def compiles_norms(self, device_type: str) -> bool:
         """Whether norms may compile code for their first inputs."""
@@ -263,7 +260,7 @@ class TrainingRun:
                 f"trainer.ema_decay={decay} over {steps:,} steps: {share:.0%} of the average, which is evaluated, are "
                 f"weights of the first step; {advice}"
             )
-        if processes > 1 and not norm.shares_statistics():
+        if processes > 1 and not norm.sync:
             crops = data.crops_per_minibatch // processes // self.trainer.accumulation_steps
             yield (
                 f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: {norm.to_share} "
@@ -296,11 +293,11 @@ class TrainingRun:
 
     def check_shares(self, processes: int) -> None:
         """Raise ValueError if a process would have too few images in a micro-batch."""
-        fewest, reason = self.fewest_on_each(processes), self.fewest_at_a_time()[1]
+        fewest, reason = self.fewest_on_each(processes), self.fewest_at_a_time[1]
         parts = processes * self.trainer.accumulation_steps
         at_a_time = self.data.crops_per_minibatch // parts
         if at_a_time < fewest:
-            or_together = f", or {self.norm.to_share}" if processes > 1 and not self.norm.shares_statistics() else ""
+            or_together = f", or {self.norm.to_share}" if processes > 1 and not self.norm.sync else ""
             raise ValueError(
                 f"{self.division(processes)} gives {at_a_time} crop(s) at a time, and {reason}: use at least "
                 f"{fewest * parts} crops{or_together}"
@@ -308,7 +305,7 @@ class TrainingRun:
 
     def fewest_on_each(self, processes: int) -> int:
         """The images that each process needs in a micro-batch; synchronised norms count all processes' images."""
-        return -(-self.fewest_at_a_time()[0] // (processes if self.norm.shares_statistics() else 1))
+        return -(-self.fewest_at_a_time[0] // (processes if self.norm.sync else 1))
 
     def check_capture(self, device_type: str, processes: int) -> None:
         """Raise ValueError if trainer.capture=true and micro-batches cannot be captured in a CUDA graph."""
@@ -327,7 +324,7 @@ class TrainingRun:
             return "trainer.compile=true makes code that has graphs of its own"
         if self.data.crops_per_minibatch % (processes * trainer.accumulation_steps):
             return f"{self.division(processes)} makes micro-batches of several sizes, and a CUDA graph has one"
-        if processes > 1 and self.norm.shares_statistics():
+        if processes > 1 and self.norm.sync:
             return f"norm.sync=true over {processes} processes has not been tried in a CUDA graph"
         return None
 
