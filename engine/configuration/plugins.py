@@ -60,12 +60,18 @@ def _load(given: str) -> None:
             f"{KEY}=[{given}]: importing {found} starts a thread or uses a GPU, but help, sweeps and data workers "
             f"import it, too: do that in a logger, or when the network is built"
         )
-    for group, own in CHOICES.items() if configs is not None else ():
-        for file in (configs / group).glob("*.yaml") if configs is not None else ():
-            if file.stem in own:  # it builds on the class of this name
-                ConfigStore.instance().repo[group].pop(file.name, None)
+    if configs is not None:
+        _prefer_files(configs)
     others = sorted({*found.parent.rglob("*.py")} - {found}) if is_package else []
     LOADED[name] = Plugin(given, (found, *others), configs)
+
+
+def _prefer_files(configs: Path) -> None:
+    """Where a file has a choice's name, it is the choice: it builds on the class."""
+    for group, known in CHOICES.items():
+        for file in (configs / group).glob("*.yaml"):
+            if file.stem in known:
+                ConfigStore.instance().repo[group].pop(file.name, None)
 
 
 def _file_of(given: str) -> Path | None:
