@@ -253,7 +253,7 @@ class Recording(TorchFunctionMode):
                 self.known.expose(args[0])
             return function(*args, **kwargs)
         if function == SETS_DATA and is_ordinary(args[0]):
-            self.known.forget(*args)
+            self.known.give(*args)
         call = Call(function, row, args, kwargs)
         if not may_overwrite(function, args, kwargs):
             return self.run(call)
@@ -288,7 +288,7 @@ class Recording(TorchFunctionMode):
     def end_writing(self, writes: list[Overwriting]) -> None:
         for write in writes:
             if after_overwriting(write, self.known.memories):
-                self.known.forget_values(write.memory.exposed or {})
+                self.known.forget(write.storage)
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Dispatch a call to tensor subclasses, and see the functions that they call on ordinary tensors."""
