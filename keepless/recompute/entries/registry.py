@@ -219,8 +219,8 @@ class KnownValues:
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:
         """Let autograd read what it has saved of a memory from the memory itself. `tensor`: is in it."""
-        for saved in memory.take_saves():
-            saved.read_memory(tensor, self.outer)
+        for saved, one in memory.take_saves():
+            saved.read_memory(one, tensor, self.outer)
 
     def forget(self, storage: UntypedStorage) -> None:
         """The tensors in a storage have other values now, though in the same version."""

@@ -118,13 +118,13 @@ def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
     kept = [one.source for one in known if isinstance(one, Value) and one.storage and type(one.source) is Kept]
     was_written = write.tensor._version != write.version
     is_unseen = was_written and any([not one.is_modified() for one in (*kept, *originals.values())])
-    for saved in memory.take_saves() if was_written else ():
+    for saved, tensor in memory.take_saves() if was_written else ():
         if not is_unseen:
             saved.overwritten = True
         elif saved.value in originals:
             saved.read_instead(Value(originals[saved.value]))
         else:
-            saved.read_memory(write.tensor, None)
+            saved.read_memory(tensor, write.tensor, None)
     if was_written and not is_unseen:
         return False
     for one, before in [] if write.is_certain or is_unseen else write.copied:

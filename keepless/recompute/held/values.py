@@ -230,18 +230,18 @@ class Memory:
     """A storage of the forward pass, until it is overwritten: what is kept in it, and what autograd has saved of it."""
 
     values: tuple[weakref.ref[Any], ...] = ()  # kept values, and parameters that recipes read
-    saves: tuple[weakref.ref["Saved"], ...] = ()
+    saves: tuple[tuple[weakref.ref["Saved"], weakref.ref[Tensor]], ...] = ()
 
-    def take_saves(self) -> list["Saved"]:
-        """What autograd has saved of it, once."""
+    def take_saves(self) -> list[tuple["Saved", Tensor | None]]:
+        """What autograd has saved of it, once, and the saved tensors; None for those that are freed."""
         saves, self.saves = self.saves, ()
-        return [one for one in (reference() for reference in saves) if one is not None]
+        return [(saved, tensor()) for one, tensor in saves if (saved := one()) is not None]
 
 
 class Saved:
     """What autograd saves in place of a tensor: its value. `get` fails if the tensor's memory was overwritten."""
 
-    __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "tensor", "value")
+    __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "value")
 
     def __init__(self, value: Value, memories: ByStorage[Memory], tensor: Tensor):
         """`memories`: all of the pass; the tensor's is added if it is new."""
@@ -249,8 +249,8 @@ class Saved:
         of = known[place] if (place := address(storage)) in known else None
         if of is None or of[0]() is not storage:
             of = known[place] = weakref.ref(storage), Memory()
-        of[1].saves += (weakref.ref(self),)
-        self.value, self.tensor, self.overwritten = value, weakref.ref(tensor), False
+        of[1].saves += ((weakref.ref(self), weakref.ref(tensor)),)
+        self.value, self.overwritten = value, False
         self.number = -1  # in a counted step
         self.reads_signs = False  # the operation only needs the sign mask
         value.consumers += 1
@@ -265,9 +265,9 @@ class Saved:
         self.value = value
         value.count(1)
 
-    def read_memory(self, sharing: Tensor, hooks: Hooks | None) -> None:
-        """Read the tensor itself from now on, as PyTorch alone does. `sharing`: a tensor in the same memory."""
-        source, tensor = self.value.source, self.tensor()
+    def read_memory(self, tensor: Tensor | None, sharing: Tensor, hooks: Hooks | None) -> None:
+        """Read the saved tensor itself from now on, as PyTorch alone does. `sharing`: another one in its memory."""
+        source = self.value.source
         if type(source) is Kept and (source.hooks is not None or source.is_modified()):
             return  # hooks have got it, or it is refused
         if tensor is not None:  # the result of the operation itself is detached, as it would keep itself alive

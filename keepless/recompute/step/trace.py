@@ -173,7 +173,7 @@ class Trace(KnownValues):
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:
         """Likewise: these values stay there."""
-        for saved in memory.take_saves():
+        for saved, _ in memory.take_saves():
             number = saved.value.number
             self.values[number] = self.values[number]._replace(kind=Kind.KEPT, inputs=())
         self.note_overwritten(tensor, len(self.values))
