@@ -13,7 +13,8 @@ from ..held.calls import Call
 from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.functions import GETS_DATA, PRODUCTS, Row
-from ..table.rules import INPLACE, attention
+from ..table.rules import attention
+from ..table.writes import INPLACE
 from .code import as_code, expose, may_write, note_made, watched, write
 from .entry import (
     END,

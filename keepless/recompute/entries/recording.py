@@ -97,7 +97,8 @@ from ...torch_internals import (
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
 from ..table.functions import DRAWN, GETS_DATA, Row, body, is_sized, is_still, row_of
-from ..table.rules import Rule, declares_writes, may_overwrite, overwritten
+from ..table.rules import Rule
+from ..table.writes import declares_writes, may_overwrite, overwritten
 from .entry import Entry
 from .learning import Lesson
 from .plan import ByPlan
