@@ -324,6 +324,14 @@ def packed_by_function(node: Any) -> tuple[Any, ...]:
     return ()
 
 
+def packed_in(node: Any) -> list[Any]:
+    """What hooks have packed of all the tensors that a node has saved; none once a backward pass has freed it."""
+    names = [name for name in dir(node) if name.startswith("_raw_saved_") and name != "_raw_saved_tensors"]
+    with suppress(RuntimeError):
+        return [*packed_by_function(node), *(packed_by(node, name.removeprefix("_raw_saved_")) for name in names)]
+    return []
+
+
 def dropped_share(node: Any) -> float | None:
     """The probability p of a dropout node; None if it is unknown."""
     return getattr(node, "_saved_p", None)

@@ -50,7 +50,8 @@ from ...torch_internals import (
 from ..held.calls import Call
 from ..held.values import Recipe, Value, saved_value
 from ..table.functions import is_still, row_of
-from ..table.rules import any_values, may_overwrite
+from ..table.rules import any_values
+from ..table.writes import may_overwrite
 from .entry import OWN, Entry, Source, argument_code, differs_in_origin, layout, origin, same, unpacking
 
 DEEPEST = 250  # recipes in a chain, which call each other: a plan has up to 200; views and casts may lengthen it

@@ -139,7 +139,7 @@ class Make:
         return self.outputs > 0
 
 
-OWN, FOUND, RULES = "own", "found", "rules"  # see `Entry.packs`
+ITSELF, OWN, FOUND, RULES = "itself", "own", "found", "rules"  # see `Entry.packs`
 
 
 class Entry:
@@ -167,8 +167,9 @@ class Entry:
         self.stream = -1  # index of the CUDA device; -1 for others
         # What is dropped
         self.makes: list[Make] = []
-        # What autograd holds for each saved tensor. None: itself. "own": the value of the result. "found": the value
-        # that the tensor has. "rules": what they decide. A function: its sign mask. Empty: the call runs without hooks.
+        # What autograd holds for each saved tensor. "itself": this argument. None: the tensor too, detached, as the
+        # call's own result would keep itself alive. "own": the value of the result. "found": the value that the tensor
+        # has. "rules": what they decide. A function: its sign mask. Empty: the call runs without hooks.
         self.packs: Sequence[None | str | Positive] = ()
         self.keeps: list[Path] = []  # arguments that are kept, because saved copies are computed from them
         self.written = False  # the result is the first argument

@@ -29,7 +29,7 @@ from ..held.values import Again, Saved, Value
 from ..table.functions import DRAWN, body, is_still, row_of
 from ..table.rules import ByName, attention, by_present_backends
 from .code import DEEPEST, look_again, may_write, watched
-from .entry import END, FOUND, OWN, RULES, Entry, Script
+from .entry import END, FOUND, ITSELF, OWN, RULES, Entry, Script
 from .learning import Lesson
 from .plan import MORE, ByPlan
 from .recipes import give_recipe, leave_own_inside, note_random, of_inside, read_result_instead
@@ -236,16 +236,18 @@ class Following(Recording):
         packing, known = self.packing, self.known
         kind = next(packing.kinds, None)  # None as well if the call saves more than when it was learned
         value: Value | None = None
-        if kind is OWN:
+        if known.exposed.found and known.is_exposed(tensor):
+            kind = RULES
+        elif kind is OWN:
             packing.own, value = tensor, packing.value
-        elif kind is None or kind is FOUND:
+        elif kind is None or kind is ITSELF or kind is FOUND:
             one = known.found[key] if (key := id(tensor)) in known.found else None
             if one is not None and one[0]() is tensor and one[1] == tensor._version:
                 value = one[2]
             elif kind is FOUND:
                 value = known.derived(tensor)
             if value is not None and type(value.source) is Kept:
-                value = None  # autograd gets its own `Kept`: `KnownValues.forget` detaches the recipes'
+                value = None  # autograd gets its own `Kept`: `KnownValues.give` detaches the recipes'
         elif kind is not RULES:
             one = known.masks.get(mask := (id(tensor), kind))
             if one is None or one[0]() is not tensor or one[1] != tensor._version:
@@ -254,7 +256,7 @@ class Following(Recording):
         if value is not None:
             saved: Any = Saved(value, known.memories, tensor)
         else:
-            saved = known.packed(tensor) if kind is RULES else Kept(tensor, None)
+            saved = known.packed(tensor) if kind is RULES else Kept(tensor, None, detaches=kind is not ITSELF)
         if kind is not RULES and packing.call is not None:
             packing.call.saves += 1
         if packing.packed is not None:
@@ -311,6 +313,7 @@ class Following(Recording):
         self._note_difference()
         if packing is not None and packing.own is not None and packing.value is not None:
             packing.value.source = Kept(packing.own, None)
+            self.known.unnoted.append(packing.value)
         return result
 
     def interpret(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

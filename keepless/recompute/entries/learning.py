@@ -13,11 +13,13 @@ from ..held.calls import Call
 from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.functions import GETS_DATA, PRODUCTS, Row
-from ..table.rules import INPLACE, attention
+from ..table.rules import attention
+from ..table.writes import INPLACE
 from .code import as_code, expose, may_write, note_made, watched, write
 from .entry import (
     END,
     FOUND,
+    ITSELF,
     OWN,
     RULES,
     WITHOUT_GRADIENT,
@@ -59,6 +61,7 @@ class _Pack(NamedTuple):
 
     held: Any  # by autograd: a reference, or "shape"; None: the tensor itself
     is_result: bool
+    is_given: bool  # it is an argument
     is_known: bool  # it, or its base, had a value already
     copied: Path | None  # the argument of which it is a copy, or a view of a copy,
     of: Any  # and the reference to this argument's value
@@ -98,7 +101,8 @@ class Lesson:
             held = weakref.ref(saved) if isinstance(saved, Saved) else "shape" if type(saved) is ShapeOnly else None
             of = call.copied.get(id(tensor), call.copied.get(id(tensor._base)))
             copied, value = (None, None) if of is None else (paths[id(of)], find(of))
-            packs.append(_Pack(held, tensor is result, is_known, copied, _reference(value)))
+            is_result, is_given = tensor is result, id(tensor) in paths
+            packs.append(_Pack(held, is_result, is_given, is_known, copied, _reference(value)))
         entry.noted = _Notes(_reference(own), _reference(base), packs)
         entry.names, entry.count = tuple(call.kwargs), len(call.args)
         for path, one in tensors:
@@ -244,7 +248,8 @@ def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
         raise _Unlearnable("an argument of a recipe whose origin is unknown")
     is_inside = any([one.is_inside for one in makes])
     is_special = is_inside or entry.row.again is attention or any([one.draws for one in makes])
-    is_run = bool(makes) or any(packs)
+    drops = not {*packs} <= {None, ITSELF}
+    is_run = bool(makes) or drops
     base = notes.base() if notes is not None and drops_own else None
     is_base_made = base is not None and base is not own and isinstance(base.source, Recipe) and base.consumers
     serves = drops_own and RULES in packs and entry.row.result_serves is not None
@@ -252,7 +257,7 @@ def _decide(entry: Entry, fits: bool, has_hooks: bool) -> None:
     entry.reads_packed = "packed" in kinds
     entry.asks_rules = entry.by_rules or RULES in packs
     entry.makes = makes
-    entry.packs = packs if is_inside or "packed" in kinds or any(packs) else ()
+    entry.packs = packs if is_inside or "packed" in kinds or drops else ()
     if not (makes and entry.compares_consts):
         entry.consts = []
     entry.consts = [(path, one) for path, one in entry.consts if path not in _IGNORED.get(entry.function, ())]
@@ -288,8 +293,9 @@ def _pack(entry: Entry, noted: _Pack, own: Value | None, drops_own: bool) -> Any
     """What autograd gets for a saved tensor: see `Entry.packs`."""
     if noted.held == "shape":
         return RULES
+    itself = ITSELF if noted.is_given and not noted.is_result else None
     if noted.held is None or (saved := noted.held()) is None:
-        return None
+        return itself
     value, source = saved.value, saved.value.source
     is_served = value is own and not noted.is_result  # the result replaces it
     if noted.copied is not None and not (is_served and isinstance(source, Kept)):
@@ -303,7 +309,7 @@ def _pack(entry: Entry, noted: _Pack, own: Value | None, drops_own: bool) -> Any
         entry.is_kept = not drops_own
         return RULES
     if _is_kept_view(value):
-        return None
+        return itself
     if value is own and drops_own:
         return OWN
     if any([one.is_inside and one.recipe() is source for one in entry.makes]):  # kept until the call has ended

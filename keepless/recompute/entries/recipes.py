@@ -158,7 +158,6 @@ def give_recipe(
         recipe.outputs.append(weakref.ref(own))
     for saved in call.replaceable:
         saved.read_instead(own)
-        known.replaced.append((weakref.ref(call.arguments[0]), weakref.ref(saved)))
     if result._base is not None:
         _give_base_recipe(known, call, result, result._base, own)
     return own
@@ -238,7 +237,6 @@ def read_result_instead(known: KnownValues, call: Call, own: Value, replaceable:
     for saved in replaceable:
         saved.read_instead(own)
         own.recipes.append(weakref.ref(saved))
-        known.replaced.append((weakref.ref(call.arguments[0]), weakref.ref(saved)))
 
 
 class Rerun:

@@ -97,7 +97,8 @@ from ...torch_internals import (
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
 from ..table.functions import DRAWN, GETS_DATA, Row, body, is_sized, is_still, row_of
-from ..table.rules import Rule, declares_writes, may_overwrite, overwritten
+from ..table.rules import Rule
+from ..table.writes import declares_writes, may_overwrite, overwritten
 from .entry import Entry
 from .learning import Lesson
 from .plan import ByPlan
@@ -253,7 +254,7 @@ class Recording(TorchFunctionMode):
                 self.known.expose(args[0])
             return function(*args, **kwargs)
         if function == SETS_DATA and is_ordinary(args[0]):
-            self.known.forget(*args)
+            self.known.give(*args)
         call = Call(function, row, args, kwargs)
         if not may_overwrite(function, args, kwargs):
             return self.run(call)
@@ -288,7 +289,7 @@ class Recording(TorchFunctionMode):
     def end_writing(self, writes: list[Overwriting]) -> None:
         for write in writes:
             if after_overwriting(write, self.known.memories):
-                self.known.forget_values(write.memory.exposed or {})
+                self.known.forget(write.storage)
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Dispatch a call to tensor subclasses, and see the functions that they call on ordinary tensors."""

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from ...torch_internals import (
     is_synchronised_norm,
     next_node_number,
     node_number,
-    packed_by,
     packed_by_function,
     without_function_modes,
 )
@@ -82,11 +81,6 @@ class KnownValues:
         self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their entries, or True
         self.maker: Any = None  # the entry of the running call, while it is learned
         self.exposed: ByStorage[bool] = ByStorage()  # memory that the program may change unseen
-        # Arguments in whose place results are read: see `read_result_instead`
-        self.replaced: list[tuple[weakref.ref[Tensor], weakref.ref[Saved]]] = []
-        self.aliases: list[
-            tuple[weakref.ref[Tensor], dict[Value, tuple[Kept, Kept]], Value]
-        ] = []  # what is saved of it
         self.refused: type | None = None  # a mode under which a call would have got a recipe: see `changing_mode`
         self.unseen = ""  # what has hidden calls from the recording, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
@@ -97,8 +91,8 @@ class KnownValues:
             if (value := reference()) is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.found, self.masks, self.unnoted, self.dead, self.signs, self.gone = {}, {}, [], [], [], []
-        self.aliases, self.staying, self.replaced = [], [], []
-        for known in (self.memories, self.without_gradient, self.exposed):
+        self.staying, self.exposed = [], ByStorage()
+        for known in (self.memories, self.without_gradient):
             known.clear()
         self.outer = None
 
@@ -136,9 +130,10 @@ class KnownValues:
         return not self.outside or address(tensor.untyped_storage()) not in self.outside
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
-        """Note the value of a tensor in its current version."""
-        reference = Gone(tensor, self.dead, id(tensor))
-        self.found[id(tensor)] = reference, tensor._version, value, address(tensor.untyped_storage())
+        """Note the value of a tensor in its current version, unless its values may change unseen."""
+        if not (self.exposed.found and self.is_exposed(tensor)):
+            reference = Gone(tensor, self.dead, id(tensor))
+            self.found[id(tensor)] = reference, tensor._version, value, address(tensor.untyped_storage())
         return value
 
     def keep(self, tensor: Tensor) -> Value:
@@ -183,93 +178,61 @@ class KnownValues:
         for kept in [one for one in staying if is_ordinary(one.packed)]:
             self._note_kept(kept, kept.packed.untyped_storage())
 
-    def forget(self, tensor: Tensor, other: Tensor) -> None:
-        """`.data = …` will give a tensor the memory of another, but no new version. Recipes read its present memory.
+    def give(self, tensor: Tensor, other: Tensor) -> None:
+        """`.data = …` will give a tensor the memory of another, but no new version.
 
-        What has saved a made tensor reads the other memory, as in PyTorch, unless it is the call that made it.
+        What has saved the tensor itself reads the other memory, as in PyTorch. Recipes read its present memory.
         """
-        if self.is_made(tensor):
-            own = packed_by(tensor.grad_fn, "result")
-            if isinstance(own, Saved):
-                own.value.sign_consumers -= own.reads_signs
-                own.read_instead(Value(Kept(tensor, None)))
-                own.memory = Memory()
-            self.expose(tensor)
-            later = self.find(tensor)  # if it was exposed before
-            if later is not None and type(later.source) is Kept:
-                later.source = self.kept(tensor, None, detaches=False)
-            self.found.pop(id(tensor), None)
-            for reference, saved, value in self.aliases:
-                if reference() is tensor:
-                    saved[value] = self.kept(tensor, None, detaches=False), saved[value][1]
-            self.expose(other)
-            self.exposed.put(other.untyped_storage(), True)
-            return
         self.note_memories()
         self.note_staying()
-        memory = self.memories.get(tensor.untyped_storage()) or Memory()
-        for reference in memory.values:
-            kept = one.source if isinstance(one := reference(), Value) else one
-            if type(kept) is Kept and kept.packed is tensor:
-                kept.packed = tensor.detach()
-                if isinstance(one, Value):
-                    memory.exposed = {**(memory.exposed or {}), one: (self.kept(tensor, None), kept)}
+        if (memory := self.memories.get(tensor.untyped_storage())) is not None:
+            self.read_memory(memory, tensor)
+            for one in [reference() for reference in memory.values]:
+                kept = one.source if isinstance(one, Value) else one
+                if type(kept) is Kept and kept.packed is tensor:
+                    kept.packed = tensor.detach()
         self.found.pop(id(tensor), None)
         self.masks.clear()
+        if self.is_made(tensor):
+            self.expose(other)
+            self.exposed.put(other.untyped_storage(), True)
 
-    def expose(self, tensor: Tensor) -> list[Value]:
+    def expose(self, tensor: Tensor) -> None:
         """The program gets access to a made tensor's memory that changes no version, as `.data` does.
 
-        Whatever is saved from it, before or after, is the memory itself, as PyTorch saves it. Recipes get copies of
-        what they have read from it, and read it no more. Returns the values that are saved in it.
+        Whatever autograd saves of it, before or after, is the memory itself, as in PyTorch. Recipes get copies of what
+        they have read from it, and read it no more.
         """
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter) or self.exposed.get(storage):
-            return []
-        known = [one for one in (reference() for reference, *_ in self.found.values()) if one is not None]
-        sharing = [one for one in known if is_ordinary(one) and address(one.untyped_storage()) == address(storage)]
-        if not any([self.is_made(one) or self.has_made(one) for one in (tensor, *sharing)]):
-            return []
+            return
+        sharing = [tensor, *self._known_in(storage).values()]
+        if not any([self.is_made(one) or self.has_made(one) for one in sharing]):
+            return
         self.exposed.put(storage, True)
         self.note_memories()
-        for of_tensor, of_saved in self.replaced:
-            one, replaced = of_tensor(), of_saved()
-            if one is not None and replaced is not None and address(one.untyped_storage()) == address(storage):
-                replaced.read_instead(Value(Kept(one, self.outer)))
-        write, saved = before_overwriting(tensor, self.memories, self.outer, True), {}
-        for by_key in (self.found, self.masks):
-            for key, (reference, version, value, _) in [*by_key.items()]:
-                one = reference()
-                if one is not None and is_ordinary(one) and address(one.untyped_storage()) == address(storage):
-                    del by_key[key]
-                    if version == one._version and value.consumers:
-                        saved[value] = (self.kept(one, None),) * 2
-                        self.aliases.append((reference, saved, value))
-        if write is not None and self.outer is None:  # hooks around have got the values already
-            write.memory.exposed = saved
-        return [*saved, *self._outputs_kept()]
+        self.note_staying()
+        if (memory := self.memories.get(storage)) is not None:
+            self.read_memory(memory, tensor)
+            before_overwriting(tensor, self.memories, self.outer, True)
+        self.forget(storage)
 
-    def _outputs_kept(self) -> list[Value]:
-        """Keep the outputs of checkpointed norms that would be computed from exposed memory."""
-        found = []
-        for reference, _, value, _ in self.found.values():
-            recipe, tensor = value.source, reference()
-            if type(recipe) is Recipe and recipe.function is checkpointed_output and tensor is not None:
-                if self._reads_exposed(recipe.arguments[2]):
-                    value.source, value.storage = self.kept(tensor, self.outer), self.place(tensor)
-                    if value.consumers:
-                        recipe.count(-1)
-                    found.append(value)
-        return found
+    def read_memory(self, memory: Memory, tensor: Tensor) -> None:
+        """Let autograd read what it has saved of a memory from the memory itself. `tensor`: is in it."""
+        for saved, one in memory.take_saves():
+            saved.read_memory(one, tensor, self.outer)
 
-    def _reads_exposed(self, saved: Sequence[Any]) -> bool:
-        """Whether the program may have changed what a norm has saved."""
-        return any([is_exposed(one) or (type(one) is Kept and self.is_exposed(one.packed)) for one in saved])
-
-    def forget_values(self, values: Container[Value]) -> None:
-        """Tensors have other values now, though in the same version."""
-        self.found = {key: one for key, one in self.found.items() if one[2] not in values}
+    def forget(self, storage: UntypedStorage) -> None:
+        """The tensors in a storage have other values now, though in the same version."""
+        for key in self._known_in(storage):
+            del self.found[key]
         self.masks.clear()
+
+    def _known_in(self, storage: UntypedStorage) -> dict[int, Tensor]:
+        """The tensors in a storage whose values are known, by their ids."""
+        known = {key: tensor for key, (reference, *_) in self.found.items() if (tensor := reference()) is not None}
+        place = address(storage)
+        return {key: one for key, one in known.items() if is_ordinary(one) and address(one.untyped_storage()) == place}
 
     def is_exposed(self, tensor: Tensor) -> bool:
         """Whether the program may change a tensor's memory unseen."""
@@ -320,9 +283,9 @@ class KnownValues:
                 self.refused = node.output_version
             elif node.strategy.recompute_output and tensor._version == node.output_version:
                 saved = saved_in(node)
-                if self.exposed.found and self._reads_exposed(saved):
-                    return None
-                found = Again(checkpointed_output, (node, saved_value(saved[0]) if saved else None, saved))
+                x = self._argument_in(saved[0]) if saved else None
+                if x is not None or not saved:
+                    found = Again(checkpointed_output, (node, x, saved[1:], self.exposed))
         elif tensor._version == 0:
             if is_synchronised_norm(node):
                 if (mode := changing_mode()) is not None:
@@ -346,11 +309,24 @@ class KnownValues:
 
     def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
         """The output of `nn.SyncBatchNorm`. Its node saves all but the bias, which is found only if it is trained."""
-        x, weight, mean, invstd, *_ = map(saved_value, packed)
+        x, (weight, mean, invstd) = self._argument_in(packed[0]), map(saved_value, packed[1:4])
         bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
         if bias is None or not all([isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)]):
             return None
         return Again(normalised, (x, mean, invstd, weight, self.keep_for_recipe(bias)), fresh=True)
+
+    def _argument_in(self, packed: Any) -> Any:
+        """What a recipe reads for an argument that a norm's node holds; None if its values may change unseen."""
+        found = saved_value(packed)
+        kept = found.source if isinstance(found, Value) else found
+        if type(kept) is not Kept or kept.hooks is not None:
+            return found
+        if self.exposed.found and self.is_exposed(kept.packed):
+            return None
+        if found is kept:
+            found = Value(kept)
+            self.unnoted.append(found)
+        return found
 
     def _of_copied_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | Value | None:
         """A copy of an argument, made inside the running call: cast by autocast, reshaped by matrix products, or made
@@ -401,7 +377,7 @@ class KnownValues:
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
         """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
-        value = None if self.exposed.found and self.is_exposed(argument) else self.value_of(argument)
+        value = self.value_of(argument)
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or kept_bytes_below([value], only_unread=True) > most else value
 
@@ -533,24 +509,15 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def checkpointed_output(node: Any, kept: Tensor | None, saved: Sequence[Any]) -> Tensor:
-    """The output of a checkpointed norm. `saved`: see `saved_in`.
+def checkpointed_output(node: Any, x: Tensor | None, others: Sequence[Any], exposed: ByStorage[bool]) -> Tensor:
+    """The output of a checkpointed norm.
 
-    `kept`: the tensor that the node saved and reads by itself: an argument, so that it is computed first if dropped.
+    `x`: its argument; None if hooks of the program have packed it. `others`: what else the node has saved.
+    `exposed`: of the pass. If it is not empty, the node may read another argument.
     """
-    if kept is not None and is_exposed(saved[0]) and not torch.equal(kept, saved[0].get()):
-        raise RuntimeError(
-            f"the input of a checkpointed norm was modified through .data after the norm, so its output of shape "
-            f"{tuple(kept.shape)} cannot be computed again"
-        )
-    if saved and not packed_by_function(node):  # freed by a backward pass over another part of the graph
-        return recompute_output(node, [one.get() for one in saved])
+    if x is not None and (exposed.found or not packed_by_function(node)):  # or a backward pass has freed what it saved
+        return recompute_output(node, [x, *[one.get() for one in others]])
     return recompute_output(node)
-
-
-def is_exposed(saved: Any) -> bool:
-    """Whether the program may have changed what autograd has saved: see `KnownValues.expose`."""
-    return isinstance(saved, Saved) and saved.memory.exposed is not None
 
 
 def saved_in(node: Any) -> Sequence[Any]:

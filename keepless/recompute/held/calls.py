@@ -79,7 +79,7 @@ def before_overwriting(
     memory = memories.get(storage := tensor.untyped_storage())
     known = [] if memory is None else filter(None, [reference() for reference in memory.values])
     read: list[Any] = [one for one in known if _is_read_from(one, address(storage))]
-    if memory is None or not (memory.is_saved or read):
+    if memory is None or not (memory.saves or read):
         return None
     memories.pop(storage)
     write = Overwriting(tensor, storage, tensor._version, memory, [], is_certain)
@@ -106,35 +106,32 @@ def _is_read_from(one: Value | Kept, storage: int) -> bool:
     return address(one.packed.untyped_storage()) == storage
 
 
-def _kept_in(memory: Memory) -> list[Kept]:
-    """What is kept of a memory, not in a copy."""
+def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
+    """Refuse what autograd has saved of the memory; or undo the copies if nothing was written.
+
+    A tensor that `.data` has returned has a version of its own. If the call has written to such a tensor, autograd
+    reads the memory, as PyTorch alone does, and the result is True.
+    """
+    memory = write.memory
+    originals = {one: before["source"] for one, before in write.copied if isinstance(one, Value)}
     known: list[Any] = [reference() for reference in memory.values]
     kept = [one.source for one in known if isinstance(one, Value) and one.storage and type(one.source) is Kept]
-    return [*kept, *(one for one, _ in (memory.exposed or {}).values())]
-
-
-def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
-    """Mark the tensors saved by operations as overwritten; or undo the copies if nothing was written.
-
-    A tensor that `.data` has returned has a version of its own: what is saved is the memory, as in PyTorch. Returns
-    whether it has written so: the values in `write.memory.exposed` are those of before.
-    """
-    memory: Memory | None = write.memory
     was_written = write.tensor._version != write.version
-    originals = [(one, before["source"]) for one, before in write.copied if isinstance(one, Value)]
-    kept = [*_kept_in(write.memory), *(original for _, original in originals)]
-    is_unseen = was_written and any([not one.is_modified() for one in kept])
+    is_unseen = was_written and any([not one.is_modified() for one in (*kept, *originals.values())])
+    for saved, tensor in memory.take_saves() if was_written else ():
+        if not is_unseen:
+            saved.overwritten = True
+        elif saved.value in originals:
+            saved.read_instead(Value(originals[saved.value]))
+        else:
+            saved.read_memory(tensor, write.tensor, None)
     if was_written and not is_unseen:
-        while memory is not None:
-            memory.overwritten, memory = True, memory.earlier
         return False
-    if is_unseen:
-        write.memory.exposed = {**(write.memory.exposed or {}), **{one: (was, was) for one, was in originals}}
     for one, before in [] if write.is_certain or is_unseen else write.copied:
         for name, attribute in before.items():
             setattr(one, name, attribute)
-    now = memories.get(write.storage) or memories.put(write.storage, write.memory)
-    if now is not write.memory:
-        now.values += write.memory.values
-        now.earlier = write.memory
+    now = memories.get(write.storage) or memories.put(write.storage, memory)
+    if now is not memory:
+        now.values += memory.values
+        now.saves += memory.saves
     return is_unseen

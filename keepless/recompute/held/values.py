@@ -28,6 +28,7 @@ from ...torch_internals import (
     backward_number,
     function_modes_on,
     is_any_autocast_enabled,
+    packed_in,
     without_function_modes,
 )
 from .signs import Positive, Signs
@@ -226,22 +227,21 @@ def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
 
 
 class Memory:
-    """A storage of the forward pass, until it is overwritten, and what is kept in it: values, and recipes' parameters.
+    """A storage of the forward pass, until it is overwritten: what is kept in it, and what autograd has saved of it."""
 
-    `is_saved`: autograd has saved a tensor in it. `exposed`: what is saved of it, since the program may change it
-    unseen: see `KnownValues.expose`. The second tensor is for views, which `.data = …` of the first does not change.
-    """
+    values: tuple[weakref.ref[Any], ...] = ()  # kept values, and parameters that recipes read
+    saves: tuple[tuple[weakref.ref["Saved"], weakref.ref[Tensor]], ...] = ()
 
-    values: tuple[weakref.ref[Any], ...] = ()
-    exposed: dict[Value, tuple[Kept, Kept]] | None = None
-    is_saved = overwritten = False
-    earlier: "Memory | None" = None  # for the same storage, if a call did not overwrite it after all
+    def take_saves(self) -> list[tuple["Saved", Tensor | None]]:
+        """What autograd has saved of it, once, and the saved tensors; None for those that are freed."""
+        saves, self.saves = self.saves, ()
+        return [(saved, tensor()) for one, tensor in saves if (saved := one()) is not None]
 
 
 class Saved:
     """What autograd saves in place of a tensor: its value. `get` fails if the tensor's memory was overwritten."""
 
-    __slots__ = ("__weakref__", "memory", "number", "reads_signs", "value")
+    __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "value")
 
     def __init__(self, value: Value, memories: ByStorage[Memory], tensor: Tensor):
         """`memories`: all of the pass; the tensor's is added if it is new."""
@@ -249,8 +249,8 @@ class Saved:
         of = known[place] if (place := address(storage)) in known else None
         if of is None or of[0]() is not storage:
             of = known[place] = weakref.ref(storage), Memory()
-        self.value, self.memory = value, of[1]
-        self.memory.is_saved = True
+        of[1].saves += ((weakref.ref(self), weakref.ref(tensor)),)
+        self.value, self.overwritten = value, False
         self.number = -1  # in a counted step
         self.reads_signs = False  # the operation only needs the sign mask
         value.consumers += 1
@@ -259,20 +259,38 @@ class Saved:
 
     def read_instead(self, value: Value) -> None:
         """Read another value in its place."""
+        self.value.sign_consumers -= self.reads_signs
+        self.reads_signs = False
         self.value.count(-1)
         self.value = value
         value.count(1)
 
+    def read_memory(self, tensor: Tensor | None, sharing: Tensor, hooks: Hooks | None) -> None:
+        """Read the saved tensor itself from now on, as PyTorch alone does. `sharing`: another one in its memory."""
+        source = self.value.source
+        if type(source) is Kept and (source.hooks is not None or source.is_modified()):
+            return  # hooks have got it, or it is refused
+        if tensor is not None:  # the result of the operation itself is detached, as it would keep itself alive
+            is_own = any([one is self for one in packed_in(tensor.grad_fn)])
+            source = Kept(tensor, hooks, detaches=is_own)
+        elif type(source) is not Kept:
+            source = Kept(self._made_again(sharing), hooks)
+        self.read_instead(Value(source))
+
+    def _made_again(self, sharing: Tensor) -> Tensor:
+        """The tensor, which is freed, from one that shares its memory."""
+        source = self.value.source
+        if type(source) is Recipe and source.function is view:
+            *_, shape, stride, offset = source.arguments
+        else:
+            like = self.value.get()
+            shape, stride, offset = like.shape, like.stride(), 0
+        return sharing.detach().as_strided(shape, stride, offset)
+
     def get(self) -> Tensor:
         """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""
-        if self.memory.overwritten:
+        if self.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
-        if (exposed := self.memory.exposed) is not None:
-            if self.value in exposed:
-                return exposed[self.value][0].get()
-            source = self.value.source
-            if type(source) is Recipe and source.function is view and source.arguments[0] in exposed:
-                return view(exposed[source.arguments[0]][1].get(), *source.arguments[1:])
         return self.value.get()
 
 

@@ -5,7 +5,7 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from io import IOBase
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
@@ -51,12 +51,8 @@ def add_functions(
         seen.add(id(one))
         if isinstance(one, FunctionType):
             _refuse_iterators([one])
-        if isinstance(one, dict):
-            pending += one.values()
-        elif isinstance(one, (list, tuple, set)):
-            pending += one
-        elif isinstance(one, partial):
-            pending += [one.func, one.args, one.keywords]
+        if isinstance(one, (dict, list, tuple, set, deque, partial)):
+            pending += _parts(one)
         elif isinstance(one, MethodType):
             pending.append(one.__func__)
         elif isinstance(one, _SHARED):
@@ -65,8 +61,7 @@ def add_functions(
             found.append(one)
             cells = tuple(CellType() for _ in one.__closure__ or ())
             memo[id(one)] = FunctionType(one.__code__, one.__globals__, one.__name__, None, cells)
-            parts = [*_contents(one), one.__defaults__, one.__kwdefaults__]
-            pending += [part for part in parts if isinstance(part, _FOLLOWED)]
+            pending += [part for part in _parts(one) if isinstance(part, _FOLLOWED)]
         elif isinstance(one, Tensor):
             if not one.is_leaf and id(one) not in memo:
                 memo[id(one)] = like(one)
@@ -98,24 +93,27 @@ def _refuse_iterators(pending: list[Any]) -> None:
                 f"the network's code takes items of a {type(one).__name__}, which cannot be copied: keep a list "
                 f"and a position in a module instead"
             )
-        if isinstance(one, FunctionType) and _is_of_users(one):
+        if not isinstance(one, FunctionType):
+            pending += _parts(one)
+        elif _is_of_users(one):
             names = [name for name in one.__code__.co_names if name in one.__globals__]
-            pending += [*_contents(one), one.__defaults__, one.__kwdefaults__, *map(one.__globals__.get, names)]
-        elif isinstance(one, dict):
-            pending += one.values()
-        elif isinstance(one, (list, tuple, set, deque)):
-            pending += one
-        elif isinstance(one, partial):
-            pending += [one.func, one.args, one.keywords]
-        elif isinstance(one, property):
-            pending.append(one.fget)
-        elif isinstance(one, _METHODS):
-            pending += [getattr(one, "__func__", None), getattr(one, "__self__", None)]
+            pending += [*_parts(one), *map(one.__globals__.get, names)]
 
 
-def _contents(function: FunctionType) -> list[Any]:
-    """The values in a function's closure; variables that are not set yet are left out."""
-    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+def _parts(one: Any) -> Iterable[Any]:
+    """What a collection, a function or a method refers to. Variables of a closure that are not set are left out."""
+    if isinstance(one, dict):
+        return one.values()
+    if isinstance(one, (list, tuple, set, deque)):
+        return one
+    if isinstance(one, partial):
+        return one.func, one.args, one.keywords
+    if isinstance(one, FunctionType):
+        contents = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+        return [*contents, one.__defaults__, one.__kwdefaults__]
+    if isinstance(one, property):
+        return [one.fget]
+    return [getattr(one, "__func__", None), getattr(one, "__self__", None)] if isinstance(one, _METHODS) else ()
 
 
 def fill(functions: list[FunctionType], memo: dict[int, Any]) -> None:

@@ -15,7 +15,7 @@ from ..entries.recipes import how_to_repeat
 from ..entries.registry import KnownValues
 from ..held.calls import Call
 from ..held.signs import unpacking_bytes
-from ..held.values import Again, Recipe, Saved, Value
+from ..held.values import Again, Memory, Recipe, Saved, Value
 from ..table.rules import Rule, mask_needs_only_shape
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
@@ -171,13 +171,12 @@ class Trace(KnownValues):
                 self.sizes.append(one.bytes)
                 self.values[number] = one._replace(memory=len(self.sizes) - 1)
 
-    def expose(self, tensor: Tensor) -> list[Value]:
-        """Likewise; what is saved of the memory stays there."""
-        saved = super().expose(tensor)
-        for one in saved:
-            self.values[one.number] = self.values[one.number]._replace(kind=Kind.KEPT, inputs=())
+    def read_memory(self, memory: Memory, tensor: Tensor) -> None:
+        """Likewise: these values stay there."""
+        for saved, _ in memory.take_saves():
+            number = saved.value.number
+            self.values[number] = self.values[number]._replace(kind=Kind.KEPT, inputs=())
         self.note_overwritten(tensor, len(self.values))
-        return saved
 
     # Calls
 

@@ -24,7 +24,8 @@ from ...norms.bn_act import norm_and_activation
 from ...torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
 from ..held.signs import Positive, positive, positive_or_nan
 from . import rules
-from .rules import Function, Rule, overloads_of
+from .rules import Function, Rule
+from .writes import overloads_of
 
 GETS_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # writes through it change no version
 

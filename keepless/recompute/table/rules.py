@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from types import BuiltinFunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,103 +17,20 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...inputs import tensors_in
 from ...norms.backends.eager import normalised
 from ...norms.bn_act import BatchNormActivation
 from ...saved import ShapeOnly
 from ...torch_internals import (
     FakeTensor,
-    OpOverload,
-    OpOverloadPacket,
     attention_backends,
     current_hooks,
     dropped_share,
     is_capturing,
     without_dispatch_modes,
     without_function_modes,
-    written_arguments,
 )
 from ..held.values import Again
-
-_OPERATORS = frozenset(
-    f"__i{name}__" for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift matmul".split()
-) | {"__setitem__"}
-_OF_METADATA = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
-
-INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
-    function: list(inspect.signature(function).parameters).index("inplace")
-    for function in vars(F).values()
-    if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
-}
-_SETTERS: frozenset[Any] = frozenset([Tensor.real.__set__, Tensor.imag.__set__])  # type: ignore[attr-defined]
-_FIRST = frozenset([(0, "")])
-
-
-def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call may write over its arguments or `out`, judging by its name, arguments and schema.
-
-    Not the running statistics of batch norms, whose versions stay: `KnownValues._is_simple`.
-    """
-    if function is F.embedding:  # it writes over rows of the weight
-        return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
-    if (position := INPLACE.get(function)) is not None:
-        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
-    if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return kwargs.get("out") is not None or bool(_declared(function))
-    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", "")) or function in _SETTERS
-
-
-@cache
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name in _OPERATORS
-    return name not in _OF_METADATA and (name.endswith("_") or bool(_declared_by(name)))
-
-
-@cache
-def _declared(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
-    """Positions and names of the arguments that an operator writes over, in any of its overloads."""
-    return frozenset(entry for overload in overloads_of(operator) for entry in written_arguments(overload))
-
-
-@cache
-def _declared_by(name: str) -> frozenset[tuple[int, str]]:
-    """The same of PyTorch's operator with this name, without outputs, e.g. for `fused_moving_avg_obs_fake_quant`."""
-    operator = getattr(torch.ops.aten, name, None)
-    overloads = overloads_of(operator) if isinstance(operator, OpOverloadPacket) else []
-    return frozenset(entry for one in overloads if "out" not in str(one) for entry in written_arguments(one))
-
-
-@cache
-def _written(function: Callable[..., Any]) -> frozenset[tuple[int, str]]:
-    """Positions and names of the arguments that a function may write over: if nothing else is known, the first."""
-    if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return _declared(function)
-    if function is F.embedding:
-        return frozenset([(1, "weight")])
-    declared = _declared_by(getattr(function, "__name__", "")) if isinstance(function, BuiltinFunctionType) else _FIRST
-    return declared if any(position for position, _ in declared) else _FIRST
-
-
-def declares_writes(function: Callable[..., Any]) -> bool:
-    """Whether a function surely writes over the tensors that `overwritten` returns."""
-    return _written(function) is not _FIRST and function is not F.embedding
-
-
-def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
-    return [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
-
-
-def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call may write over, if `may_overwrite` is true for it."""
-    written = _written(function)
-    if written is _FIRST and args and isinstance(args[0], Tensor) and "out" not in kwargs:
-        return [args[0]]
-    found: list[Any] = [args[position] for position, _ in written if position < len(args)]
-    found += [kwargs[name] for _, name in written if name in kwargs]
-    if written is _FIRST:  # without a schema, all named arguments may be written: in `nn.init` it is `tensor`
-        found += [kwargs.get("out")] if args else kwargs.values()
-    return tensors_in(found)
+from .writes import INPLACE, may_overwrite
 
 
 class NotRepeated(Exception):

@@ -299,22 +299,59 @@ def of_an_input_between(net, x):
     return F.gelu(y * wide).sin()
 
 
-THROUGH_DATA = [
-    of_what_a_result_serves_for,
-    given_twice,
-    by_a_view_without_gradients,
-    of_a_norms_input,
-    rounded,
-    rounded_between,
-    rounded_late,
-    by_an_alias,
-    by_a_view,
-    of_a_rectified,
-    of_a_norm,
-    given,
-]
-THROUGH_DATA += [given_to_its_own, given_to_a_norm, of_a_copy, of_a_mask, of_parameters]
-THROUGH_DATA += [of_views_that_are_gone, given_without_a_gradient, of_a_buffer_between, of_an_input_between]
+def of_a_norms_input_whose_output_is_gone(net, x):
+    h = F.silu(net.conv(x))
+    y = F.gelu(net.last(F.gelu(net.norm(h)))) + net.last(net.norm(h * 2))
+    if net.passes != 2:
+        h.data.neg_()
+    return y.sin()
+
+
+def of_a_norms_input_before(net, x):
+    h = F.silu(net.conv(x))
+    h.data.mul_(3)
+    y = F.gelu(net.last(net.norm(h)))
+    h.data.neg_()
+    return net.last(F.silu(F.batch_norm(y, None, None, training=True)))[:, :, 0]
+
+
+def given_late(net, x):
+    q = F.silu(net.conv(x))
+    both = torch.sigmoid(q) * q * net.table
+    if net.passes > 3:
+        q.data = q.data.round()
+    return torch.tanh(q) * both
+
+
+def given_behind_a_view(net, x):
+    q = F.silu(net.conv(x))
+    y = F.linear(q[:, :, 1:].transpose(2, 3), net.bias[0, :4, :5]) * torch.sigmoid(q).mean()
+    q.data = torch.cos(q) * 1.5
+    return F.gelu(y) * q.flatten(1).square().mean()
+
+
+def of_its_own_result(net, x):
+    q = torch.exp(torch.tanh(net.conv(x)))
+    both = F.gelu(q) * torch.exp(q)
+    q.data.mul_(0.7)
+    q.data = q.data * 0.9
+    return both * torch.tanh(q)
+
+
+def by_an_alias_alone(net, x):
+    q = F.silu(net.conv(x))
+    alias, y = q.detach(), torch.tanh(q * 1.5) * torch.sigmoid(q)
+    del q
+    alias.data.neg_()
+    return F.gelu(y)
+
+
+THROUGH_DATA = [of_what_a_result_serves_for, given_twice, by_a_view_without_gradients, of_a_norms_input, rounded]
+THROUGH_DATA += [rounded_between, rounded_late, by_an_alias, by_a_view, of_a_rectified, of_a_norm, given]
+THROUGH_DATA += [given_to_its_own, given_to_a_norm, of_a_copy, of_a_mask, of_parameters, of_a_norms_input_before]
+THROUGH_DATA += [of_a_norms_input_whose_output_is_gone, given_late, given_behind_a_view, of_its_own_result]
+THROUGH_DATA += [by_an_alias_alone, of_views_that_are_gone, given_without_a_gradient]
+THROUGH_DATA += [of_a_buffer_between, of_an_input_between]
 
 
 @pytest.mark.parametrize("budget", [None, 0.6])

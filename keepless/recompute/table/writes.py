@@ -1,0 +1,88 @@
+"""Which tensors a call may write over."""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...inputs import tensors_in
+from ...torch_internals import OpOverload, OpOverloadPacket, written_arguments
+
+_OPERATORS = frozenset(
+    f"__i{name}__" for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift matmul".split()
+) | {"__setitem__"}
+_OF_METADATA = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
+
+INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
+    function: list(inspect.signature(function).parameters).index("inplace")
+    for function in vars(F).values()
+    if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
+}
+_SETTERS: frozenset[Any] = frozenset([Tensor.real.__set__, Tensor.imag.__set__])  # type: ignore[attr-defined]
+_FIRST = frozenset([(0, "")])
+
+
+def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call may write over its arguments or `out`, judging by its name, arguments and schema.
+
+    Not the running statistics of batch norms, whose versions stay: `KnownValues._is_simple`.
+    """
+    if function is F.embedding:  # it writes over rows of the weight
+        return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
+    if (position := INPLACE.get(function)) is not None:
+        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return kwargs.get("out") is not None or bool(_written(function))
+    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", "")) or function in _SETTERS
+
+
+@cache
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name in _OPERATORS
+    return name not in _OF_METADATA and (name.endswith("_") or bool(_declared_by(name)))
+
+
+@cache
+def _declared_by(name: str) -> frozenset[tuple[int, str]]:
+    """What PyTorch's operator with this name writes over, e.g. `fused_moving_avg_obs_fake_quant`; no outputs."""
+    operator = getattr(torch.ops.aten, name, None)
+    overloads = overloads_of(operator) if isinstance(operator, OpOverloadPacket) else []
+    return frozenset(entry for one in overloads if "out" not in str(one) for entry in written_arguments(one))
+
+
+@cache
+def _written(function: Callable[..., Any]) -> frozenset[tuple[int, str]]:
+    """Positions and names of the arguments that a function may write over: if nothing else is known, the first."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return frozenset(entry for overload in overloads_of(function) for entry in written_arguments(overload))
+    if function is F.embedding:
+        return frozenset([(1, "weight")])
+    declared = _declared_by(getattr(function, "__name__", "")) if isinstance(function, BuiltinFunctionType) else _FIRST
+    return declared if any(position for position, _ in declared) else _FIRST
+
+
+def declares_writes(function: Callable[..., Any]) -> bool:
+    """Whether a function surely writes over the tensors that `overwritten` returns."""
+    return _written(function) is not _FIRST and function is not F.embedding
+
+
+def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
+    return [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
+
+
+def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call may write over, if `may_overwrite` is true for it."""
+    written = _written(function)
+    if written is _FIRST and args and isinstance(args[0], Tensor) and "out" not in kwargs:
+        return [args[0]]
+    found: list[Any] = [args[position] for position, _ in written if position < len(args)]
+    found += [kwargs[name] for _, name in written if name in kwargs]
+    if written is _FIRST:  # without a schema, all named arguments may be written: in `nn.init` it is `tensor`
+        found += [kwargs.get("out")] if args else kwargs.values()
+    return tensors_in(found)
