@@ -15,7 +15,6 @@ import torchvision
 
 from datasets.camvid import camvid_classes
 from engine import assemble
-from engine.assemble import tasks
 from engine.checkpoint import files as checkpoint
 from engine.training import planner
 from eval import evaluate
@@ -130,8 +129,10 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path, monkeypatc
     (root / "classes.json").write_text(json.dumps({**trees.FOLDER, "classes": classes}))
     keys = ("data=folder", f"data.root={root}", "data.train_split=[train,val]", "loss.class_weights=frequency", *SMALL)
     keys += ("sampler=class_uniform",)
-    losses, make = [], tasks.CrossEntropy
-    monkeypatch.setattr(tasks, "CrossEntropy", lambda *given, **more: losses.append(make(*given, **more)) or losses[-1])
+    losses, make = [], cross_entropy.CrossEntropy
+    monkeypatch.setattr(
+        cross_entropy, "CrossEntropy", lambda *given, **more: losses.append(make(*given, **more)) or losses[-1]
+    )
     weighted = train(checked("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
     log = (tmp_path / "weighted" / "log.txt").read_text()
     assert "no training image shows knot" in log and "data.val_split=val: 2 of its images are trained on" in log

@@ -78,7 +78,7 @@ def test_everything_that_is_promised_can_be_watched(watched):
     run_dir, results, output = watched
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     names = events.Tags()["scalars"]
-    assert {name.partition("/")[0] for name in names} == {"train", "val", "val_iou"}
+    assert {name.partition("/")[0] for name in names} == {"train", "val", "val_iou", "val_accuracy"}
     assert events.Scalars("val/miou")[-1].value == pytest.approx(100 * results["miou"])
 
     [text], config = events.Tensors("config/text_summary"), (run_dir / "config.yaml").read_text()

@@ -75,7 +75,7 @@ def choices(group: str, schema: type) -> list[str]:
 def alternatives_of(group: str, choice: str) -> Iterator[tuple[str, str]]:
     """(group, alternative) of every schema that a choice uses, directly or through other choices with a file."""
     if (file := file_of(group, choice)) is None:
-        yield group, choice
+        yield from [(group, choice)] if choice in CHOICES.get(group, {}) else []
         return
     for entry in _content(file).get("defaults", ()):
         if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}

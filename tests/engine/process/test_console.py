@@ -67,7 +67,7 @@ def test_a_log_that_is_removed_goes_on_in_a_new_file_and_leads_nowhere_else(tmp_
 
 def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
     name = "[/x] [bold]:bug: \\"
-    scores = {"miou": 0.5, "iou": {name: 0.5}, "pixel_accuracy": 0.75}
+    scores = {"miou": 0.5, "iou": {name: 0.5}, "accuracy": {name: 0.5}, "pixel_accuracy": 0.75}
     evaluated = Evaluated(scores, summary=f"in short {name}", images=1, table=partial(iou_table, scores))
     print_results(make_console(), evaluated, f"{name}/last.pt")
     make_console().print(f"results: {name}")

@@ -16,7 +16,7 @@ from engine.records.evaluated import Evaluated
 from engine.schema.evaluation import Evaluation
 from tests.faults.runs import last_of
 from tests.ranks import Ranks
-from tests.runs import SHORT_SHAPES, classification_config, composed, same
+from tests.runs import SHORT_SHAPES, checked, classification_config, same
 
 SCORES = {2: 0.3, 4: 0.5, 6: 0.4, 8: 0.5, 10: 0.6, 12: 0.2}  # the best of 4 is not beaten until 10
 COMMAND = "python train_imagenet.py seed=0"
@@ -38,7 +38,7 @@ def trained(run_dir: Path, *keys: str, scores: Mapping[int, float] = SCORES) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_imagenet, "classify_in_run", evaluate)
-        given = composed("train_imagenet", *KEYS, f"run_dir={run_dir}", "resume=auto", *keys)
+        given = checked("train_imagenet", *KEYS, f"run_dir={run_dir}", "resume=auto", *keys)
         return train_imagenet.train(given, COMMAND), steps
 
 

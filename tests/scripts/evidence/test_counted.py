@@ -5,12 +5,12 @@ import json
 import pytest
 from torch import nn
 
-from engine.assemble.network import STRATEGIES
 from engine.schema.memory import Memory
 from models.pooling import MaxPool2d
 from scripts.evidence import counted, memory_plan, reversible
 from scripts.reports import frame, papers
 from scripts.reports.frame import RESULTS, rows_of
+from tests.norms import STRATEGIES
 from tests.scripts.evidence.records import measured
 
 
