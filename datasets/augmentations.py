@@ -26,7 +26,10 @@ class Augmentations:
         rng = np.random.default_rng(np.random.SeedSequence([self.seed, *key], spawn_key=(_STREAM,)))
         image = np.ascontiguousarray(image)
         for name, augment in self.by_name.items():
-            changed, own = augment(image, label, rng)
+            try:
+                changed, own = augment(image, label, rng)
+            except Exception as error:  # anything, from code that is not ours
+                raise ValueError(f"augmentations={name}: {type(error).__name__}: {error}") from error
             for what, new, old in (("image", changed, image), ("label", own, label)):
                 if old is not None and _form(new) != _form(old):
                     raise ValueError(f"augmentations={name} returned the {what} as {_form(new)}: expected {_form(old)}")

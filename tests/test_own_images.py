@@ -16,6 +16,7 @@ import torchvision
 from datasets.camvid import camvid_classes
 from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.segmentation import cross_entropy
 from engine.training import planner
 from eval import evaluate
 from scripts import plan_memory

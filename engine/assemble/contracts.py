@@ -11,7 +11,7 @@ from datasets.row import Row
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.data import Data, Sampler, SegmentationData
-from engine.schema.keys import Keys
+from engine.schema.keys import LISTS, Keys, groups_of
 from engine.schema.network import Body, Head, Norm
 from engine.schema.optim import LRSchedule, Optim
 from engine.schema.segmentation import Loss
@@ -23,6 +23,7 @@ class Contract(NamedTuple):
     bases: tuple[type, ...]  # their keys are not the choice's own: the program reads them
     given: tuple[str, ...]  # the first is positional, the others have these names
     gives: str  # what the call returns
+    methods: tuple[str, ...] = ()  # which that has
 
 
 CONTRACTS: Mapping[str, Contract] = {
@@ -45,9 +46,12 @@ CONTRACTS: Mapping[str, Contract] = {
         (LRSchedule,), ("optimizer", "steps", "steps_per_epoch", "warmup"), "a torch.optim.lr_scheduler.LRScheduler"
     ),
     "augmentations": Contract((Augmentation,), (), "a function: crop, label or None, np.random.Generator -> both"),
-    "logger": Contract((Logger,), ("folder", "config"), "an object with end(status)"),
+    "logger": Contract((Logger,), ("folder", "config"), "an object with end(status)", ("end",)),
     "scores": Contract(
-        (Score,), ("classes", "ignore_index"), "an object with add(prediction, label), counts, scores() and rows()"
+        (Score,),
+        ("classes", "ignore_index"),
+        "an object with add(prediction, label), counts and scores()",
+        ("add", "scores"),
     ),
 }
 
@@ -61,6 +65,15 @@ def builder(group: str, choice: Keys) -> Callable[..., Any]:
     made = made.make if isinstance(made, Row) else made
     check_arguments(group, type(choice), made, own)
     return partial(made, **own)
+
+
+def check_choices(config: Keys) -> None:
+    """Raise ValueError, naming the choice, if one of a run cannot be built as its contract says. Nothing is built."""
+    for group in CONTRACTS.keys() & groups_of(type(config)).keys():
+        chosen = getattr(config, group)
+        for choice in chosen.values() if group in LISTS else [chosen]:
+            if group != "data":  # whose rows take a prefix of keys, too
+                builder(group, choice)
 
 
 def imported(group: str, kind: type[Keys]) -> Any:
@@ -88,6 +101,8 @@ def check_arguments(group: str, kind: type[Keys], made: Callable[..., Any], own:
     except TypeError as error:
         taken = ", ".join([*first, *(f"{name}=" for name in (*given, *own))])
         raise ValueError(f"{_named(group, kind)}, which must take ({taken}): {error}") from error
+    if lacking := [name for name in CONTRACTS[group].methods if isinstance(made, type) and not hasattr(made, name)]:
+        raise ValueError(f"{_named(group, kind)}, which has no {lacking[0]}(): expected {CONTRACTS[group].gives}")
 
 
 def _named(group: str, kind: type[Keys]) -> str:

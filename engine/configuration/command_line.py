@@ -24,7 +24,7 @@ from engine.configuration.texts import value_of
 from engine.process.distributed import launched, world_size
 from engine.process.plugins import LOADED
 from engine.process.stopping import errors_for_users
-from engine.schema.keys import Keys, declared_in, quoted
+from engine.schema.keys import Keys, declared_in, groups_of, quoted
 
 HELP = ("--help", "-h")
 SHOW = ("--cfg", "-c", "--cfg=job")  # Hydra's option `--cfg job`
@@ -70,7 +70,7 @@ def configured(
                         started(config)
                     except ValueError as error:  # a file that does not exist, such as init.weights=last
                         named = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
-                        if not named:
+                        if not named or named[0].partition("=")[0] in groups_of(schema):
                             raise
                         raise _for_users(name, named, error) from error
 

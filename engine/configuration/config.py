@@ -134,4 +134,4 @@ def shared(config: Keys) -> dict[str, object]:
 def _named(config: Keys, but: str) -> dict[str, object]:
     """{"optim.lr": 1, …} but for the keys with this mark. Of plugins the names: their paths differ between machines."""
     found = {name: value for name, value, entry in leaves(config) if not entry.metadata.get(but)}
-    return found | {"plugins": [*map(name_of, getattr(config, "plugins", ()))]}
+    return found | {"plugins": sorted(map(name_of, getattr(config, "plugins", ())))}

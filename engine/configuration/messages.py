@@ -12,6 +12,7 @@ from engine.configuration import words as words_of_others
 from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments, unquoted
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.texts import fits
+from engine.process.plugins import LOADED
 from engine.schema.commands import RUNS
 from engine.schema.keys import LISTS, Declared, Keys, declared_in, expected, groups_of
 
@@ -115,6 +116,8 @@ class Messages:
         meant = words_of_others.meant(name, value, self.keys, patterns=not same)
         if meant is None and fault == NO_VALUE:
             return words_of_others.meant(value, "", self.keys)
+        if meant and LOADED and name in self.groups and meant[0] is None:
+            return None  # there may be one of this name: `no_such` knows those of plugins
         return None if meant and name in map(_last, same) and meant[1].startswith(NONE) else meant
 
     def _mended(self, give: str | None, say: str) -> tuple[list[str], str]:

@@ -1,6 +1,7 @@
 """The user's own scores of an evaluation, of either task."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,15 @@ from torch import Tensor
 
 from engine.process.distributed import World
 from engine.records.evaluated import Evaluated
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Context that names the score in any error of its code, which is not ours."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"scores={name}: {type(error).__name__}: {error}") from error
 
 
 class AddedScores:
@@ -26,18 +36,20 @@ class AddedScores:
         """Count a minibatch. On a GPU the host waits for it."""
         if self.by_name:
             for prediction, label in zip(predictions.cpu().numpy(), labels.cpu().numpy(), strict=True):
-                for own in self.by_name.values():
-                    own.add(prediction, label)
+                for name, own in self.by_name.items():
+                    with _named(name):
+                        own.add(prediction, label)
 
     def added_to(self, evaluated: Evaluated, world: World) -> Evaluated:
         """The evaluation with these scores. Every rank must call it. ValueError: a name is taken, or no number."""
         found: dict[str, float] = {}
         for name, own in self.by_name.items():
-            own.counts = world.sum_(torch.from_numpy(np.array(own.counts)).to(world.device)).cpu().numpy()
-            for score, value in own.scores().items():
-                if score in evaluated.scores or score in evaluated.details or score in found:
-                    raise ValueError(f"scores={name} gives {score}, which the evaluation has already: rename it")
-                found[score] = float(value)
+            with _named(name):
+                own.counts = world.sum_(torch.from_numpy(np.array(own.counts)).to(world.device)).cpu().numpy()
+                made = {score: float(value) for score, value in own.scores().items()}
+            if taken := made.keys() & (evaluated.scores.keys() | evaluated.details.keys() | found.keys()):
+                raise ValueError(f"scores={name} gives {min(taken)}, which the evaluation has already: rename it")
+            found |= made
         curves = evaluated.curves | {f"val/{name}": value for name, value in found.items()}
         return replace(evaluated, scores=evaluated.scores | found, curves=curves, added=found)
 

@@ -81,7 +81,8 @@ def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any
         elif entry.name in LISTS:
             yield name, [*value], entry
             for own, chosen in value.items():
-                yield from leaves(chosen, f"{name}.{own}.")
+                for below, each, of_own in leaves(chosen, f"{name}.{own}."):
+                    yield below, each, entry if entry.metadata["free_on_resume"] else of_own
         else:
             yield name, value, entry
 

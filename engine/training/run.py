@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from datasets import reading_errors, shared_images, verify
-from engine.assemble.contracts import builder
+from engine.assemble.contracts import builder, check_choices
 from engine.assemble.data import official_classes, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
@@ -93,7 +93,10 @@ class Run(Generic[Config, Split]):
         self._announce(learner)
         self.learner = learner
         for name, own in self.config.logger.items() if self.world.first else ():
-            self.loggers[name] = builder("logger", own)(self.directory.path, config=self.plain_config)
+            try:
+                self.loggers[name] = builder("logger", own)(self.directory.path, config=self.plain_config)
+            except Exception as error:  # anything, from a service that is not ours
+                raise ValueError(f"logger={name} cannot begin: {type(error).__name__}: {error}") from error
         self.metrics = MetricsLogger(
             self.directory.path if self.world.first else None,
             self.console,
@@ -286,6 +289,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
         reading_errors(data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),
         StopRequest() as stop,
     ):
+        check_choices(config)
         config.check_shares(world.size)
         config.check_capture(world.device.type, world.size)
         words = [word for word in shlex.split(command) if "=" in word]

@@ -69,8 +69,13 @@ def tables_of(experiment: str) -> list[str]:
 
 @cache
 def all_experiments() -> dict[str, str]:
-    """{name of an experiment: the entry whose keys it sets}"""
-    return {name: entry for entry, schema in SCHEMAS.items() for name in choices("experiment", schema)}
+    """{name of an experiment: the entry whose keys it sets}; if it fits several, that of its command, or the first."""
+    found: dict[str, str] = {}
+    for entry, schema in SCHEMAS.items():
+        for name in choices("experiment", schema):
+            if name not in found or f"{entry}.py" in command_of(name):
+                found[name] = entry
+    return found
 
 
 def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:

@@ -1,6 +1,7 @@
 """What choices build takes the arguments of its group's contract, and is what the contract says."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -56,6 +57,9 @@ def built(group: str, name: str) -> object:
         "sampler": lambda: make(Index() if CHOICES[group][name].needs_class_index else 4, **order),
         "optim": lambda: make(weights, lr=0.1, weight_decay=0.0, fused=False),
         "lr_schedule": lambda: make(torch.optim.SGD(weights, lr=0.1), **steps),
+        "augmentations": lambda: make(),
+        "scores": lambda: make(classes=("a", "b"), ignore_index=255),
+        "logger": lambda: make(Path("run"), config={}),
     }[group]()
 
 
@@ -70,6 +74,14 @@ def is_as_promised(group: str, thing: object) -> bool:
         return thing.eval()(torch.zeros(1, 8, 4, 4)).shape[1] == thing.out_channels
     if group == "loss":
         return thing(x, torch.zeros(2, 6, 6, dtype=torch.uint8)).shape == ()
+    if group == "augmentations":
+        image, label = thing(np.zeros((8, 8, 3), np.uint8), np.zeros((8, 8), np.uint8), np.random.default_rng(0))
+        return image.shape == (8, 8, 3) and label.shape == (8, 8)
+    if group == "scores":
+        thing.add(*np.eye(4, dtype=np.uint8)[None].repeat(2, axis=0))
+        return all(isinstance(value, (int, float)) for value in thing.scores().values())
+    if group == "logger":
+        return callable(thing.end)
     if group == "sampler":
         return [len(minibatch) for minibatch in thing] == [2, 2, 2]
     return isinstance(thing, torch.optim.Optimizer if group == "optim" else torch.optim.lr_scheduler.LRScheduler)

@@ -4,7 +4,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 
 import pytest
@@ -235,7 +235,9 @@ COMBINATIONS = [
 @pytest.mark.parametrize("schema, overrides", COMBINATIONS)
 def test_every_choice_composes_builds_and_steps(schema, overrides):
     """Choices must fit the entry's task."""
-    config = ENTRIES[schema](*overrides, "norm.sync=true")
+    norm = next((choice.partition("=")[2] for choice in overrides if choice.startswith("norm=")), "inplace")
+    shares = any(entry.name == "sync" for entry in fields(CHOICES["norm"][norm]))
+    config = ENTRIES[schema](*overrides, *["norm.sync=true"] * shares)
     assert cfg.from_plain(cfg.plain(config), schema) == config
     step_on_fake_tensors(config)
 

@@ -104,7 +104,8 @@ def test_right_values_of_our_keys_are_left_alone(answers):
                 assert meant(key, str(value), keys) is None, f"{command} {key}={value}"
         for group in groups_in(command):
             for choice in choices(group, schema):
-                assert meant(group, choice, keys) is None, f"{command} {group}={choice}"
+                hides = f"{command} {group}={choice} exists: take it out of `is` in words.yaml"
+                assert meant(group, choice, keys) is None, hides
 
 
 # For a training it is the number of processes; the key is the planner's.
@@ -130,7 +131,7 @@ def test_no_entry_hides_what_exists(monkeypatch):
                 give, _ = meant(name, value, keys) or (f"{name}=", "")
                 if last not in {each.rpartition(".")[2] for each in keys_of(give or "")}:
                     hidden.add(name)
-    assert hidden == HIDDEN
+    assert hidden == HIDDEN, "entries of words.yaml hide keys that exist: take these out of their `word`"
 
 
 def test_keys_of_several_words():
