@@ -51,7 +51,9 @@ def results(checkout: str, camvid: str) -> dict[str, str]:
 def read(file: Path) -> object:
     if file.suffix == ".pt":
         return torch.load(file, map_location="cpu", weights_only=True)
-    if file.suffix in (".json", ".jsonl", ".yaml") and file.name != "classes.json":
+    if file.suffix == ".json":
+        return json.loads(file.read_text())
+    if file.suffix in (".jsonl", ".yaml"):
         return [line if file.suffix == ".yaml" else json.loads(line) for line in file.read_text().splitlines()]
     if file.suffix == ".png":  # its pixels: how they are compressed is no result
         image = Image.open(file)
