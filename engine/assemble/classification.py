@@ -20,7 +20,8 @@ from datasets import (
 )
 from datasets.classification import mean_image
 from datasets.workers import Loader
-from engine.assemble.data import augmentations, evaluation_loader, loader, order_of, own_options, root_named, row_of
+from engine.assemble.contracts import builder
+from engine.assemble.data import augmentations, evaluation_loader, loader, order_of, root_named
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.training import TrainingRun
@@ -40,7 +41,7 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError, naming its config key `key`, if the dataset has no such split or files are missing."""
     with root_named(config, f"{key}={split}: "):
-        made = row_of(config).make(config.root, split, **own_options(config))
+        made = builder("data", config)(config.root, split=split)
     return replace(made, range16=config.range16)
 
 

@@ -18,12 +18,12 @@ from engine.schema.segmentation import Loss
 
 
 class Contract(NamedTuple):
-    """How that is called which a choice builds, besides with the choice's own keys by their names."""
+    """What `builds` names is called with the arguments `given`, and with the choice's own keys by name."""
 
-    bases: tuple[type, ...]  # their keys are not the choice's own: the program reads them
+    bases: tuple[type, ...]  # the program reads their keys; a choice's own keys are the others
     given: tuple[str, ...]  # the first is positional, the others have these names
     gives: str  # what the call returns
-    methods: tuple[str, ...] = ()  # which that has
+    methods: tuple[str, ...] = ()  # methods of the result
 
 
 CONTRACTS: Mapping[str, Contract] = {
@@ -72,13 +72,12 @@ def check_choices(config: Keys) -> None:
     for group in CONTRACTS.keys() & groups_of(type(config)).keys():
         chosen = getattr(config, group)
         for choice in chosen.values() if group in LISTS else [chosen]:
-            if group != "data":  # whose rows take a prefix of keys, too
-                builder(group, choice)
+            builder(group, choice)
 
 
-def imported(group: str, kind: type[Keys]) -> Any:
+def imported(group: str, kind: type[Any]) -> Any:
     """What the class attribute `builds` of a choice names. ValueError, naming the choice: it cannot be imported."""
-    module, _, name = kind.builds.rpartition(".")  # type: ignore[attr-defined]
+    module, _, name = kind.builds.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -86,14 +85,14 @@ def imported(group: str, kind: type[Keys]) -> Any:
 
 
 def own_keys(group: str, choice: Keys) -> dict[str, Any]:
-    """The keys that a choice has besides those of its group, as arguments of what it builds."""
+    """Arguments that a choice hands on: its own keys, without those of its group, and what its `more` adds."""
     shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)}
     own = [entry for entry in fields(choice) if entry.name not in shared and entry.metadata.get("is_argument", True)]
-    more: dict[str, Any] = getattr(choice, "more", dict)()  # further arguments, or other values
+    more: dict[str, Any] = getattr(choice, "more", dict)()  # it may also replace values
     return {entry.name: getattr(choice, entry.name) for entry in own} | more
 
 
-def check_arguments(group: str, kind: type[Keys], made: Callable[..., Any], own: Iterable[str]) -> None:
+def check_arguments(group: str, kind: type[Any], made: Callable[..., Any], own: Iterable[str]) -> None:
     """Raise ValueError if what a choice builds does not take the arguments of its contract and the choice's keys."""
     first, given = CONTRACTS[group].given[:1], CONTRACTS[group].given[1:]
     try:
@@ -105,5 +104,5 @@ def check_arguments(group: str, kind: type[Keys], made: Callable[..., Any], own:
         raise ValueError(f"{_named(group, kind)}, which has no {lacking[0]}(): expected {CONTRACTS[group].gives}")
 
 
-def _named(group: str, kind: type[Keys]) -> str:
-    return f"{group}={kind.name} builds {kind.builds}"  # type: ignore[attr-defined]
+def _named(group: str, kind: type[Any]) -> str:
+    return f"{group}={kind.name} builds {kind.builds}"

@@ -26,7 +26,7 @@ from datasets.folder import CLASSES
 from datasets.row import Row
 from datasets.segmentation import joined
 from datasets.workers import Loader
-from engine.assemble.contracts import builder, check_arguments, imported, own_keys
+from engine.assemble.contracts import builder, imported, own_keys
 from engine.process.console import logger
 from engine.process.distributed import World, cores_per_rank
 from engine.schema.data import Data, SegmentationData
@@ -51,17 +51,16 @@ def dataset(
 
     ValueError: the dataset has no such split, or files are missing.
     """
-    row, options, parts = row_of(config), own_options(config), []
-    known = {} if row.classes is None else row.count_images(config.root, **options)
-    if row.drawn:
-        options |= {"draw": draw, "own_images": "give data=folder"}
+    row, open_split, parts = row_of(config), builder("data", config), []
+    known = {} if row.classes is None else row.count_images(config.root, **own_keys("data", config))
+    drawn = {"draw": draw, "own_images": "give data=folder"} if row.drawn else {}
     for name in as_list(split):
         if known and name not in known:
             raise ValueError(
                 f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {', '.join(known)}"
             )
         with root_named(config, f"{key}={name}: "):
-            parts.append(row.make(config.root, name, **options))
+            parts.append(open_split(config.root, split=name, **drawn))
     return replace(joined(parts), range16=config.range16)
 
 
@@ -86,15 +85,7 @@ def check_classes(config: Data, state: dict) -> None:
 
 def row_of(config: Data) -> Row:
     """The dataset: how its splits are opened, and facts that need no files."""
-    row = imported("data", type(config))
-    check_arguments("data", type(config), row.make, own_options(config))
-    return row
-
-
-def own_options(config: Data) -> dict[str, Any]:
-    """The keys that only this dataset has, and their prefix `keys`, as arguments of the dataset's function."""
-    options = own_keys("data", config)
-    return {**options, "keys": "data."} if options else {}
+    return imported("data", type(config))
 
 
 @contextmanager
@@ -110,7 +101,7 @@ def root_named(config: Data, split: str = "") -> Iterator[None]:
 def official_images(config: Data) -> dict[str, int | None]:
     """The official number of images in each split of the dataset; None for splits of the user's own images."""
     with root_named(config):
-        return row_of(config).count_images(config.root, **own_options(config))
+        return row_of(config).count_images(config.root, **own_keys("data", config))
 
 
 def official_classes(config: Data) -> int | None:
@@ -162,7 +153,7 @@ def class_index(
     `progress(done, total)` counts images. ValueError: see `index_classes`.
     """
     is_drawn = config.sampler.needs_class_index
-    if not is_drawn and not config.loss.needs_class_index():
+    if not is_drawn and not config.loss.needs_class_index:
         return None
     read = partial(index_classes, dataset, config.sampler.folder, progress=progress, folder_key="sampler.folder")
     with world.first_goes_ahead() as first:

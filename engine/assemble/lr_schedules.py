@@ -1,6 +1,6 @@
 """Learning rate schedules after the warm-up: see the contract of `lr_schedule` in `engine.assemble.contracts`.
 
-Each takes the optimiser, the steps that are left after the warm-up, the steps of an epoch and those of the warm-up.
+`steps` counts the steps after the warm-up, `warmup` those of the warm-up; `steps_per_epoch` converts epochs.
 """
 
 from collections.abc import Sequence

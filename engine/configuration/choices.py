@@ -28,7 +28,7 @@ def groups_in(command: str) -> dict[str, str | None]:
 
 
 def folders() -> list[Path]:
-    """The folders of YAML files: ours, then those of plugins."""
+    """Folders that are searched for YAML files: configs/ here, then the one of each plugin."""
     return [CONFIGS, *(plugin.configs for plugin in LOADED.values() if plugin.configs is not None)]
 
 
@@ -36,12 +36,6 @@ def file_of(group: str, choice: str) -> Path | None:
     """The file of a choice; None if it has none."""
     files = (folder / group / f"{choice}.yaml" for folder in folders())
     return next((file for file in files if file.is_file()), None)
-
-
-def exists(group: str, choice: str) -> bool:
-    """Whether any command has this choice."""
-    own = CHOICES.get(group, {}).get(choice)
-    return file_of(group, choice) is not None or (own is not None and not own.is_base)  # type: ignore[attr-defined]
 
 
 def about_choice(group: str, choice: str) -> str:
@@ -58,12 +52,9 @@ def about_choice(group: str, choice: str) -> str:
 
 def choices(group: str, schema: type) -> list[str]:
     """The choices of a group that fit the schema: their files use only alternatives of its groups."""
-    groups, found = (
-        groups_of(schema),
-        [(place, file) for place in folders() for file in (place / group).rglob("*.yaml")],
-    )
-    names = {file.relative_to(place / group).with_suffix("").as_posix() for place, file in found}
-    own = {name for name, kind in groups.get(group, {}).items() if not kind.is_base}  # type: ignore[attr-defined]
+    groups, places = groups_of(schema), [folder / group for folder in folders()]
+    names = {file.relative_to(own).with_suffix("").as_posix() for own in places for file in own.rglob("*.yaml")}
+    own = {name for name, kind in groups.get(group, {}).items() if not kind.is_base}
 
     def fits(name: str) -> bool:
         used = alternatives_of(group, name)

@@ -117,7 +117,7 @@ class Messages:
         if meant is None and fault == NO_VALUE:
             return words_of_others.meant(value, "", self.keys)
         if meant and LOADED and name in self.groups and meant[0] is None:
-            return None  # there may be one of this name: `no_such` knows those of plugins
+            return None  # a plugin may have what is meant: `no_such` lists its choices, too
         return None if meant and name in map(_last, same) and meant[1].startswith(NONE) else meant
 
     def _mended(self, give: str | None, say: str) -> tuple[list[str], str]:
@@ -211,7 +211,7 @@ class Messages:
     def _having(self, key: str) -> list[str]:
         """[optim=sgd, …]: the choices of a key's group that have it."""
         group, _, own = key.partition(".")
-        alternatives = groups_of(self.schema).get(group, {}) if own else {}
+        alternatives: dict[str, type[Keys]] = groups_of(self.schema).get(group, {}) if own else {}
         return [f"{group}={name}" for name, keys in alternatives.items() if key in declared_in(keys, f"{group}.")]
 
     def _pair(self, key: str, value: str) -> str:

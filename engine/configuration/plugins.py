@@ -3,7 +3,7 @@
 import importlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ def _load(given: str) -> None:
     if file is not None:  # at the end, so that it hides no module of ours
         folder = str(file.parents[name.count(".") + (file.name == "__init__.py")])
         sys.path.extend([folder] if folder not in sys.path else [])
-    known, threads = _registered(), threading.active_count()
+    known, threads = _modules(), threading.active_count()
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -53,7 +53,7 @@ def _load(given: str) -> None:
     is_package = found.name == "__init__.py"
     places = [found.parent / "configs", *([found.parent.parent / "configs"] if is_package else [])]
     configs = next((place for place in places if place.is_dir() and place.resolve() != CONFIGS), None)
-    if configs is None and not {*_registered()} - {*known} and name not in {part for _, part in known}:
+    if configs is None and not any(own not in known or f"{own}.".startswith(f"{name}.") for own in _modules()):
         raise ValueError(f"{KEY}=[{given}]: {found} registers no choice, and has no folder configs beside it")
     if threading.active_count() > threads or torch.cuda.is_initialized():
         raise ValueError(
@@ -85,11 +85,9 @@ def _file_of(given: str) -> Path | None:
     return file
 
 
-def _registered() -> list[tuple[type, str]]:
-    """All choices, with the names of their modules and of the packages around these."""
-    owners: Iterator[type] = (own for known in CHOICES.values() for own in known.values())
-    parts = ((own, own.__module__.split(".")) for own in owners)
-    return [(own, ".".join(name[:end])) for own, name in parts for end in range(1, len(name) + 1)]
+def _modules() -> set[str]:
+    """The modules that have registered choices."""
+    return {own.__module__ for known in CHOICES.values() for own in known.values()}
 
 
 def _failed(given: str, error: Exception) -> ValueError:

@@ -27,8 +27,9 @@ def name_of(given: str) -> str:
 
 def words() -> list[str]:
     """The word that loads the same plugins in a process with another current folder; none without plugins."""
-    files = [plugin.files[0] for plugin in LOADED.values()]
-    places = [str(file.parent if file.name == "__init__.py" else file) for file in files]
+    files = {name: plugin.files[0] for name, plugin in LOADED.items()}
+    paths = {name: file.parent if file.name == "__init__.py" else file for name, file in files.items()}
+    places = [name if "." in name else str(path) for name, path in paths.items()]
     return [f"plugins=[{','.join(places)}]"] if places else []
 
 

@@ -32,7 +32,7 @@ class Evaluated:
     curves: dict[str, float] = field(default_factory=dict)  # percentages for TensorBoard, by name
     table: Callable[[], Table] | None = None  # the scores, for the console
     pictures: dict[str, np.ndarray] = field(default_factory=dict)  # uint8 (H, W, 3) by name, for TensorBoard
-    added: dict[str, float] = field(default_factory=dict)  # those of `scores` that are the user's, for the console
+    added: dict[str, float] = field(default_factory=dict)  # further scores, for a second table
 
 
 def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:

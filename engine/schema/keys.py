@@ -10,7 +10,17 @@ from dataclasses import Field, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import (
+    Any,
+    ClassVar,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -99,7 +109,7 @@ def refuse_other_tasks(config: Keys, task: str, source: str) -> None:
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # a YAML file there comes first
-CHOICES: dict[str, dict[str, type]] = {}  # {group: {name: dataclass}}, which only `choice` fills
+CHOICES: dict[str, dict[str, type[Any]]] = {}  # {group: {name: dataclass}}, which only `choice` fills
 LISTS = ("augmentations", "logger", "scores")  # groups of which a command may choose several: see `several`
 
 
@@ -116,7 +126,9 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
     ValueError: the group has another choice of this name, or the class names nothing that it builds.
     """
 
-    def register(own: type[T]) -> type[T]:
+    def register(made: type[T]) -> type[T]:
+        """Check the class, and make it known here and to Hydra."""
+        own: type[Any] = made
         name, known = getattr(own, "name", ""), CHOICES.setdefault(group, {})
         if not isinstance(name, str) or not re.fullmatch(NAME_OF_CHOICE, name):
             raise ValueError(f'{own.__name__}: give it a name, such as name: str = "mine", of letters, digits and _')
@@ -126,14 +138,14 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
             raise ValueError(f'{group}={name}: {own.__name__} needs builds: ClassVar[str] = "module.Name"')
         if (other := known.get(name, own)) is not own and _place(other) != _place(own):
             raise ValueError(f"{group}={name} is registered twice: in {_file(other)} and in {_file(own)}; rename one")
-        own.is_base = is_base  # type: ignore[attr-defined]
+        own.is_base = is_base
         known[name] = own
         package = f"{group}.{name}" if group in LISTS else group
         ConfigStore.instance().store(name, own, f"schema/{group}", package)
         if not is_base and not (CONFIGS / group / f"{name}.yaml").is_file():
             ConfigStore.instance().store(name, own, group, package)
         declared_in.cache_clear()
-        return own
+        return made
 
     return register
 
@@ -161,9 +173,9 @@ def several(*, free_on_resume: bool = False) -> Any:
     return field(default_factory=dict, metadata={"is_group": True, "free_on_resume": free_on_resume})
 
 
-def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Keys]]]:
+def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Any]]]:
     """{group: {name: dataclass}}"""
-    found: dict[str, dict[str, type[Keys]]] = {}
+    found: dict[str, dict[str, type[Any]]] = {}
     for entry in fields(schema):
         if "is_group" in entry.metadata:
             kind = get_type_hints(schema)[entry.name]
@@ -218,9 +230,8 @@ def check_values(config: Keys, prefix: str = "") -> None:
             setattr(config, entry.name, value := "false")
         if entry.name in LISTS:
             for own, chosen in value.items():
-                fits = type(chosen) is alternative(f"{name}.{own}", groups[entry.name], own)
-                if (selected := vars(chosen)["name"]) != own or not fits:
-                    raise ValueError(f"{name}.{own}.name={selected} does not change it: give {name}=[{selected}]")
+                if type(chosen) is not alternative(f"{name}.{own}", groups[entry.name], own) or chosen.name != own:
+                    raise ValueError(f"{name}.{own}.name={chosen.name} does not change it: give {name}=[{chosen.name}]")
                 check_values(chosen, f"{name}.{own}.")
         elif "is_group" in entry.metadata:
             selected = value and value.name

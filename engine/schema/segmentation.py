@@ -19,6 +19,7 @@ class Loss:
     # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average.
     class_weights: str = key("none", one_of=("none", "frequency"))
 
+    @property
     def needs_class_index(self) -> bool:
         """Whether it needs the counts of each class's pixels in the training split."""
         return self.class_weights == "frequency"

@@ -69,7 +69,7 @@ def tables_of(experiment: str) -> list[str]:
 
 @cache
 def all_experiments() -> dict[str, str]:
-    """{name of an experiment: the entry whose keys it sets}; if it fits several, that of its command, or the first."""
+    """{experiment: entry that trains it}. If both entries could, its command decides, else train_seg."""
     found: dict[str, str] = {}
     for entry, schema in SCHEMAS.items():
         for name in choices("experiment", schema):

@@ -233,7 +233,7 @@ class Memory:
     saves: tuple[tuple[weakref.ref["Saved"], weakref.ref[Tensor]], ...] = ()
 
     def take_saves(self) -> list[tuple["Saved", Tensor | None]]:
-        """What autograd has saved of it, once, and the saved tensors; None for those that are freed."""
+        """Each saved object of this memory, once, with its tensor, which is None if it was freed."""
         saves, self.saves = self.saves, ()
         return [(saved, tensor()) for one, tensor in saves if (saved := one()) is not None]
 

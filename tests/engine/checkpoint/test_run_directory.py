@@ -202,7 +202,7 @@ def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
 
 
 def test_a_lock_is_not_written_where_a_link_leads(tmp_path, config):
-    """In a folder of several users, another one may have put it there."""
+    """Another user of a shared folder may have made the link."""
     run, victim = RunDirectory(str(tmp_path / "run")), tmp_path / "victim"
     victim.write_text("mine")
     run.path.mkdir()
