@@ -14,10 +14,10 @@ from engine.configuration import config as cfg
 from engine.configuration.choices import choices
 from engine.configuration.plugins import load
 from engine.process import plugins
-from engine.schema.keys import CHOICES, declared_in
 from engine.schema.segmentation import SegmentationRun
 from tests import runs
-from tests.runs import REPOSITORY, SHORT, run_config
+from tests.choices import forgotten
+from tests.runs import REPOSITORY, SHORT, checked, run_config
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 WANDB = """
@@ -129,14 +129,12 @@ def loading(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("hydra.compose", runs._compose)  # other tests' are kept for all
     monkeypatch.setattr("tests.runs.Repository.read", {})
-    for group, known in CHOICES.items():
-        monkeypatch.setitem(CHOICES, group, dict(known))
-    yield folder
+    with forgotten():
+        yield folder
     for name, module in [*sys.modules.items()]:
         if (getattr(module, "__file__", "") or "").startswith(str(folder)):
             del sys.modules[name]
     plugins.LOADED.clear()
-    declared_in.cache_clear()
 
 
 def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
@@ -149,6 +147,15 @@ def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
         run_config("plugins=[mine,boundaries]", "loss=focal", "loss.gamma=-1")
     with pytest.raises(ValueError, match=r"plugins=\['other'\]: only the command line names plugins"):
         run_config("plugins=[other]")
+
+
+def test_a_trained_network_is_given_further_scores(loading):
+    load(["plugins=[boundaries]"])
+    options = checked("eval", "plugins=[boundaries]", "checkpoint=run/checkpoints/last.pt", "scores=[boundary_f1]")
+    config = run_config()
+    assert options.default_results_file(config).name == "results_boundary_f1.json"
+    options.apply_to(config)
+    assert config.scores == {"boundary_f1": options.scores["boundary_f1"]}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from datasets.class_names import ORDERS
-from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key
+from engine.schema.additions import Score
+from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key, several
 from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 from keepless.norms.backends.activations import ACTIVATIONS
@@ -110,11 +111,13 @@ class Evaluation(TrainedNetwork):
     # Images at once; null: as in training, or a tenth of that with view=ten_crop. auto: in segmentation on CUDA as many
     # images of one size, or windows, as have the pixels of a micro-batch of the training, otherwise like null or 1.
     batch_size: Any = key(None, word="auto", least=1)
+    scores: dict[str, Score] = several()  # besides those of the training
 
     def apply_to(self, config: TrainingRun) -> None:
         config.data.root = self.data.root or config.data.root
         super().apply_to(config)
         config.trainer.evaluate_images = None
+        config.scores = config.scores | self.scores
         if self.activation is not None:
             self._swap_activation(config)
 
@@ -159,6 +162,7 @@ class Evaluation(TrainedNetwork):
             *changed(self.view, "center"),
             *changed(self.crop, None, "crop{}"),
             *changed(self.resize, None, "resize{}"),
+            *self.scores,
         ]
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
         return folder / f"{'_'.join(['results', *words]).replace('/', '-')}.json"  # splits may be paths

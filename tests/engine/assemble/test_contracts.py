@@ -18,6 +18,7 @@ from engine.schema.network import Head
 from engine.schema.segmentation import Loss, SegmentationRun
 from keepless import ABN
 from models.bodies import Body
+from tests.choices import forgotten
 from tests.engine.test_every_key import made
 
 OURS = [(group, name) for group, known in CHOICES.items() for name, own in known.items() if own.__module__ != __name__]
@@ -118,10 +119,10 @@ def test_every_group_has_a_contract_and_every_contract_a_group():
 
 
 @pytest.fixture
-def registry(monkeypatch):
+def registry():
     """Choices that a test registers are forgotten after it."""
-    for group, known in CHOICES.items():
-        monkeypatch.setitem(CHOICES, group, dict(known))
+    with forgotten():
+        yield
 
 
 def narrow(ignore_index, weights=None):

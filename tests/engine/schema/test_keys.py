@@ -11,6 +11,7 @@ from engine.configuration.config import from_plain, plain
 from engine.configuration.texts import as_typed, value_of
 from engine.schema.keys import declared_in, override
 from engine.schema.segmentation import SegmentationRun
+from scripts import compare_runs  # noqa: F401  # declares its command
 from scripts.run_table import RunTable
 from tests.runs import run_config
 
