@@ -63,7 +63,7 @@ def _load(given: str) -> None:
     if configs is not None:
         _prefer_files(configs)
     others = sorted({*found.parent.rglob("*.py")} - {found}) if is_package else []
-    LOADED[name] = Plugin(given, (found, *others), configs)
+    LOADED[name] = Plugin((found, *others), configs)
 
 
 def _prefer_files(configs: Path) -> None:

@@ -10,7 +10,6 @@ LOADED: dict[str, "Plugin"] = {}  # by name; only `engine.configuration.plugins.
 class Plugin(NamedTuple):
     """A module or package that `plugins=[…]` has named."""
 
-    given: str  # its name or path, as on the command line
     files: tuple[Path, ...]  # its Python files, first the module's own
     configs: Path | None  # its folder of YAML files, which is searched after ours
 
