@@ -149,6 +149,16 @@ def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
         run_config("plugins=[other]")
 
 
+def test_an_augmentation_and_a_mean_image_exclude_each_other(loading):
+    load(["plugins=[darker]"])
+    words = ("plugins=[darker]", "augmentations=[darker]", "data=cifar10", "data.val_split=test", "data.mean=[0,0,0]")
+    assert [*checked("train_imagenet", *words).augmentations] == ["darker"]
+    with pytest.raises(
+        ValueError, match=r"data.mean_image=true with augmentations=\[darker\], which take whole levels"
+    ):
+        checked("train_imagenet", *words, "data.mean_image=true")
+
+
 def test_a_trained_network_is_given_further_scores(loading):
     load(["plugins=[boundaries]"])
     options = checked("eval", "plugins=[boundaries]", "checkpoint=run/checkpoints/last.pt", "scores=[boundary_f1]")

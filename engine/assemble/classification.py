@@ -32,7 +32,7 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
     train_set = classified_split(config, config.train_split, "data.train_split")
     val_set = classified_split(config, config.val_split, "data.val_split")
     assert train_set.classes == val_set.classes, "each dataset compares its splits"
-    if isinstance(config, SmallImagesData) and config.mean_image:
+    if config.mean_image:
         mean = mean_image(train_set)
         return train_set.minus(mean), val_set.minus(mean)
     return train_set, val_set
@@ -51,9 +51,7 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
     ValueError: see `classified_split`.
     """
     dataset = classified_split(config, split)
-    if not isinstance(config, SmallImagesData) or not config.mean_image:
-        return dataset
-    return dataset.minus(state["mean_image"].numpy())
+    return dataset.minus(state["mean_image"].numpy()) if config.mean_image else dataset
 
 
 def classified_crops(
@@ -67,8 +65,6 @@ def classified_crops(
     crops: Dataset
     if isinstance(data, SmallImagesData):
         padded = PaddedCrop(data.crop_size, data.padding, fill=data.mean_colour(), flip=data.flip)
-        if data.mean_image and config.augmentations:
-            raise ValueError("data.mean_image=true with augmentations, which need whole levels: leave one of them out")
         crops = ImagesInMemory(dataset, padded, config.seed, augmentations(config))
     else:
         assert isinstance(data, ImageNetData), data

@@ -16,6 +16,8 @@ class ClassificationData(Data):
     train_split: str = "train"  # the split that is trained on
     flip: float = key(0.5, least=0, most=1)  # probability that a training crop is mirrored
 
+    mean_image = False  # whether the training images' mean is subtracted; a key of small images
+
 
 @dataclass
 class ImageNetData(ClassificationData):
@@ -125,6 +127,14 @@ class ClassificationRun(TrainingRun):
 
     trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
     data: ClassificationData = group()
+
+    def check(self) -> None:
+        super().check()
+        if self.data.mean_image and self.augmentations:
+            raise ValueError(
+                f"data.mean_image=true with augmentations=[{','.join(self.augmentations)}], which take whole levels "
+                f"from 0 to 255: leave one of them out"
+            )
 
     def doubts(
         self, classes: int, images: int, processes: int, steps: int, shared: int = 0, official: int | None = None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, imagenet
+from datasets.augmentations import Augmentations
 from datasets.classification import mean_image
 from datasets.image_transforms import PaddedCrop, fixed_crops, random_crops
 from datasets.items import (
@@ -48,13 +49,25 @@ def crops_of(dataset, seed: int = 0, **options) -> TrainingCrops | ImagesInFiles
         return TrainingCrops(dataset, TrainingTransform((16, 20)), seed, **options)
     if dataset.pixels is None:
         return ImagesInFiles(dataset, random_crops(24), seed, **options)
-    return ImagesInMemory(dataset, PaddedCrop(), seed)
+    return ImagesInMemory(dataset, PaddedCrop(), seed, **options)
 
 
 def minibatches(dataset, workers: int, start_step: int = 0, seed: int = 0) -> list[dict]:
     sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=2 * len(dataset) // 3)
     sampler.start_step = start_step
     return list(Loader(crops_of(dataset, seed), workers, batch_sampler=sampler, collate_fn=collated))
+
+
+def darker(image, label, rng):
+    return (image * rng.uniform(0, 0.5)).astype(np.uint8), label
+
+
+def swapped(image, label, rng):
+    return image[:, ::-1], None if label is None else label[:, ::-1]
+
+
+def failing(image, label, rng):
+    raise KeyError("brightness")
 
 
 def same(a: dict, b: dict) -> bool:
@@ -189,3 +202,33 @@ def test_a_pixel_of_another_class_than_the_index_says_is_refused(scale, camvid_f
     for pixel in ((2, 5), (23, 39)):
         with pytest.raises(ValueError, match="label has another class than 4 there, but the class index has its pixel"):
             crops[Draw(0, 0, 0, 4, pixel)]
+
+
+def test_augmentations_change_a_crop_in_order_and_draw_by_seed_epoch_and_image(dataset):
+    plain, mirrored = crops_of(dataset), crops_of(dataset, augmentations=Augmentations({"swapped": swapped}, 0))
+    assert torch.equal(plain[0, 1]["image"].flip(-1), mirrored[0, 1]["image"])
+    label = torch.as_tensor(plain[0, 1]["label"])
+    assert torch.equal(label.flip(-1) if label.ndim else label, torch.as_tensor(mirrored[0, 1]["label"]))
+    both = {"darker": darker, "swapped": swapped}
+    crops = [crops_of(dataset, augmentations=Augmentations(both, seed)) for seed in (0, 0, 1)]
+    assert same(crops[0][0, 1], crops[1][0, 1]) and not same(crops[0][0, 1], crops[2][0, 1])
+    shares = {crops[0][epoch, 1]["image"].sum() / plain[epoch, 1]["image"].sum() for epoch in (0, 1)}
+    assert len(shares) == 2 and max(shares) <= 0.5
+
+
+@pytest.mark.parametrize(
+    "augment, problem",
+    [
+        (failing, "augmentations=mine: KeyError: 'brightness'"),
+        (lambda image, label, rng: None, "augmentations=mine: TypeError: cannot unpack non-iterable NoneType object"),
+        (
+            lambda image, label, rng: (image / 255, label),
+            "augmentations=mine returned the image as float64 (24, 24, 3)",
+        ),
+        (lambda image, label, rng: (image[:9], label), "augmentations=mine returned the image as uint8 (9, 24, 3)"),
+    ],
+)
+def test_an_augmentation_that_fails_is_named(files, augment, problem):
+    with pytest.raises(ValueError) as error:
+        crops_of(files, augmentations=Augmentations({"mine": augment}, 0))[0, 1]
+    assert str(error.value).startswith(problem)
