@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.configuration import config as cfg
-from engine.configuration.choices import choices
+from engine.configuration.choices import about_choice, choices
 from engine.configuration.plugins import load
 from engine.process import plugins
 from engine.schema.segmentation import SegmentationRun
@@ -140,6 +140,7 @@ def loading(folder, monkeypatch):
 def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
     load(["plugins=[mine,boundaries]"])
     assert "focal" in choices("loss", SegmentationRun) and "mine" in choices("experiment", SegmentationRun)
+    assert about_choice("loss", "focal") == "Focal loss (Lin et al., 2017): hard pixels weigh more."
     config = run_config("plugins=[mine,boundaries]", "experiment=mine")
     assert config.loss.gamma == 1 and [*config.scores] == ["boundary_f1"] and config.scores["boundary_f1"].radius == 2
     assert cfg.from_plain(cfg.plain(config), SegmentationRun) == config
