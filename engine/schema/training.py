@@ -123,9 +123,9 @@ class TrainingRun:
     data: Data = group()
     optim: Optim = group()
     lr_schedule: LRSchedule = group()
-    augmentations: dict[str, Augmentation] = several()  # of training crops, one after the other
-    scores: dict[str, Score] = several()  # of evaluations, beside the usual ones
-    logger: dict[str, Logger] = several(free_on_resume=True)  # besides metrics.jsonl and TensorBoard
+    augmentations: dict[str, Augmentation] = several()  # changes of training crops, in this order: [NAME,NAME]
+    scores: dict[str, Score] = several()  # further scores of evaluations: [NAME,NAME]
+    logger: dict[str, Logger] = several(free_on_resume=True)  # further records of the run, such as W&B: [NAME]
     trainer: Trainer = field(default_factory=Trainer)
     memory: Memory = field(default_factory=Memory)
 
