@@ -253,7 +253,7 @@ def no_such(group: str, choice: str, known: Iterable[str]) -> str:
     if same := [name for name in known if _letters(name) == _letters(choice)]:
         return f"there is no such {group}; give {group}={same[0]}"
     below = [name for name in known if name.startswith(choice)] or known
-    advice = words_of_others.meant(f"no_such_{group}", choice, ())
+    advice = None if LOADED else words_of_others.meant(f"no_such_{group}", choice, ())  # about the choices of ours
     nearest = difflib.get_close_matches(choice, below, n=5)
     if not nearest and (advice is None or len(below) < 8):
         nearest = difflib.get_close_matches(choice, below, n=5, cutoff=0)
