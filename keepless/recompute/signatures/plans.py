@@ -22,9 +22,10 @@ from ...units import UNITS, bytes_of, share_of
 from ..entries.plan import Plan
 from ..step.closures import has_hooks_of_users
 from ..step.rehearsal import rehearsed_step
-from ..step.search import Choice, frontier
+from ..step.search import Choice, frontier, pareto
+from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
-from ..step.step import Step
+from ..step.step import Kind, Step
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
@@ -48,6 +49,20 @@ def _pauses_are_explained() -> Iterator[None]:
             _log.warning("planned in %.1f s", seconds)
 
 
+class Planned(NamedTuple):
+    """A plan, and what users should know about it."""
+
+    plan: Plan
+    remarks: list[tuple[str, str]]  # subjects and texts of warnings
+
+
+class Plans(NamedTuple):
+    """The plans for one size of inputs."""
+
+    there: Planned  # for passes before which parameters have gradients, to which theirs are added
+    coming: Planned  # for passes before which none has; the same object if it makes no difference
+
+
 class Planner:
     """Makes the plans of a prepared network, and says what users should know about them."""
 
@@ -64,12 +79,12 @@ class Planner:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        known: Plan | None = None,
+        known: Plans | None = None,
         missed: bool = False,
-    ) -> Plan | None:
-        """The plan of the next pass with these arguments; None if there can be none.
+    ) -> Plans | None:
+        """The plans of passes with these arguments; None if there can be none.
 
-        `known`: the last plan of this size. `missed`: already the pass for which it was made diverged from it.
+        `known`: the last plans of this size. `missed`: already the pass for which they were made diverged from its own.
         """
         self.error = None
         learns = [*module.parameters(), *tensors_in((args, kwargs))]
@@ -81,9 +96,11 @@ class Planner:
         except Exception as error:  # a network may raise anything
             self.error = error
             return None
-        is_known = known is not None and known.calls == step.calls
+        is_known = known is not None and known.there.plan.calls == step.calls
         if missed and self._differs_on_fakes is None:
             self._differs_on_fakes = not is_known
+        if is_sharded(module):
+            step = step._replace(coming=())
         return known if is_known else self._planned(step)
 
     def must_plan_again(self, has_raised: bool) -> bool:
@@ -121,78 +138,104 @@ class Planner:
             text += " state outside the network chooses the path of a step: keep it in the network"
         self._say("paths", text)
 
+    def say(self, remarks: Sequence[tuple[str, str]]) -> None:
+        """Warn once about each subject of these remarks."""
+        for remark in remarks:
+            self._say(*remark)
+
     def _say(self, subject: str, message: str) -> None:
         """Warn once about each subject."""
         if subject not in self._said:
             self._said.add(subject)
             warn(message)
 
-    def _limit(self, step: Step) -> int:
-        return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
+    def _planned(self, step: Step) -> Plans:
+        """The plans of a rehearsed step, for passes before which parameters have gradients, and before which none has.
 
-    def _planned(self, rehearsed: Step) -> Plan:
-        """The plan of a rehearsed step, with warnings if it may exceed the budget."""
-        if not rehearsed.is_whole:
-            place = Simulation(rehearsed).peak_of([True] * len(rehearsed.values))
-            self._say(
-                "missed",
-                f"budget={self.budget} changes nothing, because no result of this network can be recomputed; most is "
-                f"kept at {place}: train it without a budget, on a smaller batch or shorter inputs",
-            )
-            return Plan(rehearsed.calls, bytes(len(rehearsed.calls)))
-        asked = self._limit(rehearsed)
-        step, choice = _chosen(rehearsed, asked)
-        least = choice.peak
-        _log.info(
-            "planned %d calls: a peak of %s instead of %s, for %.1f ms more",
-            *(len(step.calls), size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
+        A budget does not count the gradients that are there. Of those that come, it leaves the room free until then.
+        """
+        limit = _limit(self.budget, step)
+        there, choice = _within(step, limit)
+        if not step.coming:
+            return Plans(there, there)
+        coming, _ = _within(step.as_gradients_come(), limit + step.gradients, choice)
+        if (coming.plan.flags, coming.plan.fits, coming.remarks) == (there.plan.flags, there.plan.fits, there.remarks):
+            return Plans(there, there)
+        return Plans(there, coming)
+
+
+def _limit(budget: float | int, step: Step) -> int:
+    """A budget in bytes, beside the gradients of all parameters."""
+    return budget if isinstance(budget, int) else int(budget * plain_peak(step))
+
+
+def _within(rehearsed: Step, limit: int, known: Choice | None = None) -> tuple[Planned, Choice]:
+    """The plan of a rehearsed step within a limit, with remarks if it may exceed it. `known`: a choice to compare."""
+    calls, beside = rehearsed.calls, 0 if rehearsed.coming else rehearsed.gradients
+    remarks: list[tuple[str, str]] = []
+    if plain_peak(rehearsed) > limit and not any(value.kind == Kind.FREE for value in rehearsed.values):
+        kept = (True,) * len(rehearsed.values)
+        text = (
+            f"a budget of {size_text(limit - beside)} changes nothing, because no result of this network can be "
+            f"recomputed; most is kept at {Simulation(rehearsed).peak_of(kept)}: train it without a budget, on a "
+            f"smaller batch or shorter inputs"
         )
-        if (taken := rehearsed.rehearsal) > asked + _BLOCK:
-            self._say(
-                "rehearsal",
-                f"the first step with a shape takes about {size_text(taken)}, more than {size_text(asked)}: it is "
-                f"planned on real tensors, because the network reads values, as x.item() and x[mask] do; remove such "
-                f"code from forward, or plan before other memory is taken: recompute_activations(…, example=…)",
-            )
-        held = least if step is rehearsed else simulate(rehearsed, choice.kept).peak
-        if least <= asked + _BLOCK < held:
-            self._say(
-                "missed",
-                f"this step is within {size_text(asked)} only if the program drops the network's outputs before the "
-                f"backward pass: while it has a name for them, the peak is {size_text(held)}",
-            )
-        if least > asked + _BLOCK:
-            texts = size_text(asked), size_text(least)
-            if texts[0] == texts[1]:
-                texts = f"{asked:,} bytes", f"{least:,} bytes"
-            place = Simulation(rehearsed).peak_of(choice.kept)
-            peak = f"the lowest peak is {texts[1]}, which is used; it is at {place}"
-            self._say("missed", f"no plan keeps this step within {texts[0]}: {peak}")
-        if step.unseen:
-            warn(
-                f"a part of the network's forward pass is not planned, because it runs under {step.unseen}: remove "
-                f"that, or give a smaller budget, because a step may exceed this one"
-            )
-        plan, plain = choice.plan(step), plain_peak(step)
-        return replace(plan, peak=plain) if plain <= asked else plan  # scripts drop nothing: see `Plan.fits`
+        remarks.append(("missed", text))
+        return Planned(Plan(calls, bytes(len(calls))), remarks), Choice(plain_peak(rehearsed), 0.0, kept)
+    step, choice = _chosen(rehearsed, limit, known)
+    peaks = size_text(choice.peak), size_text(plain_peak(step)), ", with the gradients that come" if beside else ""
+    _log.info(
+        "planned %d calls: a peak of %s instead of %s%s, for %.1f ms more", len(calls), *peaks, choice.seconds * 1e3
+    )
+    if (taken := rehearsed.rehearsal) > limit + _BLOCK:
+        text = (
+            f"the first step with a shape takes about {size_text(taken)}, more than {size_text(limit)}: it is "
+            f"planned on real tensors, because the network reads values, as x.item() and x[mask] do; remove such "
+            f"code from forward, or plan before other memory is taken: recompute_activations(…, example=…)"
+        )
+        remarks.append(("rehearsal", text))
+    asked, least, held = (one - beside for one in (limit, choice.peak, simulate(rehearsed, choice.kept).peak))
+    if least <= asked + _BLOCK < held and step is not rehearsed:
+        text = (
+            f"this step is within {size_text(asked)} only if the program drops the network's outputs before the "
+            f"backward pass: while it has a name for them, the peak is {size_text(held)}"
+        )
+        remarks.append(("missed", text))
+    if least > asked + _BLOCK:
+        texts = size_text(asked), size_text(least)
+        if texts[0] == texts[1]:
+            texts = f"{asked:,} bytes", f"{least:,} bytes"
+        place = Simulation(rehearsed).peak_of(choice.kept)
+        peak = f"the lowest peak is {texts[1]}, which is used; it is at {place}"
+        remarks.append(("missed", f"no plan keeps this step within {texts[0]}: {peak}"))
+    if step.unseen:
+        text = (
+            f"a part of the network's forward pass is not planned, because it runs under {step.unseen}: remove "
+            f"that, or give a smaller budget, because a step may exceed this one"
+        )
+        remarks.append((step.unseen, text))
+    plan, plain = choice.plan(step), plain_peak(step)
+    return Planned(replace(plan, peak=plain) if plain <= limit else plan, remarks), choice  # see `Plan.fits`
 
 
-def _chosen(step: Step, limit: int) -> tuple[Step, Choice]:
+def _chosen(step: Step, limit: int, known: Choice | None) -> tuple[Step, Choice]:
     """A rehearsed step and its best choice.
 
     A rehearsal holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
     met with them, they are left out; if it is out of reach without them too, the choice with the lowest peak stays.
     """
-    if (choice := _best(step, limit)).peak <= limit:
+    if (choice := _best(step, limit, known)).peak <= limit:
         return step, choice
     dropped = step.without_outputs()
     least = simulate(dropped, choice.kept).peak
-    return dropped, choice._replace(peak=least) if least > _NEAR * limit else _best(dropped, limit)
+    return dropped, choice._replace(peak=least) if least > _NEAR * limit else _best(dropped, limit, known)
 
 
-def _best(step: Step, limit: int) -> Choice:
-    """The fastest choice within a limit, or the one with the lowest peak."""
+def _best(step: Step, limit: int, known: Choice | None) -> Choice:
+    """The fastest choice within a limit, or the one with the lowest peak. `known`: another one to compare."""
     choices = frontier(step, limit)
+    if known is not None:
+        choices = pareto([*choices, known._replace(peak=simulate(step, known.kept).peak)])
     return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
 

@@ -1,8 +1,9 @@
 """Count a training step: every allocation and release, and every operator's time and temporary memory."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from .step import Event, Step
 from .trace import Trace
 
 _SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
+_ADD = torch.ops.aten.add_.Tensor  # adds a gradient to the one that is there
 _DEVICE = torch.ops.prim.device.default
 # Fake tensors decompose these in Python: running them takes less time.
 _SLOW = frozenset(f"native_{kind}_norm{end}" for kind in ("batch", "layer", "group") for end in ("", "_backward"))
@@ -99,6 +101,8 @@ class Counting(Trace):
         self.measures = measures
         self.called: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
         self.places: list[tuple[int, Any, Any]] = []  # operators: number of events at their end, function and module
+        self.gradients: dict[int, bool] = {}  # memories of gradients; whether autograd has copied them there
+        self.gradient_bytes = 0
 
     def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass."""
@@ -111,6 +115,58 @@ class Counting(Trace):
         with without_function_modes(), self.made.off():
             return _Packed(tensor, self)
 
+    @contextmanager
+    def gradients_of(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Context of the backward pass that notes where each gradient would stay, if the parameter had none before.
+
+        Autograd adds a gradient to the one that is there. If there is none, it takes the new one over, or copies one
+        that is laid out otherwise or that something else holds. So for a moment there is none.
+        """
+        there: dict[Tensor, tuple[Tensor | None, int | None]] = {}
+
+        def comes(parameter: Tensor, gradient: Tensor | None) -> None:
+            if gradient is not None and is_ordinary(gradient):
+                there[parameter] = parameter.grad, self.made.memory(gradient)
+                parameter.grad = None
+
+        def came(parameter: Tensor) -> None:
+            if parameter in there:
+                before, memory = there.pop(parameter)
+                self._note_gradient(before, parameter.grad, memory)
+                parameter.grad = before
+
+        handles = [one.register_hook(partial(comes, one)) for one in parameters if is_ordinary(one)]
+        handles += [one.register_post_accumulate_grad_hook(came) for one in parameters if is_ordinary(one)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note_gradient(self, before: Any, gradient: Any, memory: int | None) -> None:
+        """Note that a gradient, which came in this memory, is added to the one from before."""
+        now = self.made.memory(gradient)
+        is_copy = now is not None and now != memory
+        if now is not None:
+            self.gradients[now] = is_copy
+            self.gradient_bytes += gradient.nbytes
+        if not is_copy:  # which took as long
+            self.made.note_operator(_ADD, (before, gradient), {}, before)
+            self.note_place(_ADD)
+
+    def _coming(self, events: list[tuple[Event, int]]) -> list[tuple[int, tuple[Event, int]]]:
+        """See `Step.coming`. Takes the copies of gradients out of the events: none is made where one is there."""
+        nothing, coming = (Event.BUSY, 0), []
+        ends = {what: now for now, (event, what) in enumerate(events) if event == Event.LET and what in self.gradients}
+        for memory, is_copy in self.gradients.items():
+            if is_copy:
+                begins = events.index((Event.HOLD, memory))
+                coming.append((begins, (Event.HOLD, memory)))
+                events[begins] = events[ends[memory]] = nothing
+            elif memory in ends:
+                coming.append((ends[memory], nothing))
+        return coming
+
     def step(self, network: nn.Module) -> Step:
         """The step, once it has ended."""
         if self.measures:
@@ -121,9 +177,10 @@ class Counting(Trace):
                 ran = self.ran[what] if what >= 0 else None
                 cost = None if ran is None or ran.operator is None else cost_of(ran.operator)
                 events[i] = event, cost.temporaries if cost is not None else ran.temporaries if ran is not None else 0
+        coming = self._coming(events)
         host = host_seconds() if self.measures else 0.0
         step = self.step_of(events, list(map(_seconds, self.ran)), [one.operations for one in self.ran], host)
-        return step._replace(places=self._named(network))
+        return step._replace(places=self._named(network), gradients=self.gradient_bytes, coming=coming)
 
     def note_place(self, function: OpOverload) -> None:
         """Note where an operator has run: in the last call, or in the backward pass of the call that made the node."""
@@ -195,7 +252,7 @@ class _Allocations(MadeTensors):
             return function(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if not function.is_view:
-            self._note_operator(function, args, kwargs or {}, result)
+            self.note_operator(function, args, kwargs or {}, result)
             self.counting.note_place(function)
         return result
 
@@ -229,7 +286,8 @@ class _Allocations(MadeTensors):
 
         return None if results is None else tree_map(fake, results, is_leaf=lambda one: isinstance(one, TensorSpec))
 
-    def _note_operator(self, function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def note_operator(self, function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Note the costs of an operator that has run."""
         made = [one for one in tensors_in(result) if is_ordinary(one)]
         if not made or self._sum is not None:
             return

@@ -73,12 +73,12 @@ def counted_step(
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
     outputs = counting.forward_pass(network, args, kwargs)
-    with counting.made:
+    with counting.made, counting.gradients_of(parameters):
         counting.forward_ends(tensors_in(outputs))
         starts = differentiable(outputs)
         if limit is not None and not counting.has_choices():
-            step = counting.step(network)
-            if (limit < 1) if isinstance(limit, float) else (plain_peak(step) > limit):
+            step, gradients = counting.step(network), sum(parameter.nbytes for parameter in parameters)
+            if (limit < 1) if isinstance(limit, float) else (plain_peak(step) > limit + gradients):
                 return step
         losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
         torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ...torch_internals import gathered_dtype
 
@@ -16,6 +17,14 @@ def is_sharded(network: nn.Module) -> bool:
     if fsdp is None or not dist.is_initialized():
         return False
     return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
+
+
+def may_have_buckets() -> bool:
+    """Whether parameters may get their gradients in memory that exists before: DDP's buckets, or what others have."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    around = DistributedDataParallel._active_ddp_module
+    return around is None or around.gradient_as_bucket_view
 
 
 def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:

@@ -73,6 +73,8 @@ class Step(NamedTuple):
     operations: int = 0  # of the baseline step: multiplications and additions
     rehearsal: int = 0  # bytes that its rehearsal has taken, about; 0 on fake tensors
     places: Sequence[tuple[int, str]] = ()  # operators: number of events at their end, and the call and module
+    gradients: int = 0  # bytes of the gradients that parameters get
+    coming: Sequence[tuple[int, tuple[Event, int]]] = ()  # see `as_gradients_come`: events to replace, by their numbers
 
     @property
     def is_whole(self) -> bool:
@@ -82,6 +84,16 @@ class Step(NamedTuple):
     def place(self, event: int) -> str:
         """The call and the module that ran at an event."""
         return next((place for end, place in self.places if end > event), "the end of the backward pass")
+
+    def as_gradients_come(self) -> "Step":
+        """The same step if no parameter has a gradient before it: each gradient takes memory as it comes, and stays.
+
+        Otherwise it is added to the one that is there, and freed.
+        """
+        events = list(self.events)
+        for now, event in self.coming:
+            events[now] = event
+        return self._replace(events=events, coming=())
 
     def without_outputs(self) -> "Step":
         """The same step if the program drops the outputs before the backward pass, so that only its loss holds them.

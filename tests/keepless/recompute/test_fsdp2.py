@@ -64,7 +64,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
     same += [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(2)]
     owners = [getattr(hook, "__self__", None) for hook in within._forward_hooks.values()]
     (size,) = next(owner.signatures for owner in owners if hasattr(owner, "signatures")).known
-    plan = size.plan
+    plan = size.there.plan
 
     def holding() -> None:
         y = within(x)  # a rehearsal holds it, too
