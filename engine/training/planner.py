@@ -163,22 +163,30 @@ def _copied_at_once(changes: list[Change], gradients: Set[int | None]) -> list[C
     return found
 
 
-def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
+def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, captured: bool = False) -> int:
     """Bytes of tensors on one device in such a step; with trainer.recompute=budget the fewest within `memory.time`."""
     if config.trainer.recompute == "budget":
-        return planned_step(config, crops, crop_size, devices).least(config.memory.time)
+        return planned_step(config, crops, crop_size, devices, captured).least(config.memory.time)
     return step_memory(config, crops, crop_size, devices).peak
 
 
-def planned_step(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> PlannedStep:
+def planned_step(
+    config: TrainingRun, crops: int, crop_size: int, devices: int = 1, captured: bool = False
+) -> PlannedStep:
     """The second step of a training, with plans for its activations.
 
-    With several devices and micro-batches, DDP's buckets hold the gradients a second time.
+    Gradients take memory as they come, and budgets leave their room free until then. But several micro-batches,
+    `captured` steps and DDP's buckets hold them throughout; with several devices and micro-batches, twice.
     """
     trainer, same_times = config.trainer, times_of("meta") if devices > 1 else nullcontext()  # ranks measure others
+    captured = captured or trainer.capture is True
     with FakeTensors(), same_times:
         learner, loss, minibatch, resident = fake_step(replace(config, memory=Memory()), crops, crop_size)
         images, labels = (minibatch[key].tensor_split(trainer.accumulation_steps)[0] for key in ("image", "label"))
+        with CountedStep() as of_optimizer:
+            update(learner)
+        if comes := devices == trainer.accumulation_steps == 1 and not captured:
+            learner.optimizer.zero_grad()
         inputs = learner.forward.normalised(images)
         with learner.forward.autocast():
             found = plan(learner.network, inputs, _SHARES)
@@ -186,13 +194,13 @@ def planned_step(config: TrainingRun, crops: int, crop_size: int, devices: int =
                 logits = learner.network(inputs)
         with CountedStep() as of_loss:
             loss(logits.detach().requires_grad_(), labels).backward()
-        with CountedStep() as of_optimizer:
-            update(learner)
-    if devices > 1 and trainer.accumulation_steps > 1 and trainer.capture is not True:
+    if comes:
+        resident["gradients"] = 0
+    elif devices > 1 and trainer.accumulation_steps > 1 and not captured:
         resident["gradients"] *= 2
     resident |= {"images": resident["images"] + inputs.nbytes, "loss": of_loss.peak}
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
-    return PlannedStep(resident, of_optimizer.peak, list(plans))
+    return PlannedStep(resident, found.gradients, of_optimizer.peak, list(plans))
 
 
 def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> tuple[Memory, int, str]:
@@ -204,15 +212,16 @@ def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> 
     available = config.memory.available(devices, captured)
     assert available is not None
     with before_capture() if captured else nullcontext():
-        step = planned_step(config, share_of(config, devices), config.data.crop_size, devices)
+        step = planned_step(config, share_of(config, devices), config.data.crop_size, devices, captured)
     peak, time = step.within(available)
     left = max(available - step.held, peak + 2**10)
     resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)
+    comes = f", and {size_text(step.gradients)} of gradients as they come" if step.gradients else ""
     about = (
-        f"{size_text(available)} less {resident} leave {size_text(left)} for activations: a peak of {size_text(peak)} "
-        f"instead of {size_text(step.plans[0][0])}, for {time:.2f} of the time (estimated)"
+        f"{size_text(available)} less {resident} leave {size_text(left)} for activations{comes}: a peak of "
+        f"{size_text(peak)} instead of {size_text(step.plans[0][0])}, for {time:.2f} of the time (estimated)"
     )
-    return Memory(activations=f"{left // 2**10}KiB"), step.needed(peak), about
+    return Memory(activations=f"{(left - step.gradients) // 2**10}KiB"), step.needed(peak), about
 
 
 def share_of(config: TrainingRun, devices: int) -> int:
@@ -231,7 +240,7 @@ def fitting(config: Config, devices: int, captured: bool = False) -> Config:
     size, share = config.data.crop_size, share_of(config, devices)
 
     def peak(crops: int, side: int) -> int:
-        return needed(config, crops, side, devices)
+        return needed(config, crops, side, devices, captured)
 
     if memory.fit == "batch":
         smallest, most = (fewest, size), training_images(config.data) // devices

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..inputs import check_has_forward, check_module, check_one_example, is_number, shown
-from ..recompute.signatures.plans import arguments_of
+from ..recompute.signatures.plans import FEWEST, arguments_of
 from ..recompute.step.copied import on_copy
 from ..recompute.step.costs import times_of
 from ..saved import size_text
@@ -125,8 +125,7 @@ def _line(steps: Steps, ways: list[Way], device: int | str) -> str:
             f"({least.name}), and {size_text(steps.available)} are left for tensors"
         )
     best = max(fitting, key=lambda way: (math.prod(way.shape), -way.time))
-    left = steps.available - best.held
-    budget = f'"{left >> 20}MiB"' if left >> 20 else left
+    budget = f'"{best.budget >> 20}MiB"' if best.budget >> 20 else max(best.budget, FEWEST)
     kinds = " and ".join(sorted({type(block).__name__ for block in steps.blocks}))
     code = {
         PLAIN: "as it is",

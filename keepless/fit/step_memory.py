@@ -34,8 +34,9 @@ class PlannedStep(NamedTuple):
     """A step whose forward and backward pass can follow one of several plans, in bytes."""
 
     resident: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
+    gradients: int  # that come in the backward pass; 0 if they are held throughout
     optimizer: int  # temporary bytes of the optimiser's step
-    # (bytes of the forward and backward pass, estimated time relative to a step without a plan)
+    # (bytes of the forward and backward pass with the gradients that come, estimated time relative to the baseline's)
     plans: list[tuple[int, float]]
 
     @property
@@ -44,7 +45,11 @@ class PlannedStep(NamedTuple):
 
     def needed(self, peak: int) -> int:
         """Bytes of a step whose forward and backward pass take at most `peak`."""
-        return self.held + max(peak, self.optimizer)
+        return self.held + max(peak, self.gradients + self.optimizer)
+
+    def budget(self, available: int) -> int:
+        """What `available` bytes leave for a budget, which is beside gradients."""
+        return available - self.held - self.gradients
 
     def least(self, time: float = math.inf) -> int:
         """The fewest bytes of a step that takes at most `time`."""

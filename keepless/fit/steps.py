@@ -42,8 +42,9 @@ class Way(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # of the example's first tensor
-    held: int  # bytes before and after the step: weights, gradients, optimiser states, the example
+    held: int  # bytes throughout the step: weights, optimiser states, the example
     peak: int  # bytes, during this step or the optimiser's
+    budget: int  # bytes that the device leaves beside these and gradients
     fits: bool
     time: float  # as a multiple of the baseline step's on this example
 
@@ -65,8 +66,6 @@ class Steps:
         if not network.training:
             network.train()
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
         self.weights = bytes_of_tensors([*network.parameters(), *network.buffers()])
         self.gradients = bytes_of_tensors(trained)
         values = sum(parameter.numel() for parameter in trained)
@@ -107,24 +106,25 @@ class Steps:
         peak, time = step.within(self.available)
         needed = step.needed(peak)
         shape = shape_of(self.growing.resized(value))
-        return Way(name, shape, step.held, needed, needed <= self.available, time)
+        return Way(name, shape, step.held, needed, step.budget(self.available), needed <= self.available, time)
 
     def _step(self, name: str, value: int) -> PlannedStep:
         """A way's step. Within a budget it has all plans that are fast enough, and the baseline and recomputed ones."""
         example, plain = self.growing.resized(value), self.count(PLAIN, value)
         if name == PLANNED:
             logger.info("%s: trying %s", name, size_of(shape_of(example)))  # many seconds each
-            planned = frontier(counted_step(self.network, *example))
+            planned = frontier(counted_step(self.network, *example).as_gradients_come())
             counts = [plain, self.count(RECOMPUTED, value), *((one.peak, plain[1] + one.seconds) for one in planned)]
             counts = [count for count in counts if count[1] <= self.time * plain[1]]
         else:
             counts = [self.count(name, value)]
-        resident = {"weights": self.weights, "gradients": self.gradients, "states": self.states}
-        resident["example"] = bytes_of_tensors(tensors_in(example))
-        return PlannedStep(resident, self.temporary, [(peak, seconds / plain[1]) for peak, seconds in counts])
+        resident = {"weights": self.weights, "states": self.states, "example": bytes_of_tensors(tensors_in(example))}
+        plans = [(peak, seconds / plain[1]) for peak, seconds in counts]
+        return PlannedStep(resident, self.gradients, self.temporary, plans)
 
     def _count(self, name: str, value: int) -> tuple[int, float]:
-        """Peak and seconds of a forward and a backward pass."""
+        """Peak and seconds of a forward and a backward pass before which no parameter has a gradient."""
+        self.network.zero_grad()
         args, kwargs = example = self.growing.resized(value)
         context: Any = nullcontext()
         if name == RECOMPUTED:

@@ -240,7 +240,7 @@ def _best(step: Step, limit: int, known: Choice | None) -> Choice:
 
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-_FEWEST = 1000  # bytes: an int such as 1 or 50 was probably meant as a share or as GiB
+FEWEST = 1000  # bytes: an int such as 1 or 50 was probably meant as a share or as GiB
 
 Budget = float | int | str
 
@@ -255,21 +255,21 @@ def checked(budget: object) -> float | int:
         given = bytes_of(budget) or share_of(budget)
     if isinstance(given, Real) and not isinstance(given, bool):
         number = float(given)
-        if _FEWEST <= number < math.inf:
+        if FEWEST <= number < math.inf:
             return int(number)
         if 0 < number <= 1 and not isinstance(given, Integral):
             return number
     raise ValueError(
-        f"budget={shown(budget)}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
+        f"budget={shown(budget)}: expected at least {FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
         f"{6 * 2**30}, or a share of the baseline's peak up to 1.0, such as 0.3 or '30%'"
     )
 
 
 class BudgetRow(NamedTuple):
-    """A budget's plan. Bytes of one step, not counting what existed before it, such as parameters and gradients."""
+    """A budget's plan. Bytes of one step, not counting what existed before it, such as parameters."""
 
-    budget: int  # bytes asked for
-    peak: int  # bytes
+    budget: int  # bytes asked for, beside gradients
+    peak: int  # bytes, with the gradients that have come: at most the budget and `Frontier.gradients`
     kept: int  # bytes after the forward pass
     operations: float  # recomputed, as a share of the step's
     seconds: float  # spent on recomputation, as a share of the step's
@@ -279,8 +279,9 @@ class Frontier(NamedTuple):
     """Memory and time of a training step under different budgets. Print it."""
 
     plain: int  # bytes at the peak of the baseline, which recomputes nothing
-    least: int  # bytes at the lowest peak that a plan reaches
+    least: int  # bytes of the lowest budget that a plan keeps
     rows: list[BudgetRow]
+    gradients: int  # bytes of the gradients that come during the step; 0 if parameters have theirs before it
 
     def __repr__(self) -> str:  # what notebooks show
         return str(self)
@@ -293,7 +294,8 @@ class Frontier(NamedTuple):
             cells.append((budget, peak, f"{row.peak / self.plain:.2f}", kept, *more))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        return "\n".join([f"plain: {size_text(self.plain)}; lowest: {size_text(self.least)}", *lines])
+        comes = f"; beside it {size_text(self.gradients)} of gradients come" if self.gradients else ""
+        return "\n".join([f"plain: {size_text(self.plain)}; lowest budget: {size_text(self.least)}{comes}", *lines])
 
 
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | None = None) -> Frontier:
@@ -303,41 +305,51 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     loss. The random state is restored. For a network that does not fit in memory, call this under `FakeTensorMode`:
     times are estimated, and the temporary memory of operators and of the loss is left out.
 
+    A budget is beside gradients. If no parameter has one, as after `zero_grad()`, gradients take memory as they come,
+    peaks include them, and their room is free until then: a peak is at most the budget and all gradients.
+
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
         example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
         budgets: one or several, as `recompute_activations` takes them. Budgets that no plan meets have no row. By
-            default from 0.9 down to 0.1, or the lowest peak if no default budget can be met.
+            default from 0.9 down to 0.1, of those with one plan the lowest; or the lowest that a plan keeps.
 
     Raises:
-        ValueError: a budget is not valid; no plan meets any of them (the message gives the lowest peak); the step could
-            not be counted, e.g. because outputs need no gradient.
+        ValueError: a budget is not valid; no plan keeps any of them (the message gives the lowest that one keeps); the
+            step could not be counted, e.g. because outputs need no gradient.
     """
     check_module(network, "plan")
     check_one_example(budgets, "plan")
     if isinstance(budgets, (str, int, float, Real)):
         budgets = [budgets]
-    asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
+    for budget in budgets or ():
+        checked(budget)  # raises before the step runs
     args, kwargs = tree_map(_apart, arguments_of(example))
     step = rehearsed_step(network, args, kwargs)
+    limits = [_limit(checked(budget), step) for budget in (_SHARES if budgets is None else budgets)]
+    comes = bool(step.coming) and not any(one.grad is not None for one in network.parameters() if one.requires_grad)
+    step, gradients = (step.as_gradients_come(), step.gradients) if comes else (step, 0)
     choices, plain, simulation = frontier(step), plain_peak(step), Simulation(step)
+    least = choices[-1].peak - gradients
     if budgets is None:
-        asked = [share for share in asked if share * plain >= choices[-1].peak] or [choices[-1].peak]
-    rows = []
-    for budget in asked:
-        limit = budget if isinstance(budget, int) else int(budget * plain)
-        choice = next((choice for choice in choices if choice.peak <= limit), None)
+        limits = [limit for limit in limits if limit >= least] or [least]
+    rows: list[BudgetRow] = []
+    for limit in limits:
+        choice = next((choice for choice in choices if choice.peak <= limit + gradients), None)
         if choice is not None:
             outcome = simulation.run(choice.kept)
             needed = zip(step.values, choice.kept, outcome.consumers, strict=True)
             again = sum(value.operations for value, is_kept, consumers in needed if consumers and not is_kept)
             kept = outcome.levels[simulation.forward]
             share = again / max(step.operations, 1)
-            rows.append(BudgetRow(limit, choice.peak, kept, share, choice.seconds / step.seconds))
+            row = BudgetRow(limit, choice.peak, kept, share, choice.seconds / step.seconds)
+            is_same = budgets is None and rows and rows[-1][1:] == row[1:]
+            rows = [*(rows[:-1] if is_same else rows), row]
     if not rows:
-        least = size_text(choices[-1].peak)
-        raise ValueError(f"budgets={budgets}: expected one of at least {least}, the lowest peak of all plans")
-    return Frontier(plain, choices[-1].peak, rows)
+        raise ValueError(
+            f"budgets={budgets}: expected one of at least {size_text(least)}, the lowest that a plan keeps"
+        )
+    return Frontier(plain, least, rows, gradients)
 
 
 def _apart(leaf: Any) -> Any:

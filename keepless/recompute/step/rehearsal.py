@@ -62,28 +62,32 @@ def counted_step(
     `limit`: a budget. If nothing can be recomputed and the step exceeds it, the step ends after the forward pass.
 
     The losses are the mean squares of the outputs; if operators are not measured, as in planners that count the loss
-    themselves, it is a `Loss`. Afterwards buffers are those of the step, and gradients have no meaning.
+    themselves, it is a `Loss`. Afterwards buffers are those of the step, and gradients that were there have no meaning.
     """
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     counting = Counting(inputs, measures or not is_fake)
     counting.copy_parameters = copy_parameters
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-    outputs = counting.forward_pass(network, args, kwargs)
-    with counting.made, counting.gradients_of(parameters):
-        counting.forward_ends(tensors_in(outputs))
-        starts = differentiable(outputs)
-        if limit is not None and not counting.has_choices():
-            step, gradients = counting.step(network), sum(parameter.nbytes for parameter in parameters)
-            if (limit < 1) if isinstance(limit, float) else (plain_peak(step) > limit + gradients):
-                return step
-        losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
-        torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
-        del outputs, starts, losses
-    return counting.step(network)
+    without = [parameter for parameter in parameters if parameter.grad is None]
+    for parameter in without:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        outputs = counting.forward_pass(network, args, kwargs)
+        with counting.made, counting.gradients_of(parameters):
+            counting.forward_ends(tensors_in(outputs))
+            starts = differentiable(outputs)
+            if limit is not None and not counting.has_choices():
+                step, gradients = counting.step(network), sum(parameter.nbytes for parameter in parameters)
+                if (limit < 1) if isinstance(limit, float) else (plain_peak(step) > limit + gradients):
+                    return step
+            losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
+            torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
+            del outputs, starts, losses
+        return counting.step(network)
+    finally:
+        for parameter in without:
+            parameter.grad = None
 
 
 def _share_gradients(parameters: Iterable[Tensor]) -> None:

@@ -214,9 +214,12 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take(mon
     plain = planner.step_memory(replace(config, trainer=replace(config.trainer, recompute="none")), 4, 128)
     kinds = ("weights", "average", "momentum")
     assert {kind: step.resident[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
-    assert step.resident["gradients"] == plain.at_peak["momentum"]
+    assert step.gradients == step.resident["momentum"] and not step.resident["gradients"]
     left = config.memory.available(1) - step.held
-    assert memory.activation_bytes() == left // 2**10 * 2**10 and f"leave {size_text(left)} for activations" in about
+    assert memory.activation_bytes() == (left - step.gradients) // 2**10 * 2**10
+    assert (
+        f"leave {size_text(left)} for activations, and {size_text(step.gradients)} of gradients as they come" in about
+    )
     # The step that trains with it, with its loss and its optimiser, keeps to the whole.
     trace = planner.step_memory(replace(config, memory=memory), 4, 128)
     assert trace.peak <= needed <= config.memory.available(1) < plain.peak

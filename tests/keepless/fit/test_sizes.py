@@ -43,7 +43,10 @@ def test_the_search_takes_no_giant_step_where_memory_starts_flat():
 
 
 def test_a_step_takes_the_fastest_plan_that_fits():
-    step = PlannedStep({"weights": 50, "images": 10}, optimizer=20, plans=[(90, 1.0), (70, 1.1), (80, 1.2), (10, 1.3)])
+    plans = [(90, 1.0), (70, 1.1), (80, 1.2), (10, 1.3)]
+    step = PlannedStep({"weights": 50, "images": 10}, gradients=0, optimizer=20, plans=plans)
     assert [step.within(bytes) for bytes in (150, 149, 129, 69)] == [(90, 1.0), (70, 1.1), (10, 1.3), (10, 1.3)]
     assert [step.least(time) for time in (1.0, 1.1, 1.25)] == [150, 130, 130]
     assert step.least() == step.needed(10) == 80  # the optimiser's step
+    step = step._replace(gradients=65)
+    assert step.least() == 145 and step.budget(150) == 25
