@@ -1,4 +1,4 @@
-"""Networks that FSDP2, or FSDP1, shards."""
+"""Networks that FSDP2, or FSDP1, shards, or that DDP copies."""
 
 import warnings
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from keepless import CheckpointedABN, recompute_activations, share_plans
 from keepless.recompute.entries.plan import ByPlan, Plan
@@ -17,6 +18,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step
 from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
+from tests.keepless.recompute.ahead import plans_of
 from tests.ranks import Ranks
 
 CHANNELS = 16
@@ -72,7 +74,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
 
     peak = peak_bytes(holding, "cpu")
     return (
-        all(map(all, same)) and size.attempts == 1,
+        all(map(all, same)) and size.attempts == 1 and size.coming is size.there,
         replace(plan, calls=len(plan.calls)),
         peak - plan.peak,
     )
@@ -151,3 +153,21 @@ def test_copies_of_parameters_are_planned():
         run = partial(planned_step, choice.plan(traced))
         run()
         assert abs(peak_bytes(run, "cpu") - choice.peak) < 64
+
+
+def _in_ddp(rank: int, has_views: bool) -> tuple[bool, bool]:
+    """Whether gradients in DDP are those of an unprepared network, and whether plans use the room until they come."""
+    plain, within = network(), recompute_activations(network(), budget=0.5)
+    found = []
+    for _ in range(3):
+        for one in (plain, within):
+            one.zero_grad()
+            DistributedDataParallel(one, gradient_as_bucket_view=has_views)(X * (rank + 1)).square().mean().backward()
+        found += [torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), within.parameters(), strict=True)]
+    (size,) = plans_of(within).known
+    return all(found), size.coming.script is not None and size.coming is not size.there
+
+
+def test_plans_use_the_room_of_gradients_in_ddp_unless_its_buckets_are_the_gradients(ranks):
+    assert ranks.run(_in_ddp, True) == [(True, False)] * 2
+    assert ranks.run(_in_ddp, False) == [(True, True)] * 2

@@ -1,0 +1,232 @@
+"""Gradients take memory as they come, if none is there before. Until then, plans use their room."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+
+from keepless import plan, recompute_activations
+from keepless.fit.step_memory import CountedStep
+from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.rehearsal import Loss, rehearsed_step
+from keepless.recompute.step.simulation import plain_peak
+from tests.keepless.recompute.ahead import plans_of, rehearsals
+from tests.keepless.recompute.networks import blocks
+
+
+class Parameters(nn.Module):
+    """Parameters whose gradients autograd takes over, copies, adds up, or gets as parts of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.too, self.first, self.rest, self.once = (nn.Parameter(torch.ones(8)) for _ in range(5))
+        self.turned, self.unused = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(8))
+        self.rows = nn.Embedding(6, 8, sparse=True)
+        self.tied = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.tied(x * (self.shared + self.too)).sigmoid()) @ self.tied.weight
+        x = x * torch.cat([self.first, self.rest]).view(2, 8).sum(0)
+        x = x[:4] * self.turned.t() + self.rows(torch.tensor([1, 2, 3, 3], device=x.device))
+        return x + self.once.expand(4, 8)
+
+
+def channels_last() -> nn.Module:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False))
+    for one in (network[0], network[-1]):
+        one.weight.data = one.weight.data.contiguous(memory_format=torch.channels_last)
+    return network
+
+
+STEPS = {
+    "parameters": (Parameters, (16, 8)),
+    "channels last": (channels_last, (2, 3, 9, 9)),
+    "layers": (lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)), (32, 8)),
+    "recurrent": (lambda: nn.GRU(8, 16, 2), (5, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_counted_step_without_gradients_has_the_bytes_of_one(name):
+    """To the byte: those of a step on fake tensors that starts without gradients, and of one that has them."""
+    make, shape = STEPS[name]
+    with FakeTensorMode():
+        network, x = make(), torch.ones(shape)
+        step = rehearsed_step(network, (x,), {})
+        for found in (step.as_gradients_come(), step):
+            with CountedStep() as counted:
+                outputs = network(x)
+                loss = Loss.apply(outputs if isinstance(outputs, Tensor) else outputs[0])
+                loss.backward(torch.empty_like(loss))
+            if isinstance(outputs, Tensor):
+                assert plain_peak(found) == counted.peak
+            else:  # the other output is a start, too
+                assert plain_peak(found) == pytest.approx(counted.peak, rel=0.02)
+        dense = [one for one in network.parameters() if one.grad is not None and one.grad.layout == torch.strided]
+    assert step.gradients == sum(one.nbytes for one in dense) > 0
+
+
+def transformer(layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def half_frozen() -> nn.Module:
+    network = transformer()
+    network.layers[:2].requires_grad_(False)
+    return network
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return blocks(6, nn.BatchNorm2d(16), nn.SiLU(), width=16)
+
+
+IMAGES, TEXTS = torch.linspace(-1, 1, 3072).view(1, 3, 32, 32), torch.linspace(-1, 1, 3072).sin().view(6, 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "share"),
+    [(transformer, TEXTS, 0.75), (half_frozen, TEXTS, 0.75), (convolutions, IMAGES, 0.6)],
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_activations_and_gradients_stay_within_the_budget_and_all_gradients(make, x, share, parts):
+    """A step after `zero_grad`, of one or of two micro-batches. Gradients are those of the baseline, to the bit."""
+    plain = make()
+    within = recompute_activations(copy.deepcopy(plain), budget=share)
+    gradients = sum(one.nbytes for one in plain.parameters() if one.requires_grad)
+    budget = int(share * plain_peak(rehearsed_step(plain, (x,), {})))
+
+    def step(network: nn.Module) -> None:
+        network.zero_grad()
+        for part in range(parts):
+            torch.manual_seed(part)
+            network(x * (part + 1)).square().mean().backward()
+
+    for _ in range(3):
+        step(within), step(plain)
+    for found, expected in zip(within.parameters(), plain.parameters(), strict=True):
+        assert found.grad is expected.grad is None or torch.equal(found.grad, expected.grad)
+    within.zero_grad()  # before the level is taken
+    peak = peak_bytes(lambda: step(within), "cpu")
+    assert 0.9 * (budget + gradients) < peak <= budget + gradients
+    assert rehearsals(within) == [1]
+
+
+def test_nothing_is_recomputed_while_the_baseline_fits_into_the_room_of_gradients():
+    torch.manual_seed(0)
+    network = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(256, 256), nn.GELU())])
+    x = torch.randn(64, 256)
+    come = plan(network, x, budgets=[0.8])
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    there = plan(network, x, budgets=[0.8])
+    assert come.rows[0].budget == there.rows[0].budget == int(0.8 * there.plain)
+    assert come.rows[0].peak == come.plain > there.plain > there.rows[0].peak
+    assert come.rows[0].seconds < there.rows[0].seconds and there.gradients == 0 < come.gradients
+
+
+def follows(network: nn.Module) -> str:
+    """The kind of plan that the next pass follows."""
+    (signature,) = plans_of(network).known
+    assert signature.coming is not signature.there
+    plans_of(network)._trained(network)
+    return "coming" if plans_of(network)._way(signature) is signature.coming else "there"
+
+
+@pytest.fixture
+def prepared() -> nn.Module:
+    network = recompute_activations(convolutions(), budget=0.6)
+    network(IMAGES).sum().backward()
+    network.zero_grad()
+    assert follows(network) == "coming"
+    return network
+
+
+def test_in_doubt_a_pass_follows_the_plan_for_gradients_that_are_there(prepared):
+    parameter = prepared[4].weight
+    parameter.grad = torch.zeros_like(parameter)
+    assert follows(prepared) == "there"
+    parameter.grad = None
+    handle = parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    assert follows(prepared) == "there"  # an optimiser might step there, and free each gradient
+    handle.remove()
+    assert follows(prepared) == "coming"
+    _apply_optimizer_in_backward(torch.optim.SGD, prepared.parameters(), {"lr": 0.1})
+    assert follows(prepared) == "there"
+
+
+def test_passes_that_await_one_backward_pass_follow_the_plan_for_gradients_that_are_there(prepared):
+    """The room of the gradients is there once, and the first pass may use it."""
+    for _ in range(2):
+        prepared(IMAGES)  # an evaluation that records gradients, and frees its graph
+        assert follows(prepared) == "coming"
+    first = prepared(IMAGES)
+    assert follows(prepared) == "there"
+    (first.sum() + prepared(IMAGES).sum()).backward()
+    prepared.zero_grad()
+    assert follows(prepared) == "there"  # from now on: the next step does the same
+
+
+def test_each_kind_of_pass_learns_a_script_and_none_plans_again(prepared):
+    signatures = plans_of(prepared)
+    for _ in range(8):
+        prepared.zero_grad()
+        for part in range(2):
+            prepared(IMAGES * (part + 1)).sum().backward()
+        assert follows(prepared) == "there" and rehearsals(prepared) == [1]
+    (one,) = signatures.known
+    assert one.passes == 17 and one.there.script is not None and one.coming.script is not None
+    assert {*one.there.plan.flags} != {0} and one.there.plan.flags != one.coming.plan.flags
+
+
+@pytest.mark.parametrize("has_views", [False, True])
+def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(tmp_path, has_views):
+    """`zero_grad` sets `.grad` to None in both, but buckets stay: where they are the gradients, those are there."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        within = recompute_activations(convolutions(), budget=0.6)
+        parallel = DistributedDataParallel(within, gradient_as_bucket_view=has_views)
+        kinds: list[str] = []
+        within[0].register_forward_hook(lambda *_: kinds.append(follows(within)))
+
+        def step() -> None:
+            parallel.zero_grad()
+            parallel(IMAGES).square().mean().backward()
+
+        for _ in range(3):
+            step()
+        parallel.zero_grad()
+        peak, planned = peak_bytes(step, "cpu"), plans_of(within).known[0].there.plan
+        gradients = 0 if has_views else sum(one.nbytes for one in within.parameters())
+        assert {*kinds} == {"there" if has_views else "coming"}
+        assert peak <= int(0.6 * planned.plain) + gradients
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_capture_after_steps_without_gradients_follows_the_plan_for_those_that_are_there(prepared, monkeypatch):
+    """A captured step adds to gradients in memory that stays; nothing can be planned by then."""
+    for parameter in prepared.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    monkeypatch.setattr("keepless.recompute.signatures.signature.is_capturing", lambda: True)
+    kinds: list[str] = []
+    prepared[0].register_forward_hook(lambda *_: kinds.append(follows(prepared)))
+    peak = peak_bytes(lambda: prepared(IMAGES).sum().backward(), "cpu")
+    assert kinds == ["there"] and peak <= int(0.6 * plans_of(prepared).known[0].there.plan.plain)
+
+
+def test_a_loss_that_keeps_the_outputs_of_a_functional_network_reads_no_gradients(prepared):
+    """Parameters that are results have none, and reading it would warn."""
+    given = {name: 2 * parameter for name, parameter in prepared.named_parameters()}
+    F.mse_loss(torch.func.functional_call(prepared, given, (IMAGES,)), torch.zeros(())).backward()
+    assert all(one.grad is not None for one in prepared.parameters())
