@@ -55,10 +55,12 @@ def recompute_activations(
             Branches of couplings get hooks of their own, because they run again separately. If a training step calls
             only parts of the network, a warning names them.
         checkpointed_only: recompute only the outputs of `CheckpointedABN` (the paper's checkpointing).
-        budget: limit on the peak memory of a forward and backward pass: bytes, such as "6GiB" or an int, or a share of
-            the baseline's peak, such as 0.3. What existed before the step does not count. Parameter gradients are
-            assumed to exist: if `zero_grad` has freed them, the step needs their memory in addition. With a budget,
-            convolutions, matrix products, attention and the like are recomputed too, where that costs the least time.
+        budget: limit on the peak memory of a forward and backward pass, beside weights, optimiser states and the
+            gradients of all trained parameters: bytes, such as "6GiB" or an int, or a share of the baseline's peak,
+            such as 0.3. If no parameter has a gradient before the pass, as after `zero_grad()`, activations use the
+            room of those that are still to come: both together stay within the budget and all gradients. With a
+            budget, convolutions, matrix products, attention and the like are recomputed too, where that costs the
+            least time.
             The first pass with a shape is planned on a copy of the network with fake tensors, in about a second per 100
             calls (with real ones if it reads values). If no plan is within the budget, the one with the lowest peak is
             used, and a warning gives that peak and its place.
