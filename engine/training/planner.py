@@ -3,7 +3,6 @@
 import os
 import re
 import warnings
-from collections.abc import Set
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -32,7 +31,7 @@ from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
 from keepless.fit.sizes import largest
 from keepless.fit.step_memory import CountedStep, PlannedStep, StepMemory
-from keepless.made_tensors import Change, bytes_of_tensors
+from keepless.made_tensors import bytes_of_tensors
 from keepless.recompute.signatures.plans import plan
 from keepless.recompute.step.costs import times_of
 from keepless.saved import kept_bytes, size_text
@@ -130,7 +129,11 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
     in_buckets = parts == 1 if config.trainer.capture is True else devices > 1
     with FakeTensors():
         learner, loss, minibatch, resident = fake_step(config, crops, crop_size)
-        learner.optimizer.zero_grad()
+        if not in_buckets or parts > 1:
+            learner.optimizer.zero_grad()
+        if in_buckets:  # a budget then leaves their room to gradients, as where a hook takes them
+            for parameter in learner.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _: None)
         with CountedStep() as step:
 
             def ending(logits: Tensor, labels: Tensor) -> Tensor:
@@ -142,25 +145,7 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
         # In a separate pass: hooks on saved tensors keep some of them for longer.
         images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
         kept = kept_bytes(learner.network, lambda: loss(learner.forward(images), labels), [images, labels])
-    if in_buckets and parts == 1:  # otherwise they are copied only with the last micro-batch
-        step.changes = _copied_at_once(step.changes, step.gradients)
     return step.memory(resident if in_buckets else resident | {"gradients": 0}, kept)
-
-
-def _copied_at_once(changes: list[Change], gradients: Set[int | None]) -> list[Change]:
-    """The changes if DDP copies each gradient into its bucket at once, before another tensor is made."""
-    found: list[Change] = []
-    copied: list[Change] = []
-    for change in changes:
-        if change.number not in gradients:
-            if change.bytes > 0:
-                found += [one._replace(bytes=-one.bytes) for one in copied]
-                copied.clear()
-            found.append(change)
-        elif change.bytes > 0:
-            found.append(change)
-            copied.append(change)
-    return found
 
 
 def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, captured: bool = False) -> int:

@@ -196,7 +196,7 @@ class Signatures:
         for owner, name in self._parameters:
             one = owner()._parameters[name]
             if one.requires_grad:
-                is_taken = not one.is_leaf or one._post_accumulate_grad_hooks or _OPTIMIZERS in vars(one)
+                is_taken = not one.is_leaf or one._post_accumulate_grad_hooks or _OPTIMIZERS in one.__dict__
                 if is_taken or one.grad is not None:
                     return False
         return True

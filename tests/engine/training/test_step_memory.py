@@ -12,7 +12,7 @@ from engine.process.distributed import World, data_parallel
 from engine.training import planner
 from engine.training.loop import accumulate_gradients
 from engine.training.planner import FakeTensors, fake_step, step_memory, update
-from keepless.made_tensors import Change, MadeTensors
+from keepless.made_tensors import MadeTensors
 from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from tests import runs
@@ -161,14 +161,6 @@ def test_with_several_devices_another_moment_can_be_the_peak():
     alone, several = (step_memory(config, 2, 72, devices) for devices in (1, 2))
     assert (alone.place, several.place) == ("backward", "forward")
     assert several.peak > alone.peak - alone.at_peak["gradients"] + several.at_peak["gradients"]
-
-
-def test_a_gradient_is_there_twice_until_the_next_tensor_is_made():
-    """DDP copies it into its bucket."""
-    one, gradient, two = (Change(number, size, "backward") for number, size in enumerate((3, 8, 5)))
-    freed = one._replace(bytes=-3)
-    found = planner._copied_at_once([one, gradient, freed, two, gradient._replace(bytes=-8)], {1})
-    assert found == [one, gradient, freed, gradient._replace(bytes=-8), two]
 
 
 def test_accumulated_gradients_lie_beside_the_buckets():
