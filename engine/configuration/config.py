@@ -1,6 +1,7 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and dataclasses to plain dictionaries and back."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,14 @@ from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
 
 Schema = TypeVar("Schema", bound=Keys)
+
+
+class PluginsNeeded(ValueError):
+    """A checkpoint names a choice that is unknown, and plugins that may have registered it are not loaded."""
+
+    def __init__(self, choice: str, names: Sequence[str]):
+        super().__init__(f"{choice}: registered by plugins=[{','.join(names)}], which is not given")
+        self.in_python = f"{choice} is registered by a module of your own: import {', '.join(names)} first"
 
 
 def register(name: str, schema: type) -> None:
@@ -93,13 +102,13 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
 
 
 def _check_plugins(values: dict, schema: type[Keys], source: str) -> None:
-    """Raise ValueError if a choice is unknown, and plugins that may have registered it are not loaded."""
-    absent = ",".join(name for name in values.get("plugins", ()) if name not in LOADED)
+    """Raise PluginsNeeded if a choice is unknown, and plugins that may have registered it are not loaded."""
+    absent = [name for name in values.get("plugins", ()) if name not in LOADED]
     for group, known in groups_of(schema).items() if absent else ():
         chosen = values.get(group) or {}
         names = [*chosen] if group in LISTS else [chosen.get("name")]
         if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"{source}: {group}={unknown[0]}: registered by plugins=[{absent}], which is not given")
+            raise PluginsNeeded(f"{source}: {group}={unknown[0]}", absent)
 
 
 def plain(config: Keys) -> dict:

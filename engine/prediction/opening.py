@@ -12,7 +12,7 @@ from datasets import fixed_crops
 from engine import assemble
 from engine.checkpoint import files
 from engine.checkpoint.random_states import ranks_of
-from engine.configuration.config import of_checkpoint
+from engine.configuration.config import PluginsNeeded, of_checkpoint
 from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
 from engine.process.distributed import device_of
@@ -68,9 +68,13 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
         options: how it predicts, e.g. `Prediction(device="cpu", window=Window(size=1024))` of
             `engine.schema.evaluation`; by default whole images, as in an evaluation, on CUDA if there is a device.
 
-    ValueError: the file cannot be read or is of another kind, or the options do not fit the network.
+    ValueError: the file cannot be read or is of another kind, the options do not fit the network, or modules that
+    register what it is made of are not imported.
     """
-    return open_checkpoint(checkpoint, options or Prediction()).network
+    try:
+        return open_checkpoint(checkpoint, options or Prediction()).network
+    except PluginsNeeded as error:
+        raise ValueError(error.in_python) from error
 
 
 def open_checkpoint(checkpoint: str | Path, options: Prediction) -> Opened:
