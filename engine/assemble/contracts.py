@@ -85,8 +85,8 @@ def imported(group: str, kind: type[Any]) -> Any:
 
 
 def own_keys(group: str, choice: Keys) -> dict[str, Any]:
-    """Arguments that a choice hands on: its own keys, without those of its group, and what its `more` adds."""
-    shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)}
+    """Arguments that a choice hands on: its own keys, without its group's and the contract's, and what `more` adds."""
+    shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)} | {*CONTRACTS[group].given}
     own = [entry for entry in fields(choice) if entry.name not in shared and entry.metadata.get("is_argument", True)]
     more: dict[str, Any] = getattr(choice, "more", dict)()  # it may also replace values
     return {entry.name: getattr(choice, entry.name) for entry in own} | more

@@ -27,9 +27,6 @@ class Norm:
     # leaky_relu, elu, identity, sigmoid or tanh; relu only with norms that keep x. null: relu with weights that were
     # trained with it (body=torchvision, body=timm, init.format=torchvision), else leaky_relu.
     activation: str | None = None
-    # Weight of the newest minibatch in the running statistics; null: what the network's library gives each norm of a
-    # body=torchvision or body=timm, else 0.1.
-    momentum: float | None = key(None, above=0, most=1)
 
     in_library_bodies: ClassVar[bool] = False  # whether it can take the place of norms of torchvision and timm
     inverts_activation: ClassVar[bool] = False  # in the backward pass, so that the activation cannot be relu
@@ -39,6 +36,7 @@ class Norm:
     only_float32: ClassVar[str] = ""
     to_share: ClassVar[str] = "norm=inplace norm.sync=true"  # keys by which processes share statistics
     sync = False  # whether they do; a key of norms that can
+    momentum = MOMENTUM  # a key of norms that have running statistics
 
     def compiles(self, device_type: str) -> bool:
         """Whether it may compile code for its first inputs. (On CUDA Triton's kernels take a second.)"""
@@ -60,6 +58,9 @@ class Norm:
 
 @dataclass
 class BatchNorm(Norm):
+    # Weight of the newest minibatch in the running statistics; null: what the network's library gives each norm of a
+    # body=torchvision or body=timm, else 0.1.
+    momentum: float | None = key(None, above=0, most=1)  # type: ignore[assignment]  # null: not given
     activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
     eps: float = key(1e-5, above=0)  # added to the variance
 
