@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
@@ -73,6 +74,12 @@ def configured(
                         if not named or named[0].partition("=")[0] in groups_of(schema):
                             raise
                         raise _for_users(name, named, error) from error
+                    except SystemExit as ended:
+                        *_, (last, line) = traceback.walk_tb(ended.__traceback__)
+                        if last.f_code is main.__code__:
+                            raise
+                        file = last.f_code.co_filename  # such as a plugin's, which would end a run without a word
+                        raise RuntimeError(f"{file}, line {line}, ends the program: {ended!r}") from ended
 
         return run
 
