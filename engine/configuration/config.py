@@ -9,8 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.process.console import logger
-from engine.process.plugins import LOADED, changed_since, name_of
+from engine.process.plugins import LOADED, name_of
 from engine.schema.commands import RUNS
 from engine.schema.keys import LISTS, Keys, alternative, check_values, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
@@ -68,8 +67,6 @@ def of_checkpoint(state: dict, source: str) -> TrainingRun:
     if state["task"] not in RUNS:
         raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(RUNS)}")
     config = from_plain(state["config"], RUNS[state["task"]], source)
-    if changed := changed_since(state.get("plugins", {})):
-        logger.warning(f"{source} was made with other versions of its plugins' files {', '.join(changed)}")
     try:
         check_values(config)
     except ValueError as error:

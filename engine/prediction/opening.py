@@ -17,6 +17,7 @@ from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
 from engine.process.distributed import device_of
 from engine.process.forward import Forward
+from engine.process.plugins import changed_since
 from engine.schema.classification import ImageNetData
 from engine.schema.evaluation import TEN_CROP, Prediction, TrainedNetwork
 from engine.schema.keys import refuse_other_tasks
@@ -48,6 +49,8 @@ def checkpoint_of(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
     path = files.file_of(options.checkpoint)
     state, options.checkpoint = files.load(path), str(path)
     config = of_checkpoint(state, f"checkpoint {path}")
+    if changed := changed_since(state.get("plugins", {})):
+        logger.warning(f"checkpoint {path} was made with other versions of its plugins' files {', '.join(changed)}")
     refuse_other_tasks(options, config.task, f"checkpoint {path}")
     return path, state, config
 
