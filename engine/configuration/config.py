@@ -77,35 +77,28 @@ def of_checkpoint(state: dict, source: str) -> TrainingRun:
 def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:
     """The inverse of `plain`; absent keys get their defaults.
 
-    ValueError: a key, or the type of a value, does not fit the schema. Names `source`.
+    ValueError: a key, or the type of a value, does not fit the schema (PluginsNeeded: nor a choice, which a plugin may
+    have registered that is not loaded). Names `source`.
     """
-    _check_plugins(values, schema, source)
+    absent = [name for name in values.get("plugins", ()) if name not in LOADED]
     try:
         merged = OmegaConf.structured(schema)
-        for name, alternatives in groups_of(schema).items():
-            chosen = values.get(name)
-            if name in LISTS:
-                kinds = {own: alternative(f"{name}.{own}", alternatives, own) for own in chosen or {}}
-                merged[name] = {own: OmegaConf.structured(kind) for own, kind in kinds.items()}
-                continue
-            choice = chosen.get("name") if isinstance(chosen, dict) else None
-            merged[name] = OmegaConf.structured(alternative(name, alternatives, choice))
+        for group, known in groups_of(schema).items():
+            given = values.get(group)
+            given = given if isinstance(given, dict) else {}
+            names = [*given] if group in LISTS else [given.get("name")]
+            if absent and (unknown := [name for name in names if name not in known]):
+                raise PluginsNeeded(f"{source}: {group}={unknown[0]}", absent)
+            made = {name: OmegaConf.structured(alternative(group, known, name)) for name in names}
+            merged[group] = made if group in LISTS else made[names[0]]
         # Without interpolations: a checkpoint must not read this machine's environment variables.
         literal = tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, values)
         config = OmegaConf.to_object(OmegaConf.merge(merged, literal))
+    except PluginsNeeded:
+        raise
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
     return cast(Schema, config)
-
-
-def _check_plugins(values: dict, schema: type[Keys], source: str) -> None:
-    """Raise PluginsNeeded if a choice is unknown, and plugins that may have registered it are not loaded."""
-    absent = [name for name in values.get("plugins", ()) if name not in LOADED]
-    for group, known in groups_of(schema).items() if absent else ():
-        chosen = values.get(group) or {}
-        names = [*chosen] if group in LISTS else [chosen.get("name")]
-        if unknown := [name for name in names if name not in known]:
-            raise PluginsNeeded(f"{source}: {group}={unknown[0]}", absent)
 
 
 def plain(config: Keys) -> dict:

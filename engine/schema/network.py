@@ -16,7 +16,6 @@ from models.released_norm import RELEASED_ACTIVATIONS
 MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
 MOMENTUM = 0.1  # of norms
 AnyNorm = TypeVar("AnyNorm", bound="Norm")
-AnyOurNorm = TypeVar("AnyOurNorm", bound="OurNorm")
 
 
 @dataclass
@@ -42,11 +41,11 @@ class Norm:
         """Whether it may compile code for its first inputs. (On CUDA Triton's kernels take a second.)"""
         return False
 
-    def eager(self: AnyNorm) -> AnyNorm:
+    def eager(self) -> "Norm":
         """The same norm, in a form that compiles nothing."""
         return self
 
-    def fused(self: AnyNorm) -> AnyNorm:
+    def fused(self) -> "Norm":
         """The same norm, as it runs on CUDA: for a plan, made on a CPU, of how much it keeps there."""
         return self
 
@@ -85,10 +84,10 @@ class OurNorm(BatchNorm):
     def compiles(self, device_type: str) -> bool:
         return self.backend == "compiled" or (self.backend == "auto" and device_type == "cpu")
 
-    def eager(self: AnyOurNorm) -> AnyOurNorm:
+    def eager(self) -> Norm:
         return replace(self, backend="eager")
 
-    def fused(self: AnyOurNorm) -> AnyOurNorm:
+    def fused(self) -> Norm:
         return replace(self, backend="compiled") if self.backend == "auto" else self
 
 
@@ -99,7 +98,7 @@ class StandardNorm(OurNorm):
     in_library_bodies: ClassVar[bool] = True
     builds: ClassVar[str] = "keepless.ABN"
 
-    def fused(self: AnyOurNorm) -> AnyOurNorm:  # two of PyTorch's operators, unless it is synchronised
+    def fused(self) -> Norm:  # two of PyTorch's operators, unless it is synchronised
         return super().fused() if self.sync else self
 
 
