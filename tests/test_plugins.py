@@ -12,7 +12,7 @@ import torch
 
 from engine.configuration import config as cfg
 from engine.configuration.choices import about_choice, choices
-from engine.configuration.plugins import load
+from engine.configuration.importing import load
 from engine.process import plugins
 from engine.schema.segmentation import SegmentationRun
 from tests import runs

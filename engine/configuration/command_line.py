@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration import plugins, sweep
+from engine.configuration import importing, sweep
 from engine.configuration.choices import CONFIGS, folders
 from engine.configuration.config import Schema, register, typed
 from engine.configuration.help import help_text
@@ -55,7 +55,7 @@ def configured(
             flags = {*HELP, *SHOW, *sweep.FLAGS, *["job"] * shows}
             words = [word for word in sys.argv[1:] if word not in flags]
             with errors_for_users("start it again" if sweeps else _again(words, schema)):
-                plugins.load(words)
+                importing.load(words)
                 if helps:
                     text = about or sys.modules[main.__module__].__doc__ or name
                     print(help_text(text, name, schema, composed(name, *words)))
