@@ -146,7 +146,7 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
     command, ended = [sys.executable, *start, *words], has_ended(run_dir, words, devices)
     changed = papers.changed_keys(config, experiment, devices)
     rows = [entry for name in (experiment, *papers.sharing(experiment)) for entry in papers.published(name)]
-    evaluate = [sys.executable, "eval.py", override("checkpoint", run_dir.resolve())]
+    evaluate = [sys.executable, "eval.py", *plugins.words(), override("checkpoint", run_dir.resolve())]
     evaluations = [[*evaluate, *each.split()] for each in dict.fromkeys(row.evaluation for row in rows) if each]
     return Training(f"{experiment}, seed {seed}", command, evaluations, missing, ended, devices, steps, changed)
 

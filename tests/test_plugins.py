@@ -12,7 +12,7 @@ import torch
 
 from engine.configuration import config as cfg
 from engine.configuration.choices import about_choice, choices
-from engine.configuration.plugins import load
+from engine.configuration.importing import load
 from engine.process import plugins
 from engine.schema.segmentation import SegmentationRun
 from tests import runs
@@ -183,6 +183,7 @@ def test_a_trained_network_is_given_further_scores(loading):
             r"there is no absent.py or package absent in .*, nor where Python looks; give its path",
         ),
         ("absent", None, "./absent.py", r"there is no such file, nor a package; expected a .py or a package's folder"),
+        ("ended", "raise SystemExit(1)\n", "ended", "cannot be imported: SystemExit: 1"),
         ("wrong", "import no_such\n", "wrong", r"cannot be imported: ModuleNotFoundError: No module named 'no_such'"),
         (
             "twice",

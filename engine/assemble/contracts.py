@@ -11,7 +11,7 @@ from datasets.row import Row
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.data import Data, Sampler, SegmentationData
-from engine.schema.keys import LISTS, Keys, groups_of
+from engine.schema.keys import Keys, chosen, groups_of
 from engine.schema.network import Body, Head, Norm
 from engine.schema.optim import LRSchedule, Optim
 from engine.schema.segmentation import Loss
@@ -70,8 +70,7 @@ def builder(group: str, choice: Keys) -> Callable[..., Any]:
 def check_choices(config: Keys) -> None:
     """Raise ValueError, naming the choice, if one of a run cannot be built as its contract says. Nothing is built."""
     for group in CONTRACTS.keys() & groups_of(type(config)).keys():
-        chosen = getattr(config, group)
-        for choice in chosen.values() if group in LISTS else [chosen]:
+        for _, choice in chosen(group, getattr(config, group)):
             builder(group, choice)
 
 
@@ -85,11 +84,13 @@ def imported(group: str, kind: type[Any]) -> Any:
 
 
 def own_keys(group: str, choice: Keys) -> dict[str, Any]:
-    """Arguments that a choice hands on: its own keys, without those of its group, and what its `more` adds."""
-    shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)}
+    """Arguments that a choice hands on: its own keys, without its group's and the contract's, and what `more` adds."""
+    shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)} | {*CONTRACTS[group].given}
     own = [entry for entry in fields(choice) if entry.name not in shared and entry.metadata.get("is_argument", True)]
-    more: dict[str, Any] = getattr(choice, "more", dict)()  # it may also replace values
-    return {entry.name: getattr(choice, entry.name) for entry in own} | more
+    found = {entry.name: getattr(choice, entry.name) for entry in own}
+    if group == "data" and found:
+        found["keys"] = "data."  # their prefix in messages
+    return found | getattr(choice, "more", dict)()  # which may also replace values
 
 
 def check_arguments(group: str, kind: type[Any], made: Callable[..., Any], own: Iterable[str]) -> None:

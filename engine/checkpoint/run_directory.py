@@ -17,6 +17,7 @@ from engine.configuration.config import fixed, of_checkpoint
 from engine.configuration.help import as_text
 from engine.process.console import logger
 from engine.process.output_files import NO_ROOM, explained, untouched
+from engine.process.plugins import name_of
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
@@ -185,6 +186,8 @@ class RunDirectory:
         if default and recorded.data.normalisation() == IMAGENET:  # the default of earlier versions
             config.data.mean, config.data.std = recorded.data.mean, recorded.data.std
         before, now = fixed(recorded), fixed(config)
+        if {*recorded.plugins} < {*map(name_of, config.plugins)}:  # more, such as a logger's, change nothing
+            now["plugins"] = before["plugins"]
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
             listed = "; ".join(

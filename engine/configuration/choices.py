@@ -40,14 +40,13 @@ def file_of(group: str, choice: str) -> Path | None:
 
 def about_choice(group: str, choice: str) -> str:
     """The first sentence of the comment at the top of a choice's file, or of its docstring."""
-    file = file_of(group, choice)
-    if file is None:
-        said = " ".join((CHOICES[group][choice].__doc__ or "").split())
-        return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
-    lines = file.read_text("utf-8").splitlines()
-    lines = [*itertools.takewhile(lambda line: line.startswith("#") and not line.startswith("# paper:"), lines)]
-    said = " ".join(line[1:].strip() for line in lines if "@package" not in line)
-    return re.split(r"(?<=\.) (?=[A-Z])", said)[0]
+    if (file := file_of(group, choice)) is None:
+        said = CHOICES[group][choice].__doc__ or ""
+    else:
+        lines = file.read_text("utf-8").splitlines()
+        comment = itertools.takewhile(lambda line: line.startswith("#") and not line.startswith("# paper:"), lines)
+        said = " ".join(line[1:] for line in comment if "@package" not in line)
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(said.split()))[0]
 
 
 def choices(group: str, schema: type) -> list[str]:

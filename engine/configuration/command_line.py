@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
@@ -16,13 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration import plugins, sweep
-from engine.configuration.choices import CONFIGS
+from engine.configuration import importing, sweep
+from engine.configuration.choices import CONFIGS, folders
 from engine.configuration.config import Schema, register, typed
 from engine.configuration.help import help_text
 from engine.configuration.texts import value_of
 from engine.process.distributed import launched, world_size
-from engine.process.plugins import LOADED
 from engine.process.stopping import errors_for_users
 from engine.schema.keys import Keys, declared_in, groups_of, quoted
 
@@ -55,8 +55,7 @@ def configured(
             flags = {*HELP, *SHOW, *sweep.FLAGS, *["job"] * shows}
             words = [word for word in sys.argv[1:] if word not in flags]
             with errors_for_users("start it again" if sweeps else _again(words, schema)):
-                if any(word.startswith("plugins=") for word in words):
-                    plugins.load(words)
+                importing.load(words)
                 if helps:
                     text = about or sys.modules[main.__module__].__doc__ or name
                     print(help_text(text, name, schema, composed(name, *words)))
@@ -73,6 +72,12 @@ def configured(
                         if not named or named[0].partition("=")[0] in groups_of(schema):
                             raise
                         raise _for_users(name, named, error) from error
+                    except SystemExit as ended:
+                        *_, (last, line) = traceback.walk_tb(ended.__traceback__)
+                        if last.f_code is main.__code__:
+                            raise
+                        file = last.f_code.co_filename  # such as a plugin's, which would end a run without a word
+                        raise RuntimeError(f"{file}, line {line}, ends the program: {ended!r}") from ended
 
         return run
 
@@ -132,8 +137,8 @@ def _of_choices(name: str, choices: list[str]) -> DictConfig:
     """Compose the choices of a command, also inside a program of Hydra's. Hydra makes no folders and writes no logs."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    folders = [quoted(f"file://{plugin.configs}") for plugin in LOADED.values() if plugin.configs is not None]
-    searched = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
+    _, *own = (quoted(f"file://{folder}") for folder in folders())
+    searched = [f"hydra.searchpath=[{','.join(own)}]"] if own else []
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             has_file = (CONFIGS / f"{name}.yaml").is_file()

@@ -1,6 +1,7 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and dataclasses to plain dictionaries and back."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
@@ -8,14 +9,21 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.process.console import logger
-from engine.process.plugins import LOADED, changed_since, name_of
+from engine.process.plugins import LOADED, name_of
 from engine.schema.commands import RUNS
 from engine.schema.keys import LISTS, Keys, alternative, check_values, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
 
 Schema = TypeVar("Schema", bound=Keys)
+
+
+class PluginsNeeded(ValueError):
+    """A checkpoint names a choice that is unknown, and plugins that may have registered it are not loaded."""
+
+    def __init__(self, choice: str, names: Sequence[str]):
+        super().__init__(f"{choice}: registered by plugins=[{','.join(names)}], which is not given")
+        self.in_python = f"{choice} is registered by a module of your own: import {', '.join(names)} first"
 
 
 def register(name: str, schema: type) -> None:
@@ -59,8 +67,6 @@ def of_checkpoint(state: dict, source: str) -> TrainingRun:
     if state["task"] not in RUNS:
         raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(RUNS)}")
     config = from_plain(state["config"], RUNS[state["task"]], source)
-    if changed := changed_since(state.get("plugins", {})):
-        logger.warning(f"{source} was made with other versions of its plugins' files {', '.join(changed)}")
     try:
         check_values(config)
     except ValueError as error:
@@ -71,35 +77,28 @@ def of_checkpoint(state: dict, source: str) -> TrainingRun:
 def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:
     """The inverse of `plain`; absent keys get their defaults.
 
-    ValueError: a key, or the type of a value, does not fit the schema. Names `source`.
+    ValueError: a key, or the type of a value, does not fit the schema (PluginsNeeded: nor a choice, which a plugin may
+    have registered that is not loaded). Names `source`.
     """
-    _check_plugins(values, schema, source)
+    absent = [name for name in values.get("plugins", ()) if name not in LOADED]
     try:
         merged = OmegaConf.structured(schema)
-        for name, alternatives in groups_of(schema).items():
-            chosen = values.get(name)
-            if name in LISTS:
-                kinds = {own: alternative(f"{name}.{own}", alternatives, own) for own in chosen or {}}
-                merged[name] = {own: OmegaConf.structured(kind) for own, kind in kinds.items()}
-                continue
-            choice = chosen.get("name") if isinstance(chosen, dict) else None
-            merged[name] = OmegaConf.structured(alternative(name, alternatives, choice))
+        for group, known in groups_of(schema).items():
+            given = values.get(group)
+            given = given if isinstance(given, dict) else {}
+            names = [*given] if group in LISTS else [given.get("name")]
+            if absent and (unknown := [name for name in names if name not in known]):
+                raise PluginsNeeded(f"{source}: {group}={unknown[0]}", absent)
+            made = {name: OmegaConf.structured(alternative(group, known, name)) for name in names}
+            merged[group] = made if group in LISTS else made[names[0]]
         # Without interpolations: a checkpoint must not read this machine's environment variables.
         literal = tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, values)
         config = OmegaConf.to_object(OmegaConf.merge(merged, literal))
+    except PluginsNeeded:
+        raise
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
     return cast(Schema, config)
-
-
-def _check_plugins(values: dict, schema: type[Keys], source: str) -> None:
-    """Raise ValueError if a choice is unknown, and plugins that may have registered it are not loaded."""
-    absent = ",".join(name for name in values.get("plugins", ()) if name not in LOADED)
-    for group, known in groups_of(schema).items() if absent else ():
-        chosen = values.get(group) or {}
-        names = [*chosen] if group in LISTS else [chosen.get("name")]
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"{source}: {group}={unknown[0]}: registered by plugins=[{absent}], which is not given")
 
 
 def plain(config: Keys) -> dict:

@@ -12,11 +12,12 @@ from datasets import fixed_crops
 from engine import assemble
 from engine.checkpoint import files
 from engine.checkpoint.random_states import ranks_of
-from engine.configuration.config import of_checkpoint
+from engine.configuration.config import PluginsNeeded, of_checkpoint
 from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
 from engine.process.distributed import device_of
 from engine.process.forward import Forward
+from engine.process.plugins import changed_since
 from engine.schema.classification import ImageNetData
 from engine.schema.evaluation import TEN_CROP, Prediction, TrainedNetwork
 from engine.schema.keys import refuse_other_tasks
@@ -48,6 +49,8 @@ def checkpoint_of(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
     path = files.file_of(options.checkpoint)
     state, options.checkpoint = files.load(path), str(path)
     config = of_checkpoint(state, f"checkpoint {path}")
+    if changed := changed_since(state.get("plugins", {})):
+        logger.warning(f"checkpoint {path} was made with other versions of its plugins' files {', '.join(changed)}")
     refuse_other_tasks(options, config.task, f"checkpoint {path}")
     return path, state, config
 
@@ -68,9 +71,13 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
         options: how it predicts, e.g. `Prediction(device="cpu", window=Window(size=1024))` of
             `engine.schema.evaluation`; by default whole images, as in an evaluation, on CUDA if there is a device.
 
-    ValueError: the file cannot be read or is of another kind, or the options do not fit the network.
+    ValueError: the file cannot be read or is of another kind, the options do not fit the network, or modules that
+    register what it is made of are not imported.
     """
-    return open_checkpoint(checkpoint, options or Prediction()).network
+    try:
+        return open_checkpoint(checkpoint, options or Prediction()).network
+    except PluginsNeeded as error:
+        raise ValueError(error.in_python) from error
 
 
 def open_checkpoint(checkpoint: str | Path, options: Prediction) -> Opened:

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-LOADED: dict[str, "Plugin"] = {}  # by name; only `engine.configuration.plugins.load` fills it
+LOADED: dict[str, "Plugin"] = {}  # by name; only `engine.configuration.importing.load` fills it
 
 
 class Plugin(NamedTuple):

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from datasets.class_names import ORDERS, two_orders
-from engine.schema.data import KEYS, Data
+from engine.schema.data import Data
 from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, changed
 from engine.schema.keys import choice, group, key
 from engine.schema.training import Trainer, TrainingRun
@@ -39,9 +39,6 @@ class ClassFoldersData(ImageNetData):
     # How class folders are sorted: as text (0, 1, 10, 2; null does too) or by the numbers in their names (0, 1, 2, 10).
     # Give it for files that name no classes if the orders differ.
     class_order: str | None = key(None, one_of=ORDERS)
-
-    def more(self) -> dict[str, Any]:
-        return {"keys": KEYS}
 
     @property
     def order_key(self) -> str | None:

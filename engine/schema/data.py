@@ -12,7 +12,6 @@ from datasets.transforms import padded_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
 from models.checkpoints.published import IMAGENET, Normalisation
 
-KEYS = "data."  # the prefix of keys in a dataset's messages
 _MUCH_PADDING, _LITTLE_PADDING = 0.25, 0.15  # shares of a crop
 _CROP_STEP = 16  # pixels, between sizes of crops that are advised
 
@@ -153,9 +152,6 @@ class CocoStuffData(SegmentationData):
     lists: str = key("challenge", one_of=LISTS)  # the 40k / 5k images of the 2017 challenge, or all 118k / 5k
     builds: ClassVar[str] = "datasets.coco_stuff.COCO_STUFF"
 
-    def more(self) -> dict[str, Any]:
-        return {"keys": KEYS}
-
 
 @choice("data")
 @dataclass
@@ -166,9 +162,6 @@ class FolderData(SegmentationData):
     label_folder: str = "labels"  # name of the labels' folder, beside images; images itself if there is a label_suffix
     label_suffix: str = ""  # a label's name is its image's name plus this, such as _mask
     builds: ClassVar[str] = "datasets.folder.FOLDER"
-
-    def more(self) -> dict[str, Any]:
-        return {"keys": KEYS}
 
 
 @choice("data")

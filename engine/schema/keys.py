@@ -90,9 +90,9 @@ def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any
             yield from leaves(value, f"{name}.")
         elif entry.name in LISTS:
             yield name, [*value], entry
-            for own, chosen in value.items():
-                for below, each, of_own in leaves(chosen, f"{name}.{own}."):
-                    yield below, each, entry if entry.metadata["free_on_resume"] else of_own
+            for place, one in chosen(name, value):
+                for below, each, own in leaves(one, f"{place}."):
+                    yield below, each, entry if entry.metadata["free_on_resume"] else own
         else:
             yield name, value, entry
 
@@ -136,7 +136,7 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
             raise ValueError(f"{group}={name}: {own.__name__} is no dataclass: write @dataclass below @choice")
         if not re.fullmatch(r"[\w.]+\.\w+", getattr(own, "builds", "")):
             raise ValueError(f'{group}={name}: {own.__name__} needs builds: ClassVar[str] = "module.Name"')
-        if (other := known.get(name, own)) is not own and _place(other) != _place(own):
+        if _place(other := known.get(name, own)) != _place(own):
             raise ValueError(f"{group}={name} is registered twice: in {_file(other)} and in {_file(own)}; rename one")
         own.is_base = is_base
         known[name] = own
@@ -171,6 +171,11 @@ def group(used: tuple[str, ...] = ()) -> Any:
 def several(*, free_on_resume: bool = False) -> Any:
     """A group of LISTS: {name: choice} of all that are chosen, in this order. Its type is dict[str, base class]."""
     return field(default_factory=dict, metadata={"is_group": True, "free_on_resume": free_on_resume})
+
+
+def chosen(group: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """("norm", choice), or ("scores.NAME", choice) of each that a group of LISTS has: where its keys are."""
+    return [(f"{group}.{name}", one) for name, one in value.items()] if group in LISTS else [(group, value)]
 
 
 def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Any]]]:
@@ -228,16 +233,13 @@ def check_values(config: Keys, prefix: str = "") -> None:
         value, name = getattr(config, entry.name), prefix + entry.name
         if str(value).lower() == "false" and "false" in (entry.metadata.get("one_of") or ()):
             setattr(config, entry.name, value := "false")
-        if entry.name in LISTS:
-            for own, chosen in value.items():
-                if type(chosen) is not alternative(f"{name}.{own}", groups[entry.name], own) or chosen.name != own:
-                    raise ValueError(f"{name}.{own}.name={chosen.name} does not change it: give {name}=[{chosen.name}]")
-                check_values(chosen, f"{name}.{own}.")
-        elif "is_group" in entry.metadata:
-            selected = value and value.name
-            if type(value) is not alternative(name, groups[entry.name], selected):
-                raise ValueError(f"{name}.name={selected} does not change the {name}: give {name}={selected}")
-        if isinstance(value, Keys):
+        if "is_group" in entry.metadata:
+            for place, one in chosen(name, value):
+                selected = one and one.name
+                if type(one) is not alternative(place, groups[name], selected):
+                    raise ValueError(f"{place}.name={selected} does not change the {name}: give {name}={selected}")
+                check_values(one, f"{place}.")
+        elif isinstance(value, Keys):
             check_values(value, f"{name}.")
         else:
             _check_bounds(name, value, entry, hints[entry.name])

@@ -16,7 +16,6 @@ from models.released_norm import RELEASED_ACTIVATIONS
 MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
 MOMENTUM = 0.1  # of norms
 AnyNorm = TypeVar("AnyNorm", bound="Norm")
-AnyOurNorm = TypeVar("AnyOurNorm", bound="OurNorm")
 
 
 @dataclass
@@ -27,9 +26,6 @@ class Norm:
     # leaky_relu, elu, identity, sigmoid or tanh; relu only with norms that keep x. null: relu with weights that were
     # trained with it (body=torchvision, body=timm, init.format=torchvision), else leaky_relu.
     activation: str | None = None
-    # Weight of the newest minibatch in the running statistics; null: what the network's library gives each norm of a
-    # body=torchvision or body=timm, else 0.1.
-    momentum: float | None = key(None, above=0, most=1)
 
     in_library_bodies: ClassVar[bool] = False  # whether it can take the place of norms of torchvision and timm
     inverts_activation: ClassVar[bool] = False  # in the backward pass, so that the activation cannot be relu
@@ -39,16 +35,17 @@ class Norm:
     only_float32: ClassVar[str] = ""
     to_share: ClassVar[str] = "norm=inplace norm.sync=true"  # keys by which processes share statistics
     sync = False  # whether they do; a key of norms that can
+    momentum = MOMENTUM  # a key of norms that have running statistics
 
     def compiles(self, device_type: str) -> bool:
         """Whether it may compile code for its first inputs. (On CUDA Triton's kernels take a second.)"""
         return False
 
-    def eager(self: AnyNorm) -> AnyNorm:
+    def eager(self) -> "Norm":
         """The same norm, in a form that compiles nothing."""
         return self
 
-    def fused(self: AnyNorm) -> AnyNorm:
+    def fused(self) -> "Norm":
         """The same norm, as it runs on CUDA: for a plan, made on a CPU, of how much it keeps there."""
         return self
 
@@ -60,6 +57,9 @@ class Norm:
 
 @dataclass
 class BatchNorm(Norm):
+    # Weight of the newest minibatch in the running statistics; null: what the network's library gives each norm of a
+    # body=torchvision or body=timm, else 0.1.
+    momentum: float | None = key(None, above=0, most=1)  # type: ignore[assignment]  # null: not given
     activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
     eps: float = key(1e-5, above=0)  # added to the variance
 
@@ -84,10 +84,10 @@ class OurNorm(BatchNorm):
     def compiles(self, device_type: str) -> bool:
         return self.backend == "compiled" or (self.backend == "auto" and device_type == "cpu")
 
-    def eager(self: AnyOurNorm) -> AnyOurNorm:
+    def eager(self) -> Norm:
         return replace(self, backend="eager")
 
-    def fused(self: AnyOurNorm) -> AnyOurNorm:
+    def fused(self) -> Norm:
         return replace(self, backend="compiled") if self.backend == "auto" else self
 
 
@@ -98,7 +98,7 @@ class StandardNorm(OurNorm):
     in_library_bodies: ClassVar[bool] = True
     builds: ClassVar[str] = "keepless.ABN"
 
-    def fused(self: AnyOurNorm) -> AnyOurNorm:  # two of PyTorch's operators, unless it is synchronised
+    def fused(self) -> Norm:  # two of PyTorch's operators, unless it is synchronised
         return super().fused() if self.sync else self
 
 

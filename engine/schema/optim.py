@@ -108,8 +108,7 @@ class MultiStep(LRSchedule):
     name: str = "multistep"
     factor: float = key(0.1, above=0, most=1)  # multiplies the rate after each of these epochs or steps
     epochs: list[int] | None = key(None, above=0)  # epochs after which the rate changes; or give steps
-    # Steps after which the rate changes.
-    steps: list[int] | None = key(None, above=0, is_argument=False)
+    steps: list[int] | None = key(None, above=0)  # steps after which the rate changes
     builds: ClassVar[str] = "engine.assemble.lr_schedules.multistep"
 
     def more(self) -> dict[str, Any]:

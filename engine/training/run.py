@@ -95,7 +95,7 @@ class Run(Generic[Config, Split]):
         for name, own in self.config.logger.items() if self.world.first else ():
             try:
                 self.loggers[name] = builder("logger", own)(self.directory.path, config=self.plain_config)
-            except Exception as error:  # anything, from a service that is not ours
+            except (Exception, SystemExit) as error:  # anything, from a service that is not ours
                 raise ValueError(f"logger={name} cannot begin: {type(error).__name__}: {error}") from error
         self.metrics = MetricsLogger(
             self.directory.path if self.world.first else None,
@@ -138,7 +138,7 @@ class Run(Generic[Config, Split]):
         for name, own in self.loggers.items():
             try:
                 own.end(status)
-            except Exception as error:  # anything, from a service that is not ours
+            except (Exception, SystemExit) as error:  # anything, from a service that is not ours
                 logger.warning(f"logger={name}: {type(error).__name__}: {error}")
 
     def _why_ended(self) -> str:

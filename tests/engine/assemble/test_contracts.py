@@ -12,14 +12,16 @@ from torch import nn
 from datasets import ClassificationDataset, SegmentationDataset
 from datasets.row import Row
 from engine.assemble.contracts import CONTRACTS, builder, check_arguments, imported, own_keys
+from engine.assemble.network import norm_act
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES, choice, groups_of, key
-from engine.schema.network import Head
+from engine.schema.network import Head, Norm
 from engine.schema.segmentation import Loss, SegmentationRun
 from keepless import ABN
 from models.bodies import Body
 from tests.choices import forgotten
 from tests.engine.test_every_key import made
+from tests.runs import run_config
 
 OURS = [(group, name) for group, known in CHOICES.items() for name, own in known.items() if own.__module__ != __name__]
 
@@ -27,6 +29,18 @@ OURS = [(group, name) for group, known in CHOICES.items() for name, own in known
 class Package(nn.Module):
     def __init__(self, channels: int, activation: str, momentum: float, activation_param: float, eps: float):
         super().__init__()
+
+
+@dataclass
+class GroupNorm(Norm):
+    name: str = "in_groups"
+    builds: ClassVar[str] = f"{__name__}.Groups"
+
+
+class Groups(nn.Module):
+    def __init__(self, channels: int, activation: str, momentum: float):
+        super().__init__()
+        self.momentum = momentum
 
 
 class Index:
@@ -149,6 +163,15 @@ def test_a_choice_that_breaks_its_contract_is_refused_by_name(builds, problem, r
     with pytest.raises(ValueError) as error:
         builder("loss", Broken())
     assert str(error.value).startswith(f"loss=broken builds {builds}, {problem}")
+
+
+def test_a_norm_without_running_statistics_has_no_momentum(registry):
+    """It is called with the usual one, as every norm; a key that it would ignore does not exist."""
+    choice("norm")(GroupNorm)
+    assert norm_act(run_config("norm=in_groups").norm)(4).momentum == 0.1
+    with pytest.raises(ValueError, match="norm.momentum is for norm=std and .*; another norm is chosen"):
+        run_config("norm=in_groups", "norm.momentum=0.5")
+    assert norm_act(run_config("norm=std", "norm.momentum=0.5").norm)(4).momentum == 0.5
 
 
 def test_a_class_that_is_no_choice_is_refused(registry):

@@ -295,6 +295,7 @@ def test_a_folder_is_named_by_what_makes_its_run_another(tmp_path):
 
 def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
     config = run_config(f"run_dir={tmp_path}", "resume=auto", "sampler=class_uniform")
+    config.plugins = ["ours"]
     run, keys = run_in(tmp_path, config, 1), cfg.flat(cfg.plain(config))
     assert FREE_ON_RESUME <= keys.keys()
     monkeypatch.setattr(
@@ -311,6 +312,17 @@ def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
             )
             with pytest.raises(ValueError, match=re.escape(expected)):
                 run.checkpoint_to_resume(now, total_steps=9, files={})
+
+
+def test_a_resumed_run_may_have_more_plugins_in_any_order_and_none_fewer(tmp_path, config, monkeypatch):
+    """One may only register a logger, which a resumed run may add."""
+    recorded = with_key(config, "plugins", ["mine", "ours"])
+    monkeypatch.setattr("engine.checkpoint.run_directory.of_checkpoint", lambda *_: recorded)
+    run = run_in(tmp_path, recorded, 1)
+    for given in (["ours", "mine"], ["ours", "tracked", "elsewhere/mine.py"]):
+        assert resumed(run, with_key(config, "plugins", given)) == 1
+    with pytest.raises(ValueError, match=re.escape("plugins was [mine,ours] and is [ours,tracked]. Give the same")):
+        resumed(run, with_key(config, "plugins", ["tracked", "ours"]))
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, config, monkeypatch):

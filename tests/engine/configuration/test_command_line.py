@@ -149,6 +149,19 @@ def test_a_stop_says_how_to_go_on_also_where_there_is_no_log(command, function, 
     assert caplog.record_tuples[-1][1:] == (logging.WARNING, f"stopped; exit status 75: {again}")  # Python prints these
 
 
+def test_only_a_command_s_own_function_ends_it_with_a_status(monkeypatch):
+    """sys.exit(1) in a plugin, or in what it calls, ended a training without a word."""
+    main = importlib.import_module("train_seg")
+    monkeypatch.setattr(main, "train", lambda *_: sys.exit(1))
+    monkeypatch.setattr(sys, "argv", ["train_seg.py"])
+    with pytest.raises(RuntimeError, match=rf"^{re.escape(__file__)}, line \d+, ends the program: SystemExit\(1\)$"):
+        main.main()
+    verify = importlib.import_module("scripts.verify_data")
+    monkeypatch.setattr(verify, "verify_data", lambda _: {"train": {"problems": ["a"]}})
+    with pytest.raises(SystemExit, match="^True$"):
+        verify.main()
+
+
 @dataclass
 class Plain:
     own: int = 1  # of the class

@@ -14,7 +14,7 @@ from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
 from engine.prediction import predictors
-from engine.prediction.opening import open_network, predictor
+from engine.prediction.opening import open_checkpoint, open_network, predictor
 from engine.prediction.programs import exported
 from engine.process.forward import Forward
 from engine.schema.evaluation import Prediction, Window
@@ -36,6 +36,20 @@ def file(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("trained") / "net.pt"
     saved(file, run_config("data=camvid", "data.base_size=48"), CLASSES, palette=[[n, n, n] for n in range(11)])
     return file
+
+
+def test_what_a_checkpoint_is_made_of_must_be_imported_before(file, tmp_path):
+    """A command is given plugins=[…]; a Python program imports them itself."""
+    state = checkpoint.load(file)
+    state["config"] |= {"plugins": ["mine", "own.losses"], "loss": {"name": "focal", "gamma": 1.0}}
+    torch.save(state, tmp_path / "net.pt")
+    problem = f"checkpoint {tmp_path / 'net.pt'}: loss=focal"
+    needed = f"{problem} is registered by a module of your own: import mine, own.losses first"
+    with pytest.raises(ValueError, match=f"^{re.escape(needed)}$"):
+        open_network(tmp_path / "net.pt")
+    needed = re.escape(f"{problem}: registered by plugins=[mine,own.losses], which is not given")
+    with pytest.raises(ValueError, match=f"^{needed}$"):
+        open_checkpoint(tmp_path / "net.pt", Prediction())
 
 
 def test_the_example_in_python_runs(file, tmp_path, monkeypatch):

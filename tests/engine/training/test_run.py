@@ -91,6 +91,15 @@ def test_a_run_whose_classes_were_renamed_is_not_told_to_restore_its_checkpoint(
         Run._resume(run, MagicMock(), {"classes": ["sky", "class_1"]})
 
 
+@pytest.mark.parametrize("problem", [ValueError("gone"), SystemExit(1)])
+def test_what_a_logger_does_at_the_end_changes_nothing(problem, monkeypatch):
+    told, said = [], []
+    monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=said.append))
+    run = MagicMock(loggers={"bad": MagicMock(end=MagicMock(side_effect=problem)), "good": MagicMock(end=told.append)})
+    Run.ended(run, "finished")
+    assert told == ["finished"] and said == [f"logger=bad: {type(problem).__name__}: {problem}"]
+
+
 def test_a_run_computes_with_the_arithmetic_of_its_keys(tmp_path):
     keys = ("trainer.deterministic=true", "trainer.tf32=true", f"run_dir={tmp_path}", "data.verify=false")
     try:

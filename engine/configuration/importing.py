@@ -45,7 +45,7 @@ def _load(given: str) -> None:
             f"{KEY}=[{given}]: there is no {name}.py or package {name} in {Path.cwd()}, nor where Python looks; give "
             f"its path"
         ) from error
-    except Exception as error:  # a module may raise anything
+    except (Exception, SystemExit) as error:  # a module may raise anything
         raise _failed(given, error) from error
     found = Path(module.__file__ or "").resolve()
     if file not in (None, found):
@@ -90,5 +90,5 @@ def _modules() -> set[str]:
     return {own.__module__ for known in CHOICES.values() for own in known.values()}
 
 
-def _failed(given: str, error: Exception) -> ValueError:
+def _failed(given: str, error: BaseException) -> ValueError:
     return ValueError(f"{KEY}=[{given}] cannot be imported: {type(error).__name__}: {error}")
