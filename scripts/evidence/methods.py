@@ -36,9 +36,9 @@ class WithLoss(nn.Module):
         return torch.stack([output.square().mean() for output in tree_leaves(self.run(inputs))]).sum()
 
 
-def training_step(network: nn.Module, inputs: Tensor, precision: str) -> None:
-    """Forward and backward pass. Gradients already exist, and are zeroed first."""
-    network.zero_grad(set_to_none=False)
+def training_step(network: nn.Module, inputs: Tensor, precision: str, frees: bool = False) -> None:
+    """Forward and backward pass. Before it, gradients are zeroed, or freed."""
+    network.zero_grad(set_to_none=frees)
     with autocast(inputs.device.type, precision):
         loss = network(inputs)
     loss.backward()
@@ -100,12 +100,22 @@ def deviation(gradients: Tensor, reference: Tensor) -> float:
 
 
 def counted(
-    network: WithLoss, method: str, inputs: Tensor, precision: str, reference: Tensor, **facts: int
+    network: WithLoss,
+    method: str,
+    inputs: Tensor,
+    precision: str,
+    reference: Tensor,
+    frees: bool = False,
+    **facts: int,
 ) -> tuple[dict, Step]:
-    """What a method saves, its peak and how far its gradients are from the `reference`; and its step, warmed up."""
-    step, device = partial(training_step, network, inputs, precision), inputs.device.type
+    """What a method saves, its peak and how far its gradients are from the `reference`; and its step, warmed up.
+
+    `frees`: steps free gradients first, so peaks include those that have come.
+    """
+    step, device = partial(training_step, network, inputs, precision, frees), inputs.device.type
     for _ in range(WARM_UP_STEPS):
         step()
+    network.zero_grad(set_to_none=frees)  # not within what is measured
     row: dict = {**facts, "peak_bytes": peak_bytes(step, device)}
     if method in METHODS and method != ON_CPU:
         with autocast(device, precision):

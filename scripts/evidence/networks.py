@@ -2,6 +2,7 @@
 
     python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
+    python -m scripts.evidence.networks only=[transformers/bert] gradients=freed out=FILE.json
     python -m scripts.evidence.networks only=[resnet50] shares=[.3,.4,.5,.6,.8] precisions=[bfloat16] out=FILE.json
 
 FILE.png shows memory against time.
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from engine.schema.keys import key
 from keepless import plan, recompute_activations
+from keepless.recompute.signatures.plans import FEWEST
 from scripts.evidence import methods, zoo
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, NOT_CAPTURED, ON_CPU, PLAIN, RECOMPUTED, WithLoss
 from scripts.evidence.zoo import NETWORKS
@@ -40,6 +42,13 @@ class NetworksArguments(frame.CapturedArguments):
     precisions: list[str] = key(["float32"], one_of=PRECISIONS)  # bfloat16 is autocast
     shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the baseline's peak: budgets
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
+    # Before a step, zeroed in place (kept), or freed, as zero_grad() does: then all bytes, also those of budgets, are
+    # with those that have come.
+    gradients: str = key("kept", one_of=("kept", "freed"))
+
+    @property
+    def frees(self) -> bool:
+        return self.gradients == "freed"
 
 
 def items(arguments: NetworksArguments) -> dict[str, tuple]:
@@ -57,7 +66,9 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
     steps = Steps(arguments.device, "method", network=name, precision=precision)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         reference = methods.gradients_of(WithLoss(plain), inputs, precision)
-        counted = partial(methods.counted, inputs=inputs, precision=precision, reference=reference)
+        counted = partial(
+            methods.counted, inputs=inputs, precision=precision, reference=reference, frees=arguments.frees
+        )
         for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
             network = copy.deepcopy(plain)
             trained = WithLoss(network, methods.forward_of(network, method, arguments.compiler))
@@ -75,31 +86,38 @@ def within_budgets(
 ) -> None:
     """Add the network with budgets: shares of its peak, and the peak and time of activation checkpointing."""
     checkpoints = steps.rows.get(BLOCKS, {}).get("peak_bytes")
-    asked: dict[str, float | int] = {f"{share:.0%} of plain": share for share in arguments.shares}
-    asked |= {AS_BLOCKS: checkpoints} if checkpoints else {}
+    network = WithLoss(copy.deepcopy(plain))
+    for parameter in [] if arguments.frees else network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     with autocast(arguments.device, precision):
-        planned = plan(WithLoss(copy.deepcopy(plain)), inputs, [*asked.values(), *TRIED, 1.0])
+        first = plan(network, inputs, 1.0)
+        asked = {f"{share:.0%} of plain": int(share * first.plain) for share in arguments.shares}
+        asked |= {AS_BLOCKS: checkpoints} if checkpoints else {}
+        wanted = [*asked.values(), *(int(share * first.plain) for share in TRIED)]
+        planned = plan(network, inputs, [*filter(FEWEST.__lt__, (one - first.gradients for one in wanted)), 1.0])
     if checkpoints:
         both = {method: steps.steps[method] for method in (PLAIN, BLOCKS)}
         plain_ms, blocks_ms = map(statistics.median, timed(both, arguments.rounds, arguments.device).values())
         fast = [row.peak for row in planned.rows if row.seconds <= max(0.0, blocks_ms / plain_ms - 1 - HOST)]
         asked[IN_TIME_OF_BLOCKS] = min(fast, default=planned.plain)
-    for label, wanted in {**asked, LEAST: planned.least}.items():
-        budget = int(wanted * planned.plain) if isinstance(wanted, float) else wanted
-        if budget < planned.least and label != AS_BLOCKS:
+    least = planned.least + planned.gradients
+    for label, limit in {**asked, LEAST: least}.items():
+        if limit < least and label != AS_BLOCKS:
             continue  # no plan reaches this share
-        budget = max(budget, planned.least)
+        limit = max(limit, least)
+        budget = max(limit - planned.gradients, FEWEST)
         # The budget for a limit of time is the peak of the plan.
-        peak = next((row.peak for row in planned.rows if budget in (row.budget, row.peak)), planned.least)
+        peak = next((row.peak for row in planned.rows if budget == row.budget or limit == row.peak), least)
         trained = WithLoss(copy.deepcopy(plain))
         recompute_activations(trained, budget=budget)
-        steps.add(label, partial(counted, trained, label, budget_bytes=budget, planned_bytes=peak))
+        steps.add(label, partial(counted, trained, label, budget_bytes=limit, planned_bytes=peak))
 
 
 def about(arguments: dict) -> tuple[str, str]:
     images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
     title = f"Memory and time of known networks, on {arguments['device'].upper()}"
-    return title, f"{arguments['rounds']} rounds; {images}"
+    freed = "; gradients are freed before each step, and bytes include those that have come"
+    return title, f"{arguments['rounds']} rounds; {images}" + freed * (arguments.get("gradients") == "freed")
 
 
 def sections(call: dict, picture: str) -> Iterator[str]:
