@@ -36,6 +36,7 @@ COMMANDS = (  # program, minutes on one H100 with 16 cores, arguments or the who
     *(("train_seg", 1.5, ARM.format("std_equal_time", seed) + " trainer.steps=N_STEPS") for seed in range(3)),
     *(("networks", 3.0, f"{NETWORKS} precisions=[{one}] only=[resnet50]") for one in ("bfloat16", "float32")),
     ("networks", 4.0, f"{NETWORKS} precisions=[bfloat16] only=[vit_b_16,convnext_tiny]"),
+    ("networks", 4.0, f"{NETWORKS} precisions=[bfloat16] gradients=freed only=[resnet50,vit_b_16]"),
     ("steps", 4.0, f"{STEPS} parts=[card] recipe=table3/cityscapes_resnext101_inplace_fixed_crop crops=4"),
     ("steps", 3.0, f"{STEPS} parts=[card] recipe=table3/cityscapes_wrn38_inplace_fixed_crop crops=5"),
     ("steps", 3.0, f"{STEPS} parts=[capture] recipe=table3/cityscapes_resnext101_inplace_fixed_crop crops=4"),
