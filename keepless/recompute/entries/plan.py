@@ -1,7 +1,7 @@
 """What one sequence of calls keeps or recomputes, and the policy that follows such plans."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -29,6 +29,7 @@ class Plan:
     flags: bytes  # of each call
     peak: int = 0  # bytes
     plain: int = 0  # bytes at the peak of the baseline, which recomputes nothing
+    remarks: Sequence[tuple[str, str]] = field(default=(), compare=False)  # subjects and texts of warnings about it
 
     @property
     def fits(self) -> bool:

@@ -142,7 +142,7 @@ class Recording(TorchFunctionMode):
         self.around: list[Hooks] = []  # hooks around ours
         self.kept: Sequence[KeptTensor] = ()  # at the end
         self.lesson: Lesson | None = None  # notes about the calls, to learn a script from them
-        self.followed: tuple[Any, Any] = (None, None)  # the signature of the inputs, and the way that the pass follows
+        self.signature: Any = None  # of the inputs
         self.modes = 0  # number of dispatch modes around
         self.left: weakref.ref[nn.Module] | None = None  # the module in which a call does not fit its entry any more
         self.mode: type | None = None  # one around that may change what calls compute

@@ -49,18 +49,11 @@ def _pauses_are_explained() -> Iterator[None]:
             _log.warning("planned in %.1f s", seconds)
 
 
-class Planned(NamedTuple):
-    """A plan, and what users should know about it."""
-
-    plan: Plan
-    remarks: list[tuple[str, str]]  # subjects and texts of warnings
-
-
 class Plans(NamedTuple):
     """The plans for one size of inputs."""
 
-    there: Planned  # for passes before which parameters have gradients, to which theirs are added
-    coming: Planned  # for passes before which none has; the same object if it makes no difference
+    there: Plan  # for passes before which parameters have gradients, to which theirs are added
+    coming: Plan | None  # for passes before which none has; the same object if it makes no difference
 
 
 class Planner:
@@ -79,12 +72,12 @@ class Planner:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        known: Plans | None = None,
+        known: Plan | None = None,
         missed: bool = False,
     ) -> Plans | None:
         """The plans of passes with these arguments; None if there can be none.
 
-        `known`: the last plans of this size. `missed`: already the pass for which they were made diverged from its own.
+        `known`: the last plan of such passes. `missed`: already the pass for which it was made diverged from it.
         """
         self.error = None
         learns = [*module.parameters(), *tensors_in((args, kwargs))]
@@ -96,12 +89,12 @@ class Planner:
         except Exception as error:  # a network may raise anything
             self.error = error
             return None
-        is_known = known is not None and known.there.plan.calls == step.calls
+        is_known = known is not None and known.calls == step.calls
         if missed and self._differs_on_fakes is None:
             self._differs_on_fakes = not is_known
         if is_sharded(module):
             step = step._replace(coming=())
-        return known if is_known else self._planned(step)
+        return Plans(known, known) if known is not None and is_known else self._planned(step)
 
     def must_plan_again(self, has_raised: bool) -> bool:
         """Whether a pass has raised an error as its rehearsal did. If only the rehearsal did, warn once.
@@ -156,12 +149,17 @@ class Planner:
         """
         limit = _limit(self.budget, step)
         there, choice = _within(step, limit)
-        if not step.coming:
-            return Plans(there, there)
-        coming, _ = _within(step.as_gradients_come(), limit + step.gradients, choice)
-        if (coming.plan.flags, coming.plan.fits, coming.remarks) == (there.plan.flags, there.plan.fits, there.remarks):
-            return Plans(there, there)
-        return Plans(there, coming)
+        coming, found = there, choice
+        if step.coming:
+            coming, found = _within(step.as_gradients_come(), limit + step.gradients, choice)
+        _log.info(
+            "planned %d calls: a peak of %s instead of %s, for %.1f ms more; with gradients that come %s, for %.1f ms",
+            len(step.calls),
+            *(size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
+            *(size_text(found.peak), found.seconds * 1e3),
+        )
+        is_same = (coming.flags, coming.fits, coming.remarks) == (there.flags, there.fits, there.remarks)
+        return Plans(there, there if is_same else coming)
 
 
 def _limit(budget: float | int, step: Step) -> int:
@@ -169,7 +167,7 @@ def _limit(budget: float | int, step: Step) -> int:
     return budget if isinstance(budget, int) else int(budget * plain_peak(step))
 
 
-def _within(rehearsed: Step, limit: int, known: Choice | None = None) -> tuple[Planned, Choice]:
+def _within(rehearsed: Step, limit: int, known: Choice | None = None) -> tuple[Plan, Choice]:
     """The plan of a rehearsed step within a limit, with remarks if it may exceed it. `known`: a choice to compare."""
     calls, beside = rehearsed.calls, 0 if rehearsed.coming else rehearsed.gradients
     remarks: list[tuple[str, str]] = []
@@ -181,12 +179,8 @@ def _within(rehearsed: Step, limit: int, known: Choice | None = None) -> tuple[P
             f"smaller batch or shorter inputs"
         )
         remarks.append(("missed", text))
-        return Planned(Plan(calls, bytes(len(calls))), remarks), Choice(plain_peak(rehearsed), 0.0, kept)
+        return Plan(calls, bytes(len(calls)), remarks=remarks), Choice(plain_peak(rehearsed), 0.0, kept)
     step, choice = _chosen(rehearsed, limit, known)
-    peaks = size_text(choice.peak), size_text(plain_peak(step)), ", with the gradients that come" if beside else ""
-    _log.info(
-        "planned %d calls: a peak of %s instead of %s%s, for %.1f ms more", len(calls), *peaks, choice.seconds * 1e3
-    )
     if (taken := rehearsed.rehearsal) > limit + _BLOCK:
         text = (
             f"the first step with a shape takes about {size_text(taken)}, more than {size_text(limit)}: it is "
@@ -214,8 +208,8 @@ def _within(rehearsed: Step, limit: int, known: Choice | None = None) -> tuple[P
             f"that, or give a smaller budget, because a step may exceed this one"
         )
         remarks.append((step.unseen, text))
-    plan, plain = choice.plan(step), plain_peak(step)
-    return Planned(replace(plan, peak=plain) if plain <= limit else plan, remarks), choice  # see `Plan.fits`
+    plan, plain = replace(choice.plan(step), remarks=remarks), plain_peak(step)
+    return replace(plan, peak=plain) if plain <= limit else plan, choice  # see `Plan.fits`
 
 
 def _chosen(step: Step, limit: int, known: Choice | None) -> tuple[Step, Choice]:

@@ -1,7 +1,8 @@
 """Signatures of a network's inputs, and what passes with such inputs follow: a script, and with a budget a plan."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..entries.learning import Lesson, grown, script_of
 from ..entries.plan import ByPlan, Plan
 from ..entries.recording import Recording
 from ..step.sharded import is_sharded, may_have_buckets
-from .plans import Planned, Planner, Plans
+from .plans import Planner, Plans
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
 _LARGER = 1.5  # an input may borrow the plan of a size with at most this many times its bytes
@@ -37,45 +38,45 @@ _CHOICES = (bool, type(None))  # types of arguments that may choose a path
 _Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
 
 
-class Way:
-    """What passes of a signature follow."""
-
-    def __init__(self, planned: Planned | None = None, script: Script | None = None) -> None:
-        self.planned, self.script = planned, script
-        self.is_new = True  # no pass has ended since the last attempt
-
-    @property
-    def plan(self) -> Plan | None:
-        return None if self.planned is None else self.planned.plan
-
-
 class Signature:
     """Inputs whose passes follow the same script, and with a budget, where they have one size, the same plan.
 
     While it is due, the next pass is an attempt: it gets a plan, is recorded, and is learned as a script, which further
     passes follow. If one diverges, the signature is due again; but for the third time only after 100 passes, for the
     fourth after 10,000, because a network may take several paths at random.
-
-    Passes before which no parameter has a gradient may have a way of their own: see `Plans`.
     """
 
-    def __init__(self, kind: tuple[Any, ...], size: _Size) -> None:
+    def __init__(self, kind: tuple[Any, ...], size: _Size, comes: bool = False) -> None:
         self.kind, self.size = kind, size  # kind: what does not depend on the size
+        self.comes = comes  # only of passes before which no parameter has a gradient: see `Plans`
+        self.coming: Signature | None = None  # the one of such passes, if they follow another plan
         self.passes = self.attempts = 0
         self.is_due = True
-        self.has_missed = False  # already the pass for which a plan was made has left it
-        self.is_own = False  # the plans were made for this size
-        self.there = self.coming = Way()
+        self.is_new = True  # no pass has ended since the last attempt
+        self.plan: Plan | None = None
+        self.is_own = False  # the plan was made for this size
+        self.script: Script | None = None
 
-    def attempt(self, there: Way, coming: Way, is_own: bool = True) -> None:
-        """Record the next passes, and learn their scripts unless there is one."""
-        self.there, self.coming, self.is_own = there, coming, is_own and there.planned is not None
-        self.is_due, self.attempts = False, self.attempts + 1
+    def attempt(self, plan: Plan | None, is_own: bool = True, script: Script | None = None) -> None:
+        """Record the next pass, and learn its script unless there is one."""
+        self.plan, self.is_own, self.script = plan, is_own and plan is not None, script
+        self.is_due, self.is_new, self.attempts = False, True, self.attempts + 1
 
-    @property
-    def plans(self) -> Plans | None:
-        there, coming = self.there.planned, self.coming.planned
-        return None if there is None or coming is None else Plans(there, coming)
+    def plan_passes(self, plans: Plans | None, one: "Signature") -> None:
+        """An attempt with new plans: of `one`, which is due; of both kinds of passes unless they had plans before."""
+        there, coming = (None, None) if plans is None else plans
+        if self.coming is None or one.plan is None:
+            self.attempt(there)
+            self.has_coming(None if coming is there else coming)
+        else:
+            one.attempt(coming if one.comes else there)
+
+    def has_coming(self, plan: Plan | None, is_own: bool = True, script: Script | None = None) -> None:
+        """Give passes before which no parameter has a gradient a plan of their own; None: they have none."""
+        self.coming = None if plan is None else Signature(self.kind, self.size, comes=True)
+        if self.coming is not None:
+            self.coming.attempt(plan, is_own, script)
+            self.coming.attempts = self.attempts
 
 
 class _Backward:
@@ -95,14 +96,6 @@ def _backward_of(outputs: object) -> "weakref.ref[_Backward]":
     return weakref.ref(found)
 
 
-def _ways(plans: Plans | None, of: Signature | None = None) -> tuple[Way, Way]:
-    """Ways with these plans, and with the scripts of a signature that has the same ones."""
-    there, coming = (None, None) if plans is None else plans
-    scripts = (None, None) if of is None else (of.there.script, of.coming.script)
-    found = Way(there, scripts[0])
-    return found, found if coming is there else Way(coming, scripts[1])
-
-
 class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
 
@@ -115,9 +108,7 @@ class Signatures:
         self.known: list[Signature] = []  # the one used last comes last
         self._planner = None if budget is None else Planner(budget)
         self._parameters: list[Any] = []
-        self._awaited: Callable[[], _Backward | None] = lambda: (
-            None
-        )  # of the last pass before which no gradient was there
+        self._awaited: weakref.ref[_Backward] | None = None  # of the last pass before which no gradient was there
         self._overlap = False  # several forward passes come before a backward pass
 
     def recording(
@@ -130,17 +121,16 @@ class Signatures:
             return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame)
         changes = (function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
         one = self.of_pass(module, inputs, args, kwargs, not changes)
-        way = None if one is None else self._way(one)
-        policy = None if self._planner is None else ByPlan(None if way is None else way.plan)
+        policy = None if self._planner is None else ByPlan(None if one is None else one.plan)
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
-        if one is None or way is None or changes or is_capturing():
+        if one is None or changes or is_capturing():
             return recording
-        script, is_learnable = way.script, not has_shards and None not in one.kind[0]
-        if is_learnable and script is not None and not way.is_new:
+        script, is_learnable = one.script, not has_shards and None not in one.kind[0]
+        if is_learnable and script is not None and not one.is_new:
             recording = Following(script, policy is not None, inputs=inputs, frame=frame)
-        elif is_learnable and script is None and way.is_new:
+        elif is_learnable and script is None and one.is_new:
             recording.lesson = Lesson()
-        recording.followed = one, way
+        recording.signature = one
         return recording
 
     def of_pass(
@@ -153,35 +143,39 @@ class Signatures:
     ) -> Signature | None:
         """The signature of the next pass; None if it has no plan, and none can be made now, or may be."""
         kind, size = self._described(module, inputs, args, kwargs)
-        for one in self.known:
-            if one.kind == kind and one.size == size:
+        for known in self.known:
+            if known.kind == kind and known.size == size:
                 break
         else:
-            one = Signature(kind, size)
+            known = Signature(kind, size)
+        one = self._of_gradients(known)
         if one.is_due and self._planner is None:
-            one.attempt(*_ways(None))
+            one.attempt(None)
         elif one.is_due and (larger := self._to_borrow_from(one)) is not None:
             self._use(larger)
-            one.attempt(*_ways(larger.plans, larger), is_own=False)
+            one.attempt(larger.plan, is_own=False, script=larger.script)
+            if larger.coming is not None:
+                one.has_coming(larger.coming.plan, is_own=False, script=larger.coming.script)
         elif one.is_due and self._planner is not None:
             if not may_plan or is_transformed((args, kwargs)):  # a program that asks for a Jacobian or a graph
                 return None
             if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
-                one.attempt(*_ways(self._planner.plan(module, args, kwargs, one.plans, one.has_missed)))
+                missed = one.is_own and one.is_new
+                known.plan_passes(self._planner.plan(module, args, kwargs, one.plan, missed), one)
             elif one.attempts == 0:
                 self._planner.say_that_it_waits(is_capturing())
                 return None
+        one = self._of_gradients(known)
+        if self._planner is not None and one.is_new and one.plan is not None:
+            self._planner.say(one.plan.remarks)
         one.passes += 1
-        if self.known[-1:] != [one]:
-            self._use(one)
+        if self.known[-1:] != [known]:
+            self._use(known)
         return one
 
-    def _way(self, one: Signature) -> Way:
-        """What the next pass follows."""
-        way = one.coming if one.coming is not one.there and self._gradients_come() else one.there
-        if self._planner is not None and way.is_new and way.planned is not None:
-            self._planner.say(way.planned.remarks)
-        return way
+    def _of_gradients(self, one: Signature) -> Signature:
+        """The signature of the next pass, by the gradients before it."""
+        return one if one.coming is None or not self._gradients_come() else one.coming
 
     def _gradients_come(self) -> bool:
         """Whether each gradient of the next pass surely takes new memory, and stays there.
@@ -189,7 +183,7 @@ class Signatures:
         Not if it is there already, if DDP has memory for it, if an optimiser or another hook takes it away, or if an
         earlier pass still awaits its backward pass: then the gradients of both come once.
         """
-        awaited = self._awaited()
+        awaited = None if self._awaited is None else self._awaited()
         self._overlap = self._overlap or (awaited is not None and not awaited.has_begun)
         if self._overlap or may_have_buckets():
             return False
@@ -218,41 +212,39 @@ class Signatures:
 
     def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
         """Learn from a pass: a script, or the calls that differed from it. `output`: None if it raised an error."""
-        policy = recording.policy
-        one, way = recording.followed
+        one, policy = recording.signature, recording.policy
         if self._planner is not None and self._planner.must_plan_again(has_raised=output is None) and one is not None:
             one.is_due = True
-        if way is not None and way is not one.there:
+        if one is not None and one.comes:
             self._awaited = _backward_of(output)
-        if one is None or way is None or (isinstance(recording, Following) and recording.has_followed):
+        if one is None or (isinstance(recording, Following) and recording.has_followed):
             return
         if isinstance(recording, Following):
             has_diverged = recording.leaves or recording.is_outdated
         else:
-            has_diverged = way.plan is not None and policy is not None and policy.plan is None
+            has_diverged = one.plan is not None and policy is not None and policy.plan is None
         if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
-            one.is_due, one.has_missed = True, one.is_own and way.is_new
+            one.is_due = True
             if isinstance(recording, Following) and recording.is_outdated:
-                one.there.planned = None  # also if the calls are the same
+                one.plan = None  # also if the calls are the same
         elif has_diverged and self._planner is not None:
-            self._planner.say_that_it_leaves(module, recording.left if policy is None else policy.left, way.is_new)
+            self._planner.say_that_it_leaves(module, recording.left if policy is None else policy.left, one.is_new)
         if one.is_due or output is None:
             return
         if isinstance(recording, Following):
             if recording.lesson is not None and (recording.left_at is not None or not recording.leaves):
                 script = grown(recording.script, recording.lesson, recording.places, recording.kept)
-                way.script = script or way.script
+                one.script = script or one.script
         elif recording.lesson is not None:
-            plan = None if has_diverged else way.plan
-            way.script = script_of(recording.lesson, recording.kept, plan)
-        elif (script := way.script) is not None:
-            way.script = script._replace(kept=recording.kept)
-        way.is_new, self._parameters = False, []  # new calls may come with new parameters
+            plan = None if has_diverged else one.plan
+            one.script = script_of(recording.lesson, recording.kept, plan)
+        elif (script := one.script) is not None:
+            one.script = script._replace(kept=recording.kept)
+        one.is_new, self._parameters = False, []  # new calls may come with new parameters
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a size before its first pass. ValueError if the network cannot be rehearsed on it."""
-        if (one := self.of_pass(module, tensors_in((args, kwargs)), args, kwargs)) is not None:
-            self._way(one)  # says what users should know
+        self.of_pass(module, tensors_in((args, kwargs)), args, kwargs)
         if self._planner is not None and (error := self._planner.error) is not None:
             raise ValueError(
                 f"a step on a copy of the network with the example raises {type(error).__name__}: {error}; give an "
@@ -261,19 +253,22 @@ class Signatures:
 
     def share(self) -> None:
         """Use the plans of rank 0 for the inputs on which it has planned the same calls."""
-        mine: dict[Any, tuple[Signature, list[Plan]]] = {}
+        mine = {}
         for one in self.known:
-            if (plans := one.plans) is not None:
-                key = one.kind[:-1], one.size, tuple(total for _, total in plans.there.plan.calls)
-                mine[key] = one, [planned.plan for planned in plans]
-        theirs: list[Any] = [{key: [vars(plan) | {"calls": ()} for plan in plans] for key, (_, plans) in mine.items()}]
+            if one.plan is not None:
+                key = one.kind[:-1], one.size, tuple(total for _, total in one.plan.calls)
+                mine[key] = one, Plans(one.plan, one.plan if one.coming is None else one.coming.plan)
+        bare = {
+            key: [plan and replace(plan, calls=(), remarks=()) for plan in plans] for key, (_, plans) in mine.items()
+        }
+        theirs: list[Any] = [bare]
         dist.broadcast_object_list(theirs)
         for key in mine.keys() & theirs[0].keys():
-            one, own = mine[key]
-            shared = [Plan(**found | {"calls": own[0].calls}) for found in theirs[0][key]]
-            if shared != own:
-                there, coming = (Planned(plan, []) for plan in shared)
-                one.there, one.coming = _ways(Plans(there, there if coming == there else coming))
+            if theirs[0][key] != bare[key]:
+                one, plans = mine[key]
+                there, coming = (plan and replace(plan, calls=plans.there.calls) for plan in theirs[0][key])
+                one.plan, one.script, one.is_new = there, None, True
+                one.has_coming(None if coming == there else coming)
 
     def _described(
         self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]

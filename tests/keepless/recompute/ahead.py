@@ -85,7 +85,7 @@ def planned_sizes(network: nn.Module) -> list[Signature]:
 
 def plans(network: nn.Module) -> list[int]:
     """One number per size that borrows no plan: 1 if it has a plan, else 0."""
-    return [int(one.plans is not None) for one in planned_sizes(network) if one.is_own or one.plans is None]
+    return [int(one.plan is not None) for one in planned_sizes(network) if one.is_own or one.plan is None]
 
 
 def rehearsals(network: nn.Module) -> list[int]:
@@ -96,7 +96,7 @@ def rehearsals(network: nn.Module) -> list[int]:
 def learned(network: nn.Module) -> tuple[list, int]:
     """The objects that hold what a prepared network has learned of its steps, and the entries of its only script."""
     known = plans_of(network).known
-    return [*known], len(known[0].there.script.entries) if known and known[0].there.script else 0
+    return [*known], len(known[0].script.entries) if known and known[0].script else 0
 
 
 def peak_of(network: nn.Module, x: Tensor, step: Callable[[], object] | None = None) -> int:

@@ -58,7 +58,7 @@ def test_a_jacobian_and_a_traced_graph_are_not_rehearsed():
     torch.fx.symbolic_trace(Outer(network))
     network(torch.randn(64, 8)).sum().backward()
     (hook,) = network._forward_hooks.values()
-    assert [one.plans is not None for one in hook.__self__.signatures.known] == [True]
+    assert [one.plan is not None for one in hook.__self__.signatures.known] == [True]
 
 
 class Fails(nn.Module):
