@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -53,6 +54,8 @@ class Signature:
         self.passes = self.attempts = 0
         self.is_due = True
         self.is_new = True  # no pass has ended since the last attempt
+        self.is_first = False  # the pass is the first one since the network was rehearsed
+        self.has_missed = False  # already the pass for which the plan was made has left it
         self.plan: Plan | None = None
         self.is_own = False  # the plan was made for this size
         self.script: Script | None = None
@@ -80,12 +83,15 @@ class Signature:
 
 
 class _Backward:
-    """Notes that a backward pass has begun. It exists as long as the graph."""
+    """Notes that a backward pass has begun. It exists as long as the graph.
+
+    A pass that makes a graph itself, as for a penalty on gradients, keeps the network's: another one follows.
+    """
 
     has_begun = False
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        self.has_begun = True
+        self.has_begun = self.has_begun or not torch.is_grad_enabled()
 
 
 def _backward_of(outputs: object) -> "weakref.ref[_Backward]":
@@ -160,14 +166,14 @@ class Signatures:
             if not may_plan or is_transformed((args, kwargs)):  # a program that asks for a Jacobian or a graph
                 return None
             if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
-                missed = one.is_own and one.is_new
-                known.plan_passes(self._planner.plan(module, args, kwargs, one.plan, missed), one)
+                known.plan_passes(self._planner.plan(module, args, kwargs, one.plan, one.has_missed), one)
             elif one.attempts == 0:
                 self._planner.say_that_it_waits(is_capturing())
                 return None
         one = self._of_gradients(known)
         if self._planner is not None and one.is_new and one.plan is not None:
             self._planner.say(one.plan.remarks)
+        one.is_first = known.is_new and (known.coming is None or known.coming.is_new)
         one.passes += 1
         if self.known[-1:] != [known]:
             self._use(known)
@@ -224,11 +230,11 @@ class Signatures:
         else:
             has_diverged = one.plan is not None and policy is not None and policy.plan is None
         if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
-            one.is_due = True
+            one.is_due, one.has_missed = True, one.is_own and one.is_first
             if isinstance(recording, Following) and recording.is_outdated:
                 one.plan = None  # also if the calls are the same
         elif has_diverged and self._planner is not None:
-            self._planner.say_that_it_leaves(module, recording.left if policy is None else policy.left, one.is_new)
+            self._planner.say_that_it_leaves(module, recording.left if policy is None else policy.left, one.is_first)
         if one.is_due or output is None:
             return
         if isinstance(recording, Following):
@@ -305,6 +311,8 @@ class Signatures:
                 return tuple([owner()._parameters[name].requires_grad for owner, name in self._parameters])
             except (AttributeError, KeyError):  # of None: a module was freed, or has lost a parameter
                 pass
-        owned = [(one, name, own) for one in module.modules() for name, own in one._parameters.items()]
-        self._parameters = [(weakref.ref(one), name) for one, name, own in owned if own is not None]
-        return tuple([one.requires_grad for one in module.parameters()])
+        owned = [
+            (one, name, own) for one in module.modules() for name, own in one._parameters.items() if own is not None
+        ]
+        self._parameters = [(weakref.ref(one), name) for one, name, _ in owned]
+        return tuple([own.requires_grad for _, _, own in owned])  # a tied one as often as it is there

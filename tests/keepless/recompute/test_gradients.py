@@ -1,6 +1,7 @@
 """Gradients take memory as they come, if none is there before. Until then, plans use their room."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -174,6 +175,35 @@ def test_passes_that_await_one_backward_pass_follow_the_plan_for_gradients_that_
     (first.sum() + prepared(IMAGES).sum()).backward()
     prepared.zero_grad()
     assert follows(prepared) == "there"  # from now on: the next step does the same
+
+
+def test_a_pass_whose_backward_pass_makes_a_graph_still_awaits_another_one(prepared):
+    """As for a penalty on gradients: its graph is kept, and takes its room as long as it is."""
+    score = prepared(IMAGES).sum()
+    (gradient,) = torch.autograd.grad(score, prepared[0].weight, create_graph=True)
+    assert follows(prepared) == "there"
+    (score + gradient.square().sum() + prepared(IMAGES).sum()).backward()
+
+
+def test_a_network_can_be_pickled_and_copied_while_a_pass_awaits_its_backward_pass(prepared):
+    for budget in (None, 0.6):
+        pickle.loads(pickle.dumps(recompute_activations(nn.Linear(2, 2), budget=budget)))
+    first = prepared(IMAGES).square().mean()
+    found = pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)
+    first.backward()
+    for one in found:
+        one(IMAGES).square().mean().backward()
+        assert torch.equal(one[0].weight.grad, prepared[0].weight.grad)
+
+
+def test_a_network_with_tied_parameters_is_planned_once(prepared):
+    prepared[4].weight = prepared[1].weight
+    recompute_activations(prepared, budget=0.6)
+    for _ in range(4):
+        prepared.zero_grad()
+        for _ in range(2):
+            prepared(IMAGES).square().mean().backward()
+    assert rehearsals(prepared) == [1]
 
 
 def test_each_kind_of_pass_learns_a_script_and_none_plans_again(prepared):
