@@ -63,12 +63,12 @@ class Signature:
     def attempt(self, plan: Plan | None, is_own: bool = True, script: Script | None = None) -> None:
         """Record the next pass, and learn its script unless there is one."""
         self.plan, self.is_own, self.script = plan, is_own and plan is not None, script
-        self.is_due, self.is_new, self.attempts = False, True, self.attempts + 1
+        self.is_due, self.is_new, self.has_missed, self.attempts = False, True, False, self.attempts + 1
 
     def plan_passes(self, plans: Plans | None, one: "Signature") -> None:
-        """An attempt with new plans: of `one`, which is due; of both kinds of passes unless they had plans before."""
+        """An attempt with new plans: of `one`, which is due, or of both kinds of passes if no plan holds any more."""
         there, coming = (None, None) if plans is None else plans
-        if self.coming is None or one.plan is None:
+        if self.coming is None or one.plan is None or one.has_missed:
             self.attempt(there)
             self.has_coming(None if coming is there else coming)
         else:
