@@ -277,7 +277,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
     args, kwargs = tree_map(_apart, arguments_of(example))
     step = rehearsed_step(network, args, kwargs)
-    choices, plain, simulation = frontier(step), plain_peak(step), Simulation(step)
+    plain, simulation = plain_peak(step), Simulation(step)
+    choices = frontier(step, budgets=[one if isinstance(one, int) else int(one * plain) for one in asked])
     if budgets is None:
         asked = [share for share in asked if share * plain >= choices[-1].peak] or [choices[-1].peak]
     rows = []
