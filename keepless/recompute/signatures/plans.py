@@ -22,7 +22,7 @@ from ...units import UNITS, bytes_of, share_of
 from ..entries.plan import Plan
 from ..step.closures import has_hooks_of_users
 from ..step.rehearsal import rehearsed_step
-from ..step.search import Choice, frontier, pareto
+from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
 from ..step.step import Kind, Step
@@ -227,9 +227,7 @@ def _chosen(step: Step, limit: int, known: Choice | None) -> tuple[Step, Choice]
 
 def _best(step: Step, limit: int, known: Choice | None) -> Choice:
     """The fastest choice within a limit, or the one with the lowest peak. `known`: another one to compare."""
-    choices = frontier(step, limit)
-    if known is not None:
-        choices = pareto([*choices, known._replace(peak=simulate(step, known.kept).peak)])
+    choices = frontier(step, limit, known=None if known is None else known.kept)
     return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
 
@@ -323,7 +321,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     limits = [_limit(checked(budget), step) for budget in (_SHARES if budgets is None else budgets)]
     comes = bool(step.coming) and not any(one.grad is not None for one in network.parameters() if one.requires_grad)
     step, gradients = (step.as_gradients_come(), step.gradients) if comes else (step, 0)
-    choices, plain, simulation = frontier(step), plain_peak(step), Simulation(step)
+    plain, simulation = plain_peak(step), Simulation(step)
+    choices = frontier(step, budgets=[limit + gradients for limit in limits])
     least = choices[-1].peak - gradients
     if budgets is None:
         limits = [limit for limit in limits if limit >= least] or [least]

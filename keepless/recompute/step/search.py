@@ -6,7 +6,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..entries.plan import Flag, Plan
-from .simulation import Outcome, Simulation, plain_peak
+from .exchanges import COLD, HOT, annealed
+from .incremental import Incremental
+from .simulation import Outcome, plain_peak
 from .step import Kind, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -19,6 +21,12 @@ _OPERATIONS_PER_BYTE = 4
 _FEW, _MANY = 3, 12  # single moves of each kind to simulate before choosing one: usually, and at most if none helps
 _AGAIN = 200  # simulations in a second attempt that simulates many
 _BEST = 3  # choices that use up the memory left below the limit
+_HARD = 0.08  # share of a step spent on recomputation, from which on many exchanges are tried
+_FULL = 0.995  # share of the limit, up to which a few are
+_SAVED, _STEPS = 0.3, 1000  # they take no longer than so many steps save, if they save this share
+_PER_EVENT = 2e-6  # seconds that a trial takes for each event of the step
+_LEAST_TRIALS, _FILLING, _TRIALS, _PER_CALL = 100, 300, 2000, 20  # at least, else none; if few; at most; for each call
+_EVENTS = 1_500_000  # in all trials, at most
 _CLOSE = 1.02  # stop lowering the lowest peak at this many times the lower bound for all choices
 
 
@@ -52,7 +60,9 @@ class Tried(NamedTuple):
         return self.outcome.peak
 
 
-def frontier(step: Step, limit: int = 0) -> list[Choice]:
+def frontier(
+    step: Step, limit: int = 0, budgets: Iterable[int] = (), known: Sequence[bool] | None = None
+) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
     A first search looks for any choice within the limit. Its costs are counted bytes and operations, and it takes the
@@ -65,20 +75,28 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     recipes. Where none of this helps, they swap a kept value for a dropped one that is computed from it, or the other
     way round. They end after a number of simulations, not of seconds.
 
+    Last, where a plan within a limit recomputes much, or leaves memory below it, values are exchanged for others: see
+    `annealed`.
+
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
             contains what was found on the way. If the baseline is within the limit, nothing is searched.
+        budgets: without a limit: bytes, for each of which more choices are tried.
+        known: a choice to begin with. If it is within the limit, the first search is left out.
     """
-    search = _Search(step)
+    simulation = Incremental(step)
+    search = _Search(step, simulation)
     plain = search.plain()
     if plain.peak <= limit:
         return search.found
-    counted = _Search(step._replace(values=list(map(_by_counting, step.values))))
-    met = counted.any_within(limit)
-    for choice in [met] if limit else pareto(counted.found):
-        search.tried(choice.kept)
+    met = None if known is None else search.tried(known)
+    if met is None or met.peak > limit:
+        counted = _Search(step._replace(values=list(map(_by_counting, step.values))), simulation)
+        met = search.tried(counted.any_within(limit).kept)
+        for choice in [] if limit else pareto(counted.found):
+            search.tried(choice.kept)
     if limit and met.peak > limit:
-        search.tidied(search.tried(met.kept), met.peak)
+        search.tidied(met, met.peak)
         return pareto(search.found)
     search.lower(plain, limit)
     if limit:
@@ -86,6 +104,8 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     search.segment(limit)
     for choice in sorted((one for one in search.found if one.peak <= limit), key=attrgetter("seconds"))[:_BEST]:
         search.tidied(search.tried(choice.kept), limit)
+    for one in [limit] if limit else budgets:
+        search.exchange(one)
     least = 0 if limit else met.peak  # the lowest peak is the same for all budgets
     return pareto(choice for choice in search.found if choice.peak >= least)
 
@@ -105,9 +125,9 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
 
 
 class _Search:
-    def __init__(self, step: Step):
-        self.step = step
-        self.simulation = Simulation(step)
+    def __init__(self, step: Step, simulation: Incremental):
+        self.step, self.simulation = step, simulation
+        self.seconds = [value.seconds for value in step.values]
         self.runs = min(_RUNS, max(_FEWEST, _WORK // max(len(step.values), 1)))
         self.allowed = 0  # number of simulations at which the present part ends
         self.moves = _FEW  # see `lower`
@@ -125,6 +145,7 @@ class _Search:
     def tried(self, kept: Sequence[bool]) -> Tried:
         """Simulate a choice."""
         kept = self.simulation.led(kept)
+        self.simulation.seconds = self.seconds
         outcome = self.simulation.run(kept)
         self.found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
         self.lowest = min(self.lowest, outcome.peak)
@@ -290,6 +311,29 @@ class _Search:
                 found.add(i)
                 pending += [] if at.kept[i] else self.inputs[i]
         return found
+
+    def exchange(self, limit: int) -> None:
+        """Exchange kept values for dropped ones where much is recomputed, and where memory is left below the limit."""
+        if not self.lowest <= limit < self.found[0].peak:  # that of the baseline
+            return
+        fastest, events = self.fastest(limit), len(self.simulation.events)
+        most = min(_TRIALS, _PER_CALL * len(self.step.calls), _EVENTS // events)
+        self.annealed(fastest, limit, fastest.seconds - _HARD * self.step.seconds, most, HOT)
+        fastest = self.fastest(limit)
+        if fastest.peak < _FULL * limit:
+            self.annealed(fastest, limit, fastest.seconds, _FILLING, COLD)
+
+    def fastest(self, limit: int) -> Choice:
+        """The fastest choice within the limit so far."""
+        return min((one for one in self.found if one.peak <= limit), key=attrgetter("seconds"))
+
+    def annealed(self, choice: Choice, limit: int, seconds: float, trials: int, temperature: float) -> None:
+        """Try exchanges, so many at most. `seconds`: of each step, a share of which may be saved."""
+        paid = _STEPS * _SAVED * seconds / (_PER_EVENT * len(self.simulation.events))
+        if min(trials, paid) >= _LEAST_TRIALS:
+            self.simulation.seconds = self.seconds
+            how = limit, min(trials, int(paid)), temperature
+            self.tidied(self.tried(annealed(self.simulation, choice.kept, self.free, *how)), limit)
 
     def tidied(self, at: Tried, target: int) -> Tried:
         """Use the remaining memory to keep values again, the most expensive to recompute first."""

@@ -1,6 +1,7 @@
 """Simulate the memory and time of a counted step for a choice of kept values."""
 
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 from ..entries.recipes import LONGEST_PLANNED
@@ -73,11 +74,13 @@ class Simulation:
 
     def __init__(self, step: Step):
         self.step = step
+        self.seconds = [value.seconds for value in step.values]  # to compute each
         self.leaders = [number if value.leader < 0 else value.leader for number, value in enumerate(step.values)]
         self.inputs = [step.values[leader].inputs for leader in self.leaders]
         self.together: dict[int, list[int]] = {}  # leader -> all values that its recipe computes
         for number, leader in enumerate(self.leaders):
             self.together.setdefault(leader, []).append(number)
+        self.groups = [(leader, numbers) for leader, numbers in self.together.items() if len(numbers) > 1]
         self.consumers = [0] * len(step.values)  # operations
         self.sign_consumers: dict[int, tuple[int, int]] = {}  # value -> number of sign consumers, bytes of the mask
         for saved in step.saved:
@@ -121,7 +124,14 @@ class Simulation:
 
         `kept`: for each value, after `led`; True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`.
         """
-        return _Run(self, kept).outcome()
+        return Run(self, kept).outcome()
+
+    def led_by_first(self, consumers: list[int], born: list[int], first: list[int], last: list[int]) -> None:
+        """Let a leader's entries stand for all values that its recipe computes."""
+        for leader, numbers in self.groups:
+            consumers[leader] = sum([consumers[one] for one in numbers])
+            born[leader], first[leader] = min([born[one] for one in numbers]), min([first[one] for one in numbers])
+            last[leader] = max([last[one] for one in numbers])
 
     def peak_of(self, kept: Sequence[bool]) -> str:
         """The call and the module at the peak of a choice."""
@@ -142,71 +152,72 @@ class Simulation:
         return found
 
 
-class _Run(_Levels):
+class Run(_Levels):
     """A simulation of one choice."""
 
-    def __init__(self, whole: Simulation, kept: Sequence[bool]):
+    def __init__(self, whole: Simulation, kept: Sequence[bool], values: Sequence[int] | None = None):
+        """`values`: the only ones with events and recipes; by default all."""
         super().__init__(whole.sizes)
         self.whole, self.step, self.kept = whole, whole.step, kept
+        self.values = values = range(len(kept)) if values is None else values
         count, end = len(kept), len(whole.events)
         self.leaders, self.inputs, self.consumers = whole.leaders, whole.inputs, list(whole.consumers)
-        for leader in sorted(whole.together, reverse=True):  # a value's inputs have smaller numbers
-            if not kept[leader] and any(self.consumers[one] for one in whole.together[leader]):
-                for i in self.inputs[leader]:
-                    self.consumers[i] += 1
+        for number in reversed(values):  # a value's inputs have smaller numbers
+            if not kept[number] and number == self.leaders[number]:
+                if any([self.consumers[one] for one in whole.together[number]]):
+                    for i in self.inputs[number]:
+                        self.consumers[i] += 1
         self.computed_in = len(self.step.memories)  # the first memory of computed values
         self.of_signs = self.computed_in + count  # the first memory of sign masks
         self.kept_in = list(whole.kept_in)
-        for number, (consumers, _) in whole.sign_consumers.items():
-            if kept[number] and consumers == self.consumers[number]:
-                self.kept_in[number] = self.of_signs + number
         # The memory of a value while it is kept or computed; -1: it has to be computed.
-        self.place = [memory if is_kept else -1 for memory, is_kept in zip(whole.kept_in, kept, strict=True)]
+        self.place = list(whole.kept_in)
+        for number in values:
+            if not kept[number]:
+                self.place[number] = -1
+            elif number in whole.sign_consumers and whole.sign_consumers[number][0] == self.consumers[number]:
+                self.kept_in[number] = self.of_signs + number
         self.needs = [0] * count  # consumers that may still read it
         self.wanted = [0] * count  # of a leader: how many values that its recipe computes have such consumers
         self.reads = [0] * count  # how often each was read in this backward pass
         self.using: dict[int, int] = {}  # number of a save -> the memory in which an operation that is running reads it
         self.born, self.first, self.last = [end] * count, [end] * count, [-1] * count
-        self.seconds = 0.0
+        self.runs = [0] * count  # of the recipe of each leader
         self.now = 0  # number of the event
 
     def outcome(self) -> Outcome:
-        levels, needs, using, first, last = [], self.needs, self.using, self.first, self.last
-        is_there = [memory >= 0 and memory == kept_in for memory, kept_in in zip(self.place, self.kept_in, strict=True)]
+        levels = []
         for now, (event, what, value, most, change) in enumerate(self.whole.events):
             self.now, self.most = now, self.level
-            if event == _SAVE:
-                if needs[value]:
-                    needs[value] += 1
-                else:
-                    self._need(value)
-            elif event == _READ:
-                if not is_there[value]:
-                    self._read(what, value)
-                elif last[value] < 0:
-                    first[value] = last[value] = now
-                else:
-                    last[value] = now
-            elif event == _RELEASE:
-                if needs[value] > 1 and what not in using:
-                    needs[value] -= 1
-                else:
-                    self._release(what, value)
-            elif event == _HOLD:
-                self.hold(what)
-            elif event == _LET:
-                self.let(what)
-            elif event == _PASS:
-                self._pass_ends()
-            top = self.level + most
-            levels.append(top if top > self.most else self.most)
+            self.happens(event, what, value)
+            levels.append(max(self.level + most, self.most))
             self.level += change
-        for leader, numbers in self.whole.together.items():  # the leader stands for all
-            if len(numbers) > 1:
-                self.consumers[leader] = sum(self.consumers[one] for one in numbers)
-                for found, choose in ((self.born, min), (self.first, min), (self.last, max)):
-                    found[leader] = choose(found[one] for one in numbers)
-        return Outcome(max(levels), self.seconds, levels, self.consumers, self.born, self.first, self.last)
+        found = [self.consumers, self.born, self.first, self.last]
+        self.whole.led_by_first(*found)
+        return Outcome(max(levels), sum(map(mul, self.runs, self.whole.seconds)), levels, *found)
+
+    def happens(self, event: Event, what: int, value: int) -> None:
+        if event == _SAVE:
+            if self.needs[value]:
+                self.needs[value] += 1
+            else:
+                self._need(value)
+        elif event == _READ:
+            if not self.kept[value] or self.kept_in[value] >= self.of_signs:
+                self._read(what, value)
+            else:
+                self.last[value], self.first[value] = self.now, min(self.now, self.first[value])
+        elif event == _RELEASE:
+            if self.needs[value] > 1 and what not in self.using:
+                self.needs[value] -= 1
+            else:
+                self._release(what, value)
+        elif event == _HOLD:
+            self.hold(what)
+        elif event == _LET:
+            self.let(what)
+        elif event == _PASS:
+            self._pass_ends()
 
     def _need(self, number: int) -> None:
         """Count a new consumer of a value. If it is the first, the recipe now reads its inputs: count it there, too."""
@@ -272,7 +283,7 @@ class _Run(_Levels):
         """Run the call that computes a value. Other values that it computes are held if they are still to be read."""
         leader = self.leaders[number]
         value, several = self.step.values[leader], self.whole.together[leader]
-        self.seconds += value.seconds
+        self.runs[leader] += 1
         if value.leader >= 0:
             self.uses(value.busy)
         for one in several:
@@ -313,6 +324,6 @@ class _Run(_Levels):
         """Drop values computed for consumers that never came; another backward pass computes them again."""
         while self.using:
             self.let(self.using.popitem()[1])
-        for number in range(len(self.kept)):
+        for number in self.values:
             self._forget(number)
         self.reads = [0] * len(self.kept)

@@ -21,7 +21,7 @@ from keepless.recompute.held.values import Recipe, Saved, Value
 from keepless.recompute.step.counting import Counting
 from keepless.recompute.step.rehearsal import differentiable
 from keepless.recompute.step.search import Choice
-from keepless.recompute.step.simulation import Simulation, _Run
+from keepless.recompute.step.simulation import Run, Simulation
 from keepless.recompute.step.step import Event as StepEvent
 from keepless.recompute.step.step import Kind, Step
 from keepless.saved import Kept, view
@@ -52,7 +52,7 @@ class Counted(Counting):
         return packed
 
 
-class Simulated(_Run):
+class Simulated(Run):
     """Simulates a choice, and notes the events of these saves."""
 
     def __init__(self, step: Step, kept: list[bool], saves: set[int]):

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
 from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.incremental import Incremental
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice, frontier, pareto, segmented
-from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
+from keepless.recompute.step.simulation import plain_peak, simulate
 from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue, busy
 from keepless.saved import size_text
 from tests.keepless.recompute.ahead import peak_of, planned_sizes, step
@@ -24,13 +25,13 @@ from tests.keepless.recompute.networks import blocks
 @pytest.fixture
 def simulations(monkeypatch) -> list[int]:
     """How many calls each simulated step has."""
-    found, run = [], Simulation.run
+    found, change_to = [], Incremental.change_to
 
     def counted(self, kept):
         found.append(len(self.step.calls))
-        return run(self, kept)
+        return change_to(self, kept)
 
-    monkeypatch.setattr(Simulation, "run", counted)
+    monkeypatch.setattr(Incremental, "change_to", counted)
     return found
 
 

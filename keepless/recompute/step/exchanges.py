@@ -1,0 +1,55 @@
+"""Exchange kept values for dropped ones, where a budget is hard to meet: by simulated annealing."""
+
+import math
+from collections.abc import Sequence
+from random import Random
+
+from .incremental import Incremental
+
+HOT, COLD = 0.02, 0.001  # temperatures, as shares of the seconds to recompute values
+_PRICE = 1.5  # at first, a peak of twice the limit costs as much as so many times the seconds to recompute values
+_RISES = 1.01  # how fast this price rises while the peak is above the limit, and falls while it is not
+_SWAPS = 0.6  # share of trials that keep a value and drop one; the others change up to three in any way
+_NEAR = 12  # these are at most so many free values apart
+_CHAIN = 1.5  # keeping a value saves at most so many times its own seconds, about
+_BACK = 0.7  # go back to the best choice after this share of the trials
+
+
+def annealed(
+    simulation: Incremental, kept: Sequence[bool], free: Sequence[int], limit: int, trials: int, temperature: float
+) -> Sequence[bool]:
+    """The fastest choice within the limit that is found from one in a number of trials.
+
+    Choices above the limit are taken too, at a price. The numbers drawn are the same each time. `temperature`: at the
+    beginning, from which it falls to `COLD`.
+    """
+    draw, at = Random(0), simulation.run(kept)
+    best = kept
+    scale = fastest = at.seconds
+    price = _PRICE * scale / limit
+    for trial in range(trials):
+        if trial == int(_BACK * trials):
+            kept, at = best, simulation.run(best)
+        worse = scale * temperature * (COLD / temperature) ** (trial / trials) * -math.log(1 - draw.random())
+        allowed = at.seconds + price * max(0, at.peak - limit) + worse
+        changed = {i for i in _drawn(draw, kept, free) if at.consumers[i]}
+        least = at.seconds + sum(simulation.seconds[i] * (1 if kept[i] else -_CHAIN) for i in changed)
+        if changed and least <= allowed:  # otherwise it is hopeless
+            price *= _RISES if at.peak > limit else 1 / _RISES
+            other = simulation.led([is_kept != (i in changed) for i, is_kept in enumerate(kept)])
+            peak, seconds = simulation.change_to(other)
+            if seconds + price * max(0, peak - limit) <= allowed:
+                kept, at = other, simulation.run(other)
+                if peak <= limit and seconds < fastest:
+                    best, fastest = kept, seconds
+    return best
+
+
+def _drawn(draw: Random, kept: Sequence[bool], free: Sequence[int]) -> set[int]:
+    """Values to keep instead of dropping, or to drop instead of keeping."""
+    first = draw.randrange(len(free))
+    around = free[max(0, first - _NEAR) : first + _NEAR + 1]
+    if draw.random() < _SWAPS:
+        around = [i for i in around if kept[i] != kept[free[first]]]
+        return {free[first], *([draw.choice(around)] if around else [])}
+    return {free[first], *(draw.choice(around) for _ in range(draw.choice((0, 0, 1, 1, 2))))}
