@@ -319,7 +319,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     args, kwargs = tree_map(_apart, arguments_of(example))
     step = rehearsed_step(network, args, kwargs)
     limits = [_limit(checked(budget), step) for budget in (_SHARES if budgets is None else budgets)]
-    comes = bool(step.coming) and not any(one.grad is not None for one in network.parameters() if one.requires_grad)
+    is_there = is_sharded(network) or any(one.grad is not None for one in network.parameters() if one.requires_grad)
+    comes = bool(step.coming) and not is_there
     step, gradients = (step.as_gradients_come(), step.gradients) if comes else (step, 0)
     plain, simulation = plain_peak(step), Simulation(step)
     choices = frontier(step, budgets=[limit + gradients for limit in limits])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from keepless import CheckpointedABN, recompute_activations, share_plans
+from keepless import CheckpointedABN, plan, recompute_activations, share_plans
 from keepless.recompute.entries.plan import ByPlan, Plan
 from keepless.recompute.entries.recording import Recording
 from keepless.recompute.step.costs import peak_bytes
@@ -153,6 +153,20 @@ def test_copies_of_parameters_are_planned():
         run = partial(planned_step, choice.plan(traced))
         run()
         assert abs(peak_bytes(run, "cpu") - choice.peak) < 64
+
+
+def _room_of_gradients(rank: int) -> int:
+    """Bytes of gradients that plans of a network without gradients count on. It keeps the lowest budget among them."""
+    network_in_shards = sharded(network())
+    found = plan(network_in_shards, X)
+    with warnings.catch_warnings(action="error"):
+        recompute_activations(network_in_shards, budget=found.least, example=X)
+    return found.gradients
+
+
+@FSDP2_ON_CPUS
+def test_budgets_of_a_sharded_network_use_no_room_of_gradients(ranks):
+    assert ranks.run(_room_of_gradients) == [0, 0]
 
 
 def _in_ddp(rank: int, has_views: bool) -> tuple[bool, bool]:
