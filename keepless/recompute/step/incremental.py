@@ -10,6 +10,7 @@ from .simulation import Outcome, Run, Simulation
 from .step import Event, Step
 
 _MOST_PARTS = 5000  # that are remembered
+_FEW = 24  # where more values differ from the choice before, the whole is simulated faster
 _LEVEL, _HELD, _READ, _RUNS = range(4)
 
 
@@ -86,6 +87,7 @@ class Incremental(Simulation):
         self.parts: dict[tuple[tuple[int, ...], bool, bool], _Part] = {}  # found so far
         # The last choice, and what its parts add up to.
         self.kept, self.part_of = [True] * count, [_Part((), set())] * count
+        self.asked: Sequence[bool] = self.kept
         self.runs = [0] * count  # of the recipe of each leader
         self.facts: list[set[tuple[int, ...]]] = [set() for _ in range(count)]  # effects READ
         self.sums = [0] * count, [end] * count, [end] * count, [-1] * count
@@ -97,6 +99,9 @@ class Incremental(Simulation):
         self._replace((), range(count))
 
     def run(self, kept: Sequence[bool]) -> Outcome:
+        before, self.asked = self.asked, kept
+        if min(sum(map(ne, kept, one)) for one in (self.kept, before)) > _FEW:
+            return super().run(kept)
         peak, seconds = self.change_to(kept)
         consumers, born, first, last = self.sums
         for i in self.changed:

@@ -15,7 +15,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.incremental import Incremental
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice, frontier, pareto, segmented
-from keepless.recompute.step.simulation import plain_peak, simulate
+from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
 from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue, busy
 from keepless.saved import size_text
 from tests.keepless.recompute.ahead import peak_of, planned_sizes, step
@@ -25,13 +25,19 @@ from tests.keepless.recompute.networks import blocks
 @pytest.fixture
 def simulations(monkeypatch) -> list[int]:
     """How many calls each simulated step has."""
-    found, change_to = [], Incremental.change_to
+    found = []
 
-    def counted(self, kept):
-        found.append(len(self.step.calls))
-        return change_to(self, kept)
+    def count(kind, name):
+        method = getattr(kind, name)
 
-    monkeypatch.setattr(Incremental, "change_to", counted)
+        def counted(self, kept):
+            found.append(len(self.step.calls))
+            return method(self, kept)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    count(Simulation, "run")  # as a whole
+    count(Incremental, "change_to")
     return found
 
 
