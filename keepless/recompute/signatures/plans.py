@@ -271,7 +271,7 @@ class Frontier(NamedTuple):
     """Memory and time of a training step under different budgets. Print it."""
 
     plain: int  # bytes at the peak of the baseline, which recomputes nothing
-    least: int  # bytes of the lowest budget that a plan keeps
+    least: int  # bytes of the lowest budget that a plan keeps, in passes with such gradients
     rows: list[BudgetRow]
     gradients: int  # bytes of the gradients that come during the step; 0 if parameters have theirs before it
 

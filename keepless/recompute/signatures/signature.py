@@ -184,10 +184,10 @@ class Signatures:
         return one if one.coming is None or not self._gradients_come() else one.coming
 
     def _gradients_come(self) -> bool:
-        """Whether each gradient of the next pass surely takes new memory, and stays there.
+        """Whether each gradient of the next pass takes new memory, and stays there, as far as a parameter shows it.
 
-        Not if it is there already, if DDP has memory for it, if an optimiser or another hook takes it away, or if an
-        earlier pass still awaits its backward pass: then the gradients of both come once.
+        Not if it is there already, if DDP has memory for it, if an optimiser or a post-accumulate hook may take it away,
+        or if an earlier pass still awaits its backward pass: then the gradients of both come once.
         """
         awaited = None if self._awaited is None else self._awaited()
         self._overlap = self._overlap or (awaited is not None and not awaited.has_begun)
