@@ -272,7 +272,7 @@ def plan(
         budgets: one or several, as `recompute_activations` takes them. Budgets that no plan meets have no row. By
             default from 0.9 down to 0.1, or the lowest peak if no default budget can be met.
         bound: say, too, below which time no plan within a budget is. It needs SciPy, and seconds for each budget. Rows
-            stay empty where it is not found in 10 seconds, or says little: it is under half of the plan's time.
+            stay empty where it is not found in 10 seconds, or says little: it is under a third of the plan's time.
 
     Raises:
         ModuleNotFoundError: a bound without SciPy.
@@ -314,7 +314,7 @@ def _bounds() -> Callable[[Step, int, float], float | None]:
 
     def bound(step: Step, limit: int, seconds: float) -> float | None:
         least = least_seconds(step, limit)
-        says_little = least is None or not seconds / 2 <= least <= 1.001 * seconds  # solvers round
+        says_little = least is None or not seconds / 3 <= least <= 1.001 * seconds  # solvers round
         return None if least is None or says_little else min(least, seconds) / step.seconds
 
     return bound
