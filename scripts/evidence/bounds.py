@@ -67,8 +67,8 @@ def sections(call: dict, _: str) -> Iterator[str]:
         cells = {row["share"]: _cell(row) for row in own if "share" in row}
         rows.append([name, *(cells.get(share, "") for share in shares), own[0].get("seconds", "")])
     yield (
-        "Time to recompute within a share of the baseline's peak, in % of a step, and below which no plan is. Empty: no "
-        "plan reaches it; –: no bound, see `plan`. *seconds*: of processor time, to find one bound."
+        "Time to recompute within a share of the baseline's peak, in % of a step, and the time below which no plan is. "
+        "Empty: no plan reaches it; –: no bound, see `plan`. *seconds*: of processor time, to find one bound."
     )
     yield table(["network", *(f"{share:.1f}" for share in shares), "seconds"], rows)
     found = [row for row in frame.rows_of(call) if row.get("bound") is not None and row["share"] >= EASY]
