@@ -4,7 +4,8 @@
     python -m scripts.evidence.bounds only=[resnet50] out=FILE.json
     python -m scripts.evidence.bounds only=[resnet50] shares=[.3] image_size=128 out=FILE.json
 
-Nothing is computed: bytes, and the times of operators, are estimated on fake tensors.
+Nothing is computed: bytes and the times of operators are estimated on fake tensors, the CPU overhead of a call is
+measured.
 """
 
 import statistics
@@ -23,7 +24,7 @@ from scripts.reports.markdown import Rows, table
 
 NETWORKS = (
     *("resnet18", "resnet50", "resnet101", "resnext50_32x4d", "smp/Unet-resnet34", "smp/FPN-resnet50"),
-    *("deeplabv3_resnet50", "densenet121", "vit_b_16"),
+    "deeplabv3_resnet50",
 )
 EASY = 0.5  # of the baseline's peak: budgets from here on
 
@@ -65,7 +66,7 @@ def sections(call: dict, _: str) -> Iterator[str]:
     rows = []
     for name, own in call["items"].items():
         cells = {row["share"]: _cell(row) for row in own if "share" in row}
-        rows.append([name, *(cells.get(share, "") for share in shares), own[0].get("seconds", "")])
+        rows.append([name, *(cells.get(share, "") for share in shares), f"{own[0].get('seconds', '')}"])
     yield (
         "Time to recompute within a share of the baseline's peak, in % of a step, and the time below which no plan is. "
         "Empty: no plan reaches it; –: no bound, see `plan`. *seconds*: of processor time, to find one bound."

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def resnet(*activation: nn.Module) -> nn.Module:
 
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
 IMAGES, TEXTS = (8, 3, 128, 128), (4, 64, 64)
@@ -56,6 +57,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dropout": (lambda: resnet(nn.ReLU(), nn.Dropout(0.2)), IMAGES),
     "transformer": (encoder, TEXTS),
 }
+COMPILED = ("transformer",)  # others take minutes to compile
 
 
 def items(arguments: RepetitionArguments) -> dict[str, tuple]:
@@ -63,16 +65,20 @@ def items(arguments: RepetitionArguments) -> dict[str, tuple]:
 
 
 def measure(arguments: RepetitionArguments, name: str) -> Rows:
-    """{"network", "method", "deviation": largest of a gradient from the baseline's, relative to the largest, "moved":
-    how often running statistics do at most, "identical": whether gradients and buffers are, bit by bit}"""
+    """A row for each method; "moved": how often running statistics move at most.
+
+    {"network", "method", "deviation": largest of a gradient from the baseline's, relative to the largest, None if it
+    is not a number, "moved", "identical": whether gradients and buffers are, bitwise}
+    """
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
     plain, inputs = make(), torch.randn(shape, requires_grad=True)
     reference = after_step(copy.deepcopy(plain), lambda network: network, inputs)
     rows = []
-    for method, change in methods(arguments).items():
+    for method, change in methods(arguments, name).items():
         gradients, buffers = after_step(copy.deepcopy(plain), change, inputs)
-        row = {"network": name, "method": method, "deviation": deviation(gradients, reference[0])}
+        wrong = deviation(gradients, reference[0])
+        row: dict = {"network": name, "method": method, "deviation": wrong if isfinite(wrong) else None}
         if moved := [int(value) for key, value in buffers.items() if key.endswith("num_batches_tracked")]:
             row["moved"] = max(moved)
         same = all(torch.equal(value, reference[1][key]) for key, value in buffers.items())
@@ -80,14 +86,14 @@ def measure(arguments: RepetitionArguments, name: str) -> Rows:
     return rows
 
 
-def methods(arguments: RepetitionArguments) -> dict[str, Callable[[nn.Module], Callable]]:
+def methods(arguments: RepetitionArguments, name: str) -> dict[str, Callable[[nn.Module], Callable]]:
     """Each makes the forward pass of a network, and may change it."""
     found: dict[str, Callable[[nn.Module], Callable]] = {}
     for share in SHARES:
         found[f"{OURS}, budget={share}"] = partial(recompute_activations, budget=share)
     for reentrant in (False, True):
         found[f"checkpoint, use_reentrant={reentrant}"] = partial(by_blocks, use_reentrant=reentrant)
-    for budget in (1.0, 0.5) if arguments.compile else ():
+    for budget in (1.0, 0.5) if arguments.compile and name in COMPILED else ():
         found[f"torch.compile, activation_memory_budget={budget}"] = partial(compiled, budget=budget)
     return found
 
@@ -136,7 +142,7 @@ def sections(call: dict, _: str) -> Iterator[str]:
         rows[OURS if row["method"].startswith(OURS) else row["method"]].append(row)
     cells = []
     for method, own in rows.items():
-        worst = (max((row["deviation"] for row in own if row["network"] == name), default=None) for name in networks)
+        worst = [[row["deviation"] for row in own if row["network"] == name] for name in networks]
         moved = max((row["moved"] for row in own if "moved" in row), default=0)
         equal = f"{sum(row['identical'] for row in own)} of {len(own)}"
         cells.append([f"`{method}`", *map(_text, worst), f"{moved}" * bool(moved), equal])
@@ -148,8 +154,12 @@ def sections(call: dict, _: str) -> Iterator[str]:
     yield table(["method", *networks, "moves", "identical"], cells)
 
 
-def _text(deviation: float | None) -> str:
-    return "" if deviation is None else f"{deviation:.0e}" if deviation else "0"
+def _text(deviations: list[float | None]) -> str:
+    """The largest of a network; empty if there is none, and None is not a number."""
+    found = [one for one in deviations if one is not None]
+    if len(found) < len(deviations):
+        return "NaN"
+    return f"{max(found):.0e}" if any(found) else "0" if found else ""
 
 
 BENCHMARK = frame.Benchmark("repetition", RepetitionArguments, items, measure, about, sections)
