@@ -573,3 +573,13 @@ def compile_within(graph: fx.GraphModule, inputs: list[Any], compiler: str, budg
 
     with config.patch(activation_memory_budget=budget):
         return torch._dynamo.lookup_backend(compiler)(graph, inputs)
+
+
+@contextmanager
+def compiling(budget: float) -> Iterator[None]:
+    """Context in which `torch.compile` keeps a share of the activations, and draws the random numbers of eager mode."""
+    from torch._functorch import config
+    from torch._inductor import config as inductor
+
+    with config.patch(activation_memory_budget=budget), inductor.patch(fallback_random=True):
+        yield

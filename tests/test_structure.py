@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "models": {"keepless", "models"},
     "engine": {"datasets", "engine", "keepless", "models"},
 }
-KEEPLESS_IMPORTS = {"torch", "triton", "keepless"} | sys.stdlib_module_names  # it is installed without the rest
+# It is installed without the rest: triton and SciPy are optional.
+KEEPLESS_IMPORTS = {"torch", "triton", "scipy", "keepless"} | sys.stdlib_module_names
 # The rooms of the engine that may know the schema; the others take explicit arguments.
 KNOWS_SCHEMA = {"configuration", "assemble", "checkpoint", "training", "prediction"}
 

@@ -17,16 +17,31 @@ from functools import partial
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from scripts.compare_runs import compared, report
-from scripts.evidence import counted, fit, layers, memory_plan, networks, numbers, reversible, steps, tables
+from scripts.evidence import (
+    bounds,
+    counted,
+    fit,
+    layers,
+    memory_plan,
+    networks,
+    numbers,
+    repetition,
+    reversible,
+    steps,
+    tables,
+)
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS, Benchmark, calls_text
 from scripts.reports.markdown import unfolded
 
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # name, mark, text
-DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
+NAMES = ("README", "docs/keepless", "docs/memory", "docs/training")
+DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in NAMES]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
-BENCHMARKS = [module.BENCHMARK for module in (fit, layers, memory_plan, networks, reversible, steps)]
+MEASURED = (bounds, fit, layers, memory_plan, networks, repetition, reversible, steps)
+BENCHMARKS = [module.BENCHMARK for module in MEASURED]
 RECORDS = {own.name: RESULTS / f"{own.name}.json" for own in BENCHMARKS}
+RECORDS |= {name: RESULTS / "networks" / f"{name}.json" for name in ("bounds", "repetition")}
 RECORDS["fit"] = RESULTS / "memory_plan" / "fit.json"
 KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}

@@ -186,7 +186,7 @@ class Signatures:
     def _gradients_come(self) -> bool:
         """Whether each gradient of the next pass takes new memory, and stays there, as far as a parameter shows it.
 
-        Not if it is there already, if DDP has memory for it, if an optimiser or a post-accumulate hook may take it away,
+        Not if it is there already, if DDP has memory for it, if an optimiser or post-accumulate hook may take it away,
         or if an earlier pass still awaits its backward pass: then the gradients of both come once.
         """
         awaited = None if self._awaited is None else self._awaited()

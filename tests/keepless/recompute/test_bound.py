@@ -1,0 +1,166 @@
+"""The bound: no plan of a step is below it, and it is near the best one of networks."""
+
+import itertools
+import random
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepless import plan
+from keepless.recompute.step.bound import least_seconds
+from keepless.recompute.step.rehearsal import rehearsed_step
+from keepless.recompute.step.search import Choice, frontier, pareto
+from keepless.recompute.step.simulation import Simulation, plain_peak
+from keepless.recompute.step.step import Event, Kind, Step
+from tests.keepless.recompute.networks import Attention
+from tests.keepless.recompute.test_recorded_plans import NETWORKS, SHARES, Added, Pooled, bottleneck, dense, fastest
+from tests.keepless.recompute.test_search import random_step
+
+
+class Halves(nn.Module):
+    """Values that are kept only for their views, and one recipe that computes two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.tanh(self.first(F.gelu(x))).chunk(2, -1)
+        return self.second(left.transpose(0, 1) * right.transpose(0, 1)).exp()
+
+
+IMAGES, TEXTS = (2, 8, 8, 8), (4, 6, 16)
+TINY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "sign masks in place": (lambda: bottleneck(8, 8), IMAGES),
+    "concatenations": (lambda: nn.Sequential(dense(8, 8), dense(16, 8), dense(24, 8)), IMAGES),
+    "pools": (lambda: Added(nn.Conv2d(8, 8, 1), Pooled(nn.SiLU(), nn.MaxPool2d(3, 1, 1))), IMAGES),
+    "dropout": (lambda: Added(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 16)), TEXTS),
+    "leaky, in place": (
+        lambda: nn.Sequential(*(Added(nn.Conv2d(8, 8, 1), nn.LeakyReLU(inplace=True)) for _ in range(4))),
+        IMAGES,
+    ),
+    "views": (Halves, TEXTS),
+    "attention": (lambda: Attention(16), TEXTS),
+}
+
+
+def counted(step: Step) -> Step:
+    """With costs that are counted, not measured."""
+    costs = [2e-5 + one.bytes / 1e10 + one.operations / 8e10 for one in step.values]
+    return step._replace(values=[one._replace(seconds=cost) for one, cost in zip(step.values, costs, strict=True)])
+
+
+def step_of(name: str) -> Step:
+    make, shape = TINY[name]
+    return counted(rehearsed_step(make().to("meta"), (torch.empty(shape, device="meta", requires_grad=True),), {}))
+
+
+def changed_step(seed: int) -> Step:
+    """A random step with what networks have: views, masks, recipes of several values, in-place calls, second reads."""
+    draw, step = random.Random(seed), random_step(seed)
+    values, memories, saved = list(step.values), list(step.memories), list(step.saved)
+    for number, value in enumerate(values):
+        if (kind := draw.random()) < 0.5 and value.inputs:
+            source = values[value.inputs[0]]
+            last = values[number - 1]
+            if kind < 0.15:
+                value = value._replace(kind=Kind.DERIVED, alias=value.inputs[0], bytes=0, memory=source.memory)
+            elif kind < 0.25:
+                value = value._replace(overwrites=True, bytes=draw.choice([value.bytes, source.bytes]))
+            elif kind < 0.35:
+                value = value._replace(memory=last.memory, busy=draw.randint(0, 40))
+            elif last.kind == value.kind == Kind.FREE and last.leader < 0:
+                values[number - 1] = last._replace(leader=number - 1)
+                value = value._replace(leader=number - 1, inputs=last.inputs)
+        values[number] = value._replace(is_fresh=draw.random() < 0.7)
+    masks = [draw.randint(1, 8) * (draw.random() < 0.4) for _ in values]
+    saved = [one._replace(signs=masks[one.value], memory=values[one.value].memory) for one in saved]
+    backward, kind = step.events[step.forward :], draw.random()
+    if kind < 0.2:  # a tensor is read twice
+        backward = [one for pair in backward for one in ([(Event.READ, pair[1]), pair] if pair[0] == 4 else [pair])]
+    elif kind < 0.4:  # two backward passes
+        retained = [one for one in backward if one[0] != Event.RELEASE]
+        backward = [*retained, (Event.PASS, 0), *backward]
+    for _ in range(3):  # gradients that stay
+        memories.append(draw.randint(5, 40))
+        backward.insert(draw.randint(0, len(backward)), (Event.HOLD, len(memories) - 1))
+    events = [*step.events[: step.forward], *backward, (Event.PASS, 0)]
+    return step._replace(values=values, memories=memories, saved=saved, events=events)
+
+
+def best(step: Step) -> list[Choice]:
+    """The front of all plans that there are."""
+    values, simulation, found = step.values, Simulation(step), []
+    free = [one for one, value in enumerate(values) if value.kind == Kind.FREE and value.leader in (-1, one)]
+    assert len(free) <= 14
+    for drawn in itertools.product((True, False), repeat=len(free)):
+        kept = [value.kind == Kind.KEPT for value in values]
+        for number, is_kept in zip(free, drawn, strict=True):
+            kept[number] = is_kept
+        outcome = simulation.run(kept := simulation.led(kept))
+        found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
+    return pareto(found)
+
+
+def shares_of_the_best(step: Step) -> list[float]:
+    """The bound as a share of the best plan's time, at and just below the peak of every plan of the front."""
+    front, shares = best(step), []
+    for number, choice in enumerate(front):
+        for limit in {choice.peak, front[number - 1].peak - 1 if number else choice.peak}:
+            least = least_seconds(step, limit)
+            assert least is not None and least <= choice.seconds * (1 + 1e-6) + 1e-9
+            shares += [least / choice.seconds] if choice.seconds else []
+    return sorted(shares)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_plan_of_a_network_is_below_the_bound_and_some_are_near_it(name):
+    """With few values to keep, some budgets are between two plans, and their bounds are low."""
+    shares = shares_of_the_best(step_of(name))
+    assert len(shares) >= 2 and shares[-1] >= 0.6
+
+
+@pytest.mark.parametrize("name, near", [("ResNet", 0.8), ("DenseNet", 0.7), ("transformer", 0.7), ("pools", 0.7)])
+def test_plans_that_are_found_are_near_the_bound(name, near):
+    """At 0.75, 0.55 and 0.4 of the baseline's peak, if a plan reaches that."""
+    make, shape = NETWORKS[name]
+    step = counted(rehearsed_step(make().to("meta"), (torch.empty(shape, device="meta"),), {}))
+    shares = []
+    for limit in [int(share * plain_peak(step)) for share in SHARES]:
+        found, least = fastest(frontier(step, limit), limit), least_seconds(step, limit)
+        if found.peak <= limit:
+            assert least <= found.seconds * (1 + 1e-6)
+            shares.append(least / found.seconds)
+    assert max(shares) >= near
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 300), marks=pytest.mark.slow)])
+def test_no_plan_of_a_random_step_is_below_the_bound(seeds):
+    for seed in seeds:
+        shares_of_the_best(changed_step(seed))
+
+
+def test_below_every_peak_there_is_no_plan():
+    step = step_of("leaky, in place")
+    assert least_seconds(step, best(step)[-1].peak // 2) == float("inf")
+    assert least_seconds(step, 2 * best(step)[0].peak) == 0
+
+
+def test_a_table_of_plans_shows_bounds():
+    """Rows whose bound says little are empty."""
+    network, images = nn.Sequential(*(bottleneck(16, 8) for _ in range(3))), torch.randn(2, 16, 16, 16)
+    found = plan(network, images, (0.8, 0.6, "1MiB"), bound=True)
+    assert "none below" in str(found).splitlines()[1] and found.rows[2].bound == 0
+    assert all(row.bound is None or row.seconds / 3 <= row.bound <= row.seconds for row in found.rows)
+    assert "none below" not in str(plan(network, images, 0.8))
+
+
+def test_a_bound_without_scipy_is_refused_before_the_step(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    monkeypatch.delitem(sys.modules, "keepless.recompute.step.bound")
+    with pytest.raises(ModuleNotFoundError, match="needs SciPy .*: pip install scipy"):
+        plan(nn.Identity(), torch.zeros(1), bound=True)
