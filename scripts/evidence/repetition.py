@@ -30,6 +30,7 @@ from scripts.reports.markdown import Rows, table, without_reasons
 
 SHARES = (0.9, 0.8, 0.7, 0.6)  # of the baseline's peak: budgets
 OURS = "recompute_activations"
+Forward = Callable[[nn.Module], Callable]  # of a network
 
 
 @dataclass
@@ -82,10 +83,10 @@ def measure(arguments: RepetitionArguments, name: str) -> Rows:
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
     plain, inputs = make(), torch.randn(shape, requires_grad=True)
-    reference = after_step(copy.deepcopy(plain), lambda network: network, inputs)
+    reference = after_step(copy.deepcopy(plain), inputs)
     rows = []
-    for method, change in methods(arguments, name).items():
-        gradients, buffers = after_step(copy.deepcopy(plain), change, inputs)
+    for method, (change, budget) in methods(arguments, name).items():
+        gradients, buffers = after_step(copy.deepcopy(plain), inputs, change, budget)
         wrong = deviation(gradients, reference[0])
         row: dict = {"network": name, "method": method, "deviation": wrong if isfinite(wrong) else None}
         if moved := [int(value) for key, value in buffers.items() if key.endswith("num_batches_tracked")]:
@@ -95,15 +96,15 @@ def measure(arguments: RepetitionArguments, name: str) -> Rows:
     return rows
 
 
-def methods(arguments: RepetitionArguments, name: str) -> dict[str, Callable[[nn.Module], Callable]]:
-    """Each makes the forward pass of a network, and may change it."""
-    found: dict[str, Callable[[nn.Module], Callable]] = {}
+def methods(arguments: RepetitionArguments, name: str) -> dict[str, tuple[Forward, float]]:
+    """By name: what makes the forward pass of a network, and may change it; the compiler's budget."""
+    found: dict[str, tuple[Forward, float]] = {}
     for share in SHARES:
-        found[f"{OURS}, budget={share}"] = partial(recompute_activations, budget=share)
+        found[f"{OURS}, budget={share}"] = partial(recompute_activations, budget=share), 1.0
     for reentrant in (False, True):
-        found[f"checkpoint, use_reentrant={reentrant}"] = partial(by_blocks, use_reentrant=reentrant)
+        found[f"checkpoint, use_reentrant={reentrant}"] = partial(by_blocks, use_reentrant=reentrant), 1.0
     for budget in (1.0, 0.5) if arguments.compile and name in COMPILED else ():
-        found[f"torch.compile, activation_memory_budget={budget}"] = partial(compiled, budget=budget)
+        found[f"torch.compile, activation_memory_budget={budget}"] = torch.compile, budget
     return found
 
 
@@ -118,24 +119,15 @@ def by_blocks(network: nn.Module, use_reentrant: bool) -> nn.Module:
     return network
 
 
-def compiled(network: nn.Module, budget: float) -> Callable[[Tensor], Tensor]:
-    torch.compiler.reset()
-    forward = torch.compile(network)
-
-    def run(inputs: Tensor) -> Tensor:
-        with compiling(budget):
-            return forward(inputs)
-
-    return run
-
-
 def after_step(
-    network: nn.Module, change: Callable[[nn.Module], Callable], inputs: Tensor
+    network: nn.Module, inputs: Tensor, change: Forward = lambda network: network, budget: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The gradients and buffers of the first step."""
+    torch.compiler.reset()
     trained = WithLoss(network, change(network))
     torch.manual_seed(1)
-    trained(inputs).backward()
+    with compiling(budget):
+        trained(inputs).backward()
     found = [torch.zeros_like(one) if one.grad is None else one.grad for one in network.parameters()]
     return torch.cat([one.flatten() for one in found]), dict(network.named_buffers())
 
