@@ -1,7 +1,12 @@
 """Count predictions over a split, and reduce the counts to the scores of the paper."""
 
+import csv
 import math
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from operator import itemgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,6 +91,46 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
         **{kind: dict(zip(classes, map(_or_none, shares[kind].tolist()), strict=True)) for kind in PER_CLASS},
         "pixel_accuracy": (true_positives.sum() / counts.sum()).item(),
     }
+
+
+class ImageScores:
+    """IoU of each class in every image: a score of `engine.records.added_scores` that gives no scores of its own.
+
+    `counts`: intersection and union of prediction and label in pixels, int64 (2, classes), summed over the images.
+    `rows`: each image's name and its counts.
+    """
+
+    takes_name = True
+
+    def __init__(self, classes: Sequence[str]):
+        self.counts = np.zeros((2, len(classes)), np.int64)
+        self.rows: list[tuple[str, np.ndarray]] = []
+
+    def add(self, prediction: np.ndarray, label: np.ndarray, name: str) -> None:
+        known, right = label != IGNORED, label == prediction
+        ids = (label[known & right], label[known], prediction[known])
+        both, labelled, predicted = (np.bincount(each, minlength=self.counts.shape[1]) for each in ids)
+        self.rows.append((name, counts := np.stack([both, labelled + predicted - both])))
+        self.counts += counts
+
+    def scores(self) -> dict[str, float]:
+        return {}
+
+
+def image_table(rows: Iterable[tuple[str, np.ndarray]], classes: Sequence[str]) -> str:
+    """A CSV table of `ImageScores.rows`, sorted by name; what an image lacks is empty.
+
+    Columns: name, miou_of_image (over the classes in its label or prediction), and of each class iou_CLASS,
+    intersection_CLASS and union_CLASS.
+    """
+    table = csv.writer(text := StringIO(), lineterminator="\n")
+    per_class = [f"{what}_{name}" for what in ("iou", "intersection", "union") for name in classes]
+    table.writerow(["name", "miou_of_image", *per_class])
+    for name, (both, union) in sorted(rows, key=itemgetter(0)):
+        iou = [one / of if of else None for one, of in zip(both.tolist(), union.tolist(), strict=True)]
+        found = [one for one in iou if one is not None]
+        table.writerow([name, sum(found) / len(found) if found else None, *iou, *both, *union])
+    return text.getvalue()
 
 
 def _or_none(share: float) -> float | None:
