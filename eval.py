@@ -81,12 +81,8 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         console.print(f"results: {results_file}", soft_wrap=True)
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
-    for what, where in (
-        ("predictions", options.predictions),
-        ("overlays", options.overlays),
-        ("per_image", options.per_image),
-    ):
-        if where:
+    for what in ("predictions", "overlays", "per_image"):
+        if where := getattr(options, what):
             console.print(f"{what}: {where}", soft_wrap=True)
     return results
 

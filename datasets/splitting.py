@@ -18,11 +18,15 @@ _OF_PIXELS, _OF_SIZES = 0.1, 1e3  # weights, beside 1 for the images that hold a
 _TRIED, _SWEEPS = 64, 200  # sources of a part that may change places at once; passes over all pairs of parts
 
 
-def divisible(root: Path, labels: LabelFiles, lists: Iterable[str]) -> list[str]:
-    """Names for the `lists` in a folder of images and `labels`: labelled images in `root`/images, sorted.
+def sources_of(
+    root: Path, labels: LabelFiles, lists: Iterable[str], parts: int, group: str | None, key: str
+) -> dict[str, str]:
+    """{image: source} for `lists` in a folder of images and `labels`: the labelled images in `root`/images, by name.
 
-    Images on the list of a test split are left out. ValueError: there are none, one cannot be listed, or one of the
-    lists, or a split of its name, is there.
+    Images on the list of a test split are left out. An image's source is what the first group of the regular expression
+    `group` matches in its name; None: the image itself. `key`: the option that gave it.
+    ValueError: a list, or a split of its name, is there; an image cannot be listed, or has no source; there are fewer
+    sources than `parts`.
     """
     folder = root / "images"
     for name in lists:
@@ -35,11 +39,16 @@ def divisible(root: Path, labels: LabelFiles, lists: Iterable[str]) -> list[str]
     images = {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
     withheld = on_list(root, root / WITHHELD, images, "") if (root / f"{WITHHELD}.txt").is_file() else ()
     names = sorted({name for name, path in images.items() if path not in others} - {*withheld})
-    if not names:
-        raise ValueError(f"{folder} has no image to list: expected images there, with labels beside that folder")
     if odd := [name for name in names if printable(name) != name]:
         raise ValueError(f"no list can hold the names of {len(odd)} images: rename {first_of(odd)}")
-    return names
+    found = {name: re.search(group or "^(.*)$", name) for name in names}
+    sources = {name: match[1] for name, match in found.items() if match is not None and match[1] is not None}
+    if without := [name for name in names if name not in sources]:
+        raise ValueError(f"{key}={group} finds no source in {len(without)} of {len(names)} names: {first_of(without)}")
+    if (count := len({*sources.values()})) < parts:
+        what = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
+        raise ValueError(f"there are {count} {what}: expected at least {parts}, one for each list")
+    return sources
 
 
 def sizes_of(count: int, shares: Sequence[float]) -> np.ndarray:

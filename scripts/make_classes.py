@@ -24,7 +24,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -49,8 +48,8 @@ from datasets.folder import (
 from datasets.layout import first_of
 from datasets.levels import doubts16, used16
 from datasets.reading import Range16, decode_mask, label_palette, read
-from datasets.segmentation import SegmentationDataset, restorable
-from datasets.splitting import BEFORE_LAST_NUMBER, divisible, prefixes, spread
+from datasets.segmentation import restorable
+from datasets.splitting import BEFORE_LAST_NUMBER, prefixes, sources_of, spread
 from datasets.verify import every
 from datasets.workers import in_order
 from engine import assemble
@@ -100,13 +99,12 @@ class MakeClasses:
             raise ValueError(f"split={given}: expected two or three shares that add up to 1, such as [0.7,0.15,0.15]")
         if given is not None and self.folds is not None:
             raise ValueError(f"split={given} and folds={self.folds}: give one of them")
-        if self.group is not None:
-            if given is None and self.folds is None:
-                raise ValueError(f"group={self.group} needs split or folds, such as folds=5")
-            with suppress(re.error):
-                if re.compile(self.group).groups:
-                    return
-            raise ValueError(f"group={self.group}: expected a regular expression with a group, such as '^(.*)_'")
+        if self.group is not None and not self.parts():
+            raise ValueError(f"group={self.group} needs split or folds, such as folds=5")
+        with suppress(re.error):
+            if self.group is None or re.compile(self.group).groups:
+                return
+        raise ValueError(f"group={self.group}: expected a regular expression with a group, such as '^(.*)_'")
 
 
 @dataclass
@@ -139,8 +137,8 @@ def make_classes(config: MakeClasses) -> Path:
         options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.")
         labels = folder_labels(config.data.root, options)
         file, console = Path(str(config.data.root)) / CLASSES, make_console()
-        names = divisible(file.parent, labels, config.lists()) if config.parts() else []
-        sources = sources_of(config, names)
+        lists, parts = config.lists(), config.parts()
+        sources = sources_of(file.parent, labels, lists, len(parts), config.group, "group") if parts else {}
     is_there = os.path.lexists(file)  # also a dangling link
     if is_there and not config.overwrite and not sources:
         raise ValueError(
@@ -193,19 +191,6 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
 
 
-def sources_of(config: MakeClasses, names: Sequence[str]) -> dict[str, str]:
-    """{image: source}. ValueError: some have none, or there are fewer than parts."""
-    found = {name: re.search(config.group or "^(.*)$", name) for name in names}
-    sources = {name: match[1] for name, match in found.items() if match is not None and match[1] is not None}
-    if unknown := [name for name in names if name not in sources]:
-        what = f"in {len(unknown)} of {len(names)} names: {first_of(unknown)}"
-        raise ValueError(f"group={config.group} finds no source {what}")
-    if (count := len({*sources.values()})) < len(parts := config.parts()):
-        what = "images with labels" if config.group is None else f"sources by group={config.group}"
-        raise ValueError(f"there are {count} {what}: expected at least {len(parts)}, one each for {', '.join(parts)}")
-    return sources
-
-
 def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], console: Console) -> None:
     """Write the lists of images, {name: source}; print how many images of each part hold each class, and its pixels."""
     names, parts, data = [*sources], config.parts(), replace(config.data, fold=None)
@@ -214,33 +199,26 @@ def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], con
         counted(console, "counting") as done,
     ):
         images = builder("data", data)(root, split="", listed=names)
-        pixels = np.stack([*every(images, partial(class_pixels, images), config.workers, done)])
+        count = lambda number: np.bincount(images.read_label(number).ravel(), minlength=256)  # noqa: E731
+        pixels = np.stack([*every(images, count, config.workers, done)])[:, : len(images.classes)]
     part_of = spread(pixels, [*sources.values()], [*parts.values()], config.seed)
+    own = {part: part_of == number for number, part in enumerate(parts)}
     if os.path.lexists(test := root / f"{WITHHELD}.txt"):
         console.print(f"the images on {test} are on no other list", soft_wrap=True)
-    own = {part: part_of == number for number, part in enumerate(parts)}
     rows = [["images", *map(str, np.bincount(part_of))]]
-    for number, name in enumerate(images.classes):
-        shown = ((pixels[each, number], pixels[each].sum()) for each in own.values())
-        rows.append([name, *(f"{(of > 0).sum()} ({of.sum() / max(total, 1):.1%})" for of, total in shown)])
+    for name, of_class in zip(images.classes, pixels.T, strict=True):
+        shown = ((of_class[each], max(pixels[each].sum(), 1)) for each in own.values())
+        rows.append([name, *(f"{np.count_nonzero(of)} ({of.sum() / total:.1%})" for of, total in shown)])
     of_folds = ", in val.txt of each fold" * (config.folds is not None)
     console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
     if config.group is None and (shared := prefixes(names, len(parts))):
-        console.print(
-            f"names have {len(shared)} beginnings before their last number, such as {readable(min(shared))}: if images "
-            f"of one beginning show the same thing, remove the lists and add 'group={BEFORE_LAST_NUMBER}', which keeps "
-            f"them together",
-            soft_wrap=True,
-        )
+        advice = f"remove the lists and add 'group={BEFORE_LAST_NUMBER}', which keeps them together"
+        same = f"{len(shared)} beginnings before their last number, such as {readable(min(shared))}"
+        console.print(f"names have {same}: if images of one show the same thing, {advice}", soft_wrap=True)
     for stem, (part, is_own) in config.lists().items():
         chosen = [name for name, it in zip(names, own[part], strict=True) if it == is_own]
         write_file(root / f"{stem}.txt", "".join(f"{name}\n" for name in chosen))
     console.print(f"wrote {', '.join(f'{stem}.txt' for stem in config.lists())} in {root}", soft_wrap=True)
-
-
-def class_pixels(images: SegmentationDataset, number: int) -> np.ndarray:
-    """Pixels of each class in an image's label, int64 (classes,)."""
-    return np.bincount(images.read_label(number).reshape(-1), minlength=256)[: len(images.classes)]
 
 
 def read_labels(images: Mapping[Path, Path | None], workers: int | None, console: Console) -> Held:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +20,7 @@ from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.process.output_files import (
-    WrittenBehind,
-    check_outside,
-    claim_folder,
-    marked,
-    short_name,
-    writable_file,
-    write_file,
-)
+from engine.process.output_files import WrittenBehind, check_outside, claim_folder, short_name
 from engine.records.added_scores import AddedScores
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
@@ -41,12 +32,10 @@ from engine.segmentation import evaluation as segmentation
 from engine.segmentation.cross_entropy import inverse_frequencies
 from engine.segmentation.inference import Views
 from engine.segmentation.pictures import write_predictions
-from engine.segmentation.scores import ImageScores, image_table
+from engine.segmentation.scores import ImageScores
 from models.freezing import freeze
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
-
-PER_IMAGE = "per_image="  # among added scores, whose other names have no "="
 
 
 def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | None = None) -> nn.Module:
@@ -88,12 +77,12 @@ def segment(
     if len({*places}) < len(places):
         raise ValueError(f"predictions={options.predictions} is also the folder of overlays: give two folders")
     names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
-    added = added_scores(config, dataset)
+    added, images = added_scores(config, dataset), None
     if options.per_image is not None:
         if not dataset.has_labels:
             raise ValueError(f"per_image={options.per_image}: split {dataset.split} of {dataset.name} has no labels")
-        writable_file("per_image", Path(options.per_image), ours=marked(rb"\Aname,miou_of_image,"))
-        added = AddedScores({**added.by_name, PER_IMAGE: ImageScores(dataset.classes)})
+        images = ImageScores(dataset.classes, Path(options.per_image), "per_image")
+        added.by_name |= {"per_image=": images}  # no other has a name with "="
     predictions, overlays = (path and folder_for_pictures(key, path, dataset, names) for key, path in given.items())
     with progress_bar(console) as progress, WrittenBehind() as files:
         evaluated = segmentation.evaluate_split(
@@ -107,10 +96,8 @@ def segment(
             at_once=at_once(config, world.device, processes),
             added=added,
         )
-    if options.per_image is not None:
-        rows = chain.from_iterable(world.gather(added.by_name[PER_IMAGE].rows))
-        if world.first:
-            write_file(Path(options.per_image), image_table(rows, dataset.classes))
+    if images is not None:
+        images.write(world)
     return evaluated
 
 

@@ -31,18 +31,16 @@ class AddedScores:
     """
 
     def __init__(self, by_name: Mapping[str, Any]):
-        self.by_name = by_name
+        self.by_name = {**by_name}
 
     def add(self, predictions: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch. On a GPU the host waits for it."""
         if self.by_name:
-            for number, (prediction, label) in enumerate(
-                zip(predictions.cpu().numpy(), labels.cpu().numpy(), strict=True)
-            ):
+            columns = predictions.cpu().numpy(), labels.cpu().numpy(), names or [""] * len(labels)
+            for prediction, label, image in zip(*columns, strict=True):
                 for name, own in self.by_name.items():
-                    image = names[number : number + 1] if getattr(own, "takes_name", False) else ()
                     with _named(name):
-                        own.add(prediction, label, *image)
+                        own.add(prediction, label, *[image] * getattr(own, "takes_name", False))
 
     def added_to(self, evaluated: Evaluated, world: World) -> Evaluated:
         """The evaluation with these scores. Every rank must call it. ValueError: a name is taken, or no number."""

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.segmentation.scores import LANES, ImageScores, count_pixels, image_table, segmentation_scores
+from engine.process.distributed import World
+from engine.segmentation.scores import LANES, ImageScores, count_pixels, segmentation_scores
 from keepless.recompute.step.costs import peak_bytes
 
 
@@ -45,10 +46,10 @@ def test_scores_by_hand():
     assert segmentation_scores(torch.tensor([[big, 1], [0, 1]]), ("a", "b"))["iou"]["a"] == big / (big + 1)
 
 
-def test_scores_of_single_images_add_up_to_the_splits_scores():
+def test_scores_of_single_images_add_up_to_the_splits_scores(tmp_path):
     """Classes of which an image shows and predicts nothing are left out; ignored pixels do not count."""
     classes, rng = ("sky", 'a, "b"', "wood", "never"), np.random.default_rng(0)
-    images, cells = ImageScores(classes), torch.zeros(17, LANES, dtype=torch.int64)
+    images, cells = ImageScores(classes, tmp_path / "images.csv"), torch.zeros(17, LANES, dtype=torch.int64)
     for number in range(5):
         label, prediction = rng.integers(0, 3 - number % 2, (2, 6, 7)).astype(np.uint8)
         label[rng.random(label.shape) < 0.2] = 255
@@ -56,7 +57,8 @@ def test_scores_of_single_images_add_up_to_the_splits_scores():
         count_pixels(cells, torch.tensor(prediction), torch.tensor(label), 4)
     images.add(label, np.full_like(label, 255), "a, nothing labelled")
     whole = segmentation_scores(cells[:-1].sum(dim=1).view(4, 4), classes)
-    first, *rows = csv.DictReader(image_table(images.rows, classes).splitlines())
+    images.write(World())
+    first, *rows = csv.DictReader(images.file.read_text().splitlines())
     assert {name: value for name, value in first.items() if "on_" not in name} == {
         **{"name": "a, nothing labelled", "miou_of_image": ""},
         **{f"iou_{name}": "" for name in classes},
