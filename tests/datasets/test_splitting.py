@@ -46,6 +46,14 @@ def test_each_class_is_spread_as_the_images_are():
         assert (parts != spread(pixels, sources, shares, seed=1)).any()
 
 
+@pytest.mark.parametrize("shares", [SPLIT, [0.8, 0.2]])
+def test_a_class_of_few_images_is_in_every_part(shares):
+    pixels = np.ones((60, 2), np.int64)
+    pixels[len(shares) :, 1] = 0  # as many images as parts hold the second class
+    for seed in range(3):
+        assert held(pixels, spread(pixels, [*map(str, range(60))], shares, seed))[:, 1].tolist() == [1] * len(shares)
+
+
 def test_pixels_decide_between_images_that_hold_the_same_classes():
     pixels = np.array([[1, size] for size in (10, 10, 1000, 1000)])
     for seed in range(5):
