@@ -204,7 +204,7 @@ def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], con
     part_of = spread(pixels, [*sources.values()], [*parts.values()], config.seed)
     own = {part: part_of == number for number, part in enumerate(parts)}
     if os.path.lexists(test := root / f"{WITHHELD}.txt"):
-        console.print(f"the images on {test} are on no other list", soft_wrap=True)
+        console.print(f"the images on {test} are left out", soft_wrap=True)
     rows = [["images", *map(str, np.bincount(part_of))]]
     for name, of_class in zip(images.classes, pixels.T, strict=True):
         shown = ((of_class[each], max(pixels[each].sum(), 1)) for each in own.values())
@@ -214,7 +214,7 @@ def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], con
     if config.group is None and (shared := prefixes(names, len(parts))):
         advice = f"remove the lists and add 'group={BEFORE_LAST_NUMBER}', which keeps them together"
         same = f"{len(shared)} beginnings before their last number, such as {readable(min(shared))}"
-        console.print(f"names have {same}: if images of one show the same thing, {advice}", soft_wrap=True)
+        console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
     for stem, (part, is_own) in config.lists().items():
         chosen = [name for name, it in zip(names, own[part], strict=True) if it == is_own]
         write_file(root / f"{stem}.txt", "".join(f"{name}\n" for name in chosen))
