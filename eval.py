@@ -1,6 +1,6 @@
 """Evaluate a checkpoint of either task; writes its scores to results.json:
 
-    python eval.py checkpoint=RUN_DIR predictions=DIR overlays=DIR
+    python eval.py checkpoint=RUN_DIR predictions=DIR overlays=DIR per_image=FILE.csv
     python eval.py checkpoint=FILE.pt tta.scales=[0.7,1,1.2] tta.flip=true  # segmentation
     python eval.py checkpoint=FILE.pt window.size=1024 batch_size=8  # images of one size, or windows, at once
     python eval.py checkpoint=FILE.pt view=ten_crop activation=relu  # classification
@@ -81,8 +81,8 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         console.print(f"results: {results_file}", soft_wrap=True)
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
-    for what, where in (("predictions", options.predictions), ("overlays", options.overlays)):
-        if where:
+    for what in ("predictions", "overlays", "per_image"):
+        if where := getattr(options, what):
             console.print(f"{what}: {where}", soft_wrap=True)
     return results
 

@@ -1,6 +1,7 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
 import os
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -118,14 +119,22 @@ def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.
     return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
 
 
-def folder_splits(root: str | os.PathLike | None) -> list[str]:
-    """Names of the splits in `root`, folders and lists; train and val come first."""
+def folder_splits(root: str | os.PathLike | None, fold: int | None = None) -> list[str]:
+    """Names of the splits in `root`, folders and lists, or of one `fold`; train and val come first."""
     root = _LAYOUT.top(root)
-    lists = root.glob("*.txt") if (root / "images").is_dir() else ()
+    lists = [*root.glob("*.txt"), *root.glob("fold[0-9]*/*.txt")] if (root / "images").is_dir() else ()
     folders = [path.parent for pattern in ("*/images", "*/*/images") for path in root.glob(pattern)]
-    found = {path.relative_to(root).as_posix() for path in folders} | {path.stem for path in lists}
+    found = {path.relative_to(root).as_posix() for path in (*folders, *(path.with_suffix("") for path in lists))}
     found -= {name for name in found if any(map(is_hidden, name.split("/")))}
+    if fold is not None:
+        inside = {name.rpartition("/")[2] for name in found}
+        found = {name for name in inside if of_fold(name, fold) in found}
     return sorted(found, key=lambda split: (split not in ("train", "val"), split))
+
+
+def of_fold(split: str, fold: int | None) -> str:
+    """The split of a fold. A test split is the same for all."""
+    return split if fold is None or split == WITHHELD else f"fold{fold}/{split}"
 
 
 def folder(
@@ -134,7 +143,9 @@ def folder(
     palettes: str = "equal",
     label_folder: str = "labels",
     label_suffix: str = "",
+    fold: int | None = None,
     keys: str = "",
+    listed: Sequence[str] | None = None,
 ) -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
@@ -142,11 +153,12 @@ def folder(
     by their paths below the two folders; a split "test" may have no labels. Labels hold ids, or the classes' colours,
     on the images as viewers show them: EXIF orientation counts. `label_folder`: the name of the labels' folder; it may
     be "images" too. `label_suffix`: a label's name is its image's name plus this, such as "_mask". `palettes`: "equal"
-    refuses labels whose palettes give an id different colours, "any" does not compare them. `keys`: prefix of option
-    names in messages.
+    refuses labels whose palettes give an id different colours, "any" does not compare them. `fold`: read
+    `root`/fold`fold`/`split`.txt instead, except for a test. `keys`: prefix of option names in messages. `listed`: the
+    names of images in `root`/images for a list that is not written yet; `split` is then empty.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
-    root, options = _LAYOUT.top(root), LabelNames(label_folder, label_suffix, keys)
+    root, options, split = _LAYOUT.top(root), LabelNames(label_folder, label_suffix, keys), of_fold(split, fold)
     options.check()
     own = _below(root, split)
     above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
@@ -161,7 +173,7 @@ def folder(
         images = known or images
     used = {*map(str, (*images.values(), *labels.values()))}
     others = [entry.path for _, entry in files_in(above / "images") if entry.path not in used]
-    chosen = _on_list(root, own, images, keys) if above == root else list(images)
+    chosen = list(listed or images) if above != root or listed else on_list(root, own, images, keys)
     if above == root:
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if is_test and not labels:
@@ -338,14 +350,22 @@ def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
 
 
 def _elsewhere(root: Path, keys: str) -> str | None:
-    """Advice about a split that is missing, if `root` holds others, or is a split itself."""
-    if splits := folder_splits(root):
-        return f"give one of the splits that are there: {', '.join(splits)}"
-    above = root.resolve()
-    return f"give {keys}root={above.parent}, the folder above, whose folders are the splits" if _beside(above) else None
+    """Advice about a split that is missing: others in `root`, the folder above, or the command that writes lists."""
+    splits, above, ways = folder_splits(root), root.resolve(), list[str]()
+    whole = [split for split in splits if not re.match(r"fold\d+/", split)]
+    if len(whole) < len(splits):
+        ways.append(f"give {keys}fold=0, or another of the folds that are there")
+    if whole:
+        ways.append(f"give one of the splits that are there: {', '.join(whole)}")
+    if not splits and _beside(above):
+        ways.append(f"give {keys}root={above.parent}, the folder above, whose folders are the splits")
+    elif (root / "images").is_dir():
+        command = f"python -m scripts.make_classes data.root={root} split=[0.7,0.15,0.15]"
+        ways.append(f"let {command} write lists, or with folds=5 those of five folds")
+    return "; or ".join(ways) or None
 
 
-def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> list[str]:
+def on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> list[str]:
     """The image names on a split's list, which may list suffixes too. `own`: where the split's folder would be."""
     file = Path(f"{own}.txt")
     if not file.is_file():
@@ -380,4 +400,4 @@ def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Wi
     return np.array([ids.get(code, 0) for code in known.tolist()], np.uint8)[places]
 
 
-FOLDER = Row(folder, lambda root, **_: dict.fromkeys(folder_splits(root)), classes=None)
+FOLDER = Row(folder, lambda root, fold, **_: dict.fromkeys(folder_splits(root, fold)), classes=None)

@@ -4,16 +4,17 @@
     python -m scripts.compare_runs runs=[RUN_DIR,OTHER_RUN] out=OUT "title=Two norms"
     python -m scripts.compare_runs runs=[FOLDER,docs/results/camvid/norms] out=OUT
 
-`runs` are run directories, or folders that hold some at any depth, all of one task. Runs that differ only in their seed
-share a column: mean ± standard deviation. Columns are named after folders, without seeds and dates. Writes OUT.md
-(commands, scores, hardware, runs that have not ended) and OUT.png (curves), and copies the files of each run that they
-are made from to OUT/RUN/. Given as `runs`, these folders make the same report again.
+`runs` are run directories, or folders that hold some at any depth, all of one task. Runs that differ only in seed and
+data.fold share a column: mean ± standard deviation. Columns are named after folders, without seeds, folds and dates.
+Writes OUT.md (commands, scores, hardware, runs that have not ended) and OUT.png (curves), and copies the files of each
+run that they are made from to OUT/RUN/. Given as `runs`, these folders make the same report again.
 """
 
 import shlex
 import statistics
 from dataclasses import dataclass
 from itertools import cycle
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class Comparison:
 
 
 class Group(NamedTuple):
-    """Runs of one configuration with different seeds."""
+    """Runs of one configuration with different seeds or folds."""
 
     title: str
     runs: list[Run]
@@ -66,11 +67,15 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
             about, _, view = score.partition(", ")
             name = escaped(of_class) or f"{about} %" + (f", {view}" if view else "")
             rows.append([name, *(group.cell(score, of_class) for group in groups)])
-    if len(runs) > len(groups):
-        seeds = [", ".join(str(run.typed.seed) for run in group.runs) for group in groups]
-        rows.append(["seeds", *(f"{len(g.runs)} ({s})" for g, s in zip(groups, seeds, strict=True))])
+    varied = []
+    for what, value in (("folds", attrgetter("fold")), ("seeds", attrgetter("typed.seed"))):
+        values = [", ".join(dict.fromkeys(str(value(run)) for run in group.runs)) for group in groups]
+        if any("," in each for each in values):
+            varied.append(what)
+            rows.append([what, *("–" if each == "None" else f"{1 + each.count(',')} ({each})" for each in values)])
+    evaluated = [sorted({run.results["images"] for run in group.runs}) for group in groups]
     rows += [
-        ["images evaluated", *(str(group.runs[0].results["images"]) for group in groups)],
+        ["images evaluated", *(" – ".join(dict.fromkeys((str(of[0]), str(of[-1])))) for of in evaluated)],
         ["training images / s, median", *(f"{group.training('images_per_second'):.1f}" for group in groups)],
         ["peak memory, MiB (CUDA: of tensors)", *(f"{group.training('peak_memory_mib'):,.0f}" for group in groups)],
         ["training, minutes", *(f"{group.training('minutes'):.1f}" for group in groups)],
@@ -81,7 +86,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     lines = [f"# {title}", "", "```", *map(printable, [*(run.launched() for run in runs), again]), "```", ""]
     lines.append(table(["", *(escaped(group.title) for group in groups)], rows))
     if len(runs) > len(groups):
-        lines += ["", "Means ± standard deviations over seeds."]
+        lines += ["", f"Means ± standard deviations over {' and '.join(varied)}."]
     if stopped := [run for run in runs if run.interruptions()]:
         lines += ["", "Stopped and continued:"]
         steps = ("; ".join(f"{step:,}" for step in run.interruptions()) for run in stopped)
@@ -144,7 +149,8 @@ def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
     if len({run.name for run in runs}) < len(runs) or any(DATE.fullmatch(run.name) for run in runs):
         for title, group in zip(titles, groups, strict=True):
             for run in group:
-                run.name = title if len(group) == 1 else f"{title}, seed={run.typed.seed}"
+                fold = "" if run.fold is None else f", fold={run.fold}"
+                run.name = title if len(group) == 1 else f"{title}{fold}, seed={run.typed.seed}"
     if len({named_after([run.name]) for run in runs}) < len(runs):
         raise ValueError(f"runs={folders}: expected different runs, in folders of different names")
     return [Group(title, group) for title, group in zip(titles, groups, strict=True)], left_out

@@ -1,22 +1,29 @@
-"""Write classes.json for your own images, from their labels:
+"""Write classes.json for your own images, from their labels, and lists of them for training and validation:
 
     python -m scripts.make_classes data.root=DIR
     python -m scripts.make_classes data.root=DIR ignored=0 overwrite=true    # 0 is void, and 255 a class
     python -m scripts.make_classes data.root=DIR data.label_folder=masks data.label_suffix=_mask
+    python -m scripts.make_classes data.root=DIR split=[0.7,0.15,0.15]    # train.txt, val.txt and test.txt
+    python -m scripts.make_classes data.root=DIR folds=5 'group=^(.*)_'    # fold0/train.txt, …; sources stay together
 
 Reads all labels below DIR that have an image, and says which images lack labels or differ from them in size. Classes
 are the ids up to the largest, or the colours of RGB labels and of black-and-white masks; RGB labels whose channels are
 equal and small hold ids, unless gray=colours. `ignored` is not a class, nor are ids below the largest that never occur.
 Palettes give ids their colours. The classes are called class_0, class_1, …: rename them in the file before you train.
 Prints the number of pixels of every id, which reveals strays, and whatever looks odd.
+
+With split or folds the images in DIR/images are divided at random, so that each list shows every class about as often;
+the table says how many images of a list hold each class. A classes.json that is there stays, and so do all lists.
 """
 
 import json
+import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,15 +34,28 @@ from rich.console import Console
 from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
 from datasets.file_list import readable
-from datasets.folder import CLASSES, TRAINED, LabelNames, alike, check_whole, folder_labels, palette_fix
+from datasets.folder import (
+    CLASSES,
+    TRAINED,
+    WITHHELD,
+    LabelFiles,
+    LabelNames,
+    alike,
+    check_whole,
+    folder_labels,
+    palette_fix,
+)
 from datasets.layout import first_of
 from datasets.levels import doubts16, used16
 from datasets.reading import Range16, decode_mask, label_palette, read
 from datasets.segmentation import restorable
+from datasets.splitting import BEFORE_LAST_NUMBER, prefixes, sources_of, spread
+from datasets.verify import every
 from datasets.workers import in_order
 from engine import assemble
+from engine.assemble.contracts import builder
 from engine.configuration.command_line import configured
-from engine.process.console import make_console, progress_bar, tracked
+from engine.process.console import counted, make_console, progress_bar, table_of, tracked
 from engine.process.output_files import write_file
 from engine.schema.data import FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
@@ -54,8 +74,37 @@ class MakeClasses:
     ignored: int | None = key(255, least=0, most=255)  # the id that is not a class and does not count; null: none
     # What RGB labels with three equal channels hold; null: ids if the levels are small or have few gaps, else colours.
     gray: str | None = key(None, one_of=("ids", "colours"))
-    overwrite: bool = False  # replace a file that is there, with the names in it
+    overwrite: bool = False  # replace a classes.json that is there, with the names in it; lists stay
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
+    # Shares of train.txt, val.txt and, if there is a third, test.txt; null: no such lists.
+    split: list[float] | None = key(None, above=0, most=1)
+    folds: int | None = key(None, least=2)  # lists for cross-validation with data.fold=K; null: none
+    # Images stay together if this regular expression's first group matches the same text in their names.
+    group: str | None = None
+    seed: int = key(0, least=0)  # other seeds give other lists
+
+    def parts(self) -> dict[str, float]:
+        """{name: share} of the parts that images are divided into: the splits, or the folds."""
+        if self.folds is not None:
+            return {f"fold{number}": 1 / self.folds for number in range(self.folds)}
+        return dict(zip(("train", "val", WITHHELD), self.split or (), strict=False))
+
+    def lists(self) -> dict[str, tuple[str, bool]]:
+        """{name: (part, whether the list holds this part, or all others)}"""
+        ends = {"": True} if self.folds is None else {"/train": False, "/val": True}
+        return {f"{part}{end}": (part, is_own) for part in self.parts() for end, is_own in ends.items()}
+
+    def check(self) -> None:
+        if (given := self.split) is not None and (len(given) not in (2, 3) or not math.isclose(sum(given), 1)):
+            raise ValueError(f"split={given}: expected two or three shares that add up to 1, such as [0.7,0.15,0.15]")
+        if given is not None and self.folds is not None:
+            raise ValueError(f"split={given} and folds={self.folds}: give one of them")
+        if self.group is not None and not self.parts():
+            raise ValueError(f"group={self.group} needs split or folds, such as folds=5")
+        with suppress(re.error):
+            if self.group is None or re.compile(self.group).groups:
+                return
+        raise ValueError(f"group={self.group}: expected a regular expression with a group, such as '^(.*)_'")
 
 
 @dataclass
@@ -78,19 +127,33 @@ class Held:
 
 
 def make_classes(config: MakeClasses) -> Path:
-    """Write the file and return it; print each id's pixels, how many labels hold it, and what looks odd.
+    """Write the file, and lists if asked, and return the file; print what they hold, see `write_classes`.
 
-    ValueError: the file exists, labels cannot be read or are not all of one kind, or the number of classes is wrong.
+    ValueError: the file or a list exists, labels cannot be read or are not all of one kind, the number of classes is
+    wrong, or there are fewer sources than lists.
     """
     with assemble.root_named(config.data):
         check_whole(config.data.root)
         options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.")
         labels = folder_labels(config.data.root, options)
+        file, console = Path(str(config.data.root)) / CLASSES, make_console()
+        lists, parts = config.lists(), config.parts()
+        sources = sources_of(file.parent, labels, lists, len(parts), config.group, "group") if parts else {}
+    is_there = os.path.lexists(file)  # also a dangling link
+    if is_there and not config.overwrite and not sources:
+        raise ValueError(
+            f"data.root={config.data.root}: {file} is there already; overwrite=true replaces it, and the names in it"
+        )
+    if not is_there or config.overwrite:
+        write_classes(config, file, labels, console)
+    if sources:
+        write_lists(config, file.parent, sources, console)
+    return file
+
+
+def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: Console) -> None:
+    """Write classes.json; print each id's pixels, how many labels hold it, and what looks odd."""
     root = f"data.root={config.data.root}"
-    file = Path(str(config.data.root)) / CLASSES
-    if os.path.lexists(file) and not config.overwrite:  # also a dangling link
-        raise ValueError(f"{root}: {file} is there already; overwrite=true replaces it, and the names in it")
-    console = make_console()
     with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
         held = read_labels(labels.images, config.workers, console)
     if held.palettes.conflict is not None and config.data.palettes != "any":
@@ -126,7 +189,36 @@ def make_classes(config: MakeClasses) -> Path:
         console.print(note, soft_wrap=True)
     write_file(file, written(ids, ignored))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
-    return file
+
+
+def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], console: Console) -> None:
+    """Write the lists of images, {name: source}; print how many images of each part hold each class, and its pixels."""
+    names, parts, data = [*sources], config.parts(), replace(config.data, fold=None)
+    with (
+        reading_errors(data.timeout_seconds, keys="data.", workers_key="workers"),
+        counted(console, "counting") as done,
+    ):
+        images = builder("data", data)(root, split="", listed=names)
+        count = lambda number: np.bincount(images.read_label(number).ravel(), minlength=256)  # noqa: E731
+        pixels = np.stack([*every(images, count, config.workers, done)])[:, : len(images.classes)]
+    part_of = spread(pixels, [*sources.values()], [*parts.values()], config.seed)
+    own = {part: part_of == number for number, part in enumerate(parts)}
+    if os.path.lexists(test := root / f"{WITHHELD}.txt"):
+        console.print(f"the images on {test} are left out", soft_wrap=True)
+    rows = [["images", *map(str, np.bincount(part_of))]]
+    for name, of_class in zip(images.classes, pixels.T, strict=True):
+        shown = ((of_class[each], max(pixels[each].sum(), 1)) for each in own.values())
+        rows.append([name, *(f"{np.count_nonzero(of)} ({of.sum() / total:.1%})" for of, total in shown)])
+    of_folds = ", in val.txt of each fold" * (config.folds is not None)
+    console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
+    if config.group is None and (shared := prefixes(names, len(parts))):
+        advice = f"remove the lists and add 'group={BEFORE_LAST_NUMBER}', which keeps them together"
+        same = f"{len(shared)} beginnings before their last number, such as {readable(min(shared))}"
+        console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
+    for stem, (part, is_own) in config.lists().items():
+        chosen = [name for name, it in zip(names, own[part], strict=True) if it == is_own]
+        write_file(root / f"{stem}.txt", "".join(f"{name}\n" for name in chosen))
+    console.print(f"wrote {', '.join(f'{stem}.txt' for stem in config.lists())} in {root}", soft_wrap=True)
 
 
 def read_labels(images: Mapping[Path, Path | None], workers: int | None, console: Console) -> Held:

@@ -1,5 +1,6 @@
 """Evaluating a checkpoint: what an evaluation changes, and the files that it writes."""
 
+import csv
 import json
 import re
 import shutil
@@ -191,6 +192,22 @@ def test_files_have_official_ids_and_overlays_show_image_label_and_prediction(ru
             shown = np.where((ids == 255)[..., None], image, 0.6 * dataset.table.colour(ids) + 0.4 * image)
             assert np.abs(part - shown).max() <= 1
     assert confusion.tolist() == results["confusion_matrix"] and len(np.unique(predicted)) > 1
+
+
+def test_the_scores_of_single_images_add_up_to_the_results(run_dir, drawn, tmp_path):
+    file = tmp_path / "images.csv"
+    for batch in (1, 2):  # the second replaces the first
+        results = evaluate_run(
+            run_dir, f"per_image={file}", f"results={tmp_path / 'results.json'}", f"batch_size={batch}"
+        )
+        rows = [*csv.DictReader(file.read_text().splitlines())]
+        assert [row["name"] for row in rows] == sorted(entry.name for entry in cityscapes(drawn, "val").files)
+        for name, iou in results["iou"].items():
+            both, union = (sum(int(row[f"{of}_{name}"]) for row in rows) for of in ("intersection", "union"))
+            assert iou == (both / union if union else None)
+    file.write_text("name,mine\n")
+    with pytest.raises(ValueError, match=f"^per_image={file} was not written by this command"):
+        evaluate_run(run_dir, f"per_image={file}", f"results={tmp_path / 'results.json'}")
 
 
 def test_images_of_one_size_pass_through_the_network_together(run_dir, drawn, tmp_path, monkeypatch):

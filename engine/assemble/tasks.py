@@ -32,6 +32,7 @@ from engine.segmentation import evaluation as segmentation
 from engine.segmentation.cross_entropy import inverse_frequencies
 from engine.segmentation.inference import Views
 from engine.segmentation.pictures import write_predictions
+from engine.segmentation.scores import ImageScores
 from models.freezing import freeze
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
@@ -67,7 +68,7 @@ def segment(
     console: Console,
     processes: int,
 ) -> Evaluated:
-    """Predict and score this rank's images, and write predictions and pictures if asked.
+    """Predict and score this rank's images, and write predictions, pictures and each image's scores if asked.
 
     `processes`: of the training.
     """
@@ -76,9 +77,15 @@ def segment(
     if len({*places}) < len(places):
         raise ValueError(f"predictions={options.predictions} is also the folder of overlays: give two folders")
     names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
+    added, images = added_scores(config, dataset), None
+    if options.per_image is not None:
+        if not dataset.has_labels:
+            raise ValueError(f"per_image={options.per_image}: split {dataset.split} of {dataset.name} has no labels")
+        images = ImageScores(dataset.classes, Path(options.per_image), "per_image")
+        added.by_name |= {"per_image=": images}  # no other has a name with "="
     predictions, overlays = (path and folder_for_pictures(key, path, dataset, names) for key, path in given.items())
     with progress_bar(console) as progress, WrittenBehind() as files:
-        return segmentation.evaluate_split(
+        evaluated = segmentation.evaluate_split(
             forward,
             dataset,
             evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
@@ -87,8 +94,11 @@ def segment(
             progress=progress,
             on_prediction=partial(write_predictions, dataset, predictions or None, overlays or None, files),
             at_once=at_once(config, world.device, processes),
-            added=added_scores(config, dataset),
+            added=added,
         )
+    if images is not None:
+        images.write(world)
+    return evaluated
 
 
 def classify(

@@ -1,6 +1,6 @@
 """The user's own scores of an evaluation, of either task."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,19 +26,21 @@ class AddedScores:
     """Scores by name, each of which sees the prediction and the label of every image.
 
     A score has `add(prediction, label)`: uint8 (H, W) both, in classification whole numbers; `counts`, a NumPy array
-    of what it has counted, which is summed over all ranks; and `scores()`, which makes {name: value} of it.
+    of what it has counted, which is summed over all ranks; and `scores()`, which makes {name: value} of it. One with
+    `takes_name` also gets each image's name, in segmentation.
     """
 
     def __init__(self, by_name: Mapping[str, Any]):
-        self.by_name = by_name
+        self.by_name = {**by_name}
 
-    def add(self, predictions: Tensor, labels: Tensor) -> None:
+    def add(self, predictions: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch. On a GPU the host waits for it."""
         if self.by_name:
-            for prediction, label in zip(predictions.cpu().numpy(), labels.cpu().numpy(), strict=True):
+            columns = predictions.cpu().numpy(), labels.cpu().numpy(), names or [""] * len(labels)
+            for prediction, label, image in zip(*columns, strict=True):
                 for name, own in self.by_name.items():
                     with _named(name):
-                        own.add(prediction, label)
+                        own.add(prediction, label, *[image] * getattr(own, "takes_name", False))
 
     def added_to(self, evaluated: Evaluated, world: World) -> Evaluated:
         """The evaluation with these scores. Every rank must call it. ValueError: a name is taken, or no number."""

@@ -161,6 +161,9 @@ class FolderData(SegmentationData):
     palettes: str = key("equal", one_of=("equal", "any"))
     label_folder: str = "labels"  # name of the labels' folder, beside images; images itself if there is a label_suffix
     label_suffix: str = ""  # a label's name is its image's name plus this, such as _mask
+    # Train and evaluate on the lists foldK/train.txt and foldK/val.txt, which scripts.make_classes folds=N writes for K
+    # from 0 to N-1; -m data.fold=0,1,2,3,4 trains on each. null: no fold.
+    fold: int | None = key(None, least=0)
     builds: ClassVar[str] = "datasets.folder.FOLDER"
 
 

@@ -105,6 +105,8 @@ class Evaluation(TrainedNetwork):
     predictions: str | None = key(None, task=SEGMENTATION, written=True)
     # Folder for pictures: image | ground truth | prediction.
     overlays: str | None = key(None, task=SEGMENTATION, written=True)
+    # CSV file: each image's name and mIoU, the IoU of each class in it, and the pixels from which these are computed.
+    per_image: str | None = key(None, task=SEGMENTATION, written=True)
     results: str | None = key(None, written=True)  # JSON file; null: in the run's folder
     # Processes that read, for each process that evaluates. auto: one per core that the machine has for it, at most 8.
     workers: Any = key("auto", word="auto", least=0, most=MOST_WORKERS)

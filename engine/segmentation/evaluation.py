@@ -66,7 +66,7 @@ def evaluate_split(
         for part, predictions in at_once.attempts(forward, views, batch, counted):
             predicted += len(predictions)
             if "label" in part:
-                added.add(predictions, part["label"])
+                added.add(predictions, part["label"], part["name"])
             on_prediction(part, predictions)
             first, since_s = first or len(predictions), since_s or time.perf_counter()
     counts.add_up(world)

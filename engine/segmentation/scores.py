@@ -1,12 +1,19 @@
 """Count predictions over a split, and reduce the counts to the scores of the paper."""
 
+import csv
 import math
+from collections.abc import Sequence
+from io import StringIO
+from operator import itemgetter
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from datasets import IGNORED, ClassTable
 from engine.process.distributed import World
+from engine.process.output_files import marked, writable_file, write_file
 
 CPU = torch.device("cpu")
 PER_CLASS = ("iou", "accuracy")  # scores of each class
@@ -86,6 +93,44 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
         **{kind: dict(zip(classes, map(_or_none, shares[kind].tolist()), strict=True)) for kind in PER_CLASS},
         "pixel_accuracy": (true_positives.sum() / counts.sum()).item(),
     }
+
+
+class ImageScores:
+    """Writes a CSV table of the IoU in every image; one of `engine.records.added_scores`, without scores of its own.
+
+    Columns: name; miou_of_image, over the classes in its label or prediction; of each class iou_CLASS, empty if the
+    image lacks it, and the pixels intersection_CLASS and union_CLASS. `counts`: sums of these pixels over the images,
+    int64 (2, classes). ValueError, naming `key`: another command wrote the file, or it is not writable.
+    """
+
+    takes_name = True
+
+    def __init__(self, classes: Sequence[str], file: Path, key: str = "file"):
+        writable_file(key, file, ours=marked(rb"\Aname,miou_of_image,"))
+        self.classes, self.file, self.counts = classes, file, np.zeros((2, len(classes)), np.int64)
+        self.rows: list[tuple[str, np.ndarray]] = []  # name, and counts of this image
+
+    def add(self, prediction: np.ndarray, label: np.ndarray, name: str) -> None:
+        known = label != IGNORED
+        ids = (label[known & (label == prediction)], label[known], prediction[known])
+        both, labelled, predicted = (np.bincount(each, minlength=len(self.classes)) for each in ids)
+        self.rows.append((name, counts := np.stack([both, labelled + predicted - both])))
+        self.counts += counts
+
+    def scores(self) -> dict[str, float]:
+        return {}
+
+    def write(self, world: World) -> None:
+        """Write the images of all ranks, sorted by name. Every rank must call it."""
+        per_class = [f"{what}_{name}" for what in ("iou", "intersection", "union") for name in self.classes]
+        table = csv.writer(text := StringIO(), lineterminator="\n")
+        table.writerow(["name", "miou_of_image", *per_class])
+        for name, (both, union) in sorted(sum(world.gather(self.rows), []), key=itemgetter(0)):
+            iou = [one / of if of else None for one, of in zip(both.tolist(), union.tolist(), strict=True)]
+            found = [one for one in iou if one is not None]
+            table.writerow([name, sum(found) / len(found) if found else None, *iou, *both, *union])
+        if world.first:
+            write_file(self.file, text.getvalue())
 
 
 def _or_none(share: float) -> float | None:

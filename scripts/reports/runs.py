@@ -20,7 +20,7 @@ _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # ke
 DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
 MOST_POINTS = 250  # of a curve in a copy of a run
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
-OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configuration differ
+OF_A_RUN = ("run_dir", "resume", "seed", "data.fold")  # keys in which runs of one configuration differ
 OF_CUDA = ("trainer.tf32", "trainer.capture")  # keys without effect on a CPU
 
 
@@ -50,8 +50,9 @@ class Run:
         typed: its configuration.
         experiment: the one that it was started from, if any.
         classes: their names.
-        keys: the configuration's keys without `OF_A_RUN`, paths, devices and, on a CPU, `OF_CUDA`; the processes, the
-            images evaluated.
+        fold: its data.fold; None without one.
+        keys: the configuration's keys without `OF_A_RUN`, paths, devices and, on a CPU, `OF_CUDA`; the processes;
+            whether it is of a fold, otherwise the images evaluated, of which folds have different numbers.
     """
 
     def __init__(self, folder: Path):
@@ -89,7 +90,9 @@ class Run:
         shared = configuration.shared(self.typed).items()
         left_out = (*OF_A_RUN, *(OF_CUDA if self.config.split()[3] == "cpu" else ()))
         self.keys = {name: value for name, value in shared if name not in left_out}
-        self.keys |= {"processes": self.processes, "images": self.results["images"]}
+        self.fold: int | None = getattr(self.typed.data, "fold", None)
+        images = self.results["images"] if self.fold is None else "of a fold"
+        self.keys |= {"processes": self.processes, "images": images}
 
     def launched(self) -> str:
         """The command that starts all of its processes."""
@@ -214,11 +217,15 @@ def with_numbers(path: Path | str) -> list[str | float]:
 
 
 def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:
-    """Groups of runs that differ only in their seed. A second run with the same seed starts another group."""
+    """Groups of runs that differ only in seed and fold. A second run with the same of both starts another group."""
     groups: list[list[Run]] = []
     for run in runs:
         alike = (group for group in groups if group[0].keys == run.keys and group[0].scores == run.scores)
-        free = (group for group in alike if all(other.typed.seed != run.typed.seed for other in group))
+        free = (
+            group
+            for group in alike
+            if all((other.typed.seed, other.fold) != (run.typed.seed, run.fold) for other in group)
+        )
         if (group := next(free, None)) is not None:
             group.append(run)
         else:
@@ -227,13 +234,13 @@ def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def titles_of(groups: Sequence[list[Run]]) -> list[str]:
-    """Titles of groups of runs: their folders' names without seed and date, with the folder above if two are equal."""
+    """Titles of groups of runs: folders' names without seed, fold and date, with the folder above if two are equal."""
     names = [_without_seed(group[0].folder.resolve()) for group in groups]
     ends = ["/".join(group[0].folder.resolve().parts[-2:]) for group in groups]
     return [name if names.count(name) == 1 else end for name, end in zip(names, ends, strict=True)]
 
 
 def _without_seed(folder: Path) -> str:
-    """The name of a run's folder without its seed; if it is only a seed or a date, the name of the folder above."""
-    left = re.sub(r"(^|,)seed=\d+|(^|[_-])seed[_-]?\d+$", "", DATE.sub("", folder.name)).lstrip(",")
+    """The name of a run's folder without its seed and fold; if nothing is left but a date, that of the folder above."""
+    left = re.sub(r"(^|,)(seed|data\.fold)=\d+|(^|[_-])(seed|fold)[_-]?\d+$", "", DATE.sub("", folder.name)).lstrip(",")
     return left or folder.parent.name

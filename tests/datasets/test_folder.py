@@ -168,7 +168,7 @@ def test_splits_may_be_lists(root):
         ValueError, match=f"neither the folder {root}/val/images nor the list {root}/val.txt exists"
     ) as no:
         folder(root, "val")
-    assert "Fix: give one of the splits that are there: train, test." in str(no.value)
+    assert "Fix: give one of the splits that are there: train, test; or let python -m scripts.make_" in str(no.value)
     for line in ("images/train/a/board.0.jpg labels/train/a/board.0.png", "images/train/a/board.0.jpg", "a.jpg,a.png"):
         (root / "val.txt").write_text(f"{line}\n")
         fix = f"1 of its 1 images, such as {line}, [^$]*Fix: give one path below {root}/images a line, such as "
@@ -177,6 +177,21 @@ def test_splits_may_be_lists(root):
     (root / "val.txt").write_text("train/a/board.0\ntrain/a/board.7\n")
     with pytest.raises(ValueError, match=f"{root}/val.txt: 1 of its 2 images, such as train/a/board.7, are missing"):
         folder(root, "val")
+
+
+def test_a_fold_has_lists_of_its_own_and_the_test_of_all(root):
+    flat(root)
+    with pytest.raises(ValueError, match=f"Fix: let python -m scripts.make_classes data.root={root} split=.* folds=5"):
+        folder(root, "train")
+    for name, lines in (("test", "test/a/board.0"), ("fold0/train", "train/a/board.0"), ("fold0/val", "val/a/board.0")):
+        (root / f"{name}.txt").parent.mkdir(exist_ok=True)
+        (root / f"{name}.txt").write_text(lines)
+    train, val, test = (folder(root, split, fold=0) for split in folder_splits(root, 0))
+    assert names(train) == ["train/a/board.0"] and names(val) == ["val/a/board.0"] and names(test) == ["test/a/board.0"]
+    assert folder_splits(root) == ["fold0/train", "fold0/val", "test"] and train.split == "fold0/train"
+    for fold in (None, 1):
+        with pytest.raises(ValueError, match="Fix: give data.fold=0, or another of the folds that are there; or give"):
+            folder(root, "train", fold=fold, keys="data.")
 
 
 def test_a_split_given_as_the_folder_names_the_folder_above(root):

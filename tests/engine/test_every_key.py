@@ -81,7 +81,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "norm.activation": ("leaky_relu", "elu"),
     "norm.momentum": (None, 0.3),
     "lr_schedule.end": (..., 0.05),
-    **dict.fromkeys(("predictions", "overlays", "results"), (None, "DIR")),
+    **dict.fromkeys(("predictions", "overlays", "per_image", "results"), (None, "DIR")),
     "body.network": ("mnasnet0_5", "mnasnet0_75"),
     "body.last": (..., "layers.9"),
     "body.downsampling": ("stride", "pool"),

@@ -154,6 +154,34 @@ def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     assert columns(report(tmp_path / "places", one, two)) == ["blocks/same", "activations/same"]
 
 
+def of_fold(run: Path, fold: int | None, images: int, miou: float, seed: int = 0) -> Path:
+    """The run as one of data=folder."""
+    changed(run, lambda results: results["config"]["data"].update(name="folder", fold=fold, palettes="equal"))
+    changed(run, lambda results: results["config"].update(seed=seed, run_dir="no copy"))
+    records = run / "metrics.jsonl"
+    *others, last = records.read_text().splitlines()
+    records.write_text("\n".join([*others, json.dumps({**json.loads(last), "miou": miou})]))
+    return changed(run, lambda results: results.update(images=images, miou=miou))
+
+
+def test_folds_share_a_column_whatever_their_seeds_and_numbers_of_images(finished, tmp_path):
+    """A run on all images is none of them, nor is a second one of the same fold and seed."""
+    folds = tmp_path / "sweep"
+    for fold in range(3):
+        of_fold(shutil.copytree(finished, folds / f"data.fold={fold}"), fold, 12 - fold, 0.5 + fold / 10)
+    whole = of_fold(shutil.copytree(finished, tmp_path / "whole"), None, 12, 0.5)
+    page = report(tmp_path / "report", folds, whole)
+    assert columns(page) == ["sweep", "whole"] and "Means ± standard deviations over folds." in page
+    assert "| **mIoU %, last checkpoint** | **60.00 ± 10.00** | **50.00** |" in page
+    assert "| folds | 3 (0, 1, 2) | – |" in page and "| images evaluated | 10 – 12 | 12 |" in page
+    assert columns(report(tmp_path / "again", tmp_path / "report"))[1:] == ["whole"]  # from the copies
+    again = of_fold(shutil.copytree(finished, tmp_path / "again" / "fold2"), 2, 10, 0.7, seed=0)
+    assert columns(report(tmp_path / "two", folds, again)) == ["sweep", "again"]
+    of_fold(again, 2, 10, 0.7, seed=1)
+    page = report(tmp_path / "both", folds, again)
+    assert columns(page) == ["sweep"] and "over folds and seeds." in page and "| seeds | 2 (0, 1) |" in page
+
+
 def test_what_a_run_lacks_or_has_twice_is_said():
     """A class that does not occur has no score, an even number of speeds a median."""
     run = Run(CIFAR / "std")

@@ -217,3 +217,99 @@ def test_palettes_may_differ_if_the_ids_count(tmp_path):
     assert len(made(tmp_path, IDS, "data.palettes=any", write=write)["classes"]) == 3
     whole = folder(tmp_path / "own", "train", palettes="any")
     assert verify(whole, workers=0) == [] and whole.palette_fix is None
+
+
+def sixty(root: Path, count: int = 60) -> Path:
+    """Images of four per place; every twelfth shows a third class."""
+    for number in range(count):
+        label = np.where(number % 12 == 0, IDS, IDS % 2)
+        for kind in ("images", "labels"):
+            trees.write(root / kind / f"place{number // 4:02d}" / f"{number}.png", label.astype(np.uint8))
+    return root
+
+
+def lists(root: Path) -> dict[str, list[str]]:
+    return {str(path.relative_to(root)): path.read_text().splitlines() for path in sorted(root.rglob("*.txt"))}
+
+
+def divided(root: Path, *keys: str) -> dict[str, list[str]]:
+    """The lists that a command adds; classes.json stays as it is."""
+    before, classes = lists(root), (root / "classes.json").read_text() if (root / "classes.json").exists() else None
+    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    assert classes in (None, (root / "classes.json").read_text())
+    return {name: lines for name, lines in lists(root).items() if name not in before}
+
+
+def test_images_are_divided_into_lists_that_trainings_read(tmp_path, capsys):
+    root = sixty(tmp_path)
+    trees.write(root / "images" / "without.png", IDS)
+    found = divided(root, "split=[0.7,0.15,0.15]")
+    assert {name: len(lines) for name, lines in found.items()} == {"train.txt": 42, "val.txt": 9, "test.txt": 9}
+    assert sorted(sum(found.values(), [])) == sorted(f"place{n // 4:02d}/{n}" for n in range(60))
+    assert [len(folder(root, split)) for split in ("train", "val", "test")] == [42, 9, 9]
+    printed = capsys.readouterr().out
+    rows = [[word for word in line.split() if word.isdigit()] for line in printed.splitlines() if "class_2" in line]
+    assert rows == [["3", "1", "1"]] and "'group=" in printed
+    classes = (root / "classes.json").read_text().replace("class_2", "hole")
+    (root / "classes.json").write_text(classes)  # somebody has named the classes
+    folds = divided(root, "folds=5")
+    assert "hole" in capsys.readouterr().out
+    rest = {*found["train.txt"], *found["val.txt"]}  # test.txt is withheld from all folds
+    vals = [folds[f"fold{number}/val.txt"] for number in range(5)]
+    assert sorted(map(len, vals)) == [10, 10, 10, 10, 11] and {*sum(vals, [])} == rest
+    for number, val in enumerate(vals):
+        assert {*folds[f"fold{number}/train.txt"]} == rest - {*val}
+        assert len(folder(root, "val", fold=number)) == len(val)
+
+
+def test_the_seed_and_the_sources_decide_the_lists(tmp_path):
+    found = []
+    for number, keys in enumerate(((), (), ("seed=1",), (r"group=^(.*?)\d+\D*$",))):
+        found.append(divided(sixty(tmp_path / str(number), 24), "folds=3", *keys))
+    assert found[0] == found[1] != found[2]
+    places = [{line.partition("/")[0] for line in found[3][f"fold{number}/val.txt"]} for number in range(3)]
+    assert [len(each) for each in places] == [2, 2, 2] and len(set.union(*places)) == 6
+
+
+@pytest.mark.parametrize(
+    "keys, problem",
+    [
+        (("folds=13",), "there are 12 images with labels in .*/images: expected at least 13, one for each list"),
+        (("folds=4", "group=^(place..)"), r"there are 3 sources by group=.*: expected at least 4"),
+        (("folds=2", "group=place02/(.*)"), "finds no source in 8 of 12 names: place00/0, place00/1"),
+        (("folds=2",), "own/fold1/val.txt is there already, and no list is replaced"),
+    ],
+)
+def test_lists_that_cannot_be_made_leave_everything_as_it_is(keys, problem, tmp_path):
+    root = sixty(tmp_path / "own", 12)
+    if "there already" in problem:
+        (root / "fold1").mkdir()
+        (root / "fold1" / "val.txt").symlink_to("nowhere")
+    before = trees.contents(root)
+    with pytest.raises(ValueError, match=problem):
+        make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    assert trees.contents(root) == before
+
+
+def test_lists_are_for_images_in_one_folder(tmp_path):
+    made(tmp_path, IDS)
+    with pytest.raises(ValueError, match="own/train is a split already: lists are for images in .*own/images alone"):
+        make_classes(checked("make_classes", f"data.root={tmp_path / 'own'}", "workers=0", "split=[0.5,0.5]"))
+    with pytest.raises(ValueError, match="there are 0 images with labels in .*own/images: expected at least 2"):
+        make_classes(checked("make_classes", f"data.root={tmp_path / 'own'}", "workers=0", "folds=2"))
+
+
+@pytest.mark.parametrize(
+    "keys, problem",
+    [
+        ("split=[0.7,0.2]", "expected two or three shares that add up to 1"),
+        ("split=[1]", "expected two or three shares that add up to 1"),
+        ("split=[0.5,0.5] folds=2", r"split=\[0.5, 0.5\] and folds=2: give one of them"),
+        ("group=(a)", r"group=\(a\) needs split or folds"),
+        ("folds=2 group=a(", "expected a regular expression with a group"),
+        ("folds=2 group=a", "expected a regular expression with a group"),
+    ],
+)
+def test_keys_of_lists_that_do_not_fit_are_refused(keys, problem):
+    with pytest.raises(ValueError, match=problem):
+        checked("make_classes", "data.root=DIR", *keys.split())

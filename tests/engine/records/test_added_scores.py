@@ -71,6 +71,19 @@ def test_a_score_that_fails_or_takes_a_name_is_refused(own, problem):
     assert str(error.value) == problem
 
 
+def test_a_score_may_take_the_images_names():
+    class Named(Agreement):
+        takes_name = True
+
+        def add(self, prediction, label, name):
+            assert prediction.max() == int(name)
+            super().add(prediction, label)
+
+    own, pixels = Named(), torch.arange(2, dtype=torch.uint8).view(2, 1, 1)
+    AddedScores({"mine": own, "other": Agreement()}).add(pixels, pixels, ["0", "1"])
+    assert own.counts[0] == 2
+
+
 def test_without_scores_nothing_is_read():
     evaluated = AddedScores({})
     evaluated.add(torch.zeros(1, device="meta"), torch.zeros(1, device="meta"))

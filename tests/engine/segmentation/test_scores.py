@@ -1,11 +1,14 @@
 """Scores against a count by hand; the comparison with the official Cityscapes script is in tests/test_eval.py."""
 
+import csv
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from engine.segmentation.scores import LANES, count_pixels, segmentation_scores
+from engine.process.distributed import World
+from engine.segmentation.scores import LANES, ImageScores, count_pixels, segmentation_scores
 from keepless.recompute.step.costs import peak_bytes
 
 
@@ -41,3 +44,31 @@ def test_scores_by_hand():
     assert scores["iou"] == {"a": None, "b": None} and math.isnan(scores["miou"])
     big = 2**31 + 1  # exact, though float32 has no such number
     assert segmentation_scores(torch.tensor([[big, 1], [0, 1]]), ("a", "b"))["iou"]["a"] == big / (big + 1)
+
+
+def test_scores_of_single_images_add_up_to_the_splits_scores(tmp_path):
+    """Classes of which an image shows and predicts nothing are left out; ignored pixels do not count."""
+    classes, rng = ("sky", 'a, "b"', "wood", "never"), np.random.default_rng(0)
+    images, cells = ImageScores(classes, tmp_path / "images.csv"), torch.zeros(17, LANES, dtype=torch.int64)
+    for number in range(5):
+        label, prediction = rng.integers(0, 3 - number % 2, (2, 6, 7)).astype(np.uint8)
+        label[rng.random(label.shape) < 0.2] = 255
+        images.add(prediction, label, f"b/{9 - number}")
+        count_pixels(cells, torch.tensor(prediction), torch.tensor(label), 4)
+    images.add(label, np.full_like(label, 255), "a, nothing labelled")
+    whole = segmentation_scores(cells[:-1].sum(dim=1).view(4, 4), classes)
+    images.write(World())
+    first, *rows = csv.DictReader(images.file.read_text().splitlines())
+    assert {name: value for name, value in first.items() if "on_" not in name} == {
+        **{"name": "a, nothing labelled", "miou_of_image": ""},
+        **{f"iou_{name}": "" for name in classes},
+    }
+    assert [row["name"] for row in rows] == [f"b/{number}" for number in (5, 6, 7, 8, 9)]
+    sums = {
+        name: [sum(int(row[f"{of}_{name}"]) for row in rows) for of in ("intersection", "union")] for name in classes
+    }
+    assert {name: both / union if union else None for name, (both, union) in sums.items()} == whole["iou"]
+    assert [*map(list, images.counts.T)] == [*sums.values()]
+    iou = [int(rows[1][f"intersection_{name}"]) / int(rows[1][f"union_{name}"]) for name in classes[:2]]
+    assert float(rows[1]["miou_of_image"]) == pytest.approx(sum(iou) / 2) and rows[1]["iou_wood"] == ""
+    assert float(rows[1]['iou_a, "b"']) == iou[1] and rows[0]["iou_wood"] != "" and whole["iou"]["never"] is None

@@ -1,0 +1,129 @@
+"""Divides images among lists, such as training and validation, so that each list shows every class about as often."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from datasets.file_list import composed, printable
+from datasets.folder import WITHHELD, LabelFiles, on_list
+from datasets.layout import first_of
+
+BEFORE_LAST_NUMBER = r"^(.*?)\d+\D*$"
+_OF_PIXELS, _OF_SIZES = 0.1, 1e3  # weights, beside 1 for the images that hold a class
+_TRIED, _SWEEPS = 64, 200  # sources of a part that may change places at once; passes over all pairs of parts
+
+
+def sources_of(
+    root: Path, labels: LabelFiles, lists: Iterable[str], parts: int, group: str | None, key: str
+) -> dict[str, str]:
+    """{image: source} for `lists` in a folder of images and `labels`: the labelled images in `root`/images, by name.
+
+    Images on the list of a test split are left out. An image's source is what the first group of the regular expression
+    `group` matches in its name; None: the image itself. `key`: the option that gave it.
+    ValueError: a list, or a split of its name, is there; an image cannot be listed, or has no source; there are fewer
+    sources than `parts`.
+    """
+    folder = root / "images"
+    for name in lists:
+        if os.path.lexists(file := f"{root / name}.txt"):
+            raise ValueError(f"{file} is there already, and no list is replaced: move it elsewhere")
+        if (root / name / "images").is_dir():
+            raise ValueError(f"{root / name} is a split already: lists are for images in {folder} alone")
+    paths, others = [path for path in labels.images.values() if path is not None], {*labels.without}
+    below = {path: path.relative_to(folder) for path in (*paths, *others) if folder in path.parents}
+    images = {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
+    withheld = on_list(root, root / WITHHELD, images, "") if (root / f"{WITHHELD}.txt").is_file() else ()
+    names = sorted({name for name, path in images.items() if path not in others} - {*withheld})
+    if odd := [name for name in names if printable(name) != name]:
+        raise ValueError(f"no list can hold the names of {len(odd)} images: rename {first_of(odd)}")
+    found = {name: re.search(group or "^(.*)$", name) for name in names}
+    sources = {name: match[1] for name, match in found.items() if match is not None and match[1] is not None}
+    if without := [name for name in names if name not in sources]:
+        raise ValueError(f"{key}={group} finds no source in {len(without)} of {len(names)} names: {first_of(without)}")
+    if (count := len({*sources.values()})) < parts:
+        what = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
+        raise ValueError(f"there are {count} {what}: expected at least {parts}, one for each list")
+    return sources
+
+
+def sizes_of(count: int, shares: Sequence[float]) -> np.ndarray:
+    """How many of `count` images each part gets, int64 (parts,): by largest remainder, but at least one."""
+    exact = count * np.array(shares) / sum(shares)
+    sizes = np.floor(exact).astype(np.int64)
+    sizes[np.argsort(sizes - exact, kind="stable")[: count - sizes.sum()]] += 1
+    while not sizes.all():
+        sizes[sizes.argmax()], sizes[sizes.argmin()] = sizes.max() - 1, 1
+    return sizes
+
+
+def spread(pixels: np.ndarray, sources: Sequence[str], shares: Sequence[float], seed: int) -> np.ndarray:
+    """Divide images into parts so that each class is spread over them as the images are.
+
+    Sources are dealt out in random order, the largest first. Then two sources of different parts change places, or one
+    moves, as long as this lessens a sum: chi-square of the images that hold each class, a tenth of the same of its
+    pixels, and 1 for each part without it. Exchanging in pairs (Kernighan and Lin, 1970) keeps the sizes, and leaves
+    smaller differences than iterative stratification (Sechidis et al., 2011), whose last images go where there is room.
+
+    Args:
+        pixels: of each class in each image, int (images, classes).
+        sources: of each image; images of one source stay together. There must be as many sources as parts.
+        shares: of the parts. Their sizes are those of `sizes_of` if every image has its own source, else near them.
+        seed: the same seed gives the same parts.
+
+    Returns:
+        The part of each image, int64 (images,); every part has some.
+    """
+    _, source, images = np.unique(sources, return_inverse=True, return_counts=True)
+    sizes, rng, none = sizes_of(len(pixels), shares), np.random.default_rng(seed), len(images)
+    parts, room = np.full(none + 1, -1), sizes.astype(float)  # of each source, and of none
+    order, count = rng.permutation(none), np.zeros_like(sizes)
+    for left, one in zip(range(none, 0, -1), order[np.argsort(-images[order], kind="stable")], strict=True):
+        allowed = (count == 0) | (left > np.sum(count == 0))
+        parts[one] = part = np.where(allowed, room, -np.inf).argmax()
+        count[part], room[part] = count[part] + 1, room[part] - images[one]
+
+    # Columns, (sources + 1, columns), are scaled so that their squared errors add up to chi-square times a share.
+    holding = np.maximum((pixels > 0).sum(axis=0), 1)
+    columns = np.hstack([pixels > 0, pixels / np.maximum(pixels.sum(axis=0), 1) * holding, np.ones((len(pixels), 1))])
+    scales = np.sqrt(np.hstack([1 / holding, _OF_PIXELS / holding, _OF_SIZES]))
+    shown, share = np.zeros((none + 1, len(scales))), sizes / sizes.sum()
+    np.add.at(shown, source, columns * scales)
+    wanted = share[:, None] * shown.sum(axis=0)
+    excess = np.stack([shown[parts == part].sum(axis=0) for part in range(len(sizes))]) - wanted
+
+    def cost(excess: np.ndarray, part: int) -> np.ndarray:
+        absent = (excess + wanted[part])[..., : pixels.shape[1]] < 1e-6
+        return (excess**2).sum(axis=-1) / share[part] + absent.sum(axis=-1)
+
+    for _ in range(_SWEEPS):
+        before = parts.copy()
+        for a, b in combinations(range(len(sizes)), 2):
+            found = [rng.permutation(np.flatnonzero(parts == part)) for part in (a, b)]
+            ours, theirs = (
+                np.append(own[:_TRIED], np.full(int(len(other) > 1), none))  # no part loses its only source
+                for own, other in zip(found, found[::-1], strict=True)
+            )
+            gained = shown[theirs] - shown[ours][:, None]  # (ours, theirs, columns)
+            after = cost(excess[a] + gained, a) + cost(excess[b] - gained, b)
+            one, other = best = np.unravel_index(after.argmin(), after.shape)
+            if after[best] < cost(excess[a], a) + cost(excess[b], b) - 1e-9:
+                parts[[ours[one], theirs[other]]] = b, a
+                excess[[a, b]] += gained[best], -gained[best]
+        if (parts[:none] == before[:none]).all():
+            break
+    return parts[source]
+
+
+def prefixes(names: Sequence[str], parts: int) -> Counter[str]:
+    """What stands before the last number of each name, with the number of names, if it may be the images' source.
+
+    That is, if every name has a number, and there are 2 per part to half as many as names; else there are none.
+    """
+    found = [re.search(BEFORE_LAST_NUMBER, name) for name in names]
+    shared = Counter(one[1] for one in found if one)
+    return shared if all(found) and 2 * parts <= len(shared) <= len(names) / 2 else Counter()
