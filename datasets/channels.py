@@ -170,8 +170,8 @@ def check_number(file: Stored, channels: int) -> None:
     """ValueError if a file has another number of channels; one channel may be stored as three equal ones."""
     if (found := count(file)) != channels and (found, channels) != (COLOURS, 1):
         raise ValueError(
-            f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number that all "
-            f"images have, or convert this one."
+            f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number that "
+            f"all images have, or convert this one."
         )
 
 
