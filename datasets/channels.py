@@ -170,8 +170,8 @@ def check_number(file: Stored, channels: int) -> None:
     """ValueError if a file has another number of channels; one channel may be stored as three equal ones."""
     if (found := count(file)) != channels and (found, channels) != (COLOURS, 1):
         raise ValueError(
-            f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number that "
-            f"all images have, or convert this one."
+            f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number of "
+            f"every image, or convert this one."
         )
 
 
@@ -180,7 +180,8 @@ def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
     path, data = file
     check_number(file, channels)
     if is_array(file):
-        return np.array(_array(file)[window])
+        pixels = _array(file)[window]
+        return pixels.astype(pixels.dtype.newbyteorder("="))  # a copy
     if is_tiff(file) and channels > 1:
         return _tiff(file)[window]
     if channels == 1:
@@ -212,21 +213,20 @@ def _gray(file: Stored, window: Window) -> np.ndarray:
 
 
 def _array(file: Stored) -> np.ndarray:
-    """The array of a .npy file, uint8 or uint16 (H, W, channels), in the file. ValueError: it holds something else."""
+    """The array of a .npy file, uint8 or uint16 (H, W, channels), mapped. ValueError: it holds something else."""
     path, data = file
     with decoding(path, f"an image; expected {_EXPECTED['array']}"):
         header = BytesIO(bytes(data[:65_600]))
         version = np.lib.format.read_magic(header)
         read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, by_columns, dtype = read_header[version](header)
-        fits = dtype in (np.uint8, np.uint16) and len(shape) in (2, 3) and min(shape, default=0) > 0
+        fits = dtype.newbyteorder("=") in (np.uint8, np.uint16) and len(shape) in (2, 3) and min(shape, default=0) > 0
         if fits and shape[0] * shape[1] > MOST_PIXELS:
             raise Image.DecompressionBombError
         found = np.ndarray(shape, dtype, data, header.tell(), order="F" if by_columns else "C") if fits else None
     if found is None:
         raise ValueError(f"{path}: is an array {shape} of {dtype}; expected {_EXPECTED['array']}.")
-    found = found if found.ndim == 3 else found[..., None]
-    return found if dtype.isnative else found.astype(dtype.newbyteorder("="))
+    return found if found.ndim == 3 else found[..., None]
 
 
 def _pages(file: Stored) -> list[Tags]:
