@@ -76,18 +76,11 @@ def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_
     logits = program(torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float())
     assert (logits.argmax(dim=1)[0].numpy() == expected).mean() > 0.99
 
-    tuned = tmp_path / "tuned"
     other = infrared(tmp_path / "other", {"train": 2, "val": 1})
-    train(
-        checked("train_seg", f"data.root={other}", *KEYS, f"run_dir={tuned}", "trainer.steps=1", f"init.weights={run}")
-    )
-    config = checkpoint.load(tuned / "checkpoints" / "last.pt")["config"]["data"]
-    assert (config["mean"], config["std"]) == (mean, std)  # of the weights, not of these images
-    longer = ("trainer.steps=1", "resume=auto")
-    resumed = train(
-        checked("train_seg", f"data.root={other}", *KEYS, f"run_dir={tuned}", f"init.weights={run}", *longer)
-    )
-    assert resumed["config"]["data"]["mean"] == mean
+    keys = (f"data.root={other}", *KEYS, f"run_dir={tmp_path / 'tuned'}", "trainer.steps=1", f"init.weights={run}")
+    for resumed in ((), ("resume=auto",)):
+        tuned = train(checked("train_seg", *keys, *resumed))["config"]["data"]
+        assert (tuned["mean"], tuned["std"]) == (mean, std)  # of the weights, not of these images
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,7 @@ def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_
         (("data.std=[0.5,0.5,0.5,0.5]",), r"data.std=\[.*\]: expected 3 numbers: red, green, blue"),
         (
             ("data.channels=2", "data.shown=[1,2,3]"),
-            r"data.shown=\[1, 2, 3\]: expected one or three of the channels 1 to 2",
+            r"data.shown=.*: expected one or three of the channels 1 to 2",
         ),
         (("data.channels=5", "data.shown=[1,2]"), r"data.shown=\[1, 2\]: expected one or three of the channels 1 to 5"),
         (("data.channels=4", "data.colour_jitter.hue=0.1"), r"data.colour_jitter with data.channels=4: it changes red"),
