@@ -105,6 +105,8 @@ def deep_values(file: Stored, turned: bool, channels: int) -> np.ndarray | None:
     """The values of an image of 16 bits, uint16 (H, W, channels); None for others. ValueError: see `decode`."""
     if channels == COLOURS:
         return values16(file, turned)
+    if file.has_end_mark and not (file.data.startswith(formats.PNG) and file.data[24] == 16):
+        return None
     pixels = _values(file, channels, EVERYTHING)
     return pixels if pixels.dtype == np.uint16 else None
 

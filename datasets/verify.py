@@ -250,7 +250,9 @@ class _Seen(NamedTuple):
 def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
     problems, used, size, further = list[Problem](), None, None, 0
-    channels = dataset.channels if isinstance(dataset, SegmentationDataset) else COLOURS
+    channels, has_key = COLOURS, False
+    if isinstance(dataset, SegmentationDataset):
+        channels, has_key = dataset.channels, dataset.channels_key is not None
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -271,7 +273,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         size = attempted("unreadable image", restorable()(_size), file, dataset.turned, whole, channels)
     if file is not None and size is not None and (decode or index % max(1, len(dataset) // _DEEP) == 0):
         used = attempted("unreadable image", used16, file, dataset.turned, channels)
-        further = of_channels.further_channels(file) if channels == COLOURS and paged == 1 and dataset.turned else 0
+        further = of_channels.further_channels(file) if has_key and channels == COLOURS and paged == 1 else 0
     if isinstance(dataset, ClassificationDataset):
         return _Seen(problems, its_digest, used, paged, 0, size, np.zeros(0), None)
     entry, palette = dataset.files[index], None

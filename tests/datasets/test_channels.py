@@ -38,9 +38,9 @@ def written(path: Path, pixels: np.ndarray, **options) -> Path:
         first, *others = [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0).copy()]
         first.save(path, save_all=True, append_images=others, **options)
     elif path.suffix == ".tif":
-        path.write_bytes(
-            tiff(pixels, interpretation=2 if "rgb" in path.name else 1, extra=(channels - 1) * [0], **options)
-        )
+        colours = 3 if "rgb" in path.name else 1
+        kind = {"interpretation": 2 if colours == 3 else 1, "extra": (channels - colours) * [0]}
+        path.write_bytes(tiff(pixels, **kind))
     elif channels == 2:  # which OpenCV does not write, nor Pillow with 16 bits
         rows = pixels.astype(pixels.dtype.newbyteorder(">"))
         raw = b"".join(b"\0" + row.tobytes() for row in rows)

@@ -496,7 +496,7 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
 
 
 RESNET = ("body=resnet50", "body.structure=[2,2,2,2]", "body.base_channels=[64,64]", "norm=std")
-SPREAD = {  # init.format, and the network
+SPREAD: dict[str | None, tuple[str, ...]] = {  # init.format, and the network
     None: (),
     "standard_bn": (),
     "released": (),
