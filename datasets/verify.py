@@ -201,14 +201,13 @@ def several_pages(pages: Mapping[str, int], key: str | None = None) -> list[str]
 def further_channels(channels: Mapping[str, int], key: str | None) -> list[str]:
     """A sentence on images that are read as RGB, and have a further channel that varies. `channels`: of each.
 
-    `key`: the option that makes it read all of them, if there is one.
+    `key`: the option that makes it read all of them.
     """
-    ways = {2: "gray and one more, such as alpha", 4: "one more than red, green and blue, such as alpha or infrared"}
     return [
-        f"images have {count} channels ({ways.get(count, 'more than red, green and blue')}), and are read as RGB: give "
-        f"{key}={count} to train on all of them, or export the images as RGB ({len(channels)} of those looked at, such "
-        f"as {name})"
-        for name, count in [*channels.items()][: key is not None]
+        f"images have {count} channels, of which one besides gray or red, green and blue varies (such as alpha or "
+        f"infrared), and are read as RGB: give {key}={count} to train on all of them, or export the images as RGB "
+        f"({len(channels)} of those looked at, such as {name})"
+        for name, count in [*channels.items()][:1]
     ]
 
 

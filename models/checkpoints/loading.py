@@ -211,21 +211,20 @@ def _spread(
     The three are repeated, cut to the number, and times 3 / number. One channel gets their sum: gray images give what
     they give as RGB.
     """
-    of_images = [name for name, tensor in tensors.items() if _is_of_other_images(own.get(name), tensor, channels)]
+    of_images = []
+    for name, tensor in tensors.items() if channels != 3 else ():
+        expected = (*tensor.shape[:1], channels, *tensor.shape[2:])  # (out, channels, h, w)
+        if tensor.ndim == 4 and tensor.shape[1] == 3 and name in own and own[name].shape == expected:
+            of_images.append(name)
     for name in of_images:
         weights = tensors[name]
         if channels == 1:
             tensors[name] = weights.sum(dim=1, keepdim=True)
         else:
-            repeated = weights.repeat(1, -(-channels // 3), 1, 1)[:, :channels]  # (out, channels, h, w)
+            repeated = weights.repeat(1, -(-channels // 3), 1, 1)[:, :channels]
             tensors[name] = (repeated * (3 / channels)).to(weights.dtype)
     how = "one is their sum" if channels == 1 else f"repeated, times 3/{channels}"
     return tensors, tuple(f"{name}: the weights of 3 channels are spread over {channels} ({how})" for name in of_images)
-
-
-def _is_of_other_images(own: Tensor | None, tensor: Tensor, channels: int) -> bool:
-    expected = (*tensor.shape[:1], channels, *tensor.shape[2:])
-    return channels != 3 and tensor.ndim == 4 and tensor.shape[1] == 3 and own is not None and own.shape == expected
 
 
 def _has_body(names: Mapping[str, Tensor]) -> bool:

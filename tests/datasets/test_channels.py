@@ -283,13 +283,17 @@ def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path, monke
 @pytest.mark.parametrize(
     "name, channels, expected",
     [
-        (".png", 4, "images have 4 channels (one more than red, green and blue, such as alpha or infrared), and are"),
+        (
+            ".png",
+            4,
+            "images have 4 channels, of which one besides gray or red, green and blue varies (such as alpha or",
+        ),
         (
             ".png",
             2,
-            "images have 2 channels (gray and one more, such as alpha), and are read as RGB: give",
+            "infrared), and are read as RGB: give data.channels=2 to train on all of them, or export the images",
         ),
-        ("rgb.tif", 4, "as RGB: give data.channels=4 to train on all of them, or export the images as RGB (4 of those"),
+        ("rgb.tif", 4, "as RGB: give data.channels=4 to train on all of them, or export the images as RGB (4 "),
         (
             ".pages.tif",
             4,
