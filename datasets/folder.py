@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from datasets.channels import ARRAY
 from datasets.class_names import check_names
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_list import composed, files_in, is_hidden, list_files, readable
 from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_json, read_list, remarks_on
-from datasets.reading import Stored, Window, decode_mask, label_palette
+from datasets.reading import COLOURS, Stored, Window, decode_mask, label_palette
 from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
 
@@ -144,6 +145,8 @@ def folder(
     label_folder: str = "labels",
     label_suffix: str = "",
     fold: int | None = None,
+    channels: int = COLOURS,
+    shown: Sequence[int] | None = None,
     keys: str = "",
     listed: Sequence[str] | None = None,
 ) -> SegmentationDataset:
@@ -154,8 +157,9 @@ def folder(
     on the images as viewers show them: EXIF orientation counts. `label_folder`: the name of the labels' folder; it may
     be "images" too. `label_suffix`: a label's name is its image's name plus this, such as "_mask". `palettes`: "equal"
     refuses labels whose palettes give an id different colours, "any" does not compare them. `fold`: read
-    `root`/fold`fold`/`split`.txt instead, except for a test. `keys`: prefix of option names in messages. `listed`: the
-    names of images in `root`/images for a list that is not written yet; `split` is then empty.
+    `root`/fold`fold`/`split`.txt instead, except for a test. `channels`: of every image; .npy files are images of other
+    than three. `shown`: see `SegmentationDataset`. `keys`: prefix of option names in messages. `listed`: the names of
+    images in `root`/images for a list that is not written yet; `split` is then empty.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
     root, options, split = _LAYOUT.top(root), LabelNames(label_folder, label_suffix, keys), of_fold(split, fold)
@@ -164,12 +168,13 @@ def folder(
     above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
     if not (above / "images").is_dir():
         raise _LAYOUT.error(f"folder: the folder {above / 'images'} is missing", root, _elsewhere(root, keys))
-    found = _LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True, more=RARE)
+    suffixes = image_suffixes(channels)
+    found = _LAYOUT.files(root, above / "images", suffixes, images_of=split, deep=True, more=RARE)
     images, labels = options.images(found), options.labels(above)
     is_test, looked_in = own.name == WITHHELD, above / label_folder
     alone = [path for name, path in labels.items() if name not in images]
     if above != root and labels:  # one without a label is passed over, as before its suffix was read
-        known = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in PHOTOGRAPHS}
+        known = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
         images = known or images
     used = {*map(str, (*images.values(), *labels.values()))}
     others = [entry.path for _, entry in files_in(above / "images") if entry.path not in used]
@@ -202,8 +207,24 @@ def folder(
     files = [entry._replace(name=as_stored(entry, above / "images")) for entry in as_listed(files, chosen)]
     remarks = remarks_on(alone, others, [entry.image for entry in files])
     return SegmentationDataset(
-        "folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=different, remarks=remarks
+        "folder",
+        split,
+        files,
+        table,
+        decode,
+        turned=True,
+        label_fix=fix,
+        palette_fix=different,
+        remarks=remarks,
+        channels=channels,
+        channels_key=f"{keys}channels",
+        shown=shown,
     )
+
+
+def image_suffixes(channels: int) -> tuple[str, ...]:
+    """The suffixes of images of a number of channels."""
+    return PHOTOGRAPHS if channels == COLOURS else (*PHOTOGRAPHS, ARRAY)
 
 
 class LabelNames(NamedTuple):
@@ -309,15 +330,15 @@ def _beside(top: Path) -> list[str]:
     return splits if looks_so else []
 
 
-def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL) -> LabelFiles:
-    """Find all labels in a folder. ValueError if there are none."""
+def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, channels: int = COLOURS) -> LabelFiles:
+    """Find all labels in a folder. `channels`: of its images. ValueError if there are none."""
     root = _LAYOUT.top(root)
     options.check()
     found, fix = LabelFiles({}, [], []), None
     for above in _folders(root, {"images", options.folder}):
         labels, images = options.labels(above), None
         if (folder := above / "images").is_dir():
-            images = options.images(list_files(folder, PHOTOGRAPHS, deep=True, more=RARE))
+            images = options.images(list_files(folder, image_suffixes(channels), deep=True, more=RARE))
             without = [path for name, path in images.items() if name not in labels]
             found.without.extend(without if labels or above.name != WITHHELD else ())
             fix = fix or (options.found(above, images) if without else None)

@@ -74,7 +74,7 @@ class PaddedCrop:
 
     size: int = 32
     padding: int = 4
-    fill: tuple[float, float, float] = (125, 123, 114)
+    fill: tuple[float, ...] = (125, 123, 114)
     flip: float = 0.5
 
     def draw(self, size: Sequence[int], images: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

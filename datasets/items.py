@@ -53,7 +53,7 @@ class TrainingCrops(_Items):
     """Augmented crops with labels of pixels. Keys come from a sampler: (epoch, index) or a `Draw`.
 
     A crop depends only on the seed and its key, not on the number of workers or on earlier reads. Items are {"image":
-    uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str}. `index_folder`: of the class
+    uint8 tensor (channels, h, w), "label": uint8 tensor (h, w) of train ids, "name": str}. `index_folder`: of the class
     index that the pixels of the keys are from. ValueError: a file cannot be read.
     """
 
@@ -135,7 +135,7 @@ class WholeImages(_Items):
     dataset: SegmentationDataset
 
     def __getitem__(self, index: int) -> dict:
-        """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W) unless it has none, "name": str}."""
+        """{"image": uint8 tensor (channels, H, W), "label": uint8 tensor (H, W) unless it has none, "name": str}."""
         image, label, name = self.dataset[index]
         item = {"image": _channels_first(image), "name": name}
         if label is not None:
@@ -144,7 +144,7 @@ class WholeImages(_Items):
 
 
 def _channels_first(image: np.ndarray) -> torch.Tensor:
-    planes = np.empty((3, *image.shape[:2]), np.uint8)
+    planes = np.empty((image.shape[2], *image.shape[:2]), np.uint8)
     cv2.split(image, list(planes))  # several times faster than numpy's copy of the transposed array
     return torch.from_numpy(planes)
 

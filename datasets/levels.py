@@ -1,21 +1,43 @@
-"""Find 16-bit images that would reach the network with few of 256 levels. A 12-bit sensor's keep only 16."""
+"""The levels that images have: their mean and deviation, and 16-bit images with few. A 12-bit sensor's keep only 16."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from datasets.reading import Range16, Stored, levels_of, values16
+from datasets.channels import deep_values
+from datasets.reading import COLOURS, Range16, Stored, levels_of
+from datasets.segmentation import SegmentationDataset
+from datasets.workers import Progress
 
 _FEW = 64  # levels, a quarter of them
+_MEASURED = 100  # images at least, if there are as many
 _RARE = 1e-3  # share of the pixels: broken pixels of a camera may have any value
 
 
-def used16(file: Stored, turned: bool) -> Range16 | None:
+def measured(dataset: SegmentationDataset, progress: Progress = None) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel, from 0 to 1, over every k-th image of a split.
+
+    ValueError: an image cannot be read.
+    """
+    levels, counts = np.arange(256) / 255, np.zeros((dataset.channels, 256), np.int64)
+    chosen = range(0, len(dataset), max(1, len(dataset) // _MEASURED))
+    for done, index in enumerate(chosen, start=1):
+        planes = np.moveaxis(dataset.read_image(index), 2, 0)
+        counts += [np.bincount(plane.reshape(-1), minlength=256) for plane in planes]
+        if progress is not None:
+            progress(done, len(chosen))
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    mean = shares @ levels
+    std = np.sqrt((shares * (levels - mean[:, None]) ** 2).sum(axis=1)).clip(min=1 / 255)  # a channel may be constant
+    return mean.round(4).tolist(), std.round(4).tolist()
+
+
+def used16(file: Stored, turned: bool, channels: int = COLOURS) -> Range16 | None:
     """The lowest and highest value of a 16-bit image, without levels that hardly any pixel has; None for 8 bits.
 
     0 and 65535 do not count if no other value is near: they stand for pixels without a value. None if all are such.
     """
-    values = values16(file, turned)
+    values = deep_values(file, turned, channels)
     if values is None:
         return None
     counts = np.bincount(values.reshape(-1), minlength=65_536).reshape(256, 256)  # by level

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps, ImageSequence, TiffImagePlugin, Unide
 from datasets import file_formats as formats
 from datasets.file_list import readable, unfit
 
-_MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
+MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
 _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow decodes this many
 # Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file is called.
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
@@ -35,6 +35,7 @@ Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
 Range16 = Sequence[int]  # the two values of 16-bit images that become black and white
 ALL_16 = 0, 65_535
+COLOURS, MOST_CHANNELS = 3, 64  # channels of an RGB image; of an image, see `datasets.channels`
 
 
 class Unreadable(ValueError):
@@ -50,7 +51,7 @@ class Stored(NamedTuple):
     @property
     def has_end_mark(self) -> bool:
         """Whether it is a PNG or JPEG: only these can be checked, and decoded in parts, without decoding all pixels."""
-        return self.data.startswith((formats.PNG, formats.JPEG))
+        return bytes(self.data[:4]).startswith((formats.PNG, formats.JPEG))
 
     def size(self, turned: bool = False) -> tuple[int, int]:
         """(width, height), from the header of a PNG or JPEG; other formats are decoded. `turned`: see `decode_image`.
@@ -60,14 +61,14 @@ class Stored(NamedTuple):
         if not self.has_end_mark:
             height, width, _ = decode_image(self, turned=turned).shape
             return width, height
-        with _decoding(self.path, _PNG_OR_JPEG):
+        with decoding(self.path, _PNG_OR_JPEG):
             if self.data.startswith(formats.PNG):
                 width, height = formats.png_size(self.data)
             else:
                 width, height = Image.open(BytesIO(self.data), formats=["JPEG"]).size
-            if width * height > _MOST_PIXELS:
+            if width * height > MOST_PIXELS:
                 raise Image.DecompressionBombError
-        return (height, width) if turned and _orientation(self.data) in _ON_ITS_SIDE else (width, height)
+        return (height, width) if turned and orientation(self.data) in _ON_ITS_SIDE else (width, height)
 
 
 def read(path: Path, photograph: bool = False) -> Stored:
@@ -112,14 +113,14 @@ def decode_image(
     do. Otherwise the orientation is ignored, because published labels match the pixels as stored. Rows far below
     `window` are not decoded.
     """
-    pixels = _decode(_stored(file, photograph=turned), window, turned, deep=tuple(range16) != ALL_16)
+    pixels = decode_values(_stored(file, photograph=turned), window, turned, deep=tuple(range16) != ALL_16)
     return pixels if pixels.dtype == np.uint8 else levels_of(*range16)[pixels]
 
 
 def values16(file: Stored, turned: bool) -> np.ndarray | None:
     """The values of an image with 16 bits per channel, uint16 (H, W, 3) RGB as in `decode_image`; None for others."""
     may_be = turned if not file.has_end_mark else file.data.startswith(formats.PNG) and file.data[24] == 16
-    pixels = _decode(file, turned=turned, deep=True) if may_be else None
+    pixels = decode_values(file, turned=turned, deep=True) if may_be else None
     return None if pixels is None or pixels.dtype == np.uint8 else pixels
 
 
@@ -130,15 +131,15 @@ def levels_of(low: int, high: int) -> np.ndarray:
     return (scaled >> 16 if (low, high) == ALL_16 else scaled // (high - low)).clip(0, 255).astype(np.uint8)
 
 
-def _decode(file: Stored, window: Window = EVERYTHING, turned: bool = False, deep: bool = False) -> np.ndarray:
+def decode_values(file: Stored, window: Window = EVERYTHING, turned: bool = False, deep: bool = False) -> np.ndarray:
     """See `decode_image`. `deep`: uint16 (H, W, 3) if the file has 16 bits per channel."""
     path, data = file
     if turned and not file.has_end_mark:
         return _decode_photograph(file, deep)[window]
     if data.startswith(formats.PNG) and b"acTL" in data:  # OpenCV skips a first image that the animation does not show
         data = formats.png_without(data, formats.PNG_ANIMATION)
-    turn = _orientation(file.data) if turned else 1
-    if turn == 1 and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
+    turn = orientation(file.data) if turned else 1
+    if turn == 1 and window != EVERYTHING and (part := decode_window(data, window, formats.COLOUR)) is not None:
         return part
     image = None
     try:
@@ -149,10 +150,15 @@ def _decode(file: Stored, window: Window = EVERYTHING, turned: bool = False, dee
             raise MemoryError(f"out of memory while an image of {len(data):,} bytes was decoded") from error
     if image is None:
         raise Unreadable(f"{path}: cannot be decoded as {_PNG_OR_JPEG}, undamaged.")
-    if turn > 1:
-        image = image.swapaxes(0, 1) if turn in _ON_ITS_SIDE else image
-        image = np.ascontiguousarray(image[:: -1 if turn in (3, 4, 7, 8) else 1, :: -1 if turn in (2, 3, 6, 7) else 1])
-    return image[window]
+    return upright(image, turn)[window]
+
+
+def upright(image: np.ndarray, turn: int) -> np.ndarray:
+    """An image (H, W, C) rotated as an EXIF orientation says."""
+    if turn == 1:
+        return image
+    image = image.swapaxes(0, 1) if turn in _ON_ITS_SIDE else image
+    return np.ascontiguousarray(image[:: -1 if turn in (3, 4, 7, 8) else 1, :: -1 if turn in (2, 3, 6, 7) else 1])
 
 
 def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
@@ -161,7 +167,7 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
     Rows far below `window` are not decoded.
     """
     path, data = _png(file, _LABELS, _ONE_ID)
-    if window != EVERYTHING and (part := _decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
+    if window != EVERYTHING and (part := decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
         return part
     return _exact(path, data)[window]
 
@@ -174,7 +180,7 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     orientation, which is applied to images only.
     """
     path, data = stored = _stored(file, photograph=True)
-    if stored.has_end_mark and _orientation(data) > 1:
+    if stored.has_end_mark and orientation(data) > 1:
         raise Unreadable(f"{path}: has an EXIF orientation, but labels are read as stored; expected none.")
     kind = tuple(data[24:26]) if data.startswith(formats.PNG) else None  # depth and colour type
     if not stored.has_end_mark:
@@ -205,9 +211,9 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
     if data[:4] not in TiffImagePlugin.PREFIXES:
         raise Unreadable(f"{path}: is neither PNG nor TIFF (starts with {data[:4]!r}); expected one of them.")
     expected = f"a label; expected {_TIFF}, black as 0, unturned, one page"
-    with _decoding(path, expected), Image.open(BytesIO(data), formats=["TIFF"]) as image:
+    with decoding(path, expected), Image.open(BytesIO(data), formats=["TIFF"]) as image:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
-        turned, inverted = _orientation(data) != 1, tags.get(_INTERPRETATION) == 0
+        turned, inverted = orientation(data) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
         if not exact or turned or inverted or _is_misread(image, tags) or getattr(image, "n_frames", 1) > 1:
             raise UnidentifiedImageError("another kind of TIFF")
@@ -239,10 +245,10 @@ def pages(file: Stored) -> int:
 
 
 def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
-    """`_decode` of a file that is neither PNG nor JPEG, as viewers show it."""
+    """`decode_values` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
     known, is_tiff = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel", data[:4] in TiffImagePlugin.PREFIXES
-    with _decoding(path, f"an image; expected {_TIFF if is_tiff else known}", converts=is_tiff):
+    with decoding(path, f"an image; expected {_TIFF if is_tiff else known}", converts=is_tiff):
         with _opened(data) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
             if data.startswith(b"MM\0+") or _is_misread(stored, tags):
@@ -280,7 +286,7 @@ def _opened(data: bytes, lower: bool = False) -> Image.Image:
 
 
 @contextmanager
-def _decoding(path: Path, expected: str, converts: bool = False) -> Iterator[None]:
+def decoding(path: Path, expected: str, converts: bool = False) -> Iterator[None]:
     """Context for Pillow, whose errors become Unreadable; ValueError above its limit of pixels: the file is intact.
 
     `converts`: files of another kind are ValueErrors as well, which advise to convert them.
@@ -289,7 +295,7 @@ def _decoding(path: Path, expected: str, converts: bool = False) -> Iterator[Non
         yield
     except Image.DecompressionBombError:
         raise ValueError(
-            f"{path}: has more than {_MOST_PIXELS // 10**6} megapixels; expected fewer: cut large images, and their "
+            f"{path}: has more than {MOST_PIXELS // 10**6} megapixels; expected fewer: cut large images, and their "
             f"labels alike, into tiles"
         ) from None
     except MemoryError:
@@ -318,7 +324,7 @@ def _is_misread(image: Image.Image, tags: Mapping[int, Any]) -> bool:
     )
 
 
-def _orientation(data: bytes) -> int:
+def orientation(data: bytes) -> int:
     """The orientation in an image's EXIF or XMP data, 1 to 8, as Pillow finds it; 1 if there is none."""
     found = 1
     with suppress(Exception):  # Pillow raises whatever Python does for damaged EXIF data
@@ -331,7 +337,7 @@ def _orientation(data: bytes) -> int:
 def _exact(path: Path, data: bytes) -> np.ndarray:
     """The values in a PNG."""
     Stored(path, data).size()  # refuses too many pixels, before they are inflated
-    with _decoding(path, "a label; expected a PNG"):
+    with decoding(path, "a label; expected a PNG"):
         return np.asarray(Image.open(BytesIO(formats.png_pixels_only(data)), formats=["PNG"]))
 
 
@@ -350,7 +356,7 @@ def _png(file: Path | Stored, kinds: Set[tuple[int, ...]], expected: str) -> Sto
     return stored
 
 
-def _decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarray | None:
+def decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarray | None:
     """Decode a window of an ordinary PNG or JPEG; None if the file is of another kind or better decoded whole.
 
     Both store rows from top to bottom, so decoding can stop below the window: the header is changed to claim that the

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from datasets import channels as of_channels
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import FileList, listed, readable
-from datasets.reading import ALL_16, EVERYTHING, Range16, Stored, Unreadable, Window, decode_image, decode_label, read
+from datasets.reading import ALL_16, COLOURS, EVERYTHING, Range16, Stored, Unreadable, Window, decode_label, read
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
 
@@ -45,7 +46,7 @@ class FileTable(Sequence[Files]):
 
 
 class Sample(NamedTuple):
-    """`image`: uint8 (H, W, 3) RGB. `label`: train ids, uint8 (H, W), or None without labels. `name`: unique."""
+    """`image`: uint8 (H, W, channels). `label`: train ids, uint8 (H, W), or None without labels. `name`: unique."""
 
     image: np.ndarray
     label: np.ndarray | None
@@ -80,7 +81,9 @@ class SegmentationDataset(Dataset):
     in a window of a label file, uint8 (H, W). `turned`, `range16`: see `decode_image`; `turned` is true for the user's
     own images. Reading checks the files: a ValueError names the file, the problem, the expected content and the fix.
     `label_fix` is the fix for wrong labels that no archive can restore; labels whose palettes differ are refused if
-    there is a `palette_fix`. `remarks`: sentences on files in its folders, see `layout.remarks_on`.
+    there is a `palette_fix`. `remarks`: sentences on files in its folders, see `layout.remarks_on`. `channels`: of an
+    image; `channels_key`: the option that sets them, for messages, if there is one; `shown`: those that pictures show,
+    see `visible`.
     """
 
     mean_image = None  # only small images have one
@@ -95,6 +98,9 @@ class SegmentationDataset(Dataset):
     label_fix: str | None = None
     palette_fix: str | None = None
     remarks: tuple[str, ...] = ()
+    channels: int = COLOURS
+    channels_key: str | None = None
+    shown: Sequence[int] | None = None
     digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
     sizes: Sequence[tuple[int, int, int]] = field(default=(), init=False)  # width, height, number of images; as well
     has_labels: bool = field(init=False)  # False for test splits whose labels are withheld
@@ -138,17 +144,28 @@ class SegmentationDataset(Dataset):
         sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
         with restorable():
-            stored, stored_label = read(self.path(index), photograph=self.turned), self._stored_label(index)
-            decode = partial(decode_image, stored, turned=self.turned, range16=self.range16)
-            image = _undecoded(stored, restorable()(decode), self.turned)
+            stored, stored_label = self.stored_image(index), self._stored_label(index)
+            decode = partial(of_channels.decode, stored, **self._as_read)
+            image = _undecoded(stored, restorable()(decode), self.turned, self.channels)
             label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))
         self.check_size(self.files[index], image.shape[::-1], label.shape[::-1])
         return image, label
 
+    @property
+    def _as_read(self) -> dict[str, Any]:
+        return {"turned": self.turned, "range16": self.range16, "channels": self.channels}
+
+    def stored_image(self, index: int) -> Stored:
+        """The file of image `index`. Unreadable if it is missing, truncated or not an image."""
+        return of_channels.read_file(self.path(index), self.turned, self.channels)
+
     def read_image(self, index: int) -> np.ndarray:
-        """Image `index`, uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image."""
+        """Image `index`, uint8 (H, W, channels), of three RGB.
+
+        ValueError if the file is missing, truncated or not an image, or has another number of channels.
+        """
         with restorable():
-            return decode_image(self.path(index), turned=self.turned, range16=self.range16)
+            return of_channels.decode(self.stored_image(index), **self._as_read)
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
@@ -224,11 +241,13 @@ class SegmentationDataset(Dataset):
         return listed(Path(top), paths)
 
 
-def _undecoded(file: Stored, decode: Callable[[Window], np.ndarray], turned: bool = False) -> Undecoded:
-    if not file.has_end_mark:  # no part of it can be decoded alone
+def _undecoded(
+    file: Stored, decode: Callable[[Window], np.ndarray], turned: bool = False, channels: int = COLOURS
+) -> Undecoded:
+    if not (file.has_end_mark or of_channels.is_array(file)):  # no part of it can be decoded alone
         pixels = decode(EVERYTHING)
         return Undecoded((pixels.shape[0], pixels.shape[1]), pixels.__getitem__)
-    return Undecoded(file.size(turned)[::-1], decode)
+    return Undecoded(of_channels.size(file, turned, channels)[::-1], decode)
 
 
 def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:

@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from datasets import channels as of_channels
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.levels import doubts16, used16
-from datasets.reading import Range16, Stored, decode_image, label_palette, pages, read
+from datasets.reading import COLOURS, Range16, Stored, label_palette, pages, read
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
-_CHECKS = 9  # increment when the checks change: all data is then checked again
+_CHECKS = 10  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 _DEEP = 64  # how many 16-bit images `verify` decodes at most, or twice as many
 
@@ -47,7 +48,7 @@ class Inspection:
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
     class); `conflict`: the first label with another palette, if palettes are compared. `digests`: `digest` of each
     image file. `used16`: of 16-bit images, see `datasets.levels`. `sizes`: (width, height, images) for each size of
-    images with labels of pixels. `said`: sentences on palettes, and on images of several pages.
+    images with labels of pixels. `said`: sentences on palettes, and on pages and channels that are not read.
     """
 
     dataset: Split
@@ -90,7 +91,7 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
     if isinstance(dataset, ClassificationDataset):
         key = dataset.files.fingerprint([_CHECKS, dataset.name, dataset.split, *dataset.classes])
     else:
-        key = dataset.fingerprint([_CHECKS, dataset.palette_fix])
+        key = dataset.fingerprint([_CHECKS, dataset.palette_fix, dataset.channels])
     remembered = (cache_folder() or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
     found, split = None, f"{dataset.name}, split {dataset.split!r}"
     with suppress(OSError, ValueError, TypeError):
@@ -157,7 +158,8 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    problems, digests, deep, several = list[Problem](), list[int](), list[Range16](), Counter[str]()
+    problems, digests, deep = list[Problem](), list[int](), list[Range16]()
+    several, further = Counter[str](), Counter[str]()
     values, holding, sizes = np.zeros(256, np.int64), np.zeros(256, np.int64), Counter[tuple[int, int]]()
     table = dataset.table if isinstance(dataset, SegmentationDataset) else None
     palettes = Palettes(None if table is None else table.label_palette)
@@ -168,6 +170,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
         digests.append(seen.digest)
         deep += filter(None, [seen.used16])
         several.update({str(dataset.path(index)): seen.pages} if seen.pages > 1 else {})
+        further.update({str(dataset.path(index)): seen.channels} if seen.channels else {})
         if table is not None:
             values += seen.pixels
             holding += table.by_class(seen.pixels) > 0
@@ -180,14 +183,32 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
     found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, digests, deep
-    said = [*several_pages(several), *palettes.swapped({} if table is None else table.label_colours)]
+    said = [*several_pages(several, dataset.channels_key), *further_channels(further, dataset.channels_key)]
+    said += palettes.swapped({} if table is None else table.label_colours)
     return Inspection(*found, [(*size, images) for size, images in sizes.items()], said)
 
 
-def several_pages(pages: Mapping[str, int]) -> list[str]:
-    """A sentence on images of which only the first page is read. `pages`: of each, above 1."""
+def several_pages(pages: Mapping[str, int], key: str | None = None) -> list[str]:
+    """A sentence on images of which only the first page is read. `pages`: of each, above 1.
+
+    `key`: the option that makes the pages of a TIFF channels, if there is one.
+    """
     said = "images have several pages or frames, and only the first is read: export each as an image, or three as RGB"
+    said += f"; {key}=N reads the pages of a TIFF as N channels, if these are not three" * bool(key)
     return [f"{len(pages)} {said} (such as {name}, {count})" for name, count in [*pages.items()][:1]]
+
+
+def further_channels(channels: Mapping[str, int], key: str | None) -> list[str]:
+    """A sentence on images that are read as RGB, and have a further channel that varies. `channels`: of each.
+
+    `key`: the option that makes it read all of them.
+    """
+    return [
+        f"images have {count} channels, of which one besides gray or red, green and blue varies (such as alpha or "
+        f"infrared), and are read as RGB: give {key}={count} to train on all of them, or export the images as RGB "
+        f"({len(channels)} of those looked at, such as {name})"
+        for name, count in [*channels.items()][:1]
+    ]
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -218,7 +239,8 @@ class _Seen(NamedTuple):
     problems: list[Problem]
     digest: int  # of the image file
     used16: Range16 | None
-    pages: int  # or frames of the image
+    pages: int  # or frames of the image that are not read, and the first one
+    channels: int  # of the file, if one of them varies that is not read, else 0
     size: tuple[int, int] | None  # of the image
     pixels: np.ndarray  # of each raw value of the label, int64 (256,)
     palette: Any  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
@@ -226,7 +248,10 @@ class _Seen(NamedTuple):
 
 def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
-    problems, used, size = list[Problem](), None, None
+    problems, used, size, further = list[Problem](), None, None, 0
+    channels, has_key = COLOURS, False
+    if isinstance(dataset, SegmentationDataset):
+        channels, has_key = dataset.channels, dataset.channels_key is not None
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -238,16 +263,18 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
             problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
         return None
 
-    file = attempted("unreadable image", restorable()(read), dataset.path(index), dataset.turned)
-    paged = 1 if file is None else pages(file)
+    read_file = partial(of_channels.read_file, photograph=dataset.turned, channels=channels)
+    file = attempted("unreadable image", restorable()(read_file), dataset.path(index))
+    paged = 1 if file is None or (channels != COLOURS and of_channels.is_tiff(file)) else pages(file)
     its_digest = 0 if file is None else digest(file.data)
     if file is not None:
         whole = decode or isinstance(dataset, ClassificationDataset)
-        size = attempted("unreadable image", restorable()(_size), file, dataset.turned, whole)
-    if size is not None and (decode or index % max(1, len(dataset) // _DEEP) == 0):
-        used = attempted("unreadable image", used16, file, dataset.turned)
+        size = attempted("unreadable image", restorable()(_size), file, dataset.turned, whole, channels)
+    if file is not None and size is not None and (decode or index % max(1, len(dataset) // _DEEP) == 0):
+        used = attempted("unreadable image", used16, file, dataset.turned, channels)
+        further = of_channels.further_channels(file) if has_key and channels == COLOURS and paged == 1 else 0
     if isinstance(dataset, ClassificationDataset):
-        return _Seen(problems, its_digest, used, paged, size, np.zeros(0), None)
+        return _Seen(problems, its_digest, used, paged, 0, size, np.zeros(0), None)
     entry, palette = dataset.files[index], None
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
     if size is not None and label is not None:
@@ -259,12 +286,15 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
-    return _Seen(problems, its_digest, used, paged, size, pixels, palette)
+    return _Seen(problems, its_digest, used, paged, further, size, pixels, palette)
 
 
-def _size(file: Stored, turned: bool, decode: bool) -> tuple[int, int]:
-    """(width, height) of an image. `decode`: decode all its pixels, not only its header."""
-    if decode:
-        height, width, _ = decode_image(file, turned=turned).shape
+def _size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:
+    """(width, height) of an image. `decode`: decode all its pixels, not only its header.
+
+    Also decodes those of colours that are read as one channel, and must be equal.
+    """
+    if decode or (channels == 1 and of_channels.count(file) == COLOURS):
+        height, width, _ = of_channels.decode(file, turned=turned, channels=channels).shape
         return width, height
-    return file.size(turned)
+    return of_channels.size(file, turned, channels)

@@ -19,7 +19,7 @@ class SegmentationNetwork(nn.Module):
     resolution: losses interpolate them, a tile at a time.
 
     Args:
-        body: (N, 3, H, W) -> features, e.g. from `models.bodies` with classes=0. `output_stride`: H over their height.
+        body: (N, C, H, W) -> features, e.g. from `models.bodies` with classes=0. `output_stride`: H over their height.
         head: the body's features -> features with `head.out_channels` channels.
         classes: number of classes, not counting the ignored label.
 
@@ -46,7 +46,7 @@ class SegmentationNetwork(nn.Module):
         return self.body.output_stride
 
     def forward(self, images: Tensor, upsampling: str = EXACT, cells: bool = False) -> Tensor:
-        """Normalised images (N, 3, H, W) -> logits, before any softmax.
+        """Normalised images (N, C, H, W) -> logits, before any softmax.
 
         In training (N, classes, ceil(H / stride), ceil(W / stride)), one per cell. In eval mode (N, classes, H, W), at
         least in float32, interpolated bilinearly between the centres of the cells.
@@ -77,7 +77,7 @@ def upsampled(logits: Tensor, size: Sequence[int], stride: int | None) -> Tensor
 
 
 def _padded(images: Tensor, stride: int) -> Tensor:
-    """Images (N, 3, H, W) up to multiples of `stride`: their last rows and columns are repeated.
+    """Images (N, C, H, W) up to multiples of `stride`: their last rows and columns are repeated.
 
     Zeros score the same within the noise of a training (docs/results/camvid.md, "Images of any size"). Without padding,
     networks that pad like TensorFlow shift: their padding depends on the size.

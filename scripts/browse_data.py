@@ -23,7 +23,9 @@ from omegaconf import MISSING
 from rich.console import Console
 
 from datasets import ClassificationDataset, SegmentationDataset, minibatches_per_epoch, reading_errors
+from datasets.channels import picture
 from datasets.file_list import printable
+from datasets.levels import measured
 from engine import assemble
 from engine.assemble.tasks import folder_for_pictures
 from engine.configuration.command_line import configured
@@ -85,10 +87,12 @@ def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> It
     else:
         with counted(console, "indexing the classes") as progress:
             index = assemble.class_index(config, dataset, World(), progress)
+        if config.data.is_measured:
+            config.data.mean, config.data.std = measured(dataset)
         loader = assemble.training_loader(config, dataset, steps, World(), start_step, index)
     for minibatch in loader:
         for name, image, label in zip(minibatch["name"], minibatch["image"], minibatch["label"].numpy(), strict=True):
-            crop = image.permute(1, 2, 0).numpy()
+            crop = picture(image.permute(1, 2, 0).numpy(), getattr(dataset, "shown", None))
             if isinstance(dataset, ClassificationDataset):
                 yield f"{printable(name)}\n{printable(dataset.classes[label])}", crop, label
             else:

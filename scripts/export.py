@@ -4,10 +4,11 @@
     python -m scripts.export checkpoint=FILE.pt output=FILE.onnx format=onnx argmax=true
     python -m scripts.export checkpoint=FILE.pt output=FILE.pt2 precision=float16
 
-The program (exported, onnx) takes float32 RGB images (N, 3, H, W) in [0, 255], any N, H and W, and returns
-float32 logits (N, classes, H, W), or (N, classes) for a classifier. Normalisation is included. The program does not
-check its images: multiply images of 0 to 1, as torchvision's ToTensor makes them, by 255. Before it is written, it is
-compared with the network at other sizes than its example.
+The program (exported, onnx) takes float32 RGB images (N, 3, H, W) in [0, 255], any N, H and W (with
+data.channels=C images (N, C, H, W)), and returns float32 logits (N, classes, H, W), or (N, classes) for a
+classifier. Normalisation is included. The program does not check its images: multiply images of 0 to 1, as
+torchvision's ToTensor makes them, by 255. Before it is written, it is compared with the network at other sizes
+than its example.
 Classes, colours and how an evaluation resizes and crops images (data.base_size, crops) are in the file as JSON:
 
     extra = {"network.json": ""}
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from datasets import IGNORED
+from datasets.reading import COLOURS
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -98,7 +100,8 @@ def export(options: Export) -> dict:
 def metadata(found: Opened, options: Export) -> str:
     """What a user of the file needs to know, as JSON."""
     network, config, state = found
-    mean, std = (values.flatten().tolist() if values.numel() == 3 else None for values in (network.mean, network.std))
+    mean, std = (each.flatten().tolist() if each[0, 0].numel() == 1 else None for each in (network.mean, network.std))
+    shape, colours = ["N", network.channels, *(options.size or "HW")], "RGB" if network.channels == COLOURS else None
     plain, data = configuration.plain(config), config.data
     made = provenance()
     about = {
@@ -109,7 +112,7 @@ def metadata(found: Opened, options: Export) -> str:
         "ignore_index": IGNORED if isinstance(network, Segmenter) else None,  # of the labels in training
         "output": "classes" if options.argmax else "logits",
         "precision": options.precision,
-        "input": {"dtype": "float32", "shape": ["N", 3, *(options.size or "HW")], "colours": "RGB", "levels": [0, 255]},
+        "input": {"dtype": "float32", "shape": shape, "colours": colours, "levels": [0, 255]},
         "range16": data.range16,  # the values of 16-bit images that became levels 0 and 255
         # Included: (image - mean) / std. Without mean: the mean image of the training images.
         "normalisation": {"mean": mean, "std": std},

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from datasets import channels as of_channels
 from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
 from datasets.file_list import readable
@@ -135,7 +136,7 @@ def make_classes(config: MakeClasses) -> Path:
     with assemble.root_named(config.data):
         check_whole(config.data.root)
         options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.")
-        labels = folder_labels(config.data.root, options)
+        labels = folder_labels(config.data.root, options, config.data.channels)
         file, console = Path(str(config.data.root)) / CLASSES, make_console()
         lists, parts = config.lists(), config.parts()
         sources = sources_of(file.parent, labels, lists, len(parts), config.group, "group") if parts else {}
@@ -155,7 +156,7 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
     """Write classes.json; print each id's pixels, how many labels hold it, and what looks odd."""
     root = f"data.root={config.data.root}"
     with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
-        held = read_labels(labels.images, config.workers, console)
+        held = read_labels(labels.images, config.workers, console, config.data.channels)
     if held.palettes.conflict is not None and config.data.palettes != "any":
         raise ValueError(f"{root}: {held.palettes.conflict}. {palette_fix('data.')}")
     notes = [
@@ -221,11 +222,11 @@ def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], con
     console.print(f"wrote {', '.join(f'{stem}.txt' for stem in config.lists())} in {root}", soft_wrap=True)
 
 
-def read_labels(images: Mapping[Path, Path | None], workers: int | None, console: Console) -> Held:
-    """Read labels, {file: its image}."""
+def read_labels(images: Mapping[Path, Path | None], workers: int | None, console: Console, channels: int) -> Held:
+    """Read labels, {file: its image}. `channels`: of the images."""
     held, pairs = Held(), [*images.items()]
     with progress_bar(console) as progress:
-        contents_of = in_order(lambda number: contents(*pairs[number]), range(len(pairs)), workers)
+        contents_of = in_order(lambda number: contents(*pairs[number], channels), range(len(pairs)), workers)
         for (label, _), found in zip(tracked(progress, pairs, "reading labels"), contents_of, strict=True):
             held.pixels[found.kind].update(found.pixels)
             held.labels[found.kind].update(found.pixels.keys())
@@ -386,7 +387,7 @@ class Contents(NamedTuple):
 
 
 @restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
-def contents(path: Path, image: Path | None) -> Contents:
+def contents(path: Path, image: Path | None, channels: int) -> Contents:
     file = read(path, photograph=True)
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
@@ -394,10 +395,10 @@ def contents(path: Path, image: Path | None) -> Contents:
     size, other_size, used = raw.shape[::-1], None, None
     with suppress(ValueError):  # a damaged image, which a training reports
         if image is not None:
-            stored = read(image, photograph=True)
-            if (shown := stored.size(turned=True)) != size:
+            stored = of_channels.read_file(image, True, channels)
+            if (shown := of_channels.size(stored, True, channels)) != size:
                 other_size = f"{readable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
-            used = used16(stored, turned=True)
+            used = used16(stored, turned=True, channels=channels)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
         colours = {code: tuple(code.to_bytes(3, "big")) for code in pixels}

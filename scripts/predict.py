@@ -23,11 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
+from datasets import channels as of_channels
 from datasets import reading_errors
 from datasets.file_list import files_in, unfit
-from datasets.layout import PHOTOGRAPHS, RARE, first_of
+from datasets.folder import image_suffixes
+from datasets.layout import RARE, first_of
 from datasets.levels import doubts16, used16
-from datasets.reading import Range16, decode_image, pages, read
+from datasets.reading import COLOURS, Range16, pages
 from datasets.verify import several_pages
 from engine import assemble
 from engine.checkpoint.files import file_of
@@ -76,7 +78,7 @@ def predict(options: Prediction) -> list[Path]:
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     with reading_errors(config.data.timeout_seconds):
         check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
-        images = find_images(source, output)
+        images = find_images(source, output, network.channels)
         check_written(options, output, images.values(), segments)
         if isinstance(network, Segmenter):
             write_classes(output / CLASSES, network)
@@ -84,19 +86,22 @@ def predict(options: Prediction) -> list[Path]:
             for name, file in tracked(progress, images.items(), "predicting"):
                 places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
                 try:
-                    stored = read(file, photograph=True)
-                    image = decode_image(stored, turned=True, range16=network.range16)  # (H, W, 3)
-                    deep += filter(None, [used16(stored, turned=True)])
+                    stored = of_channels.read_file(file, True, network.channels)
+                    image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
+                    deep += filter(None, [used16(stored, turned=True, channels=network.channels)])
                 except ValueError as error:
                     unreadable.append(str(error))
                     continue
                 started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
-                several |= {shown: count} if (count := pages(stored)) > 1 else {}
-                add = partial(page.add, shown, image) if options.report else None
+                paged = network.channels == COLOURS or not of_channels.is_tiff(stored)  # whose pages are channels
+                several |= {shown: count} if paged and (count := pages(stored)) > 1 else {}
+                picture = of_channels.picture(image, network.shown)
+                add = partial(page.add, shown, picture) if options.report else None
                 if isinstance(network, Segmenter):
                     written.append(places["ids"])
-                    make = partial(segmented, network, image, network.started(image, options.probabilities), options)
+                    found = network.started(image, options.probabilities)
+                    make = partial(segmented, network, picture, found, options)
                     held = 2 + 2 * len(network.classes) * options.probabilities  # these in float32 and float16
                     files.add(make, partial(write_segmented, places, add), held * image.nbytes)
                 else:
@@ -167,12 +172,12 @@ def is_labelled(folder: Path) -> bool:
     return folder.name == "images" and any((folder.parent / name).is_dir() for name in ("labels", "masks"))
 
 
-def find_images(source: Path, output: Path) -> dict[str, Path]:
+def find_images(source: Path, output: Path, channels: int = COLOURS) -> dict[str, Path]:
     """Find one image, or all in a folder and its subfolders, also linked ones: {result name: image file}, sorted.
 
     A name is the path in the folder without the suffix; images that differ only in the suffix keep theirs. Files
     without an image suffix, pipes, devices and huge files are skipped, which is logged. Hidden files and earlier
-    predictions in `output` are left out. ValueError: there is no image.
+    predictions in `output` are left out. `channels`: of each image. ValueError: there is no image.
     """
     if source.is_file():
         return {short_name(source.stem): source}
@@ -183,7 +188,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
     real = ((Path(entry.path), Path(os.path.realpath(entry))) for _, entry in files_in(source))
     files = sorted(path for path, its in real if ours.isdisjoint([its, *its.parents]))
-    named = [path for path in files if path.suffix.lower() in (*PHOTOGRAPHS, *RARE)]
+    named = [path for path in files if path.suffix.lower() in (*image_suffixes(channels), *RARE)]
     images = [path for path in named if unfit(path) is None]
     skipped = {"without an image's suffix": {*files} - {*named}}
     skipped["that are no regular files of at most 4 GiB"] = {*named} - {*images}

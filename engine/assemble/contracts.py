@@ -56,14 +56,15 @@ CONTRACTS: Mapping[str, Contract] = {
 }
 
 
-def builder(group: str, choice: Keys) -> Callable[..., Any]:
+def builder(group: str, choice: Keys, more: Iterable[str] = ()) -> Callable[..., Any]:
     """What builds a choice: called with the arguments of its contract, it also gets the choice's own keys.
 
+    `more`: further arguments that this call gives.
     ValueError, naming the choice: it cannot be imported, or does not take these arguments.
     """
     made, own = imported(group, type(choice)), own_keys(group, choice)
     made = made.make if isinstance(made, Row) else made
-    check_arguments(group, type(choice), made, own)
+    check_arguments(group, type(choice), made, [*own, *more])
     return partial(made, **own)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from datasets.reading import COLOURS
 from engine.assemble.contracts import builder
 from engine.process.console import logger
 from engine.process.forward import Forward
@@ -27,17 +28,25 @@ def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Mod
 
 
 def body(
-    config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0, own_momentum: bool = False
+    config: schema.Body,
+    norm: Callable[[int], nn.Module],
+    classes: int = 0,
+    own_momentum: bool = False,
+    channels: int = 3,
 ) -> bodies.Body:
-    """Build the body: images -> features, or logits if `classes` is above 0. `own_momentum`: see `LibraryBody`."""
-    of_library = {"own_momentum": own_momentum} if config.in_library else {}
-    return builder("body", config)(norm, classes=classes, output_stride=config.output_stride, **of_library)
+    """Build the body: images of `channels` -> features, or logits if `classes` is above 0.
+
+    `own_momentum`: see `LibraryBody`. ValueError: see `builder`; or the body takes three channels only.
+    """
+    more: dict[str, int] = {"own_momentum": own_momentum} if config.in_library else {}
+    more |= {"in_channels": channels} if channels != COLOURS else {}  # bodies of one's own may not take it
+    return builder("body", config, [*more])(norm, classes=classes, output_stride=config.output_stride, **more)
 
 
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:
     """A forward pass through `network`, moved to `device`, with the run's normalisation and precision."""
     memory_format = torch.channels_last if config.trainer.channels_last else torch.contiguous_format
-    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in config.data.normalisation())
+    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) * 255 for values in config.data.normalisation())
     dtype = getattr(torch, config.trainer.precision)
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)

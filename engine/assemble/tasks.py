@@ -153,7 +153,7 @@ def network_of(config: TrainingRun, classes: int) -> nn.Module:
     norm, own_momentum = norm_act(config.norm, eager=config.trainer.smoke), config.norm.momentum is None
     network: nn.Module
     if isinstance(config, SegmentationRun):
-        features = body(config.body, norm, own_momentum=own_momentum)
+        features = body(config.body, norm, own_momentum=own_momentum, channels=config.data.channels)
         head = builder("head", config.head)(features.out_channels, norm_act=norm)
         network = SegmentationNetwork(features, head, classes)
     else:

@@ -51,6 +51,8 @@ class Weights(NamedTuple):
                 f"norm.activation={config.norm.activation}: the weights were trained with {self.activation}, so this "
                 f"is only a starting point; norm=std norm.activation={self.activation} computes the same"
             )
+        if self.normalisation is not None and len(self.normalisation.mean) != config.data.channels:
+            return  # the report says that weights are spread
         if self.normalisation not in (None, config.data.normalisation()):
             mean, std = map(list, self.normalisation)
             yield (
@@ -113,11 +115,35 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     if init.part == "network":
         advice = f"{advice}, and its head; or init.part=body for its body alone"
     remarks = (*weights.remarks, *weights.differences(config))
-    report = load_by_name(network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=remarks)
+    report = load_by_name(
+        network,
+        tensors,
+        source=weights.source,
+        name=name,
+        advice=advice,
+        skip=skip,
+        remarks=remarks,
+        channels=config.data.channels,
+    )
     if weights.classes is None and any(map(is_of_classifier, report.matched)):
         remark = "the file does not name its classes: only their number was compared"
         return report._replace(remarks=(*report.remarks, remark))
     return report
+
+
+def normalisation_of(init: Init, channels: int) -> Normalisation | None:
+    """The normalisation of the checkpoint `init.weights`, if it is ours and its images have as many channels.
+
+    ValueError: the file cannot be read.
+    """
+    if init.weights in (None, PUBLISHED) or init.format is not None:
+        return None
+    path = checkpoint.file_of(init.weights)
+    content = checkpoint.read(path)
+    if not is_ours(content):
+        return None  # `initialise` says so
+    data = configuration.of_checkpoint(checkpoint.checked(content, path), f"init.weights={path}").data
+    return data.normalisation() if data.channels == channels else None
 
 
 def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:

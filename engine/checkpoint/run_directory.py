@@ -185,6 +185,9 @@ class RunDirectory:
         default = config.body.name == "torchvision" and config.data.normalisation() == config.body.normalisation()
         if default and recorded.data.normalisation() == IMAGENET:  # the default of earlier versions
             config.data.mean, config.data.std = recorded.data.mean, recorded.data.std
+        if config.data.is_measured:  # when the run began
+            config.data.mean = config.data.mean or recorded.data.mean
+            config.data.std = config.data.std or recorded.data.std
         before, now = fixed(recorded), fixed(config)
         if {*recorded.plugins} < {*map(name_of, config.plugins)}:  # more, such as a logger's, change nothing
             now["plugins"] = before["plugins"]

@@ -95,7 +95,7 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction) -> Opened:
         network = predictor(config, options, state, forward)
     except KeyError as error:
         raise ValueError(f"checkpoint {path} has no {error}, which its task needs. {files.RESTORE}") from error
-    network.range16 = config.data.range16
+    network.range16, network.shown = config.data.range16, getattr(config.data, "shown", None)
     return Opened(network, config, state)
 
 

@@ -9,7 +9,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from datasets.reading import ALL_16, Range16, decode_image
+from datasets import channels as of_channels
+from datasets.reading import ALL_16, COLOURS, Range16
 from engine.classification.accuracy import class_logits
 from engine.process.allocations import memory_errors, return_freed_memory
 from engine.process.forward import Forward
@@ -25,11 +26,13 @@ TRIMMED_EVERY = 8  # changes of image size; trimming takes a few milliseconds
 class Predictor(nn.Module):
     """A trained network in eval mode, its normalisation and its classes.
 
-    Attributes: `network`; `classes`, their names; `mean` and `std`, levels of 0 to 255, (1, 3, 1, 1), or with a mean
-    image (1, 3, H, W); `range16`, of 16-bit image files, see `decode_image`.
+    Attributes: `network`; `classes`, their names; `mean` and `std`, levels of 0 to 255, (1, channels, 1, 1), or with a
+    mean image (1, 3, H, W); `range16`, of 16-bit image files, see `decode_image`; `shown`, what pictures show, see
+    `visible`; `channels` of an image.
     """
 
     range16: Range16 = ALL_16
+    shown: Sequence[int] | None = None
     mean: Tensor
     std: Tensor
 
@@ -47,16 +50,23 @@ class Predictor(nn.Module):
         """The forward pass, on the device where the module is."""
         return replace(self._made, mean=self.mean, std=self.std)
 
+    @property
+    def channels(self) -> int:
+        return self.mean.shape[1]
+
     def planes(self, image: Picture) -> Tensor:
-        """An image, uint8 (3, H, W)."""
-        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels_of(image, self.range16), -1, 0)))
+        """An image, uint8 (channels, H, W)."""
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels_of(image, self.range16, self.channels), -1, 0)))
 
     def forward(self, images: Tensor) -> Tensor:
-        """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, float32, or float64 if the module is.
+        """Images (N, channels, H, W), levels of 0 to 255 in any dtype -> logits, float32, or float64 if the module is.
 
-        ValueError: the images cannot be levels, see `check_levels`; on CUDA an assertion fails.
+        ValueError: the images cannot be levels, see `check_levels`, on CUDA an assertion fails; or they have another
+        number of channels than the network, if that is not three.
         """
         check_levels(images)
+        if self.channels not in (COLOURS, images.shape[1]):  # one channel would be repeated
+            raise ValueError(f"images of shape {(*images.shape,)}: expected (N, {self.channels}, H, W)")
         if images.is_floating_point():
             images = images.to(self.mean.dtype)
         logits = self.passes(images)
@@ -189,13 +199,21 @@ def check_levels(images: Tensor) -> None:
         raise ValueError(f"images with values from {lowest:.3g} to {highest:.3g}: {expected}{advice}")
 
 
-def pixels_of(image: Picture, range16: Range16 = ALL_16) -> np.ndarray:
+def pixels_of(image: Picture, range16: Range16 = ALL_16, channels: int = COLOURS) -> np.ndarray:
     """uint8 (H, W, 3) RGB of an array (H, W, 3) or (H, W), a Pillow image, or a file, rotated by its EXIF orientation.
 
+    With other than three `channels`: uint8 (H, W, channels) of such an array or a file; of one, (H, W) too.
     ValueError: the file cannot be read, or the array or image does not have 8-bit pixels.
     """
     if isinstance(image, (str, Path)):
-        return decode_image(Path(image), turned=True, range16=range16)
+        return of_channels.decode(Path(image), turned=True, range16=range16, channels=channels)
+    if channels != COLOURS:
+        if isinstance(image, np.ndarray) and image.ndim == 2:
+            image = image[..., None]
+        if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] == (channels,) and image.size:
+            return image
+        found = f"an array of {image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+        raise ValueError(f"got {found}: expected a uint8 array (H, W, {channels}), or the path of a file")
     found = f"a Pillow image of mode {image.mode}" if isinstance(image, Image.Image) else ""
     if isinstance(image, Image.Image) and not image.mode.startswith(("I", "F")):
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))

@@ -22,7 +22,7 @@ _OTHERS = (1, 97, 131), (3, 64, 40)  # odd and even
 
 
 class FromLevels(nn.Module):
-    """The network to export: levels of 0 to 255, float32 (N, 3, H, W) RGB -> float32 logits.
+    """The network to export: levels of 0 to 255, float32 (N, channels, H, W), of three RGB -> float32 logits.
 
     With `argmax`, classes instead: int64 (N, H, W), or (N,) for classifiers. `dtype`: of everything except norms.
     """
@@ -68,7 +68,7 @@ def exported(
     network, dynamic = FromLevels(predictor, dtype or predictor.mean.dtype, argmax), {0: Dim.DYNAMIC}
     if size is None:
         dynamic |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
-    images = torch.rand(count, 3, height, width, dtype=network.mean.dtype)
+    images = torch.rand(count, predictor.channels, height, width, dtype=network.mean.dtype)
     try:
         program = torch.export.export(
             network, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
@@ -112,7 +112,8 @@ def largest_difference(
     worst = 0.0
     for count, height, width in _OTHERS if size is None else ((1, *size), (3, *size)):
         generator = torch.Generator().manual_seed(height)
-        images = 255 * torch.rand(count, 3, height, width, generator=generator, dtype=predictor.mean.dtype)
+        shape = count, predictor.channels, height, width
+        images = 255 * torch.rand(shape, generator=generator, dtype=predictor.mean.dtype)
         with torch.inference_mode():
             logits, found = predictor(images), run(images)
         if found.is_floating_point():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 class Forward:
     """Normalises images on the network's device and calls the network in the run's precision."""
 
-    network: nn.Module  # normalised float32 images (N, 3, H, W) -> logits
-    mean: Tensor  # float32 (1, 3, 1, 1), RGB in 0-255, on the network's device; `std` too
+    network: nn.Module  # normalised float32 images (N, C, H, W) -> logits
+    mean: Tensor  # float32 (1, C, 1, 1), RGB in 0-255, on the network's device; `std` too
     std: Tensor
     memory_format: torch.memory_format  # of the normalised images
     autocast: Callable[[], AbstractContextManager]  # makes a fresh context for each pass
@@ -25,7 +25,7 @@ class Forward:
     def __call__(
         self, images: Tensor, at: tuple[int, int] | None = None, antialias: bool = True, **options: Any
     ) -> Tensor:
-        """Logits of RGB images (N, 3, H, W) with values 0-255, on any device.
+        """Logits of RGB images, or of another C, (N, C, H, W) with values 0-255, on any device.
 
         Images move to the network's device in their own dtype, usually uint8. If `at` is given, they are resized to
         this (H, W) bilinearly; with `antialias`, images that shrink are smoothed like Pillow's. `options` go to the

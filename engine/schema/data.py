@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
+from datasets.reading import COLOURS, MOST_CHANNELS
 from datasets.transforms import padded_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
 from models.checkpoints.published import IMAGENET, Normalisation
@@ -43,6 +44,8 @@ class Data:
     # The run stops if its workers deliver nothing in this time; with data.workers=0 reads have no limit.
     timeout_seconds: int = key(300, above=0, most=MOST_SECONDS, per_machine=True)
 
+    channels = COLOURS  # of an image; a key of data=folder
+
     def check(self) -> None:
         if self.range16[0] >= self.range16[1]:
             raise ValueError(f"data.range16={self.range16}: expected the lowest value first, and two values")
@@ -52,13 +55,22 @@ class Data:
         return size or self.crop_size, size or self.crop_size
 
     def normalisation(self) -> Normalisation:
-        """Mean and standard deviation of each colour channel, from 0 to 1."""
-        return Normalisation(tuple(self.mean or IMAGENET.mean), tuple(self.std or IMAGENET.std))
+        """Mean and standard deviation of each channel, from 0 to 1.
 
-    def mean_colour(self) -> tuple[float, float, float]:
-        """Red, green and blue of padding, in levels of 0 to 255."""
-        red, green, blue = (255 * value for value in self.normalisation().mean)
-        return red, green, blue
+        Of other than three channels, 0.5 until a run has measured them: memory does not depend on them.
+        """
+        half = (0.5,) * self.channels
+        default = IMAGENET if self.channels == COLOURS else Normalisation(half, half)
+        return Normalisation(tuple(self.mean or default.mean), tuple(self.std or default.std))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether mean or std follow from the images, and a run has not measured them yet."""
+        return self.channels != COLOURS and not (self.mean and self.std)
+
+    def mean_colour(self) -> tuple[float, ...]:
+        """The levels of padding, 0 to 255, red, green and blue or those of other channels."""
+        return tuple(255 * value for value in self.normalisation().mean)
 
     def doubts_of_sizes(self, sizes: Sequence[tuple[int, int, int]]) -> list[str]:
         """Whether crops fit training images of these `sizes`: (width, height, number of images)."""
@@ -164,7 +176,33 @@ class FolderData(SegmentationData):
     # Train and evaluate on the lists foldK/train.txt and foldK/val.txt, which scripts.make_classes folds=N writes for K
     # from 0 to N-1; -m data.fold=0,1,2,3,4 trains on each. null: no fold.
     fold: int | None = key(None, least=0)
+    # Channels of every image, as its file has them: 4 for red, green, blue and infrared. 3 reads all images as RGB.
+    channels: int = key(COLOURS, least=1, most=MOST_CHANNELS)
+    # What pictures show as red, green and blue, counted from 1, such as [4,3,2], or as gray: [4]. null: the first three
+    # channels, of one or two the first.
+    shown: list[int] | None = key(None, least=1, most=MOST_CHANNELS, free_on_resume=True)
+    # Mean and standard deviation of each channel, from 0 to 1. null: with three channels as for other datasets, else
+    # measured on training images when the run begins, or as in a checkpoint of init.weights with as many channels.
+    mean: list[float] | None = key(None, least=0, most=1)
+    std: list[float] | None = key(None, above=0, most=1)
     builds: ClassVar[str] = "datasets.folder.FOLDER"
+
+    def check(self) -> None:
+        super().check()
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values and len(values) != self.channels:
+                named = ": red, green, blue" if self.channels == COLOURS else f", as data.channels={self.channels}"
+                raise ValueError(f"data.{name}={values}: expected {self.channels} numbers{named}")
+        if self.shown and (len(self.shown) not in (1, COLOURS) or max(self.shown) > self.channels):
+            raise ValueError(
+                f"data.shown={self.shown}: expected one or three of the channels 1 to {self.channels}, such as "
+                f"{[*range(1, COLOURS + 1)] if self.channels >= COLOURS else [1]}"
+            )
+        if self.channels != COLOURS and any(vars(self.colour_jitter).values()):
+            raise ValueError(
+                f"data.colour_jitter with data.channels={self.channels}: it changes red, green and blue, and other "
+                f"channels have no colours: leave it out, or write an augmentation of your own"
+            )
 
 
 @choice("data")

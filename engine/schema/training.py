@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from datasets.reading import COLOURS
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.data import Data
 from engine.schema.keys import MOST_SECONDS, group, key, override, several
@@ -187,7 +188,8 @@ class TrainingRun:
         elif init.weights == PUBLISHED:
             raise ValueError(f"init.weights={PUBLISHED} needs body=torchvision or body=timm, and body.network=NAME")
         expected = body.normalisation()
-        self.data.mean, self.data.std = self.data.mean or list(expected.mean), self.data.std or list(expected.std)
+        if self.data.channels == COLOURS:  # others are measured
+            self.data.mean, self.data.std = self.data.mean or list(expected.mean), self.data.std or list(expected.std)
         trained_with_relu = body.in_library or init.format in LIBRARIES
         if norm.activation is None and trained_with_relu and norm.inverts_activation:
             raise ValueError(

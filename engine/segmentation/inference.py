@@ -88,7 +88,7 @@ def predict(
     unscored: Tensor | None = None,
     windows: int = 1,
 ) -> Tensor:
-    """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, 3, H, W).
+    """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, C, H, W).
 
     Predictions are resized to the images (nearest pixel).
 
@@ -194,7 +194,7 @@ def _logits(
     views: Views,
     windows_per_pass: int,
 ) -> Tensor:
-    """Logits of `images` (N, 3, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution.
+    """Logits of `images` (N, C, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution.
 
     `windows_per_pass`: of equal size.
     """

@@ -1,15 +1,18 @@
 """Pictures of labels and predictions, and files for the official evaluation scripts."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from datasets import IGNORED, SegmentationDataset
+from datasets.channels import visible
 from engine.process.output_files import WrittenBehind, png, short_name, write_file
 from engine.process.transfers import HostCopy
 
@@ -28,7 +31,7 @@ class PictureCollector:
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
         for number, name in enumerate(minibatch["name"]):
             if name in self.names:
-                self.shown[name] = HostCopy(_compared(minibatch, predictions, number))
+                self.shown[name] = HostCopy(_compared(minibatch, predictions, number, self.dataset.shown))
 
     def pictures(self) -> dict[str, np.ndarray]:
         """{name: uint8 (H, 3 W, 3)}; H and W are at most `LONGEST_SIDE`."""
@@ -49,7 +52,8 @@ def write_predictions(
     """
     kinds = [(make, place) for make, place in ((_official, folder), (_overlaid, overlays)) if place is not None]
     for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):
-        copied, size = HostCopy(_compared(minibatch, predictions, number)), predictions[number].nbytes
+        copied = HostCopy(_compared(minibatch, predictions, number, dataset.shown))
+        size = predictions[number].nbytes
         for make, place in kinds:  # an overlay has nine bytes a pixel; the copy has five
             files.add(partial(make, dataset, copied), partial(write_file, place / f"{name}.png"), 14 * size)
 
@@ -62,10 +66,18 @@ def _overlaid(dataset: SegmentationDataset, compared: HostCopy) -> bytes:
     return png(_picture(dataset, *compared.wait()))
 
 
-def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """One image uint8 (3, H, W), its label, if any, and its prediction, uint8 (H, W), on the device."""
+def _compared(
+    minibatch: dict, predictions: Tensor, number: int, shown: Sequence[int] | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """One image uint8 (3, H, W), its label, if any, and its prediction, uint8 (H, W), on the device.
+
+    `shown`: see `visible`.
+    """
     label = minibatch["label"][number] if "label" in minibatch else None
-    return minibatch["image"][number], label, predictions[number]
+    image = minibatch["image"][number]
+    if (places := visible(len(image), shown)) != (*range(len(image)),):
+        image = torch.stack([image[place] for place in places])
+    return image, label, predictions[number]
 
 
 def _small(pixels: Tensor | None) -> Any:

@@ -100,7 +100,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     update(learner)
     size = config.data.crop(crop_size)
-    images, labels = torch.zeros(crops, 3, *size, dtype=torch.uint8), task.labels(crops, size)
+    images, labels = torch.zeros(crops, config.data.channels, *size, dtype=torch.uint8), task.labels(crops, size)
     average = () if learner.average is None else learner.average.module.state_dict().values()
     held = {
         "weights": [*learner.parameters, *network.buffers()],

@@ -13,12 +13,13 @@ from rich.console import Console
 from torch import nn
 
 from datasets import reading_errors, shared_images, verify
+from datasets.levels import measured
 from engine.assemble.contracts import builder, check_choices
 from engine.assemble.data import official_classes, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
 from engine.checkpoint.files import first_difference, has_ended
-from engine.checkpoint.initial_weights import check_exists, initialise
+from engine.checkpoint.initial_weights import check_exists, initialise, normalisation_of
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
@@ -38,6 +39,7 @@ from engine.training import build
 from engine.training.input_scale import other_scale
 from engine.training.learner import Learner
 from keepless import share_plans
+from models.checkpoints.published import Normalisation
 
 Config = TypeVar("Config", bound=TrainingRun)
 Split = TypeVar("Split", bound=Dataset)
@@ -309,17 +311,17 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
             if config.init.weights is None and any(map(weights_of, chosen)) and world.first:
                 logger.warning(config.lacks_weights(chosen[-1]))
-            if run.resumed is None and world.first:
-                head = f"# {command}\n# {world.size} x {world.device.type}\n"
-                for name, hashes in plugins.hashes().items():
-                    head += "".join(f"# plugin {name}: {file} {digest}\n" for file, digest in hashes.items())
-                write_file(directory.config, head + configuration.yaml(config))
+            _write_config(run, command)
             with world.first_goes_ahead() as first:
                 if data.verify and first:
                     doubts = verify_with_progress(run.train_set, run.console)
                     for doubt in [*doubts, *data.doubts_of_sizes(run.train_set.sizes)]:
                         logger.warning(doubt)
                     verify_with_progress(run.val_set, run.console)
+                found = _normalisation(run) if data.is_measured and first else None
+            if data.is_measured:
+                data.mean, data.std = map(list, world.gather(found)[0] or ())
+                _write_config(run, command)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
@@ -353,6 +355,26 @@ def _agree(
     world.check_equal(found, f"every machine needs the same data, and all must share the folder {directory.path}")
     console, start_step = make_console(world.rank), resumed["step"] if resumed else 0
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
+
+
+def _write_config(run: Run, command: str) -> None:
+    """Write the configuration of a new run, and how it was started."""
+    if run.resumed is not None or not run.world.first:
+        return
+    head = f"# {command}\n# {run.world.size} x {run.world.device.type}\n"
+    for name, hashes in plugins.hashes().items():
+        head += "".join(f"# plugin {name}: {file} {digest}\n" for file, digest in hashes.items())
+    write_file(run.directory.config, head + configuration.yaml(run.config))
+
+
+def _normalisation(run: Run) -> Normalisation:
+    """Mean and standard deviation of each channel, where they are not given: of init.weights, or measured."""
+    data = run.config.data
+    if (found := normalisation_of(run.config.init, data.channels)) is None:
+        with counted(run.console, "measuring the channels") as progress:
+            found = Normalisation(*map(tuple, measured(run.train_set, progress)))
+        logger.info(f"data.channels={data.channels}: measured mean {[*found.mean]}, std {[*found.std]}")
+    return Normalisation(tuple(data.mean or found.mean), tuple(data.std or found.std))
 
 
 def verify_with_progress(dataset: Dataset, console: Console) -> list[str]:

@@ -1,4 +1,4 @@
-"""Bodies: images (N, 3, H, W) -> features (N, out_channels, H / output_stride, W / output_stride), or class logits."""
+"""Bodies: images (N, C, H, W) -> features (N, out_channels, H / output_stride, W / output_stride), or class logits."""
 
 from models.bodies.body import Body
 from models.bodies.densenet import DenseNet, densenet264

@@ -16,6 +16,7 @@ class Body(nn.Module):
         output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding. The parameters stay the
             same. With the CIFAR stem also 4 or 2.
         stem_channels: channels of mod1.
+        in_channels: of the images, three by default.
 
     Attributes:
         out_channels: C of the features.

@@ -77,6 +77,7 @@ class DenseNet(Body):
         classes: int = 0,
         output_stride: int = 32,
         *,
+        in_channels: int = 3,
         structure: Sequence[int],
         growth: int = 32,
         stem_channels: int = 64,
@@ -86,7 +87,7 @@ class DenseNet(Body):
         super().__init__()
         strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
-        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=stem_norm)
+        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=stem_norm, in_channels=in_channels)
         in_channels = stem_channels
         for number, (layers, (stride, dilation)) in enumerate(zip(structure, strides, strict=True), start=2):
             if number > 2:
@@ -100,7 +101,7 @@ class DenseNet(Body):
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
         x = self.mod1(images)  # stride 4, or 1 with the CIFAR stem
         transitions = [None, *(getattr(self, f"tra{number}") for number in range(2, self.stages + 1))]
         pairs: Any = zip(transitions, self.stage_modules(), strict=True)

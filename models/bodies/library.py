@@ -28,6 +28,7 @@ LIBRARY_ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.EL
 SIDE = 64  # pixels of the example that a new body runs on
 _HEADS = ("avgpool", "classifier", "fc", "flatten", "head", "heads")  # of torchvision's networks
 _OF_THE_LAYER = ("num_features", "eps", "affine", "track_running_stats", "activation", "activation_param")
+_OF_THE_CONVOLUTION = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 _EXPECTED = "expected a network of convolutions, such as resnet50 or convnext_tiny"
 _RELU = partial(ABN, activation="relu")
 
@@ -41,7 +42,8 @@ class LibraryBody(Body):
     multiple of the output stride if the network would round sizes down, or refuse them.
 
     Args (in addition to `Body`):
-        make: network -> its modules by name, in the order in which they run.
+        make: network -> its modules by name, in the order in which they run; with `in_channels` other than three, it
+            gets these as well.
         network: its name in the library, such as resnet50.
         last: name of the last part that is used, such as layer3 or blocks.4; None: all. Dense prediction may not need
             the last stages, whose features describe whole images, and which cost most when dilated.
@@ -65,7 +67,8 @@ class LibraryBody(Body):
         classes: int = 0,
         output_stride: int = 32,
         *,
-        make: Callable[[str], Mapping[str, nn.Module]],
+        in_channels: int = 3,
+        make: Callable[..., Mapping[str, nn.Module]],
         network: str,
         last: str | None = None,
         own_momentum: bool = False,
@@ -75,7 +78,7 @@ class LibraryBody(Body):
         here = torch.empty(0)
         # Constructors and examples compute with values, which fake and meta tensors lack.
         with with_dispatch_modes_off(), torch.device("cpu"):
-            layers = make(network)
+            layers = make(network) if in_channels == 3 else make(network, in_channels=in_channels)
             self.left_out: tuple[str, ...] = ()
             if last is not None:
                 layers, self.left_out = _up_to(layers, last, f"last={last}: {network}")
@@ -83,10 +86,10 @@ class LibraryBody(Body):
                 self.add_module(name, layer)
             self.order = tuple(layers)
             self.classifier, self.rounds_up = None, True
-            channels, self.output_stride = self._dilate(torch.zeros(1, 3, SIDE, SIDE), output_stride, network)
+            channels, self.output_stride = self._dilate(torch.zeros(1, in_channels, SIDE, SIDE), output_stride, network)
             try:  # one pixel more leaves a remainder at every stride
                 with torch.no_grad():
-                    odd = self.eval()(torch.zeros(1, 3, SIDE + 1, SIDE + 1))
+                    odd = self.eval()(torch.zeros(1, in_channels, SIDE + 1, SIDE + 1))
                 self.rounds_up = odd.shape[2] == SIDE // self.output_stride + 1
             except Exception:  # a module may raise anything: DLA's shortcuts round down, its convolutions up
                 self.rounds_up = False
@@ -102,7 +105,7 @@ class LibraryBody(Body):
             self.to(here.device)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
         if not self.rounds_up:
             height, width = images.shape[2:]
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
@@ -154,16 +157,18 @@ class LibraryBody(Body):
         return channels, stride
 
 
-def _of_torchvision(network: str) -> dict[str, nn.Module]:
+def _of_torchvision(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
     from torchvision import models
 
     _check_name(network, models.list_models(models), "torchvision")
     whole = models.get_model(network, weights=None)
+    if in_channels != 3:
+        _exchange_input(whole, in_channels)
     layers = dict(takewhile(lambda entry: entry[0] not in _HEADS, whole.named_children()))
     return layers | ({"relu": nn.ReLU()} if isinstance(whole, models.DenseNet) else {})  # a function there
 
 
-def _of_timm(network: str) -> dict[str, nn.Module]:
+def _of_timm(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
     """The layers of a network's last features, by `features_only=True`."""
     try:
         import timm
@@ -177,8 +182,8 @@ def _of_timm(network: str) -> dict[str, nn.Module]:
         last = f"; body.last={tag} ends with a part of it" * bool(tag and f"{name}.{tag}" not in known)
         raise ValueError(f"network={network}: expected {name}{last}, or with a tag of its weights: {', '.join(known)}")
     try:
-        whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,)).eval()
-        layers, example = dict(whole.named_children()), torch.ones(1, 3, SIDE, SIDE)
+        whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,), in_chans=in_channels).eval()
+        layers, example = dict(whole.named_children()), torch.ones(1, in_channels, SIDE, SIDE)
         with torch.no_grad():
             *_, features = whole(example)
             if not torch.equal(_run(list(layers.values()), example), features):
@@ -189,6 +194,16 @@ def _of_timm(network: str) -> dict[str, nn.Module]:
             f"({type(error).__name__}: {error}): {_EXPECTED}"
         ) from error
     return layers
+
+
+def _exchange_input(network: nn.Module, in_channels: int) -> None:
+    """Exchange the first convolution, of three channels, for one of `in_channels` with the same options."""
+    found = ((name, each) for name, each in network.named_modules() if isinstance(each, nn.Conv2d))
+    name, old = next(found)
+    own: dict[str, Any] = {option: getattr(old, option) for option in _OF_THE_CONVOLUTION}
+    new = nn.Conv2d(in_channels, old.out_channels, bias=old.bias is not None, **own)
+    initialise(new)
+    network.set_submodule(name, new)
 
 
 torchvision_body, timm_body = partial(LibraryBody, make=_of_torchvision), partial(LibraryBody, make=_of_timm)

@@ -38,6 +38,7 @@ class ResNet(Body):
         classes: int = 0,
         output_stride: int = 32,
         *,
+        in_channels: int = 3,
         structure: Sequence[int],
         base_channels: Sequence[int] = (64, 64, 256),
         groups: int = 1,
@@ -48,7 +49,7 @@ class ResNet(Body):
         super().__init__()
         strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
-        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=not preactivation)
+        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=not preactivation, in_channels=in_channels)
         in_channels, kind = stem_channels, IdentityResidualBlock if preactivation else ResidualBlock
         for index, (blocks, (stride, dilation)) in enumerate(zip(structure, strides, strict=True)):
             convs = Convolutions(in_channels, [c * 2**index for c in base_channels], stride, dilation, groups)
@@ -59,7 +60,7 @@ class ResNet(Body):
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
         x = self.run_stages(images)  # the stem has stride 4, or 1 with CIFAR's
         return self.classified(x if self.bn_out is None else self.bn_out(x))
 

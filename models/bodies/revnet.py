@@ -41,6 +41,7 @@ class RevNet(Body):
         classes: int = 0,
         output_stride: int = 32,
         *,
+        in_channels: int = 3,
         structure: Sequence[int],
         channels: Sequence[Sequence[int]],
         stem_channels: int,
@@ -58,7 +59,8 @@ class RevNet(Body):
         self.stages = len(structure)
         self.reversible = reversible
         self.keep_activations = keep_activations
-        self.mod1 = Stem(OrderedDict(build_stem(stem, stem_channels, norm_act, last_norm=True).named_children()))
+        stem_layers = build_stem(stem, stem_channels, norm_act, last_norm=True, in_channels=in_channels)
+        self.mod1 = Stem(OrderedDict(stem_layers.named_children()))
         in_channels = stem_channels
         unit = partial(ReversibleUnit if reversible else ResidualUnit, norm_act=norm_act)
         stages = zip(structure, channels, strides, strict=True)
@@ -72,7 +74,7 @@ class RevNet(Body):
         initialise_truncated(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
         if self.reversible:
             x = run_reversibly(self.reversible_blocks, images, disable=self.keep_activations)
         else:

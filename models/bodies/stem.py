@@ -12,21 +12,22 @@ from models.pooling import MaxPool2d
 STEM_STRIDES = {"3x3": 4, "7x7": 4, "cifar": 1}
 
 
-def build_stem(kind: str, channels: int, norm_act: NormAct, *, last_norm: bool) -> nn.Sequential:
-    """Build mod1: (N, 3, H, W) -> (N, channels, ceil(H / stride), …), with the stride in STEM_STRIDES.
+def build_stem(kind: str, channels: int, norm_act: NormAct, *, last_norm: bool, in_channels: int = 3) -> nn.Sequential:
+    """Build mod1: (N, in_channels, H, W) -> (N, channels, ceil(H / stride), …), with the stride in STEM_STRIDES.
 
     Args:
         kind: "3x3" (three 3x3 convolutions and max-pooling), "7x7" (one convolution and max-pooling) or "cifar" (one
             3x3 convolution, for images of 32 pixels).
         last_norm: add a norm and activation after the last convolution too; pre-activation stages start with theirs.
+        in_channels: of the images.
     """
     if kind == "3x3":
-        convs = [conv3x3(3, channels, stride=2), conv3x3(channels, channels), conv3x3(channels, channels)]
+        convs = [conv3x3(in_channels, channels, stride=2), conv3x3(channels, channels), conv3x3(channels, channels)]
     elif kind == "7x7":
-        convs = [nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)]
+        convs = [nn.Conv2d(in_channels, channels, 7, stride=2, padding=3, bias=False)]
     else:
         assert kind == "cifar", kind  # `downsampling` has checked it
-        convs = [conv3x3(3, channels)]
+        convs = [conv3x3(in_channels, channels)]
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, conv in enumerate(convs, start=1):
         layers[f"conv{number}"] = conv

@@ -42,6 +42,7 @@ class WiderResNet(Body):
         classes: int = 0,
         output_stride: int = 32,
         *,
+        in_channels: int = 3,
         structure: Sequence[int] = WRN38_STRUCTURE,
         channels: Sequence[Sequence[int]] = WRN38_CHANNELS,
         downsampling: str = "pool",
@@ -54,7 +55,7 @@ class WiderResNet(Body):
                 raise ValueError(f"{name}={tuple(values)}: expected six values, for mod2 … mod7")
         pooled, strides = _downsampling(downsampling, output_stride)
         self.stages, self.output_stride = 6, output_stride
-        self.mod1 = nn.Sequential(OrderedDict(conv1=nn.Conv2d(3, stem_channels, 3, padding=1, bias=False)))
+        self.mod1 = nn.Sequential(OrderedDict(conv1=nn.Conv2d(in_channels, stem_channels, 3, padding=1, bias=False)))
         in_channels = stem_channels
         stages = zip(structure, channels, strides, dropout, strict=True)
         for number, (blocks, stage_channels, (stride, dilation), probability) in enumerate(stages, start=2):
@@ -70,7 +71,7 @@ class WiderResNet(Body):
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
         blocks: list[Block] = []
         for number, stage in enumerate(self.stage_modules(), start=2):
             first, *others = units_of([stage], self.recompute)

@@ -49,6 +49,7 @@ def load_by_name(
     advice: str,
     skip: Callable[[str, Tensor], str | None] = lambda name, tensor: None,
     remarks: Sequence[str] = (),
+    channels: int = 3,
 ) -> Loaded:
     """Load by name and shape. The whole body must match, and the whole head if the file has one.
 
@@ -61,11 +62,12 @@ def load_by_name(
         name: of the file, for messages.
         advice: the end of the message about a misfit.
         skip: name and tensor -> why not to load it, or None.
+        channels: of the network's images; the weights of three channels are spread over others.
 
     ValueError: the tensors do not fit; the network is unchanged.
     """
     own = network.state_dict()
-    tensors = _named_as_in(own, tensors)
+    tensors, spread = _spread(own, _named_as_in(own, tensors), channels)
     reasons = {key: _reason_to_skip(key, tensor, own) or skip(key, tensor) for key, tensor in tensors.items()}
     skipped = {key: reason for key, reason in reasons.items() if reason is not None}
     wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
@@ -87,7 +89,7 @@ def load_by_name(
             f"give an earlier checkpoint, or copy it again"
         )
     network.load_state_dict({**own, **wanted})
-    return Loaded(source, list(wanted), skipped, new, tuple(remarks))
+    return Loaded(source, list(wanted), skipped, new, (*remarks, *spread))
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -199,6 +201,30 @@ def _named_as_in(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> di
     if not _has_body(own) and of_whole:
         return {name.removeprefix("body."): tensor for name, tensor in tensors.items()}
     return dict(tensors)
+
+
+def _spread(
+    own: Mapping[str, Tensor], tensors: dict[str, Tensor], channels: int
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Spread a convolution of three input channels over those of the network's, as timm does. Returns remarks too.
+
+    The three are repeated, cut to the number, and times 3 / number. One channel gets their sum: gray images give what
+    they give as RGB.
+    """
+    of_images = []
+    for name, tensor in tensors.items() if channels != 3 else ():
+        expected = (*tensor.shape[:1], channels, *tensor.shape[2:])  # (out, channels, h, w)
+        if tensor.ndim == 4 and tensor.shape[1] == 3 and name in own and own[name].shape == expected:
+            of_images.append(name)
+    for name in of_images:
+        weights = tensors[name]
+        if channels == 1:
+            tensors[name] = weights.sum(dim=1, keepdim=True)
+        else:
+            repeated = weights.repeat(1, -(-channels // 3), 1, 1)[:, :channels]
+            tensors[name] = (repeated * (3 / channels)).to(weights.dtype)
+    how = "one is their sum" if channels == 1 else f"repeated, times 3/{channels}"
+    return tensors, tuple(f"{name}: the weights of 3 channels are spread over {channels} ({how})" for name in of_images)
 
 
 def _has_body(names: Mapping[str, Tensor]) -> bool:

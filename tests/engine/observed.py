@@ -37,8 +37,14 @@ from models import recomputation
 
 OURS = ("datasets.", "engine.", "keepless.", "models.", "tests.")
 RATES = ("lr", "initial_lr", "weight_decay", "momentum", "nesterov", "betas", "fused")  # of groups of an optimiser
-# Newer keys that are off add no line: it would be in the record of every value that is refused, which lacks all lines.
-LATER = ("patience",)
+# Newer keys at their defaults add no line: it would be in the record of every value that is refused, which lacks all.
+LATER = (
+    ("patience", None),
+    ("shown", None),
+    ("channels", 3),
+    ("channels_key", None),
+    ("channels_key", "data.channels"),
+)
 FEW = 8  # entries of a list or tensor that are shown
 
 
@@ -134,7 +140,7 @@ def _of_list(things: list | tuple, place: str) -> Iterator[str]:
 
 def _of_dict(things: dict, place: str) -> Iterator[str]:
     for key, value in things.items():
-        if not (value is None and str(key).endswith(LATER)):
+        if (str(key).rpartition(".")[2], value) not in LATER:
             yield from described(value, f"{place}.{key}")
 
 

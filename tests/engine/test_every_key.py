@@ -97,6 +97,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "lr_schedule.epochs": ([1], [2]),
     "data.label_folder": ("labels", "masks"),
     "data.label_suffix": ("", "_mask"),
+    "data.shown": (None, [3, 2, 1]),
     "data.mean": ([0.0, 0.0, 0.0], [0.2, 0.4, 0.6]),
     "data.std": ([0.2, 0.4, 0.6], [1.0, 1.0, 1.0]),
     **dict.fromkeys(("data.workers", "workers"), (0, 2)),

@@ -33,6 +33,17 @@ def test_the_stem_s_output_is_freed_when_the_first_stage_has_read_it(name):
     assert stem[1] is None
 
 
+@every_body
+def test_images_of_any_number_of_channels_differ_in_the_first_convolution_alone(name):
+    torch.manual_seed(0)
+    three, five = SMALL_BODIES[name](), SMALL_BODIES[name](in_channels=5)
+    shapes = {name: tensor.shape for name, tensor in three.state_dict().items()}
+    differ = {name for name, tensor in five.state_dict().items() if tensor.shape != shapes[name]}
+    assert differ == {"mod1.conv1.weight"} and five.mod1.conv1.in_channels == 5
+    images = torch.randn(2, 5, 64, 64)
+    assert five(images).shape == three(images[:, :3]).shape
+
+
 @pytest.mark.parametrize(
     "build, classes, expected",
     [

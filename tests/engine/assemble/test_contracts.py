@@ -11,8 +11,10 @@ from torch import nn
 
 from datasets import ClassificationDataset, SegmentationDataset
 from datasets.row import Row
+from engine.assemble import network
 from engine.assemble.contracts import CONTRACTS, builder, check_arguments, imported, own_keys
 from engine.assemble.network import norm_act
+from engine.schema import network as schema
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES, choice, groups_of, key
 from engine.schema.network import Head, Norm
@@ -41,6 +43,22 @@ class Groups(nn.Module):
     def __init__(self, channels: int, activation: str, momentum: float):
         super().__init__()
         self.momentum = momentum
+
+
+def of_three(norm_act, classes, output_stride):
+    """A body that takes no other number of channels."""
+
+
+def test_a_body_of_three_channels_alone_is_refused_by_name_for_others():
+    @dataclass
+    class OfThree(schema.Body):
+        name: str = "of_three"
+        builds: ClassVar[str] = f"{__name__}.of_three"
+
+    assert network.body(OfThree(), ABN) is None
+    message = r"^body=of_three builds .*of_three, which must take \(norm_act, .*in_channels=\): got an unexpected"
+    with pytest.raises(ValueError, match=message):
+        network.body(OfThree(), ABN, channels=4)
 
 
 class Index:

@@ -3,6 +3,7 @@
 import copy
 import re
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -492,3 +493,63 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
     body = trained.body.state_dict()
     assert all(torch.equal(classifier.state_dict()[name], tensor) for name, tensor in body.items())
     assert set(report.skipped.values()) == {"it classifies pixels"}
+
+
+RESNET = ("body=resnet50", "body.structure=[2,2,2,2]", "body.base_channels=[64,64]", "norm=std")
+SPREAD: dict[str | None, tuple[str, ...]] = {  # init.format, and the network
+    None: (),
+    "standard_bn": (),
+    "released": (),
+    "torchvision": (*RESNET, "norm.activation=relu"),
+    "torchvision's own": ("body=torchvision", "body.network=resnet18", "norm=std"),
+    "timm": ("body=timm", "body.network=resnet18", "norm=std"),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 4, 7])
+@pytest.mark.parametrize("kind", SPREAD)
+def test_weights_of_three_channels_are_spread_as_timm_does(kind, channels, trained, tmp_path):
+    """Repeated, cut and times 3 / channels; one channel gets their sum, so gray images give what they give as RGB."""
+    format, file = kind and kind.split("'")[0], tmp_path / "net.pth.tar"
+    if format is None:
+        write(file, trained, "norm=std")
+        stored = trained.state_dict()["body.mod1.conv1.weight"]
+    elif format in ("standard_bn", "released"):
+        content = {f"module.{name}": tensor for name, tensor in trained.body.state_dict().items()}
+        torch.save({"state_dict": content} if format == "released" else trained.state_dict(), file)
+        stored = trained.state_dict()["body.mod1.conv1.weight"]
+    else:
+        pytest.importorskip(format)
+        theirs = torchvision.models.resnet18()  # timm's has the same names
+        torch.save(theirs.state_dict(), file)
+        stored = theirs.conv1.weight.detach()
+    given = (f"init.weights={file}", *([f"init.format={format}"] if format else []))
+    own = ("data=folder", "data.root=gone", f"data.channels={channels}")
+    own += ("init.scale=raw",) if format == "released" else ()
+    tuned = assemble.network_of(config := run_config(*SPREAD[kind], *given, *own), 3)
+    report = initialise(config, tuned, CLASSES)
+    name = "conv1.weight" if config.body.in_library else "mod1.conv1.weight"
+    if channels == 1:
+        expected = stored.sum(dim=1, keepdim=True)
+    else:
+        expected = torch.cat([stored] * 3, dim=1)[:, :channels] * (3 / channels)
+    assert torch.equal(tuned.body.state_dict()[name], expected)
+    assert f"body.{name}: the weights of 3 channels are spread over {channels}" in str(report)
+    with suppress(ImportError):
+        from timm.models import adapt_input_conv
+
+        torch.testing.assert_close(adapt_input_conv(channels, stored), expected, rtol=1e-6, atol=0)
+
+
+def test_weights_of_other_numbers_of_channels_fit_their_own_alone(tmp_path):
+    keys = ("data=folder", "data.root=gone", "norm=std")
+    four = assemble.network_of(run_config(*keys, "data.channels=4"), 3)
+    write(tmp_path / "last.pt", four, *keys, "data.channels=4")
+    same_number = run_config(*keys, "data.channels=4", f"init.weights={tmp_path / 'last.pt'}")
+    tuned = assemble.network_of(same_number, 3)
+    assert "spread" not in str(initialise(same_number, tuned, CLASSES)) and same(tuned.state_dict(), four.state_dict())
+    for channels in (3, 5):
+        config = run_config(*keys, f"data.channels={channels}", f"init.weights={tmp_path / 'last.pt'}")
+        misfit = rf"mod1.conv1.weight is \d+x4x3x3 in the file and \d+x{channels}x3x3 in the network"
+        with pytest.raises(ValueError, match=misfit):
+            initialise(config, assemble.network_of(config, 3), CLASSES)

@@ -1,0 +1,311 @@
+"""Reads images of any number of channels. Of three: `datasets.reading`. Of others: each channel as its file stores it.
+
+An interleaved TIFF is decoded as a gray TIFF with more columns, which Pillow reads whatever the number of channels.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import cv2
+import numpy as np
+from PIL import Image, ImageOps, TiffImagePlugin
+
+from datasets import file_formats as formats
+from datasets.file_list import readable, unfit
+from datasets.reading import (
+    ALL_16,
+    COLOURS,
+    EVERYTHING,
+    MOST_PIXELS,
+    PHOTOGRAPHS,
+    Range16,
+    Stored,
+    Unreadable,
+    Window,
+    decode_image,
+    decode_values,
+    decode_window,
+    decoding,
+    levels_of,
+    orientation,
+    read,
+    upright,
+    values16,
+)
+
+ARRAY = ".npy"  # the suffix of images that are arrays
+_ARRAY_MARK = b"\x93NUMPY"
+_OF_PNG = {formats.GRAY: 1, formats.COLOUR: 3, 4: 2, 6: 4}  # channels of the colour types, except a palette
+_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _INTERPRETATION = 256, 257, 258, 259, 262  # tags of TIFF files
+_CHANNELS, _PLANES, _KIND = 277, 284, 339
+_FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH, _SUBFILE = 266, 274, 317, 322, 254
+_PLACES = 273, 278, 279, 323, 324, 325  # tags of where strips or tiles lie, and of their heights
+_LOSSLESS = {1, 5, 8, 32_773, 32_946, 34_925, 50_000}  # none, LZW, deflate, PackBits, deflate, LZMA, Zstandard
+_WHITE_IS_0, _PALETTE, _AS_STORED = 0, 3, (0, 1, 2, 5)  # interpretations: gray, gray, RGB, CMYK
+_EXPECTED = {
+    "TIFF": "a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved or each a page, without JPEG inside",
+    "array": "an array (H, W, channels) of uint8 or uint16",
+}
+
+Tags = Mapping[int, Any]
+
+
+def read_file(path: Path, photograph: bool, channels: int) -> Stored:
+    """`read`; arrays, which are images of other than three channels, are mapped: only what is used is read."""
+    if channels == COLOURS or path.suffix.lower() != ARRAY:
+        return read(path, photograph)
+    where = Path(readable(path))
+    if (why := unfit(path)) is not None:
+        raise Unreadable(f"{where}: {why}.")
+    try:
+        return Stored(where, cast(bytes, np.memmap(path, np.uint8, "r")))
+    except (OSError, ValueError) as error:  # ValueError: the file is empty
+        raise Unreadable(f"{where}: cannot be read ({error}); expected {_EXPECTED['array']}.") from None
+
+
+def decode(
+    file: Path | Stored,
+    window: Window = EVERYTHING,
+    turned: bool = False,
+    range16: Range16 = ALL_16,
+    channels: int = COLOURS,
+) -> np.ndarray:
+    """Decode an image to levels, uint8 (H, W, channels), contiguous. Of three channels: `decode_image`.
+
+    Images of other numbers are `turned`. One channel: gray in any format, or RGB whose channels are equal. Otherwise
+    PNG with alpha, TIFF (interleaved, or pages that are channels; CMYK too), arrays, and formats that Pillow opens with
+    an alpha channel. ValueError: the file has another number of channels, a palette, or cannot be read.
+    """
+    if channels == COLOURS:
+        return decode_image(file, window, turned, range16)
+    stored = file if isinstance(file, Stored) else read_file(file, True, channels)
+    pixels = _values(stored, channels, window)
+    return np.ascontiguousarray(pixels if pixels.dtype == np.uint8 else levels_of(*range16)[pixels])
+
+
+def size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
+    """(width, height) of an image of a number of channels. ValueError: see `decode`."""
+    if channels == COLOURS:
+        return file.size(turned)
+    if is_array(file):
+        height, width = _array(file).shape[:2]
+        return width, height
+    if file.has_end_mark:
+        check_number(file, channels)
+        return file.size(turned)
+    height, width = _values(file, channels, EVERYTHING).shape[:2]
+    return width, height
+
+
+def deep_values(file: Stored, turned: bool, channels: int) -> np.ndarray | None:
+    """The values of an image of 16 bits, uint16 (H, W, channels); None for others. ValueError: see `decode`."""
+    if channels == COLOURS:
+        return values16(file, turned)
+    if file.has_end_mark and not (file.data.startswith(formats.PNG) and file.data[24] == 16):
+        return None
+    pixels = _values(file, channels, EVERYTHING)
+    return pixels if pixels.dtype == np.uint16 else None
+
+
+def further_channels(file: Stored) -> int:
+    """The number of channels of a PNG or TIFF if one besides gray or red, green and blue varies; else 0.
+
+    Such are alpha, an infrared channel, or black in a CMYK TIFF: reading as RGB drops them, or mixes them in.
+    """
+    try:
+        if not (file.data.startswith(formats.PNG) or is_tiff(file)) or (number := count(file)) in (1, COLOURS):
+            return 0
+        further = _values(file, number, EVERYTHING)[..., 1 if number == 2 else COLOURS :]
+    except ValueError:  # of a kind that is read as RGB only
+        return 0
+    return number if (further != further[:1, :1]).any() else 0
+
+
+def visible(channels: int, shown: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The places of the channels that a picture shows as red, green and blue.
+
+    `shown`: one or three of them, counted from 1; None: the first three, of one or two the first.
+    """
+    chosen = [number - 1 for number in shown or ()] or [*range(COLOURS if channels >= COLOURS else 1)]
+    return (*chosen,) if len(chosen) == COLOURS else (chosen[0],) * COLOURS
+
+
+def picture(image: np.ndarray, shown: Sequence[int] | None = None) -> np.ndarray:
+    """What a picture shows of an image, uint8 (H, W, C) -> uint8 (H, W, 3) RGB. `shown`: see `visible`."""
+    places = visible(image.shape[2], shown)
+    return image if places == (*range(image.shape[2]),) else np.ascontiguousarray(image[..., places])
+
+
+def is_tiff(file: Stored) -> bool:
+    return bytes(file.data[:4]) in TiffImagePlugin.PREFIXES
+
+
+def is_array(file: Stored) -> bool:
+    return bytes(file.data[:6]) == _ARRAY_MARK
+
+
+def count(file: Stored) -> int:
+    """The number of channels that a file stores; of a TIFF, in all pages. ValueError: it has a palette."""
+    path, data = file
+    if is_array(file):
+        shape = _array(file).shape
+        return shape[2] if len(shape) == 3 else 1
+    if data.startswith(formats.PNG):
+        number = _OF_PNG.get(data[25], 0)
+    elif is_tiff(file):
+        pages = _pages(file)
+        number = 0 if _PALETTE in (tags.get(_INTERPRETATION) for tags in pages) else sum(map(_channels_of, pages))
+    else:
+        with decoding(path, f"an image; expected {', '.join(PHOTOGRAPHS)}"):
+            bands = Image.open(BytesIO(data), formats=PHOTOGRAPHS).getbands()
+        number = 0 if "P" in bands else len(bands)
+    if number == 0:
+        raise ValueError(f"{path}: has a palette, whose indices are no channel: convert it to gray or RGB.")
+    return number
+
+
+def check_number(file: Stored, channels: int) -> None:
+    """ValueError if a file has another number of channels; one channel may be stored as three equal ones."""
+    if (found := count(file)) != channels and (found, channels) != (COLOURS, 1):
+        raise ValueError(
+            f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number of "
+            f"every image, or convert this one."
+        )
+
+
+def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
+    """See `decode`: uint8 or uint16 (H, W, channels)."""
+    path, data = file
+    check_number(file, channels)
+    if is_array(file):
+        pixels = _array(file)[window]
+        return pixels.astype(pixels.dtype.newbyteorder("="))  # a copy
+    if is_tiff(file) and channels > 1:
+        return _tiff(file)[window]
+    if channels == 1:
+        return _gray(file, window)
+    turn = orientation(data)
+    if not data.startswith(formats.PNG):
+        with decoding(path, "an image"), Image.open(BytesIO(data), formats=PHOTOGRAPHS) as image:
+            pixels, mode = np.asarray(ImageOps.exif_transpose(image)), image.mode
+        if mode not in ("LA", "RGBA"):
+            raise ValueError(f"{path}: is stored as {mode}; expected a PNG, {_EXPECTED['TIFF']}, or .npy.")
+        return pixels[window]
+    if turn == 1 and window != EVERYTHING and (part := decode_window(data, window, 4, 6)) is not None:
+        return part
+    file.size()  # refuses too many pixels
+    if b"acTL" in data:  # OpenCV skips a first image that the animation does not show
+        data = formats.png_without(data, formats.PNG_ANIMATION)
+    found = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)  # BGRA, of gray with alpha too
+    if found is None:
+        raise Unreadable(f"{path}: cannot be decoded as an image; expected a PNG, undamaged.")
+    return upright(found[..., [2, 1, 0, 3] if channels == 4 else [0, 3]], turn)[window]
+
+
+def _gray(file: Stored, window: Window) -> np.ndarray:
+    colours = decode_values(file, window, turned=True, deep=True)
+    gray = colours[..., :1]
+    if (colours != gray).any():
+        raise ValueError(f"{file.path}: has 3 channels that differ, expected 1: gray, or RGB of equal channels.")
+    return gray
+
+
+def _array(file: Stored) -> np.ndarray:
+    """The array of a .npy file, uint8 or uint16 (H, W, channels), mapped. ValueError: it holds something else."""
+    path, data = file
+    with decoding(path, f"an image; expected {_EXPECTED['array']}"):
+        header = BytesIO(bytes(data[:65_600]))
+        version = np.lib.format.read_magic(header)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, by_columns, dtype = read_header[version](header)
+        fits = dtype.newbyteorder("=") in (np.uint8, np.uint16) and len(shape) in (2, 3) and min(shape, default=0) > 0
+        if fits and shape[0] * shape[1] > MOST_PIXELS:
+            raise Image.DecompressionBombError
+        found = np.ndarray(shape, dtype, data, header.tell(), order="F" if by_columns else "C") if fits else None
+    if found is None:
+        raise ValueError(f"{path}: is an array {shape} of {dtype}; expected {_EXPECTED['array']}.")
+    return found if found.ndim == 3 else found[..., None]
+
+
+def _pages(file: Stored) -> list[Tags]:
+    """The tags of a TIFF's pages of the first one's size, without reduced copies and masks."""
+    path, data = file
+    with decoding(path, f"an image; expected {_EXPECTED['TIFF']}"):
+        header, found, seen = data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8], list[Tags](), set[int]()
+        place = TiffImagePlugin.ImageFileDirectory_v2(header).next
+        while place and place not in seen:
+            seen.add(place)
+            tags = TiffImagePlugin.ImageFileDirectory_v2(header)
+            content = BytesIO(data)
+            content.seek(place)
+            tags.load(content)
+            found.append({**tags})
+            place = tags.next
+        sizes = [(tags[_WIDTH], tags[_HEIGHT]) for tags in found]
+    return [tags for tags, its in zip(found, sizes, strict=True) if its == sizes[0] and not tags.get(_SUBFILE, 0) & 5]
+
+
+def _channels_of(tags: Tags) -> int:
+    return int(tags.get(_CHANNELS, 1))
+
+
+def _tiff(file: Stored) -> np.ndarray:
+    """The channels of all pages, uint8 or uint16 (H, W, channels)."""
+    path, data = file
+    pages = _pages(file)
+    bits = {bits for tags in pages for bits in tags.get(_BITS, (1,))}
+    others = (
+        tags.get(_COMPRESSION, 1) not in _LOSSLESS
+        or tags.get(_INTERPRETATION) not in _AS_STORED
+        or (tags.get(_PLANES, 1) == 2 and _channels_of(tags) > 1)
+        or {*tags.get(_KIND, (1,))} != {1}
+        or tags.get(_FILL_ORDER, 1) != 1
+        or tags.get(_PREDICTOR, 1) not in (1, 2)
+        for tags in pages
+    )
+    if any(others) or bits not in ({8}, {16}):
+        raise ValueError(f"{path}: cannot be decoded as an image; expected {_EXPECTED['TIFF']}: convert it.")
+    with decoding(path, f"an image; expected {_EXPECTED['TIFF']}"):
+        if pages[0][_WIDTH] * pages[0][_HEIGHT] > MOST_PIXELS:
+            raise Image.DecompressionBombError
+        found = np.concatenate([_page(data, tags) for tags in pages], axis=2)
+    return upright(found, pages[0].get(_ORIENTATION, 1))
+
+
+def _page(data: bytes, tags: Tags) -> np.ndarray:
+    """An interleaved page, uint8 or uint16 (H, W, its channels). Raises whatever Pillow does for damaged files."""
+    channels, bits, order = _channels_of(tags), tags[_BITS][0], "<" if data.startswith(b"II") else ">"
+    gray: dict[int, Any] = {place: tags[place] for place in _PLACES if place in tags}
+    gray |= {tag: channels * tags[tag] for tag in (_WIDTH, _TILE_WIDTH) if tag in tags}
+    gray |= {_HEIGHT: tags[_HEIGHT], _BITS: bits, _COMPRESSION: tags.get(_COMPRESSION, 1), _INTERPRETATION: 1}
+    data += bytes(len(data) % 2)
+    content = data[:2] + struct.pack(f"{order}HL", 42, len(data)) + data[8:] + _directory(gray, order, len(data))
+    image: Any = TiffImagePlugin.TiffImageFile(BytesIO(content))
+    with image:  # without Pillow's limit, as it counts columns
+        parts = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in image.tile)
+        if sum(parts) < image.width * image.height:
+            raise ValueError("a strip or tile is missing")
+        pixels = np.array(image).astype(f"u{bits // 8}").reshape(tags[_HEIGHT], tags[_WIDTH], channels)
+    if tags.get(_PREDICTOR, 1) == 2 and tags.get(_COMPRESSION, 1) != 1:  # each pixel less the one before it
+        step = tags.get(_TILE_WIDTH, tags[_WIDTH])
+        for left, right in pairwise([*range(0, tags[_WIDTH], step), tags[_WIDTH]]):
+            part = pixels[:, left:right]
+            np.add.accumulate(part, axis=1, dtype=pixels.dtype, out=part)
+    return ~pixels if tags.get(_INTERPRETATION) == _WHITE_IS_0 else pixels
+
+
+def _directory(tags: Mapping[int, Any], order: str, place: int) -> bytes:
+    """Tags of whole numbers as a TIFF stores them at a place of the file."""
+    entries, behind = struct.pack(f"{order}H", len(tags)), b""
+    end = place + 2 + 12 * len(tags) + 4
+    for tag, value in sorted(tags.items()):
+        values = value if isinstance(value, tuple) else (value,)
+        packed = struct.pack(f"{order}{len(values)}L", *values)
+        if len(values) > 1:
+            packed, behind = struct.pack(f"{order}L", end + len(behind)), behind + packed
+        entries += struct.pack(f"{order}HHL", tag, 4, len(values)) + packed
+    return entries + bytes(4) + behind

@@ -1,0 +1,333 @@
+"""Images of any number of channels: exactly what their files store, or a refusal with both numbers."""
+
+import json
+import re
+import struct
+import zlib
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets import TrainingCrops, TrainingTransform
+from datasets.channels import count, decode, further_channels, picture, read_file, size
+from datasets.folder import folder
+from datasets.levels import measured, used16
+from datasets.reading import decode_image, levels_of
+from datasets.verify import inspect, verify
+from tests import trees
+from tests.datasets.test_reading import tiff
+
+SIZE = HEIGHT, WIDTH = 21, 34
+WINDOW = slice(3, 15), slice(4, 30)
+
+
+def values(channels: int, dtype=np.uint8, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, np.iinfo(dtype).max + 1, (*SIZE, channels), dtype=dtype)
+
+
+def written(path: Path, pixels: np.ndarray, **options) -> Path:
+    """A file of an image's channels: an array, pages, an interleaved TIFF or a PNG, by its suffixes."""
+    channels = pixels.shape[2]
+    if path.suffix == ".npy":
+        np.save(path, pixels, **options)
+    elif path.suffixes == [".pages", ".tif"]:
+        first, *others = [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0).copy()]
+        first.save(path, save_all=True, append_images=others, **options)
+    elif path.suffix == ".tif":
+        colours = 3 if "rgb" in path.name else 1
+        kind = {"interpretation": 2 if colours == 3 else 1, "extra": (channels - colours) * [0]}
+        path.write_bytes(tiff(pixels, **kind))
+    elif channels == 2:  # which OpenCV does not write, nor Pillow with 16 bits
+        rows = pixels.astype(pixels.dtype.newbyteorder(">"))
+        raw = b"".join(b"\0" + row.tobytes() for row in rows)
+        header = struct.pack(">IIBBBBB", WIDTH, HEIGHT, 8 * pixels.itemsize, 4, 0, 0, 0)
+        parts = ((b"IHDR", header), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
+        chunks = (struct.pack(">I", len(part)) + kind + part for kind, part in parts)
+        crcs = (struct.pack(">I", zlib.crc32(kind + part)) for kind, part in parts)
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(map(bytes.__add__, chunks, crcs)))
+    else:
+        cv2.imwrite(str(path), pixels[..., [2, 1, 0, 3]] if channels == 4 else pixels)
+    return path
+
+
+FORMS = [
+    *[("x.png", channels) for channels in (1, 2, 4)],
+    *[("x.tif", channels) for channels in (1, 2, 4, 6, 20)],
+    *[("x.pages.tif", channels) for channels in (2, 4, 6)],
+    *[("x.npy", channels) for channels in (1, 2, 6, 64)],
+]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("name, channels", FORMS)
+def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
+    """A window is a part of the whole; the values of 16 bits have one range."""
+    stored = values(channels, dtype)
+    path = written(tmp_path / name, stored)
+    for range16 in ((0, 65535), (1000, 5000)):
+        expected = stored if dtype == np.uint8 else levels_of(*range16)[stored]
+        read = partial(decode, path, turned=True, range16=range16, channels=channels)
+        assert np.array_equal(read(), expected) and np.array_equal(read(WINDOW), expected[WINDOW])
+        assert read(WINDOW).flags.c_contiguous
+    file = read_file(path, True, channels)
+    assert size(file, True, channels) == (WIDTH, HEIGHT) and count(file) == channels
+    assert (used16(file, True, channels) is None) == (dtype == np.uint8)
+
+
+def compressed(pixels: np.ndarray, order: str, predictor: bool, tile: bool) -> bytes:
+    """An interleaved TIFF with deflated strips of 8 rows, or tiles of 16x16 pixels."""
+    channels, parts = pixels.shape[2], []
+    down, across = (16, 16) if tile else (8, WIDTH)
+    for y in range(0, HEIGHT, down):
+        for x in range(0, WIDTH, across):
+            part = pixels[y : y + down, x : x + across]
+            if tile:
+                padding = [(0, down - part.shape[0]), (0, across - part.shape[1]), (0, 0)]
+                part = np.pad(part, padding)
+            if predictor:
+                part = np.concatenate([part[:, :1], part[:, 1:] - part[:, :-1]], axis=1)
+            parts.append(zlib.compress(part.astype(part.dtype.newbyteorder(order)).tobytes()))
+    at, places = 8, []
+    for part in parts:
+        places.append(at)
+        at += len(part)
+    bits, lengths = 8 * pixels.itemsize, [len(part) for part in parts]
+    tags = {256: [WIDTH], 257: [HEIGHT], 258: channels * [bits], 259: [8], 262: [1], 277: [channels]}
+    tags |= {317: [2 if predictor else 1], 338: (channels - 1) * [0]}
+    tags |= {322: [16], 323: [16], 324: places, 325: lengths} if tile else {273: places, 278: [8], 279: lengths}
+    entries, beyond, at = b"", b"", at + at % 2
+    for tag, numbers in sorted(tags.items()):
+        packed = struct.pack(f"{order}{len(numbers)}L", *numbers)
+        if len(numbers) > 1:
+            place = at + 2 + 12 * len(tags) + 4 + len(beyond)
+            packed, beyond = struct.pack(f"{order}L", place), beyond + packed
+        entries += struct.pack(f"{order}HHL", tag, 4, len(numbers)) + packed
+    head = struct.pack(f"{order}2sHL", b"II" if order == "<" else b"MM", 42, at)
+    data = head + b"".join(parts)
+    return data + bytes(len(data) % 2) + struct.pack(f"{order}H", len(tags)) + entries + bytes(4) + beyond
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("tile", [False, True])
+@pytest.mark.parametrize("predictor", [False, True])
+def test_compressed_tiffs_have_the_same_channels(predictor, tile, order, tmp_path):
+    """A comparison with tifffile over bits, compressions, tiles, strips, predictors and orders found no difference."""
+    for dtype in (np.uint8, np.uint16):
+        stored = values(5, dtype)
+        (tmp_path / "x.tif").write_bytes(compressed(stored, order, predictor, tile))
+        expected = stored if dtype == np.uint8 else (stored >> 8).astype(np.uint8)
+        assert np.array_equal(decode(tmp_path / "x.tif", turned=True, channels=5), expected)
+
+
+def test_cmyk_is_read_as_stored_and_gray_with_white_as_0_is_turned(tmp_path):
+    stored = values(4)
+    (tmp_path / "cmyk.tif").write_bytes(tiff(stored, interpretation=5))
+    assert np.array_equal(decode(tmp_path / "cmyk.tif", channels=4), stored)
+    Image.fromarray(stored, "CMYK").save(tmp_path / "cmyk.jpg")
+    with pytest.raises(ValueError, match=r"cmyk.jpg: is stored as CMYK; expected a PNG, a TIFF"):
+        decode(tmp_path / "cmyk.jpg", channels=4)
+    (tmp_path / "white.tif").write_bytes(tiff(stored[..., :1]))
+    assert np.array_equal(decode(tmp_path / "white.tif", channels=1), 255 - stored[..., :1])
+    Image.fromarray(stored).save(tmp_path / "x.webp", lossless=True, exact=True)
+    assert np.array_equal(decode(tmp_path / "x.webp", channels=4), stored)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_orientations_turn_all_channels(turn, suffix, tmp_path):
+    stored, exif = values(4), Image.Exif()
+    exif[0x0112] = turn
+    Image.fromarray(stored).save(tmp_path / f"x{suffix}", exif=exif)
+    found = decode(tmp_path / f"x{suffix}", turned=True, channels=4)
+    assert np.array_equal(found[..., :3], decode_image(tmp_path / f"x{suffix}", turned=True))
+    assert found.shape[:2] == (SIZE if turn < 5 else SIZE[::-1])
+    assert size(read_file(tmp_path / f"x{suffix}", True, 4), True, 4) == found.shape[1::-1]
+    fourth = Image.fromarray(stored[..., 3])
+    fourth.save(tmp_path / f"gray{suffix}", exif=exif)
+    assert np.array_equal(found[..., 3], decode_image(tmp_path / f"gray{suffix}", turned=True)[..., 0])
+
+
+def test_one_channel_takes_gray_and_equal_colours(tmp_path):
+    gray = values(1)
+    for suffix in (".png", ".jpg", ".bmp", ".tif", ".webp"):
+        Image.fromarray(np.repeat(gray, 3, axis=2)).save(tmp_path / f"rgb{suffix}")
+        Image.fromarray(gray[..., 0]).save(tmp_path / f"gray{suffix}")
+        for name in (f"rgb{suffix}", f"gray{suffix}"):
+            if suffix != ".webp":  # whose colours are rounded
+                found = decode(tmp_path / name, turned=True, channels=1)
+                assert np.array_equal(found, decode_image(tmp_path / name, turned=True)[..., :1]), name
+    Image.fromarray(values(3)).save(tmp_path / "colour.png")
+    with pytest.raises(ValueError, match=r"colour.png: has 3 channels that differ, expected 1: gray, or RGB of equal"):
+        decode(tmp_path / "colour.png", turned=True, channels=1)
+
+
+def palette(path: Path) -> None:
+    image = Image.fromarray(values(1)[..., 0])
+    image.putpalette([*range(256)] * 3)
+    image.save(path)
+
+
+def text(path: Path) -> None:
+    np.save(path, np.array([["a"]], dtype=object), allow_pickle=True)
+
+
+def cut(path: Path, by: int = 9) -> None:
+    written(path, values(4))
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+TIFF = "cannot be decoded as an image; expected a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved"
+REFUSED = {
+    "three for four": ("x.png", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4: set channels"),
+    "four for two": ("x.png", lambda path: written(path, values(4)), 2, "has 4 channels, expected 2: set channels"),
+    "gray with alpha for one": ("x.png", lambda path: written(path, values(2)), 1, "has 2 channels, expected 1"),
+    "a photograph": ("x.jpg", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4"),
+    "pages": ("x.pages.tif", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4"),
+    "pages for one": ("x.pages.tif", lambda path: written(path, values(2)), 1, "has 2 channels, expected 1"),
+    "bands": ("x.tif", lambda path: written(path, values(6)), 4, "has 6 channels, expected 4"),
+    "one for two": ("x.npy", lambda path: written(path, values(1)), 2, "has 1 channel, expected 2"),
+    "a palette": ("x.png", palette, 1, "has a palette, whose indices are no channel"),
+    "a palette of a TIFF": ("x.tif", palette, 4, "has a palette, whose indices are no channel"),
+    "a GIF": ("x.gif", lambda path: Image.fromarray(values(3)).save(path), 4, "has a palette"),
+    "floats": ("x.npy", lambda path: np.save(path, np.zeros((4, 5, 6))), 6, "is an array .4, 5, 6. of float64; exp"),
+    "four axes": ("x.npy", lambda path: np.save(path, np.zeros((1, 4, 5, 6), "u1")), 6, "is an array .1, 4, 5, 6."),
+    "objects": ("x.npy", text, 2, "is an array .1, 1. of object; expected an array .H, W, channels. of uint8 or"),
+    "a cut array": ("x.npy", cut, 4, "cannot be decoded as an image; expected an array .*, undamaged"),
+    "an empty file": ("x.npy", lambda path: path.write_bytes(b""), 4, "cannot be read .*expected an array"),
+    "a cut TIFF": ("x.tif", partial(cut, by=400), 4, f"{TIFF}.*undamaged"),
+    "planes": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, planes=2)), SIZE[0], TIFF),
+    "signed": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, kind=[2])), 5, TIFF),
+    "32 bits": ("x.tif", lambda path: path.write_bytes(tiff(values(5, np.uint32), interpretation=1)), 5, TIFF),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_files_are_refused_by_name_with_what_is_expected(kind, tmp_path):
+    name, write, channels, message = REFUSED[kind]
+    write(tmp_path / name)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / name))}: .*{message}"):
+        decode(tmp_path / name, turned=True, channels=channels)
+
+
+def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path):
+    """Also of an array in the order of columns, or with the other byte order."""
+    stored = values(6, np.uint16)
+    for array in (stored, np.asfortranarray(stored), stored.astype(">u2")):
+        np.save(tmp_path / "x.npy", array)
+        assert np.array_equal(decode(tmp_path / "x.npy", channels=6), stored >> 8)
+    assert isinstance(read_file(tmp_path / "x.npy", True, 6).data, np.memmap)
+
+
+def test_reduced_copies_and_masks_are_no_channels(tmp_path):
+    pages = [Image.fromarray(plane) for plane in np.moveaxis(values(3), 2, 0).copy()]
+    small = pages[0].resize((WIDTH // 2, HEIGHT // 2))
+    pages[0].save(tmp_path / "x.tif", save_all=True, append_images=[pages[1], small])
+    assert np.array_equal(decode(tmp_path / "x.tif", channels=2), values(3)[..., :2])
+
+
+# --- datasets
+
+
+def made(root: Path, name: str, channels: int, dtype=np.uint8, images: int = 4) -> Path:
+    """A dataset of one split and two classes."""
+    for number in range(images):
+        path = root / "train" / "images" / f"{number}{name}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written(path, values(channels, dtype, number))
+        label = np.random.default_rng(number).integers(0, 2, SIZE, np.uint8)
+        trees.write(root / "train" / "labels" / f"{path.stem}.png", label)
+    (root / "classes.json").write_text(json.dumps({"classes": [{"name": "a"}, {"name": "b"}]}))
+    return root
+
+
+@pytest.mark.parametrize("name, channels", [(".png", 1), (".tif", 2), (".png", 4), (".npy", 5), (".pages.tif", 6)])
+def test_crops_treat_all_channels_alike(name, channels, tmp_path):
+    """Each channel of a crop is what it is in a crop of an image that has it three times, padding too."""
+    root, fill = made(tmp_path, name, channels), [float(20 * number + 7) for number in range(channels)]
+    dataset, of_colours = folder(root, "train", channels=channels), TrainingTransform((24, 40), scale=(0.4, 2.0))
+    transform = TrainingTransform((24, 40), scale=(0.4, 2.0), fill=tuple(fill))
+    crops = TrainingCrops(dataset, transform, seed=3)
+    for key in [(epoch, image) for epoch in range(4) for image in range(len(dataset))]:
+        crop = crops[key]
+        assert crop["image"].shape == (channels, 24, 40) and crop["image"].is_contiguous()
+        image, label, _ = dataset[key[1]]
+        for number, level in enumerate(fill):
+            of_colours.fill = (level,) * 3
+            gray = np.repeat(image[..., number : number + 1], 3, axis=2)
+            expected, its_label = of_colours(gray, label, np.random.default_rng([3, *key]))
+            assert np.array_equal(crop["image"][number], expected[..., 0])
+            assert np.array_equal(crop["label"], its_label)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    dataset = folder(made(tmp_path / "data", ".npy", 5, dtype), "train", channels=5)
+    assert verify(dataset) == [] == verify(dataset) and inspect(dataset, 0).problems == ()
+    images = np.stack([dataset[number].image for number in range(len(dataset))]) / 255
+    mean, std = measured(dataset)
+    assert np.allclose(mean, images.mean(axis=(0, 1, 2)), atol=1e-4) and np.allclose(
+        std, images.std(axis=(0, 1, 2)), atol=1e-4
+    )
+    other = folder(tmp_path / "data", "train", channels=4)
+    with pytest.raises(ValueError, match=r"4 problem\(s\) in 4 images:\n.*0.npy: has 5 channels, expected 4"):
+        verify(other)
+    with pytest.raises(ValueError, match="no images in split 'train'"):  # three channels are never arrays
+        folder(tmp_path / "data", "train")
+
+
+@pytest.mark.parametrize(
+    "name, channels, expected",
+    [
+        (
+            ".png",
+            4,
+            "images have 4 channels, of which one besides gray or red, green and blue varies (such as alpha or",
+        ),
+        (
+            ".png",
+            2,
+            "infrared), and are read as RGB: give data.channels=2 to train on all of them, or export the images",
+        ),
+        ("rgb.tif", 4, "as RGB: give data.channels=4 to train on all of them, or export the images as RGB (4 "),
+        (
+            ".pages.tif",
+            4,
+            "only the first is read: export each as an image, or three as RGB; data.channels=N reads",
+        ),
+        (".png", 1, None),
+        (".png", 3, None),
+    ],
+)
+def test_what_three_channels_leave_out_is_said_once(name, channels, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = made(tmp_path / "data", name, channels)
+    for said in (verify(folder(root, "train", keys="data.")), verify(folder(root, "train", keys="data."))):
+        assert [expected in sentence for sentence in said] == [True] * (expected is not None)
+
+
+def test_alpha_that_is_the_same_everywhere_is_not_named(tmp_path):
+    pixels = values(4)
+    pixels[..., 3] = 255
+    assert further_channels(read_file(written(tmp_path / "x.png", pixels), True, 3)) == 0
+    pixels[5, 5, 3] = 254
+    assert further_channels(read_file(written(tmp_path / "x.png", pixels), True, 3)) == 4
+    (tmp_path / "cmyk.tif").write_bytes(tiff(values(4), interpretation=5))
+    assert further_channels(read_file(tmp_path / "cmyk.tif", True, 3)) == 4
+
+
+def test_pictures_show_three_channels_or_one(tmp_path):
+    for channels, shown, places in [
+        (3, None, [0, 1, 2]),
+        (6, None, [0, 1, 2]),
+        (2, None, [0, 0, 0]),
+        (1, None, [0, 0, 0]),
+        (6, [4, 3, 2], [3, 2, 1]),
+        (6, [5], [4, 4, 4]),
+        (3, [3, 2, 1], [2, 1, 0]),
+    ]:
+        assert np.array_equal(picture(values(channels), shown), values(channels)[..., places])
