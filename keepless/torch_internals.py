@@ -241,6 +241,14 @@ def calling_module() -> "weakref.ref[nn.Module] | None":
     return None if frame is None else weakref.ref(frame.f_locals["self"])
 
 
+post_accumulate_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")  # of a parameter, if any
+
+
+def ddp_around() -> Any:
+    """The DistributedDataParallel whose forward pass is running; None if there is none."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
 def backward_runs() -> bool:
     """Whether a backward pass is running."""
     return backward_number() != -1

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
-    assert wheel.name == f"keepless-{__version__}-py3-none-any.whl" and wheel.stat().st_size < 260_000
+    assert wheel.name == f"keepless-{__version__}-py3-none-any.whl" and wheel.stat().st_size < 280_000
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     layers = REPOSITORY / "keepless"
     assert names == {

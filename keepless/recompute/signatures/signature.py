@@ -20,6 +20,7 @@ from ...torch_internals import (
     is_any_autocast_enabled,
     is_capturing,
     is_transformed,
+    post_accumulate_hooks,
     profiler_runs,
 )
 from ..entries.entry import Script
@@ -196,7 +197,7 @@ class Signatures:
         for owner, name in self._parameters:
             one = owner()._parameters[name]
             if one.requires_grad:
-                is_taken = not one.is_leaf or one._post_accumulate_grad_hooks or _OPTIMIZERS in one.__dict__
+                is_taken = not one.is_leaf or post_accumulate_hooks(one) or _OPTIMIZERS in one.__dict__
                 if is_taken or one.grad is not None:
                     return False
         return True

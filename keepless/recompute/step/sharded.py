@@ -6,9 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ...torch_internals import gathered_dtype
+from ...torch_internals import ddp_around, gathered_dtype
 
 
 def is_sharded(network: nn.Module) -> bool:
@@ -23,7 +22,7 @@ def may_have_buckets() -> bool:
     """Whether parameters may get their gradients in memory that exists before: DDP's buckets, or what others have."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
-    around = DistributedDataParallel._active_ddp_module
+    around = ddp_around()
     return around is None or around.gradient_as_bucket_view
 
 

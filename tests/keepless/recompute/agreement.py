@@ -182,7 +182,7 @@ def agree(
 def keep_by_chance(monkeypatch, draws: Random, shares: Sequence[float] = (0.0, 0.5, 0.5, 1.0)) -> None:
     """Plans keep one of these shares of the values that may be computed again. No shares: plans are searched for."""
 
-    def drawn(step: Step, limit: int) -> list[Choice]:
+    def drawn(step: Step, limit: int, **_: Any) -> list[Choice]:
         share = draws.choice(shares)
         kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in step.values]
         return [Choice(0, 0.0, tuple(kept))]
