@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
 from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
-from engine.assemble.contracts import builder
+from engine.assemble.contracts import builder, imported
 from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.network import body, norm_act
@@ -29,26 +29,27 @@ from engine.schema.evaluation import Evaluation, TrainedNetwork
 from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
-from engine.segmentation.cross_entropy import inverse_frequencies
+from engine.segmentation.cross_entropy import SummedLoss, inverse_frequencies
 from engine.segmentation.inference import Views
 from engine.segmentation.pictures import write_predictions
 from models.freezing import freeze
 from models.recomputation import choose_recomputation
-from models.segmentation import SegmentationNetwork
+from models.segmentation import SegmentationNetwork, features_read
 
 
 def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | None = None) -> nn.Module:
-    """Build the loss: logits (N, K, h, w), labels (N, H, W) -> scalar.
+    """Build the loss: the `Outputs` of a network, or logits (N, K, h, w) alone; labels (N, H, W) -> scalar.
 
     Args:
         index: of the training split, for class weights; None: equal weights.
-        network: the network to train, which says how many pixels a cell covers; None: sizes of crops are multiples.
+        network: the network to train, whose losses are then built before the first step.
     """
     weights = None
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
-    stride = network.stride if isinstance(network, SegmentationNetwork) else None
-    return builder("loss", config)(IGNORED, weights=weights, stride=stride)
+    make = builder("loss", config)
+    strides = network.strides if isinstance(network, SegmentationNetwork) else (None,)
+    return SummedLoss(lambda stride: make(IGNORED, weights=weights, stride=stride), strides)
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
@@ -144,7 +145,10 @@ def network_of(config: TrainingRun, classes: int) -> nn.Module:
     network: nn.Module
     if isinstance(config, SegmentationRun):
         features = body(config.body, norm, own_momentum=own_momentum)
-        head = builder("head", config.head)(features.out_channels, norm_act=norm)
+        reads, channels = getattr(imported("head", type(config.head)), "reads", None), [features.out_channels]
+        if reads is not None:
+            channels = [each.channels for each in features_read(features, reads, f"head={config.head.name}")]
+        head = builder("head", config.head)(channels[0] if reads is None else channels, norm_act=norm)
         network = SegmentationNetwork(features, head, classes)
     else:
         network = features = body(config.body, norm, classes, own_momentum)
@@ -159,7 +163,7 @@ class Task(NamedTuple):
     dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
     evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
     labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
-    loss: Callable[..., Callable[[Tensor, Tensor], Tensor]]  # configuration, network -> loss of logits and labels
+    loss: Callable[..., Callable[[Any, Tensor], Tensor]]  # configuration, network -> loss of its outputs and labels
 
 
 TASKS = {

@@ -265,7 +265,7 @@ def of_training(config: TrainingRun) -> Counter[str]:
         def train(run: running.Run, minibatches: DataLoader, loss: Any, evaluate: functools.partial) -> None:
             note("splits", run.train_set, run.val_set)
             note("minibatches", minibatches)
-            note("loss", loss)
+            note("loss", *getattr(loss, "losses", {"": loss}).values())
             note("evaluate", *evaluate.args[1:])
 
         patch.setattr(loop, "train", train)
