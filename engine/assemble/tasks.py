@@ -26,6 +26,7 @@ from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import Evaluation, TrainedNetwork
+from engine.schema.network import Head
 from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
@@ -33,6 +34,7 @@ from engine.segmentation.cross_entropy import SummedLoss, inverse_frequencies
 from engine.segmentation.inference import Views
 from engine.segmentation.pictures import write_predictions
 from models.freezing import freeze
+from models.heads import FCN
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork, features_read
 
@@ -139,8 +141,12 @@ def folder_for_pictures(
     return claim_folder(key, folder, names)
 
 
-def network_of(config: TrainingRun, classes: int) -> nn.Module:
-    """Build the network of either task, initialised from torch's global generator, on the current default device."""
+def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.Module:
+    """Build the network of either task, initialised from torch's global generator, on the current default device.
+
+    `auxiliary`: with `head.auxiliary_weight`, which only trainings need.
+    ValueError: the head reads features that the body lacks.
+    """
     norm, own_momentum = norm_act(config.norm, eager=config.trainer.smoke), config.norm.momentum is None
     network: nn.Module
     if isinstance(config, SegmentationRun):
@@ -150,11 +156,21 @@ def network_of(config: TrainingRun, classes: int) -> nn.Module:
             channels = [each.channels for each in features_read(features, reads, f"head={config.head.name}")]
         head = builder("head", config.head)(channels[0] if reads is None else channels, norm_act=norm)
         network = SegmentationNetwork(features, head, classes)
+        if auxiliary and config.head.auxiliary_weight:
+            _add_auxiliary(network, config.head, norm)
     else:
         network = features = body(config.body, norm, classes, own_momentum)
     freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
     choose_recomputation(network, features, config.trainer.recompute, config.memory.activation_bytes())
     return network
+
+
+def _add_auxiliary(network: SegmentationNetwork, config: Head, norm: Callable[[int], nn.Module]) -> None:
+    asked = f"head.auxiliary_weight={config.auxiliary_weight}"
+    if hasattr(network.head, "auxiliary"):
+        raise ValueError(f"{asked} with head={config.name}, which has an auxiliary head of its own: leave it out")
+    channels = [feature.channels for feature in features_read(network.body, FCN.reads, asked)]
+    network.head.auxiliary = FCN(channels, network.classes, norm, loss_weight=config.auxiliary_weight)
 
 
 class Task(NamedTuple):

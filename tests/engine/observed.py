@@ -38,7 +38,7 @@ from models import recomputation
 OURS = ("datasets.", "engine.", "keepless.", "models.", "tests.")
 RATES = ("lr", "initial_lr", "weight_decay", "momentum", "nesterov", "betas", "fused")  # of groups of an optimiser
 # Newer keys that are off add no line: it would be in the record of every value that is refused, which lacks all lines.
-LATER = ("patience",)
+LATER = ("patience", "auxiliary_weight")
 FEW = 8  # entries of a list or tensor that are shown
 
 
@@ -134,7 +134,7 @@ def _of_list(things: list | tuple, place: str) -> Iterator[str]:
 
 def _of_dict(things: dict, place: str) -> Iterator[str]:
     for key, value in things.items():
-        if not (value is None and str(key).endswith(LATER)):
+        if not (str(key).endswith(LATER) and value in (None, 0)):
             yield from described(value, f"{place}.{key}")
 
 
