@@ -65,7 +65,7 @@ def units_of(stages: Iterable[nn.Module], recompute: str) -> list[Block]:
     return [block for stage in stages for block in (stage if isinstance(stage, nn.Sequential) else [stage])]
 
 
-def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str) -> Tensors:
+def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str, ends: Sequence[int] | None = None) -> list[Tensors]:
     """Run blocks in order; each takes the tensors that the previous one returned.
 
     Args:
@@ -74,18 +74,33 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str) -> Tensors:
         recompute: "none": keep the activations of every block. "blocks": keep its inputs, and repeat its forward pass
             in the backward pass. "sqrt": keep the inputs of every sqrt(L)-th of L blocks (Chen et al., Training Deep
             Nets with Sublinear Memory Cost, 2016), and repeat sqrt(L) blocks at a time.
+        ends: numbers of blocks, ascending; None: all. Later blocks do not run. What is repeated at a time ends there.
 
     Returns:
-        The result of the last block. Running statistics are updated once, although the norms run twice.
+        The result after so many blocks, for each of `ends`. Running statistics are updated once, although the norms run
+        twice. ValueError: a later block wrote over one of them.
     """
     tensors: Tensors = (x,)
     del x  # to free it after its last use
     checkpoints = recompute != "none" and torch.is_grad_enabled()
     length = round(math.sqrt(len(blocks))) if recompute == "sqrt" else 1
-    for start in range(0, len(blocks), length):
-        part = blocks[start : start + length]
-        tensors = _checkpointed(part, tensors) if checkpoints else _run(part, *tensors)
-    return tensors
+    begin, results, versions = 0, [], []
+    for end in [len(blocks)] if ends is None else ends:
+        for start in range(begin, end, length):
+            part = blocks[start : min(start + length, end)]
+            tensors = _checkpointed(part, tensors) if checkpoints else _run(part, *tensors)
+        results.append(tensors)
+        versions.append(_versions(tensors))
+        begin = end
+    if versions != [*map(_versions, results)]:
+        raise ValueError("a block wrote over its input, which is a feature: inject norms without overwrite_input=True")
+    return results
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    """How often each was written to; in inference mode and compiled code nobody counts."""
+    counts = not torch.compiler.is_compiling() and not any(tensor.is_inference() for tensor in tensors)
+    return [tensor._version for tensor in tensors] if counts else []
 
 
 def _run(blocks: Sequence[Block], *tensors: Tensor) -> Tensors:

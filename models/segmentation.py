@@ -1,29 +1,49 @@
 """A segmentation network: body, head and a classifier per feature cell."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.bodies.body import Feature
 from models.initialisation import initialise
 
 EXACT, STRETCHED = UPSAMPLINGS = ("exact", "stretched")
 
 
+class Output(NamedTuple):
+    """Logits, which a loss compares with the labels."""
+
+    logits: Tensor  # (N, classes, ceil(H / stride), ceil(W / stride))
+    stride: int  # pixels that a cell covers along each side
+    weight: float = 1.0  # of their loss in the sum
+
+
+class Outputs(NamedTuple):
+    """What a network returns in training."""
+
+    main: Output
+    auxiliary: tuple[Output, ...] = ()
+
+
 class SegmentationNetwork(nn.Module):
     """images -> body -> head -> `cls`, a 1x1 convolution with bias -> logits (section 4.2 of the paper).
 
-    A cell of features covers exactly `body.output_stride` pixels along each side. Images whose sides are no multiples
-    are padded on the right and below, and the logits are cut to the image. In training the logits stay at the network's
-    resolution: losses interpolate them, a tile at a time.
+    A cell of features covers exactly `body.output_stride` pixels along each side, and a cell of logits `stride`. Images
+    whose sides are no multiples of the larger are padded on the right and below, and the logits are cut to the image.
+    In training the logits stay at the network's resolution: losses interpolate them, a tile at a time.
 
     Args:
         body: (N, C, H, W) -> features, e.g. from `models.bodies` with classes=0. `output_stride`: H over their height.
-        head: the body's features -> features with `head.out_channels` channels.
+        head: the body's features -> features with `head.out_channels` channels. If it has `reads`, strides or places
+            from the end (see `features_read`), it gets a list of these features, and its result has the cells of the
+            first. `head.output_stride`, if it has one: pixels that a cell of its result covers instead. A module
+            `head.auxiliary`, with `reads` and the `loss_weight` of its loss, makes logits of its own in training.
         classes: number of classes, not counting the ignored label.
 
-    ValueError: the body ends in a classifier, or classes is below 1.
+    ValueError: the body ends in a classifier, or lacks a feature; or classes is below 1.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, classes: int):
@@ -37,19 +57,44 @@ class SegmentationNetwork(nn.Module):
         assert isinstance(head.out_channels, int)
         self.cls = nn.Conv2d(head.out_channels, classes, 1)
         self.classes = classes
+        if self.grid % self.stride or self.grid % self._of_body:
+            raise ValueError(
+                f"{type(head).__name__} has cells of {self.stride} pixels after a body of {self._of_body}: "
+                f"expected one to divide the other"
+            )
         initialise(self.cls)
 
     @property
     def stride(self) -> int:
-        """Pixels that a cell covers along each side."""
+        """Pixels that a cell of the logits covers along each side."""
+        own = getattr(self.head, "output_stride", None) or self._read_by(self.head)[0].stride
+        assert isinstance(own, int), own
+        return own
+
+    @property
+    def grid(self) -> int:
+        """Pixels that a cell of the logits or of the body covers, whichever is larger: sides become multiples."""
+        return max(self.stride, self._of_body)
+
+    @property
+    def _of_body(self) -> int:
         assert isinstance(self.body.output_stride, int), self.body.output_stride
         return self.body.output_stride
 
-    def forward(self, images: Tensor, upsampling: str = EXACT, cells: bool = False) -> Tensor:
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Pixels that a cell covers along each side, for each of `Outputs`."""
+        auxiliary = getattr(self.head, "auxiliary", None)
+        return (self.stride, *([] if auxiliary is None else [self._read_by(auxiliary)[0].stride]))
+
+    def _read_by(self, module: nn.Module) -> list[Feature]:
+        return features_read(self.body, getattr(module, "reads", (-1,)), type(module).__name__)
+
+    def forward(self, images: Tensor, upsampling: str = EXACT, cells: bool = False) -> Tensor | Outputs:
         """Normalised images (N, C, H, W) -> logits, before any softmax.
 
-        In training (N, classes, ceil(H / stride), ceil(W / stride)), one per cell. In eval mode (N, classes, H, W), at
-        least in float32, interpolated bilinearly between the centres of the cells.
+        In training `Outputs`, with one logit per cell. In eval mode (N, classes, H, W), at least in float32,
+        interpolated bilinearly between the centres of the cells. ValueError: a head's result has other cells.
 
         Args:
             upsampling: "stretched", for comparisons with the released inference: nothing is padded, and the cells are
@@ -57,12 +102,66 @@ class SegmentationNetwork(nn.Module):
             cells: in eval mode too, the logits of the cells, at least in float32.
         """
         stride = None if upsampling == STRETCHED else self.stride
-        logits = self.cls(self.head(self.body(images if stride is None else _padded(images, stride))))
+        auxiliary = getattr(self.head, "auxiliary", None) if self.training else None
+        others: tuple[Output, ...] = ()
+        if auxiliary is None and not hasattr(self.head, "reads"):
+            logits = self.cls(self.head(self.body(images if stride is None else _padded(images, self.grid))))
+        else:
+            logits, others = self._of_several(images if stride is None else _padded(images, self.grid), auxiliary)
+        if stride is not None:
+            logits = self._cut(logits, images.shape[2:], stride, self.head)
         if self.training:
-            return logits
+            others = tuple(
+                one._replace(logits=self._cut(one.logits, images.shape[2:], one.stride, auxiliary)) for one in others
+            )
+            return Outputs(Output(logits, self.stride), others)
         if logits.dtype.itemsize < 4:
             logits = logits.float()  # in 16 bits, interpolated logits of two classes are often equal
         return logits if cells else upsampled(logits, images.shape[2:], stride)
+
+    def _of_several(self, images: Tensor, auxiliary: nn.Module | None) -> tuple[Tensor, tuple[Output, ...]]:
+        """The logits of a head that reads several features, or that has an auxiliary one; and the latter's."""
+        read = self._read_by(self.head)
+        also = [] if auxiliary is None else self._read_by(auxiliary)
+        names, (last,) = [feature.name for feature in (*read, *also)], features_read(self.body, (-1,), "")
+        maps = [self.body(images)] * len(names) if {*names} == {last.name} else list(self.body(images, names))
+        own = maps[: len(read)]
+        logits = self.cls(self.head(own if hasattr(self.head, "reads") else own[0]))
+        if auxiliary is None:
+            return logits, ()
+        weight: Any = auxiliary.loss_weight
+        return logits, (Output(auxiliary(maps[len(read) :]), also[0].stride, weight),)
+
+    def _cut(self, logits: Tensor, size: Sequence[int], stride: int, of: nn.Module | None) -> Tensor:
+        """Logits of padded images, cut to the cells of images of `size`. ValueError: they have other cells."""
+        if stride == self.grid:  # nothing to cut
+            return logits
+        padded = tuple(-(-side // self.grid) * self.grid // stride for side in size)
+        if not torch.compiler.is_compiling() and tuple(logits.shape[2:]) != padded:
+            raise ValueError(
+                f"{type(of).__name__} has {logits.shape[2]}x{logits.shape[3]} cells for images of {size[0]}x{size[1]} "
+                f"pixels: expected {padded[0]}x{padded[1]}, as those of the first feature that it reads"
+            )
+        height, width = (-(-side // stride) for side in size)
+        return logits if padded == (height, width) else logits[..., :height, :width]
+
+
+def features_read(body: Any, reads: Sequence[int], by: str) -> list[Feature]:
+    """The features of a body that `reads` names.
+
+    Each entry is a stride, of which the last such feature is taken, or below 0 a place from the end: -1 is the last.
+    ValueError, naming what reads it (`by`): the body lacks one. A body without `feature_info` has its result alone.
+    """
+    known = getattr(body, "feature_info", None) or (Feature("last", body.out_channels, body.output_stride),)
+    found = []
+    for each in reads:
+        fitting = [feature for feature in known if feature.stride == each] or [*known[each:][:1]] * (each < 0)
+        if not fitting or each < -len(known):
+            listed = ", ".join(f"{feature.name} (stride {feature.stride})" for feature in known)
+            what = f"features of stride {each}" if each > 0 else f"the feature at place {each} from the end"
+            raise ValueError(f"{by} reads {what}, which {type(body).__name__} lacks: it has {listed}")
+        found.append(fitting[-1])
+    return found
 
 
 def upsampled(logits: Tensor, size: Sequence[int], stride: int | None) -> Tensor:
@@ -77,7 +176,7 @@ def upsampled(logits: Tensor, size: Sequence[int], stride: int | None) -> Tensor
 
 
 def _padded(images: Tensor, stride: int) -> Tensor:
-    """Images (N, C, H, W) up to multiples of `stride`: their last rows and columns are repeated.
+    """Images (N, C, H, W) up to multiples of `stride` pixels: their last rows and columns are repeated.
 
     Zeros score the same within the noise of a training (docs/results/camvid.md, "Images of any size"). Without padding,
     networks that pad like TensorFlow shift: their padding depends on the size.

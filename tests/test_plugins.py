@@ -74,6 +74,7 @@ def code_of(name: str) -> str:
 def folder(tmp_path) -> Path:
     """A folder of the user's own files."""
     sources = {"mine": code_of("plugin"), "tracked": code_of("logger"), "boundaries": code_of("scores")}
+    sources["plus"] = code_of("head")
     for name, text in (sources | {"wandb": WANDB, "darker": DARKER}).items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "configs" / "experiment").mkdir(parents=True)
@@ -92,10 +93,10 @@ def command(folder: Path, *words: str) -> str:
 
 def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder(folder):
     assert len(code_of("plugin").splitlines()) <= 40
-    own = ("plugins=[mine,tracked,boundaries,darker]", "experiment=mine", "logger=wandb", "augmentations=[darker]")
-    said = command(
-        folder, str(REPOSITORY / "train_seg.py"), *own, "run_dir=run", "augmentations.darker.least=0.9", *SHORT
-    )
+    own = ("plugins=[mine,tracked,boundaries,darker,plus]", "experiment=mine", "logger=wandb", "augmentations=[darker]")
+    head = ("head=deeplabv3plus", "head.hidden_channels=8", "head.out_channels=16", "head.auxiliary_weight=0.4")
+    least = "augmentations.darker.least=0.9"
+    said = command(folder, str(REPOSITORY / "train_seg.py"), *own, *head, "run_dir=run", least, *SHORT)
     assert "wandb begins run focal True" in said and "wandb ends with 0" in said and "boundary_f1" in said
     results = json.loads((folder / "run" / "results.json").read_text())
     assert 0 < results["boundary_f1"] < 1 and results["config"]["augmentations"]["darker"]["least"] == 0.9
@@ -104,7 +105,9 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
     assert state["plugins"] == results["environment"]["plugins"]
     assert f"# plugin mine: mine.py {state['plugins']['mine']['mine.py']}" in (folder / "run/config.yaml").read_text()
     (evaluate,) = re.findall(r"evaluate +(python .*)", said)
-    assert "'plugins=[mine,tracked,boundaries,darker]'" in evaluate
+    assert "'plugins=[mine,tracked,boundaries,darker,plus]'" in evaluate
+    shapes = {name: values.shape for name, values in state["network"].items()}
+    assert shapes["head.reduce.0.weight"][0] == 48 and shapes["head.auxiliary.classifier.weight"][0] == 19
 
     with pytest.raises(ValueError) as error:  # a checkpoint imports nothing
         cfg.of_checkpoint(state, "checkpoint=last.pt")
@@ -114,7 +117,7 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
     words = ("checkpoint=run", "device=cpu", f"input={next((REPOSITORY / 'docs').rglob('*.png'))}", "output=predicted")
     with (folder / "mine.py").open("a") as file:
         file.write("# changed\n")
-    paths = ",".join(str(folder / f"{name}.py") for name in ("mine", "tracked", "boundaries", "darker"))
+    paths = ",".join(str(folder / f"{name}.py") for name in ("mine", "tracked", "boundaries", "darker", "plus"))
     said = command(
         folder.parent, "-m", "scripts.predict", f"plugins=[{paths}]", f"checkpoint={folder / 'run'}", *words[1:]
     )

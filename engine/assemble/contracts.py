@@ -29,6 +29,7 @@ class Contract(NamedTuple):
 CONTRACTS: Mapping[str, Contract] = {
     "norm": Contract((Norm,), ("channels", "activation", "momentum"), "a module, (N, channels, …) -> the same shape"),
     "body": Contract((Body,), ("norm_act", "classes", "output_stride"), "a models.bodies.body.Body"),
+    # If what is built has `reads`, in_channels and features are lists: see `models.segmentation.features_read`.
     "head": Contract((Head,), ("in_channels", "norm_act"), "a module with out_channels, features -> features"),
     "loss": Contract((Loss,), ("ignore_index", "weights", "stride"), "a module, logits, labels -> scalar"),
     "data": Contract(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
 from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
-from engine.assemble.contracts import builder
+from engine.assemble.contracts import builder, imported
 from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.network import body, norm_act
@@ -26,30 +26,33 @@ from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import Evaluation, TrainedNetwork
+from engine.schema.network import Head
 from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
-from engine.segmentation.cross_entropy import inverse_frequencies
+from engine.segmentation.cross_entropy import SummedLoss, inverse_frequencies
 from engine.segmentation.inference import Views
 from engine.segmentation.pictures import write_predictions
 from engine.segmentation.scores import ImageScores
 from models.freezing import freeze
+from models.heads import FCN
 from models.recomputation import choose_recomputation
-from models.segmentation import SegmentationNetwork
+from models.segmentation import SegmentationNetwork, features_read
 
 
 def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | None = None) -> nn.Module:
-    """Build the loss: logits (N, K, h, w), labels (N, H, W) -> scalar.
+    """Build the loss: the `Outputs` of a network, or logits (N, K, h, w) alone; labels (N, H, W) -> scalar.
 
     Args:
         index: of the training split, for class weights; None: equal weights.
-        network: the network to train, which says how many pixels a cell covers; None: sizes of crops are multiples.
+        network: the network to train, whose losses are then built before the first step.
     """
     weights = None
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
-    stride = network.stride if isinstance(network, SegmentationNetwork) else None
-    return builder("loss", config)(IGNORED, weights=weights, stride=stride)
+    make = builder("loss", config)
+    strides = network.strides if isinstance(network, SegmentationNetwork) else (None,)
+    return SummedLoss(lambda stride: make(IGNORED, weights=weights, stride=stride), strides)
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
@@ -148,19 +151,36 @@ def folder_for_pictures(
     return claim_folder(key, folder, names)
 
 
-def network_of(config: TrainingRun, classes: int) -> nn.Module:
-    """Build the network of either task, initialised from torch's global generator, on the current default device."""
+def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.Module:
+    """Build the network of either task, initialised from torch's global generator, on the current default device.
+
+    `auxiliary`: with `head.auxiliary_weight`, which only trainings need.
+    ValueError: the head reads features that the body lacks.
+    """
     norm, own_momentum = norm_act(config.norm, eager=config.trainer.smoke), config.norm.momentum is None
     network: nn.Module
     if isinstance(config, SegmentationRun):
         features = body(config.body, norm, own_momentum=own_momentum, channels=config.data.channels)
-        head = builder("head", config.head)(features.out_channels, norm_act=norm)
+        reads, channels = getattr(imported("head", type(config.head)), "reads", None), [features.out_channels]
+        if reads is not None:
+            channels = [each.channels for each in features_read(features, reads, f"head={config.head.name}")]
+        head = builder("head", config.head)(channels[0] if reads is None else channels, norm_act=norm)
         network = SegmentationNetwork(features, head, classes)
+        if auxiliary and config.head.auxiliary_weight:
+            _add_auxiliary(network, config.head, norm)
     else:
         network = features = body(config.body, norm, classes, own_momentum)
     freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
     choose_recomputation(network, features, config.trainer.recompute, config.memory.activation_bytes())
     return network
+
+
+def _add_auxiliary(network: SegmentationNetwork, config: Head, norm: Callable[[int], nn.Module]) -> None:
+    asked = f"head.auxiliary_weight={config.auxiliary_weight}"
+    if hasattr(network.head, "auxiliary"):
+        raise ValueError(f"{asked} with head={config.name}, which has an auxiliary head of its own: leave it out")
+    channels = [feature.channels for feature in features_read(network.body, FCN.reads, asked)]
+    network.head.auxiliary = FCN(channels, network.classes, norm, loss_weight=config.auxiliary_weight)
 
 
 class Task(NamedTuple):
@@ -169,7 +189,7 @@ class Task(NamedTuple):
     dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
     evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
     labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
-    loss: Callable[..., Callable[[Tensor, Tensor], Tensor]]  # configuration, network -> loss of logits and labels
+    loss: Callable[..., Callable[[Any, Tensor], Tensor]]  # configuration, network -> loss of its outputs and labels
 
 
 TASKS = {

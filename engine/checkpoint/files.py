@@ -20,7 +20,7 @@ from engine.schema.training import OF_OTHERS
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files
-from models.checkpoints.loading import not_finite
+from models.checkpoints.loading import is_auxiliary, not_finite
 
 FORMAT = "inplace-abn/2"
 RESTORE = "Restore the file from a copy"
@@ -266,7 +266,10 @@ def load_network(
         )
     network, part = make(), "ema" if averaged and "ema" in state else "network"
     try:
-        network.load_state_dict(state[part])
+        own = network.state_dict()  # without an auxiliary head, which only trainings have
+        network.load_state_dict(
+            {name: each for name, each in state[part].items() if name in own or not is_auxiliary(name)}
+        )
     except RuntimeError as error:
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
     if broken := not_finite(state[part]):

@@ -36,7 +36,7 @@ def trained_forward(
     """
     if config.compiles_norms(device.type):
         logger.info("the first image may take half a minute, as code is compiled")
-    make = partial(assemble.network_of, config, len(state["classes"]))
+    make = partial(assemble.network_of, config, len(state["classes"]), auxiliary=False)
     network = files.load_network(make, state, classes, path, averaged, config.data.order_key)
     return assemble.forward(config, network.eval(), device)
 

@@ -322,6 +322,9 @@ class TimmBody(TorchvisionBody):
 @dataclass
 class Head:
     name: str = MISSING
+    # Of the loss of an auxiliary FCN head on the body's last features but one, usually 0.4; 0: none. It trains with the
+    # network, and evaluations leave it out.
+    auxiliary_weight: float = key(0.0, least=0)
 
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images that it needs; why
 

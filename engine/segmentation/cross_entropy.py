@@ -1,12 +1,14 @@
 """Losses of logits (N, classes, h, w), upsampled to labels (N, H, W); every crop has the same weight."""
 
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import upsampled_cross_entropy
 from keepless.losses import mean_of_largest
-from models.segmentation import upsampled
+from models.segmentation import Output, Outputs, upsampled
 
 
 class CrossEntropy(nn.Module):
@@ -56,6 +58,38 @@ class CrossEntropy(nn.Module):
             labelled = (labels != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)
             return (losses.sum(dim=1) / labelled).mean()
         return mean_of_largest(losses, self.fraction)[0]
+
+
+class SummedLoss(nn.Module):
+    """The chosen loss of each of a network's outputs, times its weight, in a sum.
+
+    Args:
+        make: stride -> the loss of logits (N, K, h, w) with such cells and labels (N, H, W), a scalar; None: the cells
+            are stretched to the labels.
+        strides: of outputs, whose losses are made now. Others are made when they come.
+    """
+
+    def __init__(self, make: Callable[[int | None], nn.Module], strides: Iterable[int | None] = (None,)):
+        super().__init__()
+        self.make, self.losses = make, nn.ModuleDict({str(stride): make(stride) for stride in strides})
+
+    def forward(self, outputs: Outputs | Tensor, labels: Tensor) -> Tensor:
+        """Outputs, or logits alone, of any floating dtype, labels (N, H, W) of any integer dtype -> scalar."""
+        if isinstance(outputs, Tensor):
+            return self._of(None, outputs)(outputs, labels)
+        total = self._weighted(outputs.main, labels)
+        for output in outputs.auxiliary:
+            total = total + self._weighted(output, labels)
+        return total
+
+    def _weighted(self, output: Output, labels: Tensor) -> Tensor:
+        loss = self._of(output.stride, output.logits)(output.logits, labels)
+        return loss if output.weight == 1 else output.weight * loss
+
+    def _of(self, stride: int | None, logits: Tensor) -> nn.Module:
+        if str(stride) not in self.losses:
+            self.losses[str(stride)] = self.make(stride).to(logits.device)
+        return self.losses[str(stride)]
 
 
 def inverse_frequencies(counts: Tensor) -> Tensor:

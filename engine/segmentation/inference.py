@@ -159,7 +159,8 @@ def _scores(
     windows = []
     for _, at in seen:
         window = math.ceil((views.window or max(at)) / stride)
-        windows.append([windows_along(math.ceil(side / stride), window, views.overlap) for side in at])
+        step = grid(forward) // stride
+        windows.append([windows_along(math.ceil(side / stride), window, views.overlap, step) for side in at])
     logits = [
         _logits(forward, pixels, at, own, views, windows_per_pass)
         for (pixels, at), own in zip(seen, windows, strict=True)
@@ -181,9 +182,14 @@ def _scores(
 
 
 def resolution(forward: Forward) -> tuple[int, int]:
-    """The network's number of classes, and its output stride; 1 for a module that is no `SegmentationNetwork`."""
+    """The network's number of classes, and its logits' stride; 1 for a module that is no `SegmentationNetwork`."""
     network = forward.network
     return (network.classes, network.stride) if isinstance(network, SegmentationNetwork) else (1, 1)
+
+
+def grid(forward: Forward) -> int:
+    """The pixels of which sides of windows are multiples; 1 for a module that is no `SegmentationNetwork`."""
+    return forward.network.grid if isinstance(forward.network, SegmentationNetwork) else 1
 
 
 def _logits(
@@ -232,20 +238,22 @@ def _rows(logits: Tensor, rows: range, width: int, covered: Sequence[float], mir
     return pixels.flip(3) if mirrored else pixels
 
 
-def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Tensor]]:
+def windows_along(cells: int, window: int, overlap: float, step: int = 1) -> list[tuple[int, Tensor]]:
     """Place windows along one axis: the first cell and the weights, float32 (window,), of each.
 
     Uses the fewest windows that overlap by at least `overlap`, spread evenly from the first cell to the last. Weights
-    rise and fall linearly where windows overlap, and sum to 1 in every cell.
+    rise and fall linearly where windows overlap, and sum to 1 in every cell. Windows begin at multiples of `step` cells
+    and have as many; the last may be cut.
     """
-    window, starts = min(window, cells), _starts(cells, window, overlap)
+    steps, window = math.ceil(cells / step), math.ceil(window / step)
+    window, starts = step * min(window, steps), [step * start for start in _starts(steps, window, overlap)]
     apart = max((after - before for before, after in zip(starts, starts[1:], strict=False)), default=window)
     rise = torch.arange(1.0, window + 1)
     weights = torch.minimum(rise, rise.flip(0)).clamp(max=window - apart + 1)
     total = torch.zeros(cells)
     for start in starts:
-        total[start : start + window] += weights
-    return [(start, weights / total[start : start + window]) for start in starts]
+        total[start : start + window] += weights[: cells - start]
+    return [(start, weights[: cells - start] / total[start : start + window]) for start in starts]
 
 
 def _starts(cells: int, window: int, overlap: float) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, profiler
@@ -23,7 +23,7 @@ from keepless import checking_repetitions
 from models.freezing import training_mode
 
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
-Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
+Loss = Callable[[Any, Tensor], Tensor]  # a network's result, labels -> mean over the images of a micro-batch
 
 
 def train(

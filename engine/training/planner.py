@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from keepless.made_tensors import bytes_of_tensors
 from keepless.recompute.signatures.plans import plan
 from keepless.recompute.step.costs import times_of
 from keepless.saved import kept_bytes, size_text
-from keepless.torch_internals import FakeTensorMode, before_capture
+from keepless.torch_internals import FakeTensorMode, before_capture, tree_map
 
 Config = TypeVar("Config", bound=TrainingRun)
 
@@ -136,8 +136,8 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
                 parameter.register_post_accumulate_grad_hook(lambda _: None)
         with CountedStep() as step:
 
-            def ending(logits: Tensor, labels: Tensor) -> Tensor:
-                return step.forward_ends(loss(logits, labels))
+            def ending(outputs: Any, labels: Tensor) -> Tensor:
+                return step.forward_ends(loss(outputs, labels))
 
             accumulate_gradients(learner, ending, minibatch, crops, World())
             step.backward_ends(learner.parameters)
@@ -176,9 +176,10 @@ def planned_step(
         with learner.forward.autocast():
             found = plan(learner.network, inputs, _SHARES)
             with torch.no_grad():
-                logits = learner.network(inputs)
+                outputs = learner.network(inputs)
+        outputs = tree_map(lambda leaf: leaf.detach().requires_grad_() if isinstance(leaf, Tensor) else leaf, outputs)
         with CountedStep() as of_loss:
-            loss(logits.detach().requires_grad_(), labels).backward()
+            loss(outputs, labels).backward()
     if comes:
         resident["gradients"] = 0
     elif devices > 1 and trainer.accumulation_steps > 1 and not captured:

@@ -1,10 +1,22 @@
 """Base class of bodies: features, an optional classifier, and stages that may be checkpointed."""
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from models.recomputation import run_blocks, units_of
+from models.recomputation import Block, run_blocks, units_of
+
+
+class Feature(NamedTuple):
+    """What a body can give: the output of one of its parts."""
+
+    name: str  # of the part
+    channels: int
+    stride: int  # pixels that a cell covers along each side
 
 
 class Body(nn.Module):
@@ -24,6 +36,8 @@ class Body(nn.Module):
         classes: as given.
         stages: their number.
         recompute: how the blocks are checkpointed, see `recompute_blocks`.
+        feature_info: what `forward` can give, in the order of computing: the output of every stage, mod2, …. The last
+            is the body's result, after the final norm. A subclass with a `forward` of its own has that one alone.
 
     Constructors raise ValueError if an option has a value that their documentation does not list.
     """
@@ -32,6 +46,7 @@ class Body(nn.Module):
     output_stride: int
     stages: int
     mod1: nn.Module
+    _feature_info: tuple[Feature, ...] = ()
 
     def add_classifier(self, in_channels: int, classes: int) -> None:
         """Register `classifier`, which is None for `classes` = 0."""
@@ -46,6 +61,38 @@ class Body(nn.Module):
         self.out_channels = in_channels
         self.classes = classes
 
+    @property
+    def feature_info(self) -> tuple[Feature, ...]:
+        """See the attributes."""
+        return self._feature_info or (Feature("last", self.out_channels, self.output_stride),)
+
+    def note_stages(self, stem_stride: int, stages: Iterable[tuple[int, int]]) -> None:
+        """Set `feature_info` from the channels and the stride of each stage, mod2, …"""
+        channels, strides = zip(*stages, strict=True)
+        reached = list(accumulate(strides, lambda product, stride: product * stride, initial=stem_stride))[1:]
+        names = (f"mod{number}" for number in range(2, len(channels) + 2))
+        self._feature_info = tuple(map(Feature, names, channels, reached))
+
+    def forward(self, images: Tensor, features: Sequence[str] | None = None) -> Tensor | tuple[Tensor, ...]:
+        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes).
+
+        `features`: names of `self.feature_info`; the result is then a tuple of them, in this order, without classifier.
+        Parts after the last of them do not run. ValueError: there is no such feature.
+        """
+        if features is None:
+            (last,) = self.maps(images, [len(self.feature_info)])
+            return self.classified(last)
+        known = [feature.name for feature in self.feature_info]
+        if not features or {*features} - {*known}:
+            raise ValueError(f"features={tuple(features)}: {type(self).__name__} has {', '.join(known)}")
+        ends = sorted({known.index(name) + 1 for name in features})
+        maps = dict(zip(ends, self.maps(images, ends), strict=True))
+        return tuple(maps[known.index(name) + 1] for name in features)
+
+    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
+        """The features with these numbers, counted from 1, ascending. A subclass has this, or `forward`."""
+        raise NotImplementedError
+
     def classified(self, features: Tensor) -> Tensor:
         """Features (N, out_channels, ceil(H / output_stride), …), or their logits (N, classes)."""
         return features if self.classifier is None else self.classifier(features)
@@ -54,7 +101,26 @@ class Body(nn.Module):
         """mod2, mod3, …"""
         return [getattr(self, f"mod{number}") for number in range(2, self.stages + 2)]
 
-    def run_stages(self, images: Tensor) -> Tensor:
-        """Run the stem and the blocks of all stages. Only the first stage holds the stem's output."""
-        (x,) = run_blocks(units_of(self.stage_modules(), self.recompute), self.mod1(images), self.recompute)
-        return x
+    def run_stages(
+        self, images: Tensor, ends: Sequence[int], stages: Sequence[Sequence[Block]] | None = None
+    ) -> list[Tensor]:
+        """Run the stem and the stages up to the last of `ends`. Only the first stage holds the stem's output.
+
+        `stages`: the units of each, see `units_of`, which are the default. Several results of a unit are concatenated
+        where a stage ends. The last stage's result is `normed`.
+        """
+        if stages is None:
+            stages = [units_of([stage], self.recompute) for stage in self.stage_modules()]
+        units = [unit for stage in stages for unit in stage]
+        after = [sum(map(len, stages[:end])) for end in ends]
+        results = run_blocks(units, self.mod1(images), self.recompute, after)
+        maps = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in results]
+        del results
+        if ends[-1] == self.stages:
+            maps[-1] = self.normed(maps[-1])
+        return maps
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The last stage's output after the final norm `bn_out`, if there is one."""
+        norm = getattr(self, "bn_out", None)
+        return x if norm is None else norm(x)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from keepless import InPlaceABN
 from models.blocks import NormAct, conv3x3
 from models.bodies.body import Body
-from models.bodies.stem import build_stem, downsampling
+from models.bodies.stem import STEM_STRIDES, build_stem, downsampling
 from models.initialisation import initialise
 from models.recomputation import Block, run_blocks
 
@@ -45,7 +45,8 @@ class DenseModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, out_channels, H, W): the input and the outputs of all layers."""
-        return torch.cat(run_blocks(self.layers(), x, "none"), dim=1)
+        (parts,) = run_blocks(self.layers(), x, "none")
+        return torch.cat(parts, dim=1)
 
     def layers(self, transition: nn.Module | None = None) -> list[Block]:
         """Each layer: [x_0, …, x_j-1] -> [x_0, …, x_j]. The first one begins with a transition, if there is one.
@@ -88,7 +89,7 @@ class DenseNet(Body):
         strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=stem_norm, in_channels=in_channels)
-        in_channels = stem_channels
+        in_channels, widths = stem_channels, []
         for number, (layers, (stride, dilation)) in enumerate(zip(structure, strides, strict=True), start=2):
             if number > 2:
                 self.add_module(f"tra{number - 1}", _transition(in_channels, stride, norm_act))
@@ -96,22 +97,26 @@ class DenseNet(Body):
             module = DenseModule(in_channels, layers, growth=growth, norm_act=norm_act, dilation=dilation)
             self.add_module(f"mod{number}", module)
             in_channels = module.out_channels
+            widths.append(in_channels)
         self.bn_out = norm_act(in_channels)
+        self.note_stages(STEM_STRIDES[stem], zip(widths, (stride for stride, _ in strides), strict=True))
         self.add_classifier(in_channels, classes)
         initialise(self)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        x = self.mod1(images)  # stride 4, or 1 with the CIFAR stem
+    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
+        """See `Body.maps`."""
         transitions = [None, *(getattr(self, f"tra{number}") for number in range(2, self.stages + 1))]
         pairs: Any = zip(transitions, self.stage_modules(), strict=True)
+        stages: list[list[Block]]
         if self.recompute == "none":
-            for transition, module in pairs:
-                x = module(x if transition is None else transition(x))
+            stages = [[partial(_after, transition, module)] for transition, module in pairs]
         else:
-            layers = [layer for transition, module in pairs for layer in module.layers(transition)]
-            x = torch.cat(run_blocks(layers, x, self.recompute), dim=1)
-        return self.classified(self.bn_out(x))
+            stages = [module.layers(transition) for transition, module in pairs]
+        return self.run_stages(images, ends, stages)  # the stem has stride 4, or 1 with CIFAR's
+
+
+def _after(transition: nn.Module | None, module: nn.Module, x: Tensor) -> Tensor:
+    return module(x if transition is None else transition(x))
 
 
 def _layer(transition: nn.Module | None, convs1: nn.Module, convs3: nn.Module, *parts: Tensor) -> tuple[Tensor, ...]:

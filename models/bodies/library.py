@@ -20,7 +20,7 @@ from keepless.conversion.replacements import like, own_activation
 from keepless.norms.conversion_report import ConversionReport
 from keepless.torch_internals import with_dispatch_modes_off
 from models.blocks import NormAct
-from models.bodies.body import Body
+from models.bodies.body import Body, Feature
 from models.initialisation import initialise
 from models.recomputation import run_blocks
 
@@ -54,6 +54,8 @@ class LibraryBody(Body):
             strided network's features, unless the network averages over all cells (squeeze and excitation).
 
     Attributes:
+        feature_info: the last parts before the network halves its sizes, or would without dilation, and its last part,
+            by the library's names, such as layer1.
         remarks: how the network differs from the library's.
         left_out: names of the parts after `last`.
 
@@ -104,31 +106,74 @@ class LibraryBody(Body):
         else:
             self.to(here.device)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
+        """See `Body.maps`. ValueError: a later part writes over one of them."""
         if not self.rounds_up:
             height, width = images.shape[2:]
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
-        if self.recompute == "none":
-            return self.classified(_run([getattr(self, name) for name in self.order], images))
-        parts = self.parts()
+        after = [self._ends[end - 1] for end in ends]  # numbers of parts
+        parts, maps, begin, x = self.parts(), [], 0, images
         blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
-        # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
-        units = [partial(_chain, *parts[one + 1 : other + 1]) for one, other in pairwise([blocks[0] - 1, *blocks])]
-        (x,) = run_blocks(units, _run(parts[: blocks[0]], images), self.recompute)
-        return self.classified(_run(parts[blocks[-1] + 1 :], x))
+        first, last = blocks[0], blocks[-1] + 1
+        for end in [end for end in after if self.recompute == "none" or end <= first]:
+            x = _run(self._whole(begin, end), x)
+            maps.append(x)
+            begin = end
+        if len(maps) < len(after):
+            # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
+            stops = [end for end in after if first < end < last] + [last]
+            cuts = sorted({first, *(index + 1 for index in blocks), *stops})
+            units = [partial(_chain, *parts[one:other]) for one, other in pairwise(cuts)]
+            if after[-1] < last:
+                stops.pop()
+            numbers = [cuts.index(stop) for stop in stops]
+            maps += [y for (y,) in run_blocks(units, _run(parts[begin:first], x), self.recompute, numbers)]
+            if after[-1] >= last:
+                maps[-1] = _run(parts[last : after[-1]], maps[-1])
+        return maps
+
+    def _whole(self, begin: int, end: int) -> list[nn.Module]:
+        """Parts from `begin` to `end`; all of a module's are the module, so that its hooks fire."""
+        found: list[nn.Module] = []
+        index = 0
+        for name in self.order:
+            module = getattr(self, name)
+            parts = [part for _, part in _parts(name, module)]
+            is_whole = begin <= index and index + len(parts) <= end
+            found += [module] if is_whole else parts[max(begin - index, 0) : max(end - index, 0)]
+            index += len(parts)
+        return found
 
     def parts(self) -> list[nn.Module]:
         """The blocks, and the single layers before and after them, in the order in which they run."""
-        return [part for name in self.order for part in _parts(getattr(self, name))]
+        return [part for _, part in self.named_parts()]
+
+    def named_parts(self) -> list[tuple[str, nn.Module]]:
+        """`parts` with their names."""
+        return [pair for name in self.order for pair in _parts(name, getattr(self, name))]
 
     @torch.no_grad()
     def _dilate(self, x: Tensor, output_stride: int, network: str) -> tuple[int, int]:
-        """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride."""
+        """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride.
+
+        Sets `feature_info`: features, which no part after them overwrites, and the numbers of parts where they end.
+        """
         dilation, pooling = 1, ""
+        names = [name for name, _ in self.named_parts()]
+        features: list[Feature] = []
+        self._ends: list[int] = []
+
+        def note(end: int, y: Tensor) -> None:
+            name = _name_of_feature(names[end - 1], names, features)
+            features.append(Feature(name, y.shape[1], SIDE // y.shape[-1]))
+            self._ends.append(end)
+
         try:
-            for part in self.eval().parts():
+            for index, part in enumerate(self.eval().parts()):
+                version = x._version
                 y = part(x)
+                if index and y.shape[-1] < x.shape[-1] and x._version == version:
+                    note(index, x)
                 stride = x.shape[-1] // y.shape[-1] if SIDE > output_stride * y.shape[-1] else 1
                 if dilation * stride > 1:
                     _dilate(part, x, dilation, stride)
@@ -140,6 +185,8 @@ class LibraryBody(Body):
                     pooling = pooling or type(part).__name__
                 x = y
             channels, cells = x.shape[1], x.shape[3]
+            note(len(names), x)
+            self._feature_info = tuple(features)
         except Exception as error:  # a module may raise anything
             raise ValueError(
                 f"{network} does not run its {', '.join(self.order)} one after the other ({type(error).__name__}): "
@@ -242,13 +289,23 @@ def _chain(*layers_and_x: Any) -> Tensor:
     return _run(layers_and_x[:-1], layers_and_x[-1])
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """The children of a module that runs them in order; a module of single layers stays whole."""
+def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The named children of a module that runs them in order; a module of single layers stays whole."""
     children = list(module.children())
     in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     if not in_order or not any(child._modules for child in children):
-        return [module]
-    return [part for child in children for part in _parts(child)]
+        return [(name, module)]
+    return [part for own, child in module.named_children() for part in _parts(f"{name}.{own}", child)]
+
+
+def _name_of_feature(part: str, names: Sequence[str], earlier: Sequence[Feature]) -> str:
+    """The name of the largest module that ends with a part and has no earlier feature."""
+    while parent := part.rpartition(".")[0]:
+        *_, last = (name for name in names if name.startswith((f"{part}.", f"{parent}.")))
+        if not f"{last}.".startswith(f"{part}.") or any(each.name.startswith(f"{parent}.") for each in earlier):
+            break
+        part = parent
+    return part
 
 
 def _dilate(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:

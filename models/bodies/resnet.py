@@ -8,7 +8,7 @@ from torch import Tensor
 from keepless import InPlaceABN
 from models.blocks import Convolutions, IdentityResidualBlock, NormAct, ResidualBlock, residual_stage
 from models.bodies.body import Body
-from models.bodies.stem import build_stem, downsampling
+from models.bodies.stem import STEM_STRIDES, build_stem, downsampling
 from models.initialisation import initialise
 
 
@@ -56,13 +56,14 @@ class ResNet(Body):
             self.add_module(f"mod{index + 2}", residual_stage(partial(kind, norm_act=norm_act), convs, blocks))
             in_channels = convs.channels[-1]
         self.bn_out = norm_act(in_channels) if preactivation else None
+        widths = [base_channels[-1] * 2**index for index in range(self.stages)]
+        self.note_stages(STEM_STRIDES[stem], zip(widths, (stride for stride, _ in strides), strict=True))
         self.add_classifier(in_channels, classes)
         initialise(self)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        x = self.run_stages(images)  # the stem has stride 4, or 1 with CIFAR's
-        return self.classified(x if self.bn_out is None else self.bn_out(x))
+    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
+        """See `Body.maps`."""
+        return self.run_stages(images, ends)  # the stem has stride 4, or 1 with CIFAR's
 
 
 resnet18 = partial(ResNet, structure=(2, 2, 2, 2), base_channels=(64, 64))  # 11,176,512 parameters without classifier

@@ -12,7 +12,7 @@ from keepless import InPlaceABN, run_reversibly
 from models.blocks import Convolutions, NormAct, residual_stage
 from models.bodies.body import Body
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit, Stem, in_autocast_dtype
-from models.bodies.stem import build_stem, downsampling
+from models.bodies.stem import STEM_STRIDES, build_stem, downsampling
 from models.initialisation import initialise_truncated
 
 
@@ -70,16 +70,29 @@ class RevNet(Body):
             in_channels = widths[-1]
         del self.get_submodule("mod2.block1.Fm").bn1  # the stem ends in a norm and activation
         self.bn_out = norm_act(in_channels)
+        outputs = zip((widths[-1] for widths in channels), (stride for stride, _ in strides), strict=True)
+        self.note_stages(STEM_STRIDES[stem], outputs)
         self.add_classifier(in_channels, classes)
         initialise_truncated(self)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        if self.reversible:
-            x = run_reversibly(self.reversible_blocks, images, disable=self.keep_activations)
-        else:
-            x = self.run_stages(images)
-        return self.classified(self.bn_out(in_autocast_dtype(x)))
+    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
+        """See `Body.maps`."""
+        if not self.reversible:
+            return self.run_stages(images, ends)
+        blocks, begin, maps, x = self.reversible_blocks, 0, [], images
+        for number in ends:
+            # Blocks after the stages up to this one. The chain goes on from what was returned, which it does not free.
+            end = len(blocks) - sum(map(len, self.stage_modules()[number:]))
+            x = run_reversibly(blocks[begin:end], x, disable=self.keep_activations)
+            maps.append(x)
+            begin = end
+        if ends[-1] == self.stages:
+            maps[-1] = self.normed(maps[-1])
+        return maps
+
+    def normed(self, x: Tensor) -> Tensor:
+        """See `Body.normed`."""
+        return self.bn_out(in_autocast_dtype(x))
 
     @property
     def reversible_blocks(self) -> list[Any]:

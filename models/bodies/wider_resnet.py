@@ -12,7 +12,7 @@ from models.bodies.body import Body
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
 from models.pooling import MaxPool2d
-from models.recomputation import Block, run_blocks, units_of
+from models.recomputation import Block, units_of
 
 WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)
 WRN38_CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096))
@@ -67,18 +67,19 @@ class WiderResNet(Body):
             self.add_module(f"mod{number}", stage)
             in_channels = stage_channels[-1]
         self.bn_out = norm_act(in_channels)
+        halved = (2 if number in pooled else stride for number, (stride, _) in enumerate(strides, start=2))
+        self.note_stages(1, zip((widths[-1] for widths in channels), halved, strict=True))
         self.add_classifier(in_channels, classes)
         initialise(self)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        blocks: list[Block] = []
+    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
+        """See `Body.maps`."""
+        stages: list[list[Block]] = []
         for number, stage in enumerate(self.stage_modules(), start=2):
             first, *others = units_of([stage], self.recompute)
             pool = getattr(self, f"pool{number}", None)
-            blocks += [first if pool is None else partial(_pooled, pool, first), *others]
-        (x,) = run_blocks(blocks, self.mod1(images), self.recompute)
-        return self.classified(self.bn_out(x))
+            stages.append([first if pool is None else partial(_pooled, pool, first), *others])
+        return self.run_stages(images, ends, stages)
 
 
 def _pooled(pool: nn.Module, block: Block, x: Tensor) -> Tensor:

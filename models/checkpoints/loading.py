@@ -53,8 +53,9 @@ def load_by_name(
 ) -> Loaded:
     """Load by name and shape. The whole body must match, and the whole head if the file has one.
 
-    A body's tensors are found with and without the prefix `body.`, in networks with and without a head. A classifier
-    for another number of classes, or of another kind of network, is skipped.
+    An auxiliary head may be missing in the file or in the network. A body's tensors are found with and without the
+    prefix `body.`, in networks with and without a head. A classifier for another number of classes, or of another
+    kind of network, is skipped.
 
     Args:
         tensors: of the file, with scales as the network parametrises them.
@@ -79,7 +80,9 @@ def load_by_name(
         if key in own and own[key].shape != tensor.shape:
             misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
     # The counts are used only without momentum; older programs did not save them.
-    needed = (key for key in new if is_of_body(key) or (with_head and key.startswith("head.")))
+    needed = (
+        key for key in new if is_of_body(key) or (with_head and key.startswith("head.") and not is_auxiliary(key))
+    )
     misfits += [f"{key} is not in the file" for key in needed if not key.endswith("num_batches_tracked")]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
@@ -186,6 +189,11 @@ def is_of_body(name: str) -> bool:
     return not name.startswith("head.") and not is_of_classifier(name)
 
 
+def is_auxiliary(name: str) -> bool:
+    """Whether a tensor belongs to an auxiliary head, which only trainings have."""
+    return name.startswith("head.auxiliary.")
+
+
 def is_of_classifier(name: str) -> bool:
     """Whether a tensor belongs to the classifier of pixels, `cls`, or of whole images, `classifier`."""
     return name.startswith("cls.") or "classifier" in name.split(".")
@@ -238,6 +246,8 @@ def _reason_to_skip(name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> str
     elif _has_body(own):
         if name.startswith("body.classifier."):
             return "it classifies whole images"
+        if is_auxiliary(name):
+            return "it is an auxiliary head's, and the network has none"
     elif name.startswith(("head.", "cls.")):
         return "it classifies pixels"
     elif is_of_classifier(name):

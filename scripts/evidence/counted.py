@@ -19,7 +19,7 @@ from keepless.torch_internals import FakeTensorMode
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.recomputation import RECOMPUTE, choose_recomputation
-from models.segmentation import SegmentationNetwork
+from models.segmentation import SegmentationNetwork, upsampled
 from scripts.reports.markdown import table
 from scripts.reports.measuring import operations_of
 
@@ -52,7 +52,7 @@ def segmentation_network(
 def _loss_of(network: nn.Module, crops: int, side: int) -> Callable[[], Tensor]:
     """The loss on upsampled logits of square images, as in the paper."""
     images, labels = torch.zeros(crops, 3, side, side), torch.zeros(crops, side, side, dtype=torch.long)
-    return lambda: F.cross_entropy(F.interpolate(network(images), labels.shape[1:], mode="bilinear"), labels)
+    return lambda: F.cross_entropy(upsampled(network(images).main.logits, labels.shape[1:], None), labels)
 
 
 def cost(build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str) -> tuple[int, int, int]:

@@ -40,6 +40,7 @@ RATES = ("lr", "initial_lr", "weight_decay", "momentum", "nesterov", "betas", "f
 # Newer keys at their defaults add no line: it would be in the record of every value that is refused, which lacks all.
 LATER = (
     ("patience", None),
+    ("auxiliary_weight", 0),
     ("shown", None),
     ("channels", 3),
     ("channels_key", None),
@@ -271,7 +272,7 @@ def of_training(config: TrainingRun) -> Counter[str]:
         def train(run: running.Run, minibatches: DataLoader, loss: Any, evaluate: functools.partial) -> None:
             note("splits", run.train_set, run.val_set)
             note("minibatches", minibatches)
-            note("loss", loss)
+            note("loss", *getattr(loss, "losses", {"": loss}).values())
             note("evaluate", *evaluate.args[1:])
 
         patch.setattr(loop, "train", train)

@@ -31,7 +31,7 @@ def step(network: torch.nn.Module) -> None:
     torch.manual_seed(1)
     images, labels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 3, (2, 32, 32))
     learner = learner_of(network)
-    loss = lambda logits, labels: torch.nn.functional.cross_entropy(logits, labels[:, ::8, ::8])  # noqa: E731
+    loss = lambda outputs, labels: torch.nn.functional.cross_entropy(outputs.main.logits, labels[:, ::8, ::8])  # noqa: E731
     train_step(learner, loss, {"image": images, "label": labels}, minibatch_size=2, world=World())
 
 
@@ -58,7 +58,7 @@ def test_a_frozen_body_keeps_nothing_for_the_backward_pass(recompute):
         images = torch.rand(2, 3, 32, 32)
         features = network.body(images)
         assert not features.requires_grad
-        whole = kept_bytes(network, lambda network=network, x=images: network(x).sum(), [images])
+        whole = kept_bytes(network, lambda network=network, x=images: network(x).main.logits.sum(), [images])
         rest = kept_bytes(network, lambda network=network, x=features: network.cls(network.head(x)).sum(), [features])
         assert whole - rest <= features.nbytes, norm  # which are the head's input
 

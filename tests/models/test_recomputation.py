@@ -161,7 +161,7 @@ def test_a_dense_layer_keeps_its_output(norm):
     for recompute in ("blocks", "sqrt"):
         module = DenseModule(8, 9, growth=4, norm_act=NORMS[norm])
         with MadeTensors() as made:
-            outputs = run_blocks(module.layers(), torch.randn(2, 8, 16, 16), recompute)
+            (outputs,) = run_blocks(module.layers(), torch.randn(2, 8, 16, 16), recompute)
         assert made.bytes // 4 == (8 + 9 * 4) * PIXELS and len(outputs) == 1 + 9, recompute
 
 

@@ -118,8 +118,8 @@ def backward_events(rank: int, compiled: bool) -> str:
         learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), this_world())
     learner.forward.network.register_comm_hook(None, leaving)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    learner.forward(images).mean().backward()
-    loss = learner.forward(images).mean()
+    learner.forward(images).main.logits.mean().backward()
+    loss = learner.forward(images).main.logits.mean()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss.backward()
     letters = {"gradients leave": "g", "CompiledFunctionBackward": "c", "ConvolutionBackward0": "c"}

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from engine.segmentation.cross_entropy import CrossEntropy, inverse_frequencies
+from engine.segmentation.cross_entropy import CrossEntropy, SummedLoss, inverse_frequencies
+from models.segmentation import Output, Outputs
 
 IGNORE = 255
 
@@ -37,3 +38,16 @@ def test_frequent_classes_count_less_and_pixels_weigh_1_on_average():
     weights = inverse_frequencies(counts)
     torch.testing.assert_close(weights, torch.tensor([100 / 28, 100 / 240, 100 / 12, 0, 100 / 120]))
     torch.testing.assert_close((weights * counts).sum(), counts.sum().float())
+
+
+def test_the_losses_of_all_outputs_are_summed_by_their_weights_each_at_its_stride():
+    """Two of a network, one of a stride whose loss was not made before; logits alone are stretched."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 5, (2, 31, 40))
+    coarse, fine = torch.randn(2, 5, 4, 5), torch.randn(2, 5, 8, 10)
+    summed = SummedLoss(lambda stride: CrossEntropy(stride=stride), [8])
+    outputs = Outputs(Output(coarse, 8), (Output(fine, 4, 0.4),))
+    expected = CrossEntropy(stride=8)(coarse, labels) + 0.4 * CrossEntropy(stride=4)(fine, labels)
+    assert torch.equal(summed(outputs, labels), expected)
+    assert torch.equal(summed(Outputs(outputs.main), labels), CrossEntropy(stride=8)(coarse, labels))
+    assert torch.equal(summed(coarse, labels), CrossEntropy()(coarse, labels))

@@ -27,7 +27,7 @@ from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World, data_parallel
 from engine.process.stopping import Preempted
 from engine.schema.training import TrainingRun
-from engine.segmentation.cross_entropy import CrossEntropy
+from engine.segmentation.cross_entropy import CrossEntropy, SummedLoss
 from engine.training import build, capture, loop, planner
 from engine.training.capture import CapturedMicroBatches, NotCaptured, Recorder
 from engine.training.learner import Learner, Outcome, WeightAverage
@@ -41,6 +41,7 @@ from train_seg import train
 
 ADVICE, WORLD_SIZE = "give trainer.capture=auto or false", 2
 CROSS_ENTROPY = CrossEntropy(fraction=0.25)
+SUMMED = SummedLoss(lambda stride: CrossEntropy(fraction=0.25, stride=stride))  # of a `SegmentationNetwork`
 WAITS, NO_MEMORY = RuntimeError("operation not permitted when stream is capturing"), torch.OutOfMemoryError("no memory")
 
 
@@ -114,7 +115,7 @@ def test_recomputed_and_reversible_steps_read_nothing_that_was_freed(words):
         learner = build.learner(config, make, one_epoch(50), World())
         if captured:
             learner.captured = CapturedMicroBatches(learner.network, ADVICE, record=recorded_on(learner.network))
-        losses.append(losses_of(learner, 8))
+        losses.append(losses_of(learner, 8, SUMMED))
     assert losses[0] == losses[1]
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
 from keepless.conversion.convert import ConversionReport, to_inplace, to_standard
+from models.segmentation import Outputs
 from tests.bodies import small_resnet, small_resnext, small_segmentation, small_wider_a2, trained
 
 C = 4
@@ -69,6 +70,7 @@ def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     torch.manual_seed(0)  # for dropout
     z = network(x * 1)
+    z = z.main.logits if isinstance(z, Outputs) else z
     dz = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(0))
     return [z, *torch.autograd.grad(z, [x, *network.parameters()], dz)]
 

@@ -1,0 +1,89 @@
+"""An auxiliary head, below `head`: it trains with any other, and everything else goes on without it."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import assemble
+from engine.assemble.optimization import optimizer
+from engine.checkpoint import files
+from engine.checkpoint.initial_weights import initialise
+from engine.configuration.config import plain
+from models.checkpoints.loading import is_auxiliary
+from models.segmentation import Outputs, SegmentationNetwork
+from tests.runs import run_config
+
+SMALL = ("norm.backend=eager", "head.hidden_channels=8", "head.out_channels=8")
+WITH = "head.auxiliary_weight=0.4"
+CLASSES = ("a", "b", "c")
+
+
+def network(*words: str, classes: int = 3, **options) -> SegmentationNetwork:
+    torch.manual_seed(0)
+    return assemble.network_of(run_config(*SMALL, *words), classes, **options)
+
+
+def test_it_adds_logits_in_training_and_leaves_the_rest_to_the_bit():
+    without, whole, images = network(), network(WITH), torch.randn(2, 3, 64, 64)
+    added = {name for name in whole.state_dict() if is_auxiliary(name)}
+    assert added and [*without.state_dict()] == [name for name in whole.state_dict() if name not in added]
+    assert all(torch.equal(values, whole.state_dict()[name]) for name, values in without.state_dict().items())
+    outputs, (stage, *_) = whole(images), whole.body.feature_info[-2:]
+    assert torch.equal(outputs.main.logits, without(images).main.logits)
+    (auxiliary,) = outputs.auxiliary
+    assert (auxiliary.stride, auxiliary.weight) == (stage.stride, 0.4) and whole.strides == (8, stage.stride)
+    assert auxiliary.logits.shape == (2, 3, 64 // stage.stride, 64 // stage.stride)
+    torch.testing.assert_close(whole.eval()(images), without.eval()(images), rtol=0, atol=0)
+
+    config = run_config(*SMALL, WITH)
+    loss, labels = assemble.loss(config.loss, network=whole), torch.zeros(2, 64, 64, dtype=torch.uint8)
+    main = Outputs(outputs.main)
+    expected = loss(main, labels) + 0.4 * loss(Outputs(auxiliary._replace(weight=1.0)), labels)
+    assert torch.equal(loss(outputs, labels), expected)
+    expected.backward()
+    assert all(parameter.grad is not None for parameter in whole.parameters())
+    config.optim.head_lr_factor = 5.0
+    groups = optimizer(config.optim, whole, config.head_modules).param_groups
+    rates = {id(one): group["lr"] for group in groups for one in group["params"]}
+    of_body, of_auxiliary = whole.body.mod1.conv1.weight, whole.head.auxiliary.classifier.weight
+    assert rates[id(of_auxiliary)] == 5 * rates[id(of_body)]
+
+
+def saved(path: Path, *words: str) -> Path:
+    config, content = run_config(*SMALL, *words), network(*words).state_dict()
+    state = {"task": "segmentation", "step": 1, "config": plain(config), "classes": [*CLASSES], "network": content}
+    files.save(path, state)
+    return path
+
+
+def test_a_checkpoint_with_it_opens_without_and_one_without_starts_it_at_random(tmp_path):
+    path, without = saved(tmp_path / "with.pt", WITH), saved(tmp_path / "without.pt")
+    make = partial(assemble.network_of, run_config(*SMALL, WITH), 3, auxiliary=False)
+    opened = files.load_network(make, files.load(path), CLASSES, path)
+    assert not any(map(is_auxiliary, opened.state_dict()))
+
+    config = run_config(*SMALL, WITH, f"init.weights={without}")
+    report = initialise(config, network(WITH), CLASSES)
+    assert report.new and all(map(is_auxiliary, report.new)) and not report.skipped
+    report = initialise(run_config(*SMALL, f"init.weights={path}"), network(), CLASSES)
+    assert not report.new and report.skipped and all(map(is_auxiliary, report.skipped))
+    report = initialise(run_config(*SMALL, WITH, f"init.weights={path}"), network(WITH), CLASSES)
+    assert not report.new and not report.skipped
+    report = initialise(
+        run_config(*SMALL, WITH, f"init.weights={path}"), network(WITH, classes=4), ("a", "b", "c", "d")
+    )
+    assert {*report.new} == {
+        f"{part}.{name}" for part in ("cls", "head.auxiliary.classifier") for name in ("weight", "bias")
+    }
+    report = initialise(run_config(*SMALL, WITH, f"init.weights={path}", "init.part=body"), network(WITH), CLASSES)
+    assert any(map(is_auxiliary, report.new)) and any(map(is_auxiliary, report.skipped))
+
+
+def test_a_body_of_one_feature_is_refused_by_name():
+    words = ("body=torchvision", "body.network=vgg11_bn", "body.output_stride=32", "norm=std")
+    with pytest.raises(
+        ValueError, match="head.auxiliary_weight=0.4 reads the feature at place -2 .* LibraryBody lacks"
+    ):
+        network(*words, WITH)
