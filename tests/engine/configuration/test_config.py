@@ -194,9 +194,10 @@ def step_on_fake_tensors(config: SegmentationRun | ClassificationRun) -> None:
         forward = assemble.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
         optimizer = assemble.optimizer(config.optim, network, config.head_modules)
         scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=1000))
-        logits = forward(torch.zeros(2, 3, *size, dtype=torch.uint8))
+        outputs = forward(torch.zeros(2, 3, *size, dtype=torch.uint8))
+        logits = outputs.main.logits if segments else outputs
         if segments:
-            loss = assemble.loss(config.loss)(logits, torch.zeros(2, *size, dtype=torch.uint8))
+            loss = assemble.loss(config.loss)(outputs, torch.zeros(2, *size, dtype=torch.uint8))
         else:
             loss = torch.nn.functional.cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
         loss.backward()
