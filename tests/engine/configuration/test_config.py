@@ -25,6 +25,7 @@ from engine.training import build
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
 from models.released_norm import released_abn
+from scripts import compare_runs, run_table  # noqa: F401  # commands that tests compose
 from tests import runs
 from tests.runs import checked, classification_config, run_config, with_key
 
