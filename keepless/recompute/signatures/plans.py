@@ -143,15 +143,15 @@ class Planner:
             warn(message)
 
     def _planned(self, step: Step) -> Plans:
-        """The plans of a rehearsed step, for passes before which parameters have gradients, and before which none has.
+        """The plans of a rehearsed step: for passes before which parameters have gradients, and before which none has.
 
-        A budget does not count the gradients that are there. Of those that come, it leaves the room free until then.
+        A budget counts no gradients. Where they come during the pass, activations may use their room until then.
         """
         limit = _limit(self.budget, step)
         there, choice = _within(step, limit)
         coming, found = there, choice
         if step.coming:
-            coming, found = _within(step.as_gradients_come(), limit + step.gradients, choice)
+            coming, found = _within(step.as_gradients_come(), limit, step.gradients, choice)
         _log.info(
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more; with gradients that come %s, for %.1f ms",
             len(step.calls),
@@ -167,14 +167,18 @@ def _limit(budget: float | int, step: Step) -> int:
     return budget if isinstance(budget, int) else int(budget * plain_peak(step))
 
 
-def _within(rehearsed: Step, limit: int, known: Choice | None = None) -> tuple[Plan, Choice]:
-    """The plan of a rehearsed step within a limit, with remarks if it may exceed it. `known`: a choice to compare."""
-    calls, beside = rehearsed.calls, 0 if rehearsed.coming else rehearsed.gradients
+def _within(rehearsed: Step, budget: int, gradients: int = 0, known: Choice | None = None) -> tuple[Plan, Choice]:
+    """The plan of a rehearsed step within a budget, with remarks if it may exceed it, and the plan's choice.
+
+    `gradients`: bytes of those that come, which the budget does not count, but peaks do. `known`: a choice to begin
+    with.
+    """
+    calls, limit = rehearsed.calls, budget + gradients
     remarks: list[tuple[str, str]] = []
     if plain_peak(rehearsed) > limit and not any(value.kind == Kind.FREE for value in rehearsed.values):
         kept = (True,) * len(rehearsed.values)
         text = (
-            f"a budget of {size_text(limit - beside)} changes nothing, because no result of this network can be "
+            f"a budget of {size_text(budget)} changes nothing, because no result of this network can be "
             f"recomputed; most is kept at {Simulation(rehearsed).peak_of(kept)}: train it without a budget, on a "
             f"smaller batch or shorter inputs"
         )
@@ -188,17 +192,17 @@ def _within(rehearsed: Step, limit: int, known: Choice | None = None) -> tuple[P
             f"code from forward, or plan before other memory is taken: recompute_activations(…, example=…)"
         )
         remarks.append(("rehearsal", text))
-    asked, least, held = (one - beside for one in (limit, choice.peak, simulate(rehearsed, choice.kept).peak))
-    if least <= asked + _BLOCK < held and step is not rehearsed:
+    least, held = choice.peak - gradients, simulate(rehearsed, choice.kept).peak - gradients
+    if least <= budget + _BLOCK < held and step is not rehearsed:
         text = (
-            f"this step is within {size_text(asked)} only if the program drops the network's outputs before the "
+            f"this step is within {size_text(budget)} only if the program drops the network's outputs before the "
             f"backward pass: while it has a name for them, the peak is {size_text(held)}"
         )
         remarks.append(("missed", text))
-    if least > asked + _BLOCK:
-        texts = size_text(asked), size_text(least)
+    if least > budget + _BLOCK:
+        texts = size_text(budget), size_text(least)
         if texts[0] == texts[1]:
-            texts = f"{asked:,} bytes", f"{least:,} bytes"
+            texts = f"{budget:,} bytes", f"{least:,} bytes"
         place = Simulation(rehearsed).peak_of(choice.kept)
         peak = f"the lowest peak is {texts[1]}, which is used; it is at {place}"
         remarks.append(("missed", f"no plan keeps this step within {texts[0]}: {peak}"))
@@ -226,7 +230,7 @@ def _chosen(step: Step, limit: int, known: Choice | None) -> tuple[Step, Choice]
 
 
 def _best(step: Step, limit: int, known: Choice | None) -> Choice:
-    """The fastest choice within a limit, or the one with the lowest peak. `known`: another one to compare."""
+    """The fastest choice within a limit, or the one with the lowest peak. `known`: see `frontier`."""
     choices = frontier(step, limit, known=None if known is None else known.kept)
     return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 

@@ -16,7 +16,9 @@ from keepless import plan, recompute_activations
 from keepless.fit.step_memory import CountedStep
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import Loss, rehearsed_step
+from keepless.recompute.step.search import frontier
 from keepless.recompute.step.simulation import plain_peak
+from keepless.saved import size_text
 from tests.keepless.recompute.ahead import plans_of, rehearsals
 from tests.keepless.recompute.networks import blocks
 
@@ -133,6 +135,16 @@ def test_nothing_is_recomputed_while_the_baseline_fits_into_the_room_of_gradient
     assert come.rows[0].budget == there.rows[0].budget == int(0.8 * there.plain)
     assert come.rows[0].peak == come.plain > there.plain > there.rows[0].peak
     assert come.rows[0].seconds < there.rows[0].seconds and there.gradients == 0 < come.gradients
+
+
+def test_a_sharded_network_is_told_the_lowest_peak_with_all_its_bytes(monkeypatch):
+    """FSDP holds its gradients throughout, so none of them is taken off."""
+    network = convolutions()
+    step = rehearsed_step(network, (IMAGES,), {})
+    least = frontier(step.without_outputs())[-1].peak
+    monkeypatch.setattr("keepless.recompute.signatures.plans.is_sharded", lambda network: True)
+    with pytest.warns(UserWarning, match=f"no plan keeps this step within .*: the lowest peak is {size_text(least)},"):
+        recompute_activations(network, budget=least - 4096, example=IMAGES)
 
 
 def follows(network: nn.Module) -> str:
