@@ -292,7 +292,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
 def _size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:
     """(width, height) of an image. `decode`: decode all its pixels, not only its header.
 
-    Also decodes those of colours that are read as one channel, and must be equal.
+    An RGB image that is read as one channel is always decoded, because its three channels have to be equal.
     """
     if decode or (channels == 1 and of_channels.count(file) == COLOURS):
         height, width, _ = of_channels.decode(file, turned=turned, channels=channels).shape

@@ -69,7 +69,7 @@ class Data:
         return self.channels != COLOURS and not (self.mean and self.std)
 
     def mean_colour(self) -> tuple[float, ...]:
-        """The levels of padding, 0 to 255, red, green and blue or those of other channels."""
+        """The colour of padding: a level from 0 to 255 for each channel."""
         return tuple(255 * value for value in self.normalisation().mean)
 
     def doubts_of_sizes(self, sizes: Sequence[tuple[int, int, int]]) -> list[str]:

@@ -113,7 +113,7 @@ class Evaluation(TrainedNetwork):
     # Images at once; null: as in training, or a tenth of that with view=ten_crop. auto: in segmentation on CUDA as many
     # images of one size, or windows, as have the pixels of a micro-batch of the training, otherwise like null or 1.
     batch_size: Any = key(None, word="auto", least=1)
-    scores: dict[str, Score] = several()  # further ones, besides those of the training: [NAME,NAME]
+    scores: dict[str, Score] = several()  # to add to those of the training: [NAME,NAME]
 
     def apply_to(self, config: TrainingRun) -> None:
         config.data.root = self.data.root or config.data.root

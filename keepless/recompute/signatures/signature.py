@@ -67,7 +67,7 @@ class Signature:
         self.is_due, self.is_new, self.has_missed, self.attempts = False, True, False, self.attempts + 1
 
     def plan_passes(self, plans: Plans | None, one: "Signature") -> None:
-        """An attempt with new plans: of `one`, which is due, or of both kinds of passes if no plan holds any more."""
+        """Give new plans to the passes of `one`, which is due. Other passes keep theirs, unless it no longer holds."""
         there, coming = (None, None) if plans is None else plans
         if self.coming is None or one.plan is None or one.has_missed:
             self.attempt(there)

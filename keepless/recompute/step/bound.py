@@ -152,7 +152,7 @@ class _Times:
 
 
 class _Plans:
-    """The program of all plans within a number of bytes. A value's variables are those of the leader of its recipe."""
+    """The program of all plans within a number of bytes. Values that one recipe computes share their variables."""
 
     def __init__(self, times: _Times, limit: int):
         self.times, self.bytes, self.program = times, limit, _Program()
@@ -307,7 +307,7 @@ class _Moment:
         return terms
 
     def _computed(self) -> Sum:
-        """Bytes of computed values. One that overwrites its input has no more than that."""
+        """Bytes of computed values. One that overwrites its input counts at most the input's bytes."""
         terms = Sum()
         for number, held in self.holds.items():
             value = self.values[number]

@@ -66,7 +66,7 @@ class _PartRun(Run):
 
 
 class Incremental(Simulation):
-    """A simulation that starts from the last choice. Its outcomes are those of `Simulation`."""
+    """A simulation that remembers the last choice, and only works out what differs. Its outcomes equal `Simulation`'s."""
 
     def __init__(self, step: Step):
         super().__init__(step)
@@ -93,8 +93,9 @@ class Incremental(Simulation):
         self.sums = [0] * count, [end] * count, [end] * count, [-1] * count
         self.changed: set[int] = set()  # values for which these sums are out of date
         self.levels: dict[int, list[tuple[int, int]]] = {}  # memory -> events, each with the change of the level
-        self.most, self.change = [0] * end, [0] * end  # of an event, without those that are merged into it
-        self.tops, self.changes = [event[3] for event in self.events], [event[4] for event in self.events]  # with those
+        # Bytes at each event: its own alone, and then with the later events that `Simulation` has merged into it.
+        self.most, self.change = [0] * end, [0] * end
+        self.tops, self.changes = [event[3] for event in self.events], [event[4] for event in self.events]
         self._add_up({*self.holders}, set())
         self._replace((), range(count))
 

@@ -314,7 +314,8 @@ class _Search:
 
     def exchange(self, limit: int) -> None:
         """Exchange kept values for dropped ones where much is recomputed, and where memory is left below the limit."""
-        if not self.lowest <= limit < self.found[0].peak:  # that of the baseline
+        baseline = self.found[0]
+        if limit < self.lowest or limit >= baseline.peak:
             return
         fastest, events = self.fastest(limit), len(self.simulation.events)
         most = min(_TRIALS, _PER_CALL * len(self.step.calls), _EVENTS // events)
