@@ -66,7 +66,7 @@ class _PartRun(Run):
 
 
 class Incremental(Simulation):
-    """A simulation that remembers the last choice, and only works out what differs. Its outcomes equal `Simulation`'s."""
+    """A simulation that remembers the last choice, and works out only what differs. Outcomes are `Simulation`'s."""
 
     def __init__(self, step: Step):
         super().__init__(step)
