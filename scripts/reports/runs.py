@@ -21,6 +21,7 @@ DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
 MOST_POINTS = 250  # of a curve in a copy of a run
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 OF_A_RUN = ("run_dir", "resume", "seed", "data.fold")  # keys in which runs of one configuration differ
+MEASURED = ("data.mean", "data.std")  # keys that follow from the images of a run, unless they are given
 OF_CUDA = ("trainer.tf32", "trainer.capture")  # keys without effect on a CPU
 
 
@@ -52,7 +53,8 @@ class Run:
         classes: their names.
         fold: its data.fold; None without one.
         keys: the configuration's keys without `OF_A_RUN`, paths, devices and, on a CPU, `OF_CUDA`; the processes;
-            whether it is of a fold, otherwise the images evaluated, of which folds have different numbers.
+            whether it is of a fold, and then without `MEASURED` ones, otherwise the images evaluated: folds have
+            different numbers.
     """
 
     def __init__(self, folder: Path):
@@ -88,9 +90,10 @@ class Run:
         self.entry = schema.entry
         self.typed = configuration.from_plain(self.results["config"], schema, f"{folder}")
         shared = configuration.shared(self.typed).items()
-        left_out = (*OF_A_RUN, *(OF_CUDA if self.config.split()[3] == "cpu" else ()))
-        self.keys = {name: value for name, value in shared if name not in left_out}
         self.fold: int | None = getattr(self.typed.data, "fold", None)
+        own = () if self.fold is None else [key for key in MEASURED if f"{key}=" not in self.command]
+        left_out = (*OF_A_RUN, *own, *(OF_CUDA if self.config.split()[3] == "cpu" else ()))
+        self.keys = {name: value for name, value in shared if name not in left_out}
         images = self.results["images"] if self.fold is None else "of a fold"
         self.keys |= {"processes": self.processes, "images": images}
 

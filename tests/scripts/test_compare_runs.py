@@ -182,6 +182,18 @@ def test_folds_share_a_column_whatever_their_seeds_and_numbers_of_images(finishe
     assert columns(page) == ["sweep"] and "over folds and seeds." in page and "| seeds | 2 (0, 1) |" in page
 
 
+def test_folds_share_a_column_although_each_measures_its_own_mean(finished, tmp_path):
+    """Means that are given are a setting, and part them."""
+    for fold in range(2):
+        run = of_fold(shutil.copytree(finished, tmp_path / "sweep" / f"data.fold={fold}"), fold, 12, 0.5)
+        own = {"channels": 4, "mean": [0.1 * (fold + 1)] * 4, "std": [0.2] * 4}
+        changed(run, lambda results, own=own: results["config"]["data"].update(own))
+    assert columns(report(tmp_path / "one", tmp_path / "sweep")) == ["sweep"]
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("\n", " data.mean=[.2,.2,.2,.2]\n", 1))
+    assert len(columns(report(tmp_path / "two", tmp_path / "sweep"))) == 2
+
+
 def test_what_a_run_lacks_or_has_twice_is_said():
     """A class that does not occur has no score, an even number of speeds a median."""
     run = Run(CIFAR / "std")
