@@ -8,8 +8,9 @@ import torchvision
 from torch import nn
 
 from keepless import ABN, InPlaceABN
-from models.bodies import timm_body, torchvision_body
+from models.bodies import Body, timm_body, torchvision_body
 from models.recomputation import BLOCKS, recompute_blocks
+from models.segmentation import SegmentationNetwork
 from tests.bodies import SMALL_BODIES, small_densenet, small_revnet
 from tests.models.test_recomputation import BODIES
 
@@ -107,6 +108,17 @@ def test_features_of_torchvision_are_its_modules_and_those_of_timm_are_timm_s():
     info = timm.create_model("resnet18", features_only=True).feature_info
     ours = [(name, channels, stride) for name, channels, stride in timm_body(network="resnet18").feature_info]
     assert ours == [*zip(info.module_name(), info.channels(), info.reduction(), strict=True)]
+
+
+def test_a_body_that_runs_nothing_is_refused_by_name():
+    class Empty(Body):
+        """Forgot its forward."""
+
+    head = nn.Identity()
+    head.out_channels = 8
+    for use in (lambda body: body(torch.zeros(1, 3, 8, 8)), lambda body: SegmentationNetwork(body, head, 2)):
+        with pytest.raises(ValueError, match="^Empty has neither forward"):
+            use(Empty())
 
 
 def test_a_norm_that_would_write_over_a_feature_is_refused():
