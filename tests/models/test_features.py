@@ -122,8 +122,18 @@ def test_a_body_that_runs_nothing_is_refused_by_name():
 
 
 def test_a_norm_that_would_write_over_a_feature_is_refused():
-    body = small_densenet(partial(InPlaceABN, overwrite_input=True, backend="eager"))
-    images = torch.randn(2, 3, 64, 64)
-    body(images)
-    with pytest.raises(ValueError, match="wrote over its input, which is a feature"):
-        body(images, ["mod2", "mod5"])
+    overwriting, images = partial(InPlaceABN, overwrite_input=True, backend="eager"), torch.randn(2, 3, 64, 64)
+    for body in (small_densenet(overwriting), torchvision_body(overwriting, network="densenet121")):
+        body(images)
+        with pytest.raises(ValueError, match="wrote over its input, which is a feature"):
+            body(images, [names_of(body)[1], names_of(body)[-1]])
+
+
+def test_layers_without_blocks_give_features_however_activations_are_saved():
+    pytest.importorskip("timm")
+    body, images = timm_body(partial(ABN, activation="relu"), network="vgg11_bn"), torch.randn(2, 3, 64, 64)
+    names = names_of(body.eval())
+    expected = body(images, names)
+    for recompute in BLOCKS[1:]:
+        recompute_blocks(body, recompute)
+        assert all(map(torch.equal, body(images, names), expected)), recompute
