@@ -169,8 +169,9 @@ def count(file: Stored) -> int:
 
 
 def check_number(file: Stored, channels: int) -> None:
-    """ValueError if a file has another number of channels; one channel may be stored as three equal ones."""
-    if (found := count(file)) != channels and (found, channels) != (COLOURS, 1):
+    """ValueError if a file has another number of channels; one may be stored as three equal ones of one page."""
+    as_colours = channels == 1 and not (is_tiff(file) and len(_pages(file)) > 1)
+    if (found := count(file)) != channels and not (found == COLOURS and as_colours):
         raise ValueError(
             f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number of "
             f"every image, or convert this one."
