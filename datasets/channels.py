@@ -32,6 +32,7 @@ from datasets.reading import (
     decoding,
     levels_of,
     orientation,
+    pages,
     read,
     upright,
     values16,
@@ -125,6 +126,11 @@ def further_channels(file: Stored) -> int:
     return number if (further != further[:1, :1]).any() else 0
 
 
+def unread_pages(file: Stored, channels: int) -> int:
+    """How many pages or frames an image has of which only the first is read; 1 if all are, as a TIFF's may be."""
+    return 1 if channels != COLOURS and is_tiff(file) else pages(file)
+
+
 def visible(channels: int, shown: Sequence[int] | None = None) -> tuple[int, ...]:
     """The places of the channels that a picture shows as red, green and blue.
 
@@ -157,8 +163,8 @@ def count(file: Stored) -> int:
     if data.startswith(formats.PNG):
         number = _OF_PNG.get(data[25], 0)
     elif is_tiff(file):
-        pages = _pages(file)
-        number = 0 if _PALETTE in (tags.get(_INTERPRETATION) for tags in pages) else sum(map(_channels_of, pages))
+        its = _pages(file)
+        number = 0 if _PALETTE in (tags.get(_INTERPRETATION) for tags in its) else sum(map(_channels_of, its))
     else:
         with decoding(path, f"an image; expected {', '.join(PHOTOGRAPHS)}"):
             bands = Image.open(BytesIO(data), formats=PHOTOGRAPHS).getbands()
@@ -169,8 +175,9 @@ def count(file: Stored) -> int:
 
 
 def check_number(file: Stored, channels: int) -> None:
-    """ValueError if a file has another number of channels; one channel may be stored as three equal ones."""
-    if (found := count(file)) != channels and (found, channels) != (COLOURS, 1):
+    """ValueError if a file has another number of channels; one may be stored as three equal ones of one page."""
+    as_colours = channels == 1 and not (is_tiff(file) and len(_pages(file)) > 1)
+    if (found := count(file)) != channels and not (found == COLOURS and as_colours):
         raise ValueError(
             f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number of "
             f"every image, or convert this one."
@@ -256,8 +263,8 @@ def _channels_of(tags: Tags) -> int:
 def _tiff(file: Stored) -> np.ndarray:
     """The channels of all pages, uint8 or uint16 (H, W, channels)."""
     path, data = file
-    pages = _pages(file)
-    bits = {bits for tags in pages for bits in tags.get(_BITS, (1,))}
+    its = _pages(file)
+    bits = {bits for tags in its for bits in tags.get(_BITS, (1,))}
     others = (
         tags.get(_COMPRESSION, 1) not in _LOSSLESS
         or tags.get(_INTERPRETATION) not in _AS_STORED
@@ -265,15 +272,15 @@ def _tiff(file: Stored) -> np.ndarray:
         or {*tags.get(_KIND, (1,))} != {1}
         or tags.get(_FILL_ORDER, 1) != 1
         or tags.get(_PREDICTOR, 1) not in (1, 2)
-        for tags in pages
+        for tags in its
     )
     if any(others) or bits not in ({8}, {16}):
         raise ValueError(f"{path}: cannot be decoded as an image; expected {_EXPECTED['TIFF']}: convert it.")
     with decoding(path, f"an image; expected {_EXPECTED['TIFF']}"):
-        if pages[0][_WIDTH] * pages[0][_HEIGHT] > MOST_PIXELS:
+        if its[0][_WIDTH] * its[0][_HEIGHT] > MOST_PIXELS:
             raise Image.DecompressionBombError
-        found = np.concatenate([_page(data, tags) for tags in pages], axis=2)
-    return upright(found, pages[0].get(_ORIENTATION, 1))
+        found = np.concatenate([_page(data, tags) for tags in its], axis=2)
+    return upright(found, its[0].get(_ORIENTATION, 1))
 
 
 def _page(data: bytes, tags: Tags) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.file_list import FileList
-from datasets.reading import ALL_16, Range16, decode_image
+from datasets.reading import ALL_16, COLOURS, Range16, decode_image
 from datasets.segmentation import restorable
 
 
@@ -26,6 +26,7 @@ class ClassificationDataset(Dataset):
     label_ids = ()  # no label files
     numbering = ""  # no label files
     has_labels = True
+    channels, channels_key, shown = COLOURS, None, None  # always red, green and blue
 
     name: str
     split: str

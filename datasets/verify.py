@@ -22,7 +22,7 @@ from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.levels import doubts16, used16
-from datasets.reading import COLOURS, Range16, Stored, label_palette, pages, read
+from datasets.reading import COLOURS, Range16, Stored, label_palette, read
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
@@ -249,9 +249,7 @@ class _Seen(NamedTuple):
 def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
     problems, used, size, further = list[Problem](), None, None, 0
-    channels, has_key = COLOURS, False
-    if isinstance(dataset, SegmentationDataset):
-        channels, has_key = dataset.channels, dataset.channels_key is not None
+    path, channels = dataset.path(index), dataset.channels
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -259,20 +257,21 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         except ValueError as error:
             problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
         except Exception as error:  # it must not stop the check of the other files
-            where = readable(dataset.path(index))
+            where = readable(path)
             problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
         return None
 
-    read_file = partial(of_channels.read_file, photograph=dataset.turned, channels=channels)
-    file = attempted("unreadable image", restorable()(read_file), dataset.path(index))
-    paged = 1 if file is None or (channels != COLOURS and of_channels.is_tiff(file)) else pages(file)
+    read_file = restorable()(of_channels.read_file)
+    file = attempted("unreadable image", read_file, path, dataset.turned, channels)
+    paged = 1 if file is None else of_channels.unread_pages(file, channels)
     its_digest = 0 if file is None else digest(file.data)
     if file is not None:
         whole = decode or isinstance(dataset, ClassificationDataset)
         size = attempted("unreadable image", restorable()(_size), file, dataset.turned, whole, channels)
     if file is not None and size is not None and (decode or index % max(1, len(dataset) // _DEEP) == 0):
         used = attempted("unreadable image", used16, file, dataset.turned, channels)
-        further = of_channels.further_channels(file) if has_key and channels == COLOURS and paged == 1 else 0
+        if dataset.channels_key is not None and channels == COLOURS and paged == 1:
+            further = of_channels.further_channels(file)
     if isinstance(dataset, ClassificationDataset):
         return _Seen(problems, its_digest, used, paged, 0, size, np.zeros(0), None)
     entry, palette = dataset.files[index], None

@@ -83,7 +83,7 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str, ends: Sequenc
     tensors: Tensors = (x,)
     del x  # to free it after its last use
     checkpoints = recompute != "none" and torch.is_grad_enabled()
-    length = round(math.sqrt(len(blocks))) if recompute == "sqrt" else 1
+    length = round(math.sqrt(len(blocks))) or 1 if recompute == "sqrt" else 1
     begin, results, versions = 0, [], []
     for end in [len(blocks)] if ends is None else ends:
         for start in range(begin, end, length):
@@ -98,8 +98,8 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str, ends: Sequenc
 
 
 def _versions(tensors: Tensors) -> list[int]:
-    """How often each was written to; in inference mode and compiled code nobody counts."""
-    counts = not torch.compiler.is_compiling() and not any(tensor.is_inference() for tensor in tensors)
+    """How often each was written to; in inference mode, compiled code and symbolic traces nobody counts."""
+    counts = not torch.compiler.is_compiling() and all(isinstance(x, Tensor) and not x.is_inference() for x in tensors)
     return [tensor._version for tensor in tensors] if counts else []
 
 

@@ -92,7 +92,7 @@ def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> It
         loader = assemble.training_loader(config, dataset, steps, World(), start_step, index)
     for minibatch in loader:
         for name, image, label in zip(minibatch["name"], minibatch["image"], minibatch["label"].numpy(), strict=True):
-            crop = picture(image.permute(1, 2, 0).numpy(), getattr(dataset, "shown", None))
+            crop = picture(image.permute(1, 2, 0).numpy(), dataset.shown)
             if isinstance(dataset, ClassificationDataset):
                 yield f"{printable(name)}\n{printable(dataset.classes[label])}", crop, label
             else:

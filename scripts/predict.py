@@ -29,7 +29,7 @@ from datasets.file_list import files_in, unfit
 from datasets.folder import image_suffixes
 from datasets.layout import RARE, first_of
 from datasets.levels import doubts16, used16
-from datasets.reading import COLOURS, Range16, pages
+from datasets.reading import COLOURS, Range16
 from datasets.verify import several_pages
 from engine import assemble
 from engine.checkpoint.files import file_of
@@ -94,8 +94,7 @@ def predict(options: Prediction) -> list[Path]:
                     continue
                 started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
-                paged = network.channels == COLOURS or not of_channels.is_tiff(stored)  # whose pages are channels
-                several |= {shown: count} if paged and (count := pages(stored)) > 1 else {}
+                several |= {shown: count} if (count := of_channels.unread_pages(stored, network.channels)) > 1 else {}
                 picture = of_channels.picture(image, network.shown)
                 add = partial(page.add, shown, picture) if options.report else None
                 if isinstance(network, Segmenter):

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,8 @@ class Body(nn.Module):
         stages: their number.
         recompute: how the blocks are checkpointed, see `recompute_blocks`.
         feature_info: what `forward` can give, in the order of computing: the output of every stage, mod2, …. The last
-            is the body's result, after the final norm. A subclass with a `forward` of its own has that one alone.
+            is the body's result, after the final norm. A subclass with a `forward` of its own has that one alone, and
+            so has one with `maps` that does not call `note_stages`.
 
     Constructors raise ValueError if an option has a value that their documentation does not list.
     """
@@ -63,14 +65,16 @@ class Body(nn.Module):
 
     @property
     def feature_info(self) -> tuple[Feature, ...]:
-        """See the attributes."""
+        """See the attributes. ValueError: a subclass has no stages, and neither `maps` nor `forward`."""
+        own = type(self)
+        if not self._feature_info and own.forward is Body.forward and own.maps is Body.maps:
+            raise ValueError(f"{own.__name__} has neither forward() nor maps(), and notes no stages: see note_stages()")
         return self._feature_info or (Feature("last", self.out_channels, self.output_stride),)
 
-    def note_stages(self, stem_stride: int, stages: Iterable[tuple[int, int]]) -> None:
+    def note_stages(self, stem_stride: int, channels: Iterable[int], strides: Iterable[int]) -> None:
         """Set `feature_info` from the channels and the stride of each stage, mod2, …"""
-        channels, strides = zip(*stages, strict=True)
-        reached = list(accumulate(strides, lambda product, stride: product * stride, initial=stem_stride))[1:]
-        names = (f"mod{number}" for number in range(2, len(channels) + 2))
+        _, *reached = accumulate(strides, mul, initial=stem_stride)
+        names = (f"mod{number}" for number in range(2, len(reached) + 2))
         self._feature_info = tuple(map(Feature, names, channels, reached))
 
     def forward(self, images: Tensor, features: Sequence[str] | None = None) -> Tensor | tuple[Tensor, ...]:
@@ -90,8 +94,22 @@ class Body(nn.Module):
         return tuple(maps[known.index(name) + 1] for name in features)
 
     def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
-        """The features with these numbers, counted from 1, ascending. A subclass has this, or `forward`."""
-        raise NotImplementedError
+        """The features with these numbers, counted from 1, ascending: of the stages, up to the last of `ends`.
+
+        Only the first stage holds the stem's output. The last stage's result is `normed`.
+        """
+        stages = self.stage_units()
+        after = [sum(map(len, stages[:end])) for end in ends]
+        results = run_blocks([unit for stage in stages for unit in stage], self.mod1(images), self.recompute, after)
+        maps = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in results]
+        del results
+        if ends[-1] == self.stages:
+            maps[-1] = self.normed(maps[-1])
+        return maps
+
+    def stage_units(self) -> list[list[Block]]:
+        """The units of each stage, see `units_of`. Several results of a unit are concatenated where a stage ends."""
+        return [units_of([stage], self.recompute) for stage in self.stage_modules()]
 
     def classified(self, features: Tensor) -> Tensor:
         """Features (N, out_channels, ceil(H / output_stride), …), or their logits (N, classes)."""
@@ -100,25 +118,6 @@ class Body(nn.Module):
     def stage_modules(self) -> list[nn.Sequential]:
         """mod2, mod3, …"""
         return [getattr(self, f"mod{number}") for number in range(2, self.stages + 2)]
-
-    def run_stages(
-        self, images: Tensor, ends: Sequence[int], stages: Sequence[Sequence[Block]] | None = None
-    ) -> list[Tensor]:
-        """Run the stem and the stages up to the last of `ends`. Only the first stage holds the stem's output.
-
-        `stages`: the units of each, see `units_of`, which are the default. Several results of a unit are concatenated
-        where a stage ends. The last stage's result is `normed`.
-        """
-        if stages is None:
-            stages = [units_of([stage], self.recompute) for stage in self.stage_modules()]
-        units = [unit for stage in stages for unit in stage]
-        after = [sum(map(len, stages[:end])) for end in ends]
-        results = run_blocks(units, self.mod1(images), self.recompute, after)
-        maps = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in results]
-        del results
-        if ends[-1] == self.stages:
-            maps[-1] = self.normed(maps[-1])
-        return maps
 
     def normed(self, x: Tensor) -> Tensor:
         """The last stage's output after the final norm `bn_out`, if there is one."""

@@ -99,20 +99,17 @@ class DenseNet(Body):
             in_channels = module.out_channels
             widths.append(in_channels)
         self.bn_out = norm_act(in_channels)
-        self.note_stages(STEM_STRIDES[stem], zip(widths, (stride for stride, _ in strides), strict=True))
+        self.note_stages(STEM_STRIDES[stem], widths, (stride for stride, _ in strides))
         self.add_classifier(in_channels, classes)
         initialise(self)
 
-    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
-        """See `Body.maps`."""
+    def stage_units(self) -> list[list[Block]]:
+        """See `Body.stage_units`."""
         transitions = [None, *(getattr(self, f"tra{number}") for number in range(2, self.stages + 1))]
         pairs: Any = zip(transitions, self.stage_modules(), strict=True)
-        stages: list[list[Block]]
         if self.recompute == "none":
-            stages = [[partial(_after, transition, module)] for transition, module in pairs]
-        else:
-            stages = [module.layers(transition) for transition, module in pairs]
-        return self.run_stages(images, ends, stages)  # the stem has stride 4, or 1 with CIFAR's
+            return [[partial(_after, transition, module)] for transition, module in pairs]
+        return [module.layers(transition) for transition, module in pairs]
 
 
 def _after(transition: nn.Module | None, module: nn.Module, x: Tensor) -> Tensor:

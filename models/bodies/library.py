@@ -111,26 +111,21 @@ class LibraryBody(Body):
         if not self.rounds_up:
             height, width = images.shape[2:]
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
-        after = [self._ends[end - 1] for end in ends]  # numbers of parts
-        parts, maps, begin, x = self.parts(), [], 0, images
+        between = pairwise([0, *(self._ends[end - 1] for end in ends)])  # numbers of parts
+        segments = [partial(self._run_parts, begin, end) for begin, end in between]
+        return [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
+
+    def _run_parts(self, begin: int, end: int, x: Tensor) -> Tensor:
+        """Run parts from `begin` to `end`. Layers before the first block and after the last are never checkpointed."""
+        if self.recompute == "none":
+            return _run(self._whole(begin, end), x)
+        parts = self.parts()
         blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
-        first, last = blocks[0], blocks[-1] + 1
-        for end in [end for end in after if self.recompute == "none" or end <= first]:
-            x = _run(self._whole(begin, end), x)
-            maps.append(x)
-            begin = end
-        if len(maps) < len(after):
-            # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
-            stops = [end for end in after if first < end < last] + [last]
-            cuts = sorted({first, *(index + 1 for index in blocks), *stops})
-            units = [partial(_chain, *parts[one:other]) for one, other in pairwise(cuts)]
-            if after[-1] < last:
-                stops.pop()
-            numbers = [cuts.index(stop) for stop in stops]
-            maps += [y for (y,) in run_blocks(units, _run(parts[begin:first], x), self.recompute, numbers)]
-            if after[-1] >= last:
-                maps[-1] = _run(parts[last : after[-1]], maps[-1])
-        return maps
+        # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
+        cuts = [min(max(cut, begin), end) for cut in (blocks[0], *(index + 1 for index in blocks))]
+        units = [partial(_chain, *parts[one:other]) for one, other in pairwise(cuts) if one < other]
+        ((x,),) = run_blocks(units, _run(parts[begin : cuts[0]], x), self.recompute)
+        return _run(parts[cuts[-1] : end], x)
 
     def _whole(self, begin: int, end: int) -> list[nn.Module]:
         """Parts from `begin` to `end`; all of a module's are the module, so that its hooks fire."""

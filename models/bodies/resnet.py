@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor
-
 from keepless import InPlaceABN
 from models.blocks import Convolutions, IdentityResidualBlock, NormAct, ResidualBlock, residual_stage
 from models.bodies.body import Body
@@ -57,13 +55,9 @@ class ResNet(Body):
             in_channels = convs.channels[-1]
         self.bn_out = norm_act(in_channels) if preactivation else None
         widths = [base_channels[-1] * 2**index for index in range(self.stages)]
-        self.note_stages(STEM_STRIDES[stem], zip(widths, (stride for stride, _ in strides), strict=True))
+        self.note_stages(STEM_STRIDES[stem], widths, (stride for stride, _ in strides))
         self.add_classifier(in_channels, classes)
         initialise(self)
-
-    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
-        """See `Body.maps`."""
-        return self.run_stages(images, ends)  # the stem has stride 4, or 1 with CIFAR's
 
 
 resnet18 = partial(ResNet, structure=(2, 2, 2, 2), base_channels=(64, 64))  # 11,176,512 parameters without classifier

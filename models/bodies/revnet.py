@@ -70,15 +70,14 @@ class RevNet(Body):
             in_channels = widths[-1]
         del self.get_submodule("mod2.block1.Fm").bn1  # the stem ends in a norm and activation
         self.bn_out = norm_act(in_channels)
-        outputs = zip((widths[-1] for widths in channels), (stride for stride, _ in strides), strict=True)
-        self.note_stages(STEM_STRIDES[stem], outputs)
+        self.note_stages(STEM_STRIDES[stem], (widths[-1] for widths in channels), (stride for stride, _ in strides))
         self.add_classifier(in_channels, classes)
         initialise_truncated(self)
 
     def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
         """See `Body.maps`."""
         if not self.reversible:
-            return self.run_stages(images, ends)
+            return super().maps(images, ends)
         blocks, begin, maps, x = self.reversible_blocks, 0, [], images
         for number in ends:
             # Blocks after the stages up to this one. The chain goes on from what was returned, which it does not free.

@@ -68,18 +68,18 @@ class WiderResNet(Body):
             in_channels = stage_channels[-1]
         self.bn_out = norm_act(in_channels)
         halved = (2 if number in pooled else stride for number, (stride, _) in enumerate(strides, start=2))
-        self.note_stages(1, zip((widths[-1] for widths in channels), halved, strict=True))
+        self.note_stages(1, (widths[-1] for widths in channels), halved)
         self.add_classifier(in_channels, classes)
         initialise(self)
 
-    def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
-        """See `Body.maps`."""
+    def stage_units(self) -> list[list[Block]]:
+        """See `Body.stage_units`."""
         stages: list[list[Block]] = []
         for number, stage in enumerate(self.stage_modules(), start=2):
             first, *others = units_of([stage], self.recompute)
             pool = getattr(self, f"pool{number}", None)
             stages.append([first if pool is None else partial(_pooled, pool, first), *others])
-        return self.run_stages(images, ends, stages)
+        return stages
 
 
 def _pooled(pool: nn.Module, block: Block, x: Tensor) -> Tensor:

@@ -163,6 +163,8 @@ def test_one_channel_takes_gray_and_equal_colours(tmp_path):
     Image.fromarray(values(3)).save(tmp_path / "colour.png")
     with pytest.raises(ValueError, match=r"colour.png: has 3 channels that differ, expected 1: gray, or RGB of equal"):
         decode(tmp_path / "colour.png", turned=True, channels=1)
+    with pytest.raises(ValueError, match="has 3 channels, expected 1"):  # of which the first page alone would be read
+        decode(written(tmp_path / "x.pages.tif", values(3)), channels=1)
 
 
 def palette(path: Path) -> None:

@@ -8,8 +8,9 @@ import torchvision
 from torch import nn
 
 from keepless import ABN, InPlaceABN
-from models.bodies import timm_body, torchvision_body
+from models.bodies import Body, timm_body, torchvision_body
 from models.recomputation import BLOCKS, recompute_blocks
+from models.segmentation import SegmentationNetwork
 from tests.bodies import SMALL_BODIES, small_densenet, small_revnet
 from tests.models.test_recomputation import BODIES
 
@@ -109,9 +110,30 @@ def test_features_of_torchvision_are_its_modules_and_those_of_timm_are_timm_s():
     assert ours == [*zip(info.module_name(), info.channels(), info.reduction(), strict=True)]
 
 
+def test_a_body_that_runs_nothing_is_refused_by_name():
+    class Empty(Body):
+        """Forgot its forward."""
+
+    head = nn.Identity()
+    head.out_channels = 8
+    for use in (lambda body: body(torch.zeros(1, 3, 8, 8)), lambda body: SegmentationNetwork(body, head, 2)):
+        with pytest.raises(ValueError, match="^Empty has neither forward"):
+            use(Empty())
+
+
 def test_a_norm_that_would_write_over_a_feature_is_refused():
-    body = small_densenet(partial(InPlaceABN, overwrite_input=True, backend="eager"))
-    images = torch.randn(2, 3, 64, 64)
-    body(images)
-    with pytest.raises(ValueError, match="wrote over its input, which is a feature"):
-        body(images, ["mod2", "mod5"])
+    overwriting, images = partial(InPlaceABN, overwrite_input=True, backend="eager"), torch.randn(2, 3, 64, 64)
+    for body in (small_densenet(overwriting), torchvision_body(overwriting, network="densenet121")):
+        body(images)
+        with pytest.raises(ValueError, match="wrote over its input, which is a feature"):
+            body(images, [names_of(body)[1], names_of(body)[-1]])
+
+
+def test_layers_without_blocks_give_features_however_activations_are_saved():
+    pytest.importorskip("timm")
+    body, images = timm_body(partial(ABN, activation="relu"), network="vgg11_bn"), torch.randn(2, 3, 64, 64)
+    names = names_of(body.eval())
+    expected = body(images, names)
+    for recompute in BLOCKS[1:]:
+        recompute_blocks(body, recompute)
+        assert all(map(torch.equal, body(images, names), expected)), recompute
