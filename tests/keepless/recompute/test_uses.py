@@ -306,6 +306,30 @@ def test_memory_is_back_after_every_step(any_networks):
         gc.enable()
 
 
+def test_two_heads_are_differentiated_one_after_the_other():
+    """Neither pass retains the graph: each reaches its own head alone, and both read the trunk's output."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.heads = small(), nn.ModuleList(nn.Sequential(Block(2), Block(2)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            x = F.gelu(self.trunk(x))
+            return [head(x).square().mean() for head in self.heads]
+
+    plain = Heads()
+    for budget in (None, 0.6):
+        results = []
+        for network in both(copy.deepcopy(plain), budget=budget):
+            for _ in range(2):  # a plan is in force
+                losses = network(IMAGES)
+                results.append([])
+                for loss, head in zip(losses, network.heads, strict=True):
+                    results[-1] += torch.autograd.grad(loss, list(head.parameters()))
+        assert all(torch.equal(*pair) for one in results for pair in zip(one, results[-1], strict=True))
+
+
 def test_copies_and_pickles(networks):
     prepared, plain = networks
     others = [plain, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
