@@ -4,7 +4,7 @@
 
 Each text is between `<!-- NAME start -->` and `<!-- NAME end -->`. Its numbers come from the records in docs/results,
 or are counted now, on fake tensors. A block named `kept` stays as it is: the code that wrote it is gone. Numbers in the
-prose are written where docs/results/numbers.yaml lists them.
+prose are written where `scripts.evidence.sentences` lists them.
 """
 
 import json
@@ -30,6 +30,7 @@ from scripts.evidence import (
     steps,
     tables,
 )
+from scripts.evidence.sentences import QUOTED, SENTENCES
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS, Benchmark, calls_text
 from scripts.reports.markdown import unfolded
@@ -95,10 +96,11 @@ class NoKeys:
 def main(_: NoKeys) -> None:
     for document in DOCUMENTS:
         write_file(document, written(document.read_text()))
-    for page in numbers.pages():
-        write_file(page, numbers.written(page, page.read_text()))
-        for number in numbers.without_source(page, page.read_text()):
-            print(f"{page.name}: no entry of numbers.yaml has {number}")
+    for name, own in SENTENCES.items():
+        page = papers.REPOSITORY / name
+        write_file(page, text := numbers.written(own, page.read_text()))
+        for number in numbers.without_source(own, QUOTED[name], text) if name in QUOTED else []:
+            print(f"{name}: no sentence of scripts/evidence/sentences.py has {number}")
 
 
 if __name__ == "__main__":
