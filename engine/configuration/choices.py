@@ -19,12 +19,11 @@ PAPER = ("table", "row", "command", "hardware", "steps", "planned", "eval", "sou
 
 
 def groups_in(command: str) -> dict[str, str | None]:
-    """{group: default choice} of configs/COMMAND.yaml, sorted; empty if a command has no such file."""
+    """{group: default choice} of configs/COMMAND.yaml, in its order; empty if a command has no such file."""
     file = CONFIGS / f"{command}.yaml"
     entries = OmegaConf.load(file).defaults if file.is_file() else ()
     given = (pair for entry in entries if isinstance(entry, DictConfig) for pair in entry.items())
-    chosen = {str(group): name or None for group, name in given}  # null and [] choose nothing
-    return dict(sorted(chosen.items()))
+    return {str(group): name or None for group, name in given}  # null and [] choose nothing
 
 
 def folders() -> list[Path]:

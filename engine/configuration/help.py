@@ -13,9 +13,11 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from engine.configuration.choices import about_choice, choices, groups_in
+from engine.schema.evaluation import CLASSIFICATION, SEGMENTATION
 from engine.schema.keys import Declared, Keys, expected
 
 LONGEST_VALUE = 50
+TASKS = (SEGMENTATION, CLASSIFICATION)
 
 
 def help_text(about: str, command: str, schema: type, values: DictConfig) -> str:
@@ -30,9 +32,14 @@ def help_text(about: str, command: str, schema: type, values: DictConfig) -> str
 
 
 def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
-    """(group=choice, its meaning), the default of each group first; experiments by folder."""
-    advice = sentences(schema)
-    for group, default in groups_in(command).items():
+    """(group=choice, its meaning), the default of each group first; experiments by folder, before all.
+
+    Choices that are meant for other tasks are left out, such as bodies for small images of one class.
+    """
+    advice, groups = sentences(schema), groups_in(command)
+    own = getattr(schema, "task", None)
+    others = tuple(f"For {task}: " for task in TASKS if own not in (None, task))
+    for group, default in sorted(groups.items(), key=lambda item: item[0] != "experiment"):
         names = choices(group, schema)
         if group == "experiment":
             for folder, found in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
@@ -40,12 +47,13 @@ def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
                     yield from ((f"{group}={name}", about_choice(group, name)) for name in found)
                     continue
                 count = len([*found])
-                yield f"{group}={folder}/…", f"{count} experiment{'s' * (count > 1)}: files of configs/{group}/{folder}"
+                yield f"{group}={folder}/…", f"{count} experiment{'s' * (count > 1)}: configs/{group}/{folder}"
             continue
         if group in advice:
             yield group, advice[group]
         for name in sorted(names, key=lambda name: name != default):
-            yield f"{group}={name}{' *' * (name == default)}", about_choice(group, name)
+            if not (said := about_choice(group, name)).startswith(others):
+                yield f"{group}={name}{' *' * (name == default)}", said.removeprefix(f"For {own}: ")
 
 
 def _keys(values: DictConfig, prefix: str = "", used: Sequence[str] = ()) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from hydra._internal.config_repository import CachingConfigRepository
 
 from engine.configuration.choices import CONFIGS, choices, groups_in
 from engine.configuration.command_line import checked, composed
-from engine.configuration.help import as_text, sentences
+from engine.configuration.help import as_text, help_text, sentences
 from engine.process.console import logger
 from engine.process.stopping import EXIT_CODE, Preempted
 from engine.schema.classification import ClassificationRun
@@ -94,6 +94,14 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
         if default is not None:
             assert next(choice for choice in chosen if choice.startswith(f"{group}=")) == f"{group}={default}"
             assert groups[f"{group}={default}"].startswith("* ")
+
+
+def test_help_leaves_out_the_choices_for_other_tasks_and_puts_experiments_first():
+    schemas = {"train_seg": SegmentationRun, "train_imagenet": ClassificationRun}
+    texts = [help_text("", name, schema, composed(name)) for name, schema in schemas.items()]
+    assert ["body=revnet_tiny" in text for text in texts] == [False, True]
+    for text in texts:
+        assert "For classification:" not in text and [*listed(text, "Groups")][0].startswith("experiment=")
 
 
 def test_a_right_command_asks_for_no_messages_and_no_words_of_other_programs(monkeypatch):
