@@ -22,7 +22,7 @@ CPU_PARTS = ("switches", "norms", "allocation", "recompute", "compile")  # of GR
 ROOMS = ("engine", "models", "keepless", "datasets", "scripts")
 # They trace whole networks, or compose every experiment; test_tables.py makes one of these tables.
 WRITE = "the page is not what its records give: python -m scripts.evidence.documents writes it again"
-SLOW_BLOCKS = {"bodies", "recomputation", tables.LEFT_OUT, *papers.TABLES}
+SLOW_BLOCKS = {"bodies", "recomputation", "printed", tables.LEFT_OUT, *papers.TABLES}
 
 
 @pytest.mark.parametrize("document", documents.DOCUMENTS, ids=lambda path: path.stem)

@@ -46,8 +46,8 @@ class Trainer:
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)  # write checkpoints/last.pt this often
     log_every_steps: int = key(20, above=0, free_on_resume=True)  # record loss and speed this often
     device: str = key("auto", one_of=DEVICES, per_machine=True)  # auto: CUDA if there is a device
-    # bfloat16 and float16 use autocast; float16 also scales the loss. Choose bfloat16 on GPUs from Ampere on, float16
-    # on earlier ones, float32 on CPUs.
+    # bfloat16 and float16 use autocast; float16 also scales the loss. Choose bfloat16 on GPUs from Ampere on and CPUs
+    # with instructions for it, float16 on earlier GPUs, float32 on other CPUs.
     precision: str = key("float32", one_of=PRECISIONS)
     tf32: bool = True  # on CUDA, convolutions and matrix products multiply float32 with 10-bit mantissas
     channels_last: bool = True  # memory format of activations; false: contiguous

@@ -7,13 +7,19 @@ or are counted now, on fake tensors. A block named `kept` stays as it is: the co
 prose are written where `scripts.evidence.sentences` lists them.
 """
 
+import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import keepless
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from scripts.compare_runs import compared, report
@@ -33,7 +39,7 @@ from scripts.evidence import (
 from scripts.evidence.sentences import QUOTED, SENTENCES
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS, Benchmark, calls_text
-from scripts.reports.markdown import unfolded
+from scripts.reports.markdown import table, unfolded
 
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # name, mark, text
 NAMES = ("README", "docs/keepless", "docs/memory", "docs/training")
@@ -45,6 +51,10 @@ RECORDS = {own.name: RESULTS / f"{own.name}.json" for own in BENCHMARKS}
 RECORDS |= {name: RESULTS / "networks" / f"{name}.json" for name in ("bounds", "repetition")}
 RECORDS["fit"] = RESULTS / "memory_plan" / "fit.json"
 KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it
+FUNCTIONS = (
+    *("recompute_activations", "plan", "fit", "report", "undo", "recomputing", "before_capture", "share_plans"),
+    *("to_inplace", "to_standard", "renew_statistics", "from_released", "upsampled_cross_entropy"),
+)
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
 COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results
 
@@ -76,11 +86,39 @@ def benchmark_text(benchmark: Benchmark, _: str) -> str:
     return calls_text(benchmark, json.loads(file.read_text()), name) if file.is_file() else ""
 
 
+def printed(before: str) -> str:
+    """A module, a command that takes it, and what the command prints now."""
+    kept = re.match(r"(?s)```py\n(.*?)```\n```\n\$ python -m (.*?)\n", before)
+    assert kept is not None, before
+    module, *_ = re.findall(r"(\w+):", kept[2])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, f"{module}.py").write_text(kept[1])
+        command = [sys.executable, "-m", *shlex.split(kept[2])]
+        ended = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True, text=True)
+    return f"{kept[0]}{ended.stdout}```"
+
+
+def functions(_: str) -> str:
+    """The functions of keepless with their arguments, and the first sentence about each."""
+    rows = []
+    for name in FUNCTIONS:
+        function = getattr(keepless, name)
+        names = []
+        for each in inspect.signature(function).parameters.values():
+            default = "" if each.default is each.empty else f"={getattr(each.default, '__name__', repr(each.default))}"
+            names.append(each.name + default)
+        about = re.split(r"(?<=\.) (?=[A-Z])", " ".join(function.__doc__.split()).replace("|", r"\|"))[0]
+        rows.append([f"`{name}({', '.join(names)})`", about])
+    return table(["function", "what it does"], rows, left=2)
+
+
 # By name: text in the block -> its new text.
 BLOCKS: dict[str, Callable[[str], str]] = {
     "bodies": lambda _: counted.bodies_table(),
     "recomputation": lambda _: counted.recomputation_table(),
     KEPT: str,
+    "printed": printed,
+    "functions": functions,
     **{name: partial(comparison, name) for name in COMPARISONS},
     **{own.name: partial(benchmark_text, own) for own in BENCHMARKS},
     **{name: partial(lambda name, _: tables.of_results()[name], name) for name in (*papers.TABLES, tables.LEFT_OUT)},

@@ -447,6 +447,7 @@ SENTENCES: dict[str, list[Sentence]] = {
         ),
     ],
     "docs/tour.md": [
+        Sentence("ends at {:.1f}. ```", lambda: last("camvid/norms/inplace")),
         Sentence(
             "ends at {:.1f} mIoU after {:.0f} minutes on",
             lambda: (mean(scores(LITE0)), mean(runs(LITE0, "training", "minutes"))),
