@@ -8,7 +8,7 @@ PEER := $(CURDIR)/.peer
 SCALAR := TORCHINDUCTOR_VEC_ISA_OK=0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all peer lint
+.PHONY: help install demo test test-all mutants peer lint
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,6 +25,9 @@ test: $(INSTALLED)  ## run the tests (5 minutes on two cores); PYTEST="-k name" 
 
 test-all: $(INSTALLED)  ## run the slow tests too (half an hour on two cores)
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu" $(PYTEST)
+
+mutants: $(INSTALLED)  ## change the code in 200 places, one at a time, and list what no test notices (half an hour on two cores)
+	$(SCALAR) $(VENV)/bin/python -m tests.mutants $(MUTANTS)
 
 peer: $(INSTALLED)  ## build the released inplace_abn against the installed PyTorch and compare with it (6 minutes, a C++ compiler)
 	@test -d $(PEER)/inplace_abn || $(VENV)/bin/python -m pip install --quiet --no-deps --target $(PEER)/tools setuptools-scm vcs-versioning
