@@ -87,6 +87,13 @@ class SegmentationNetwork(nn.Module):
         auxiliary = getattr(self.head, "auxiliary", None)
         return (self.stride, *([] if auxiliary is None else [self._read_by(auxiliary)[0].stride]))
 
+    @property
+    def unread(self) -> str:
+        """The name of the body's last feature, if no head reads it: layers on the way to it get no gradients. Or ""."""
+        heads = filter(None, (self.head, getattr(self.head, "auxiliary", None)))
+        (last,) = features_read(self.body, (-1,), "")
+        return "" if any(last in self._read_by(head) for head in heads) else last.name
+
     def _read_by(self, module: nn.Module) -> list[Feature]:
         return features_read(self.body, getattr(module, "reads", (-1,)), type(module).__name__)
 

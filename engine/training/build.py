@@ -61,6 +61,11 @@ def learner_of(
     if captures:
         captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, _repeats(trainer), trainer.capture is True)
     elif world.size > 1:
+        if name := getattr(plain.network, "unread", ""):
+            raise ValueError(
+                f"no head reads {name}, the last feature of the body, so its layers get no gradients, for which processes "
+                f"wait: let the head read it too (reads = (…, -1)), choose a shorter body, or train on one device"
+            )
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
         trained = data_parallel(trained, world.device, fixed_buckets)
     optimizer = optimization.optimizer(config.optim, plain.network, config.head_modules)

@@ -172,3 +172,12 @@ def test_wrong_gradients_of_compiled_bfloat16_are_refused(monkeypatch):
     make = functools.partial(assemble.network_of, config, 5)
     with pytest.raises(ValueError, match="wrong gradients of body.mod4.block1.convs.conv2, a dilated"):
         build.learner(config, make, one_epoch(10), World())
+
+
+def test_layers_without_gradients_are_refused_where_ranks_would_wait_for_them():
+    config = run_config("run_dir=unused", "norm.backend=eager", "head.hidden_channels=8")
+    network = assemble.network_of(config, 5)
+    network.head.reads = (4,)
+    assert network.unread == "mod5"
+    with pytest.raises(ValueError, match="no head reads mod5, the last feature of the body"):
+        build.learner(config, lambda: network, one_epoch(2), World(size=2))

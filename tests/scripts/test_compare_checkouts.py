@@ -5,7 +5,7 @@ import json
 import torch
 from PIL import Image
 
-from tests.compare_checkouts import COMMANDS, IGNORED, leaves, read
+from scripts.compare_checkouts import COMMANDS, IGNORED, leaves, read
 from tests.runs import checked
 
 

@@ -1,6 +1,6 @@
 """Run the same short commands in two checkouts of this project, and name every result that differs by a bit:
 
-    python -m tests.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md
+    python -m scripts.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md
 
 `camvid` is that dataset's folder. What is `IGNORED`, such as times, is no result. Exit status 1: some results differ.
 """
