@@ -63,8 +63,8 @@ def learner_of(
     elif world.size > 1:
         if name := getattr(plain.network, "unread", ""):
             raise ValueError(
-                f"no head reads {name}, the last feature of the body, so its layers get no gradients, for which processes "
-                f"wait: let the head read it too (reads = (…, -1)), choose a shorter body, or train on one device"
+                f"no head reads {name}, the last feature of the body, so its layers get no gradients, for which "
+                f"processes wait: let the head read it too (reads = (…, -1)), choose a shorter body, or train on one device"
             )
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
         trained = data_parallel(trained, world.device, fixed_buckets)
