@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import MISSING
@@ -147,8 +148,19 @@ def onnx_model(program: ExportedProgram, about: str, size: Sequence[int] | None)
     except ImportError as error:  # torch.onnx's own error derives from it
         raise ValueError(f"format=onnx needs packages ({error}): {_INSTALL}") from error
     assert made is not None
+    _in_one_dtype(made.model)
     made.model.metadata_props["network"] = about
     return made.model_proto.SerializeToString()
+
+
+def _in_one_dtype(model: Any) -> None:
+    """Mend float16 convolutions into which onnxscript 0.7 has folded float32 norms: their weights are float32 then."""
+    for node in model.graph:
+        for weight in node.inputs[1:] if node.op_type == "Conv" else ():
+            dtype = node.inputs[0].dtype
+            if weight.const_value is not None and weight.dtype != dtype:
+                values = weight.const_value.numpy().astype(dtype.numpy())
+                weight.const_value, weight.dtype = type(weight.const_value)(values, name=weight.name), dtype
 
 
 def run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:

@@ -40,9 +40,11 @@ def learner_of(
     return Learner(network, forward, optimizer, scheduler, scaler, **options)
 
 
-def minibatch(number: int = 0, crops: int = 4, size: int = 8, device: str = "cpu") -> dict[str, torch.Tensor]:
+def minibatch(
+    number: int = 0, crops: int = 4, size: int = 8, device: str = "cpu", channels: int = 3
+) -> dict[str, torch.Tensor]:
     """Random images, and labels of five classes."""
     generator = torch.Generator().manual_seed(number)
-    images = torch.randint(0, 256, (crops, 3, size, size), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (crops, channels, size, size), dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, 5, (crops, size, size), dtype=torch.uint8, generator=generator)
     return {"image": images.to(device), "label": labels.to(device)}

@@ -31,6 +31,8 @@ def checkpoints(tmp_path_factory):
         (classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", *TINY), {}),
     ):
         saved(folder / f"{config.task}.pt", config, NAMES, **more, step=7)
+    four = ("data.channels=4", "data.mean=[0.5,0.4,0.3,0.2]", "data.std=[0.2,0.2,0.2,0.3]")
+    saved(folder / "four.pt", run_config("data=folder", *four, *TINY, *HEAD), NAMES, palette=palette, step=7)
     return folder
 
 
@@ -75,7 +77,7 @@ def test_an_export_runs_in_a_fresh_process_with_torch_alone(checkpoints, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("argmax=true",), ("precision=float16",), ("size=[40,64]",)])
-@pytest.mark.parametrize("task", ["segmentation", "classification"])
+@pytest.mark.parametrize("task", ["segmentation", "classification", "four"])
 def test_an_onnx_model_computes_the_same_at_other_sizes(checkpoints, task, options, tmp_path):
     """The command compares it in onnxruntime before it writes it."""
     pytest.importorskip("onnxscript")
@@ -83,9 +85,10 @@ def test_an_onnx_model_computes_the_same_at_other_sizes(checkpoints, task, optio
     about = run(checkpoints / f"{task}.pt", tmp_path / "net.onnx", "format=onnx", *options)
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
     sides = [40, 64] if "size=[40,64]" in options else ["height", "width"]
-    assert session.get_inputs()[0].shape == ["batch", 3, *sides]
+    channels = 4 if task == "four" else 3
+    assert session.get_inputs()[0].shape == ["batch", channels, *sides]
     assert json.loads(session.get_modelmeta().custom_metadata_map["network"]) == about
-    images = 255 * torch.rand(1, 3, 40, 64)
+    images = 255 * torch.rand(1, channels, 40, 64)
     found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
     expected = open_network(checkpoints / f"{task}.pt")(images)
     if options == ("argmax=true",):

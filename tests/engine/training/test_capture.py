@@ -68,7 +68,7 @@ def small_learner(captured: bool = False, precision: str = "float32", extra: nn.
     return learner
 
 
-def losses_of(learner: Learner, steps: int, loss: Loss = CROSS_ENTROPY) -> list[float]:
+def losses_of(learner: Learner, steps: int, loss: Loss = CROSS_ENTROPY, channels: int = 3) -> list[float]:
     """Return the losses of steps that are captured from the fourth on, and again after the sixth."""
     found = []
     for number in range(steps):
@@ -76,7 +76,8 @@ def losses_of(learner: Learner, steps: int, loss: Loss = CROSS_ENTROPY) -> list[
             learner.captured.begin()
         if learner.captured is not None and number == 6:
             learner.captured.release()  # for an evaluation
-        outcome = train_step(learner, loss, minibatch(number), minibatch_size=4, world=World())
+        images = minibatch(number, channels=channels)
+        outcome = train_step(learner, loss, images, minibatch_size=4, world=World())
         found.append(learner.read(outcome)[0])
     return found
 
@@ -105,8 +106,15 @@ def test_a_weight_that_is_used_twice_is_cast_as_often_as_in_eager_steps():
     assert same(captured.network.state_dict(), eager.network.state_dict())
 
 
-@pytest.mark.parametrize("words", [("norm=std", "trainer.recompute=activations"), ("body=revnet_tiny", "norm=std")])
-def test_recomputed_and_reversible_steps_read_nothing_that_was_freed(words):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("norm=std", "trainer.recompute=activations"),
+        ("body=revnet_tiny", "norm=std"),
+        ("data=folder", "data.channels=6", "data.mean=[0.5,0.5,0.5,0.5,0.5,0.5]", "data.std=[1,1,1,1,1,1]"),
+    ],
+)
+def test_recomputed_and_reversible_steps_and_those_of_six_channels_read_nothing_that_was_freed(words):
     """A graph does not keep what a recomputation reads. Here the stand-in asserts that somebody does."""
     config = run_config(*SHORT, "body=resnext_tiny", "norm.backend=eager", "head.hidden_channels=8", *words)
     losses = []
@@ -115,7 +123,7 @@ def test_recomputed_and_reversible_steps_read_nothing_that_was_freed(words):
         learner = build.learner(config, make, one_epoch(50), World())
         if captured:
             learner.captured = CapturedMicroBatches(learner.network, ADVICE, record=recorded_on(learner.network))
-        losses.append(losses_of(learner, 8, SUMMED))
+        losses.append(losses_of(learner, 8, SUMMED, config.data.channels))
     assert losses[0] == losses[1]
 
 
