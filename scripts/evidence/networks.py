@@ -2,7 +2,7 @@
 
     python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
-    python -m scripts.evidence.networks only=[transformers/bert] gradients=freed out=FILE.json
+    python -m scripts.evidence.networks only=[vit_b_16] gradients=freed out=FILE.json
     python -m scripts.evidence.networks only=[resnet50] shares=[.3,.4,.5,.6,.8] precisions=[bfloat16] out=FILE.json
 
 FILE.png shows memory against time.
