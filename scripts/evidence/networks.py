@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -155,31 +156,52 @@ def drawn_of(call: dict) -> dict[str, dict]:
 
 
 def picture(call: dict) -> Figure | None:
-    """The picture for the README: peak and time of a network's budgets, as a line, beside the other methods."""
+    """The picture for the README: peak and time of a network's budgets, as a line, beside the other methods.
+
+    With both regimes: hollow without CUDA graphs, filled with them.
+    """
     rows, arguments = drawn_of(call), call["arguments"]
     if not rows:
         return None
     figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
-    points = {
-        method: (
-            row["peak_bytes"] / rows[PLAIN]["peak_bytes"],
-            ratio_of(row["times_ms"], rows[PLAIN]["times_ms"]).median,
-        )
-        for method, row in rows.items()
-    }
-    peaks, times = zip(*sorted(points[method] for method, row in rows.items() if "planned_bytes" in row), strict=True)
-    axes.plot(peaks, times, ".-", color=charts.BLUE, label="recompute_activations with budgets", markersize=4)
-    for method, (colour, marker) in STYLES.items():
-        if method in points and points[method][1] < SLOWEST:
-            axes.plot(*points[method], marker, color=colour, label=SHOWN_AS.get(method, method), markersize=4)
+    regimes = [key for key in ("times_ms", "captured_ms") if rows[PLAIN].get(key)]
+    for regime in regimes:
+        is_hollow = regime != regimes[-1]
+        filling: Any = {"markerfacecolor": "white"} if is_hollow else {}
+        points = {
+            method: (
+                row["peak_bytes"] / rows[PLAIN]["peak_bytes"],
+                ratio_of(row[regime], rows[PLAIN][regime]).median,
+            )
+            for method, row in rows.items()
+            if row.get(regime)
+        }
+        plans = best([points[method] for method in points if "planned_bytes" in rows[method]])
+        label = None if is_hollow else "recompute_activations with budgets"
+        axes.plot(*zip(*plans, strict=True), "o-", color=charts.BLUE, label=label, markersize=5, **filling)
+        axes.annotate(f" {plans[-1][1]:.2f}", plans[-1], va="center", fontsize=8)
+        for method, (colour, marker) in STYLES.items():
+            if method in points and points[method][1] < SLOWEST and (method != PLAIN or not is_hollow):
+                label = None if is_hollow else SHOWN_AS.get(method, method)
+                axes.plot(*points[method], marker, color=colour, label=label, markersize=6, **filling)
+                if method != PLAIN:
+                    axes.annotate(f"  {points[method][1]:.2f}", points[method], va="center", fontsize=8)
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
     title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {device.upper()}"
+    title += "\nfilled: with CUDA graphs, hollow: without" * (len(regimes) > 1)
     axes.set(title=title, xlabel="peak memory, relative to the baseline", ylabel="time, relative to the baseline")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
-    axes.set(xlim=(0.2, 1.25), ylim=(0.85, max(1.4, 0.05 + max(time for _, time in points.values() if time < SLOWEST))))
-    axes.locator_params(axis="x", nbins=6)
+    axes.set(xlim=(0.2, 1.03), ylim=(0.95, None))
     charts.legend(figure, columns=2)
     return figure
+
+
+def best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that none beats in both memory and time, by memory."""
+    found: list[tuple[float, float]] = []
+    for point in sorted(points):
+        found = [*found, point] if not found or point[1] < found[-1][1] else found
+    return found
 
 
 BENCHMARK = frame.Benchmark("networks", NetworksArguments, items, measure, about, sections, picture)
