@@ -12,6 +12,7 @@ run that they are made from to OUT/RUN/. Given as `runs`, these folders make the
 
 import shlex
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle
 from operator import attrgetter
@@ -95,7 +96,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         lines += ["", "Not in the table:"]
         ends = ("/".join(path.resolve().parts[-2:]) for path in left_out)
         lines += [f"- {escaped(end)}: {escaped(why)}" for end, why in zip(ends, left_out.values(), strict=True)]
-    lines += ["", f"![training loss and validation {best} over steps]({picture})", ""]
+    lines += ["", f"![training loss and validation {best}]({picture})", ""]
     lines += environments(runs)
     return in_lines("\n".join(lines)) + "\n"
 
@@ -112,21 +113,45 @@ def environments(runs: list[Run]) -> list[str]:
 
 @rc_context(charts.TEXTS)
 def curves(groups: list[Group]) -> Figure:
-    """A curve for each run, in the colour of its group."""
+    """The loss of each run, in the colour of its group; and its scores over the steps.
+
+    Runs with fewer than three evaluations have no curve of scores: their last one is drawn over the training's minutes.
+    """
     score = groups[0].runs[0].scores.best
-    figure, panels = charts.panels(1, 2, (10, 3.6))
-    colours = color_sequences["tab10" if len(groups) <= 10 else "tab20"]
-    shown = ("train", "loss", "training loss", "-", 1), ("val", score, f"validation {TITLES[score]} %", "o-", 100)
-    for axes, (kind, value, label, style, factor) in zip(panels, shown, strict=True):
-        for group, colour in zip(groups, cycle(colours), strict=False):
-            for run in group.runs:
-                steps, values = run.curve(kind, value)
-                (line,) = axes.plot(steps, factor * np.array(values, float), style, color=colour, markersize=4)
-            line.set_label(printable(group.title))
-        axes.set(xlabel="step", ylabel=label)
+    figure, (losses, scores) = charts.panels(1, 2, (10, 3.6))
+    over_steps = all(len(run.curve("val", score)[0]) > 2 for group in groups for run in group.runs)
+    for group, colour in zip(groups, colours(groups), strict=False):
+        for run in group.runs:
+            steps, values = run.curve("train", "loss")
+            (line,) = losses.plot(steps, values, color=colour)
+            steps, values = run.curve("val", score)
+            percent = 100 * np.array(values, float)
+            if over_steps:
+                scores.plot(steps, percent, "o-", color=colour, markersize=4)
+            elif steps:
+                scores.plot(run.training["minutes"], percent[-1], "o", color=colour, markersize=6)
+        line.set_label(printable(group.title))
+    middle = statistics.mean(scores.get_ylim())
+    scores.set_ylim(min(scores.get_ylim()[0], middle - 2), max(scores.get_ylim()[1], middle + 2))  # noise is no gap
+    losses.set(xlabel="step", ylabel="training loss")
+    scores.set(xlabel="step" if over_steps else "training, minutes", ylabel=f"validation {TITLES[score]} %")
+    for axes in (losses, scores):
         axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
     charts.legend(figure, columns=3)
     return figure
+
+
+def colours(groups: list[Group]) -> Iterable[Any]:
+    """The colours of methods where these tell groups apart."""
+    methods = [charts.METHODS.get(method_of(group.runs[0])) for group in groups]
+    if None not in methods and len({*methods}) == len(groups):
+        return methods
+    return cycle(color_sequences["tab10" if len(groups) <= 10 else "tab20"])
+
+
+def method_of(run: Run) -> str:
+    """How a run saves activations: a norm's name, or `recomputed`."""
+    return "recomputed" if run.typed.trainer.recompute in ("activations", "budget") else run.typed.norm.name
 
 
 def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:

@@ -17,6 +17,7 @@ from datasets.synthetic import write_streets
 from engine.schema.keys import check_values
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare, curves
+from scripts.reports import charts
 from scripts.reports.markdown import unfolded
 from scripts.reports.runs import Run, found_runs
 from tests import trees
@@ -210,6 +211,15 @@ def test_each_seed_has_a_curve_in_the_colour_of_its_group():
     first, second, other = curves([Group("std", runs), Group("its", [Run(CIFAR / "inplace")])]).axes[0].lines
     assert first.get_color() == second.get_color() != other.get_color() and len(second.get_xdata()) == 1
     assert [line.get_label() for line in (second, other)] == ["std", "its"] and first.get_label().startswith("_")
+
+
+def test_few_evaluations_are_drawn_over_minutes_and_methods_keep_their_colours():
+    run = Run(CIFAR / "std")
+    run.records = [{"kind": "val", "step": step, "top1": step / 10} for step in (1, 2)]
+    figure = curves([Group("std", [run]), Group("its", [Run(CIFAR / "inplace")])])
+    first, second = figure.axes[1].lines
+    assert (first.get_xdata()[0], first.get_ydata()[0]) == (run.training["minutes"], 20)
+    assert [line.get_color() for line in (first, second)] == [charts.METHODS[name] for name in ("std", "inplace")]
 
 
 def test_no_two_curves_of_twelve_runs_have_one_colour():
