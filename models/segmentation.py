@@ -54,6 +54,8 @@ class SegmentationNetwork(nn.Module):
             raise ValueError(f"classes={classes}: expected the number of classes to segment, at least 1")
         self.body = body
         self.head = head
+        if not isinstance(getattr(head, "out_channels", None), int):
+            raise ValueError(f"{type(head).__name__} has no out_channels: expected its number of channels")
         assert isinstance(head.out_channels, int)
         self.cls = nn.Conv2d(head.out_channels, classes, 1)
         self.classes = classes
@@ -159,6 +161,10 @@ def features_read(body: Any, reads: Sequence[int], by: str) -> list[Feature]:
     Each entry is a stride, of which the last such feature is taken, or below 0 a place from the end: -1 is the last.
     ValueError, naming what reads it (`by`): the body lacks one. A body without `feature_info` has its result alone.
     """
+    if not isinstance(reads, Sequence) or not all(type(each) is int and each for each in reads) or not reads:
+        raise ValueError(
+            f"{by} has reads={reads!r}: expected strides above 0, or places from the end below 0, such as (4, -1)"
+        )
     known = getattr(body, "feature_info", None) or (Feature("last", body.out_channels, body.output_stride),)
     found = []
     for each in reads:

@@ -96,7 +96,7 @@ def sentences(schema: type) -> dict[str, str]:
                 said = of_last
             elif not code.strip() and (not comment or said is of_last):
                 said = []
-            said += comment
+            said += (re.sub(r"type: ignore\[.*?\]\s*(# )?", "", text) for text in comment)
         found |= {name: " ".join(said) for name, said in own.items() if said}
     return found
 

@@ -111,6 +111,11 @@ def test_a_feature_that_a_body_lacks_and_a_result_of_other_cells_are_refused_by_
         pyramid(reads=(32, -1))
     with pytest.raises(ValueError, match="Pyramid reads the feature at place -5 from the end, which ResNet lacks"):
         pyramid(reads=(-5,))
+    for wrong in (4, (), (4, 0), (4, "x")):
+        with pytest.raises(ValueError, match="Pyramid has reads=.*: expected strides above 0, or places"):
+            pyramid(reads=wrong)
+    with pytest.raises(ValueError, match="Identity has no out_channels: expected its number"):
+        SegmentationNetwork(small_resnext(InPlaceABN), nn.Identity(), 4)
     assert pyramid(reads=(-1, -2, 4))(torch.randn(2, 3, 32, 32)).main.stride == 16
     assert (pyramid().unread, pyramid(reads=(4, -2)).unread) == ("", "mod5")
     network = pyramid()
