@@ -191,7 +191,7 @@ def picture(call: dict) -> Figure | None:
     title += "\nfilled: with CUDA graphs, hollow: without" * (len(regimes) > 1)
     axes.set(title=title, xlabel="peak memory, relative to the baseline", ylabel="time, relative to the baseline")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
-    axes.set(xlim=(0.2, 1.03), ylim=(0.95, None))
+    axes.set(xlim=(0.2, 1.03), ylim=(0.9, None))
     charts.legend(figure, columns=2)
     return figure
 
