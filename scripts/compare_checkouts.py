@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from engine.process.output_files import write_file
+
 TRAIN = (
     "train_seg.py data.crop_size=64 data.crops_per_minibatch=4 data.workers=0 trainer.steps=6 trainer.device=cpu "
     "trainer.evaluate_every_steps=3 trainer.log_every_steps=1 trainer.deterministic=true run_dir=HERE"
@@ -78,5 +80,5 @@ if __name__ == "__main__":
     old, new = (results(given[name], str(Path(given["camvid"]).resolve())) for name in ("old", "new"))
     lines = [f"- {name}: {old.get(name)} → {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
     print(summary := f"{given['old']} and {given['new']}: {len(lines)} of {len(old | new)} values differ.")
-    Path(given["out"]).write_text("\n".join([summary, *lines]) + "\n")
+    write_file(Path(given["out"]), "\n".join([summary, *lines]) + "\n")
     sys.exit(bool(lines))

@@ -92,7 +92,7 @@ def printed(before: str) -> str:
     assert kept is not None, before
     module, *_ = re.findall(r"(\w+):", kept[2])
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, f"{module}.py").write_text(kept[1])
+        write_file(Path(folder, f"{module}.py"), kept[1])
         command = [sys.executable, "-m", *shlex.split(kept[2])]
         ended = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True, text=True)
     return f"{kept[0]}{ended.stdout}```"
