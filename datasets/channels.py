@@ -126,8 +126,8 @@ def further_channels(file: Stored) -> int:
     return number if (further != further[:1, :1]).any() else 0
 
 
-def unread_pages(file: Stored, channels: int) -> int:
-    """How many pages or frames an image has of which only the first is read; 1 if all are, as a TIFF's may be."""
+def pages_if_one_is_read(file: Stored, channels: int) -> int:
+    """How many pages or frames an image has if only the first is read; 1 if all are, as those of a TIFF may be."""
     return 1 if channels != COLOURS and is_tiff(file) else pages(file)
 
 

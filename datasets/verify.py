@@ -263,7 +263,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
 
     read_file = restorable()(of_channels.read_file)
     file = attempted("unreadable image", read_file, path, dataset.turned, channels)
-    paged = 1 if file is None else of_channels.unread_pages(file, channels)
+    paged = 1 if file is None else of_channels.pages_if_one_is_read(file, channels)
     its_digest = 0 if file is None else digest(file.data)
     if file is not None:
         whole = decode or isinstance(dataset, ClassificationDataset)

@@ -54,10 +54,13 @@ class SegmentationNetwork(nn.Module):
             raise ValueError(f"classes={classes}: expected the number of classes to segment, at least 1")
         self.body = body
         self.head = head
-        if not isinstance(getattr(head, "out_channels", None), int):
-            raise ValueError(f"{type(head).__name__} has no out_channels: expected its number of channels")
-        assert isinstance(head.out_channels, int)
-        self.cls = nn.Conv2d(head.out_channels, classes, 1)
+        channels = getattr(head, "out_channels", None)
+        if not isinstance(channels, int):
+            raise ValueError(
+                f"{type(head).__name__} has out_channels={channels!r}: expected the number of its result's channels, "
+                f"which its constructor sets"
+            )
+        self.cls = nn.Conv2d(channels, classes, 1)
         self.classes = classes
         if self.grid % self.stride or self.grid % self._of_body:
             raise ValueError(
@@ -91,7 +94,12 @@ class SegmentationNetwork(nn.Module):
 
     @property
     def unread(self) -> str:
-        """The name of the body's last feature, if no head reads it: layers on the way to it get no gradients. Or ""."""
+        """The name of the body's last feature, if it is trained and no head reads it: its layers get no gradients.
+
+        Otherwise empty.
+        """
+        if not any(parameter.requires_grad for parameter in self.body.parameters()):
+            return ""
         heads = filter(None, (self.head, getattr(self.head, "auxiliary", None)))
         (last,) = features_read(self.body, (-1,), "")
         return "" if any(last in self._read_by(head) for head in heads) else last.name

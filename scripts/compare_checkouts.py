@@ -1,8 +1,10 @@
 """Run the same short commands in two checkouts of this project, and name every result that differs by a bit:
 
     python -m scripts.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md
+    python -m scripts.compare_checkouts old=DIR new=. camvid=DIR out=FILE.md
+    python -m scripts.compare_checkouts old=. new=DIR camvid=DIR out=FILE.md
 
-`camvid` is that dataset's folder. What is `IGNORED`, such as times, is no result. Exit status 1: some results differ.
+What is `IGNORED`, such as times, is no result. Exit status 1: some results differ.
 """
 
 import hashlib
@@ -12,12 +14,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from omegaconf import MISSING
 from PIL import Image
 
+from engine.configuration.command_line import configured
+from engine.process.console import make_console
 from engine.process.output_files import write_file
+from engine.schema.keys import key
 
 TRAIN = (
     "train_seg.py data.crop_size=64 data.crops_per_minibatch=4 data.workers=0 trainer.steps=6 trainer.device=cpu "
@@ -75,10 +82,26 @@ def leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield name, repr(value)
 
 
-if __name__ == "__main__":
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
-    old, new = (results(given[name], str(Path(given["camvid"]).resolve())) for name in ("old", "new"))
+@dataclass
+class Checkouts:
+    old: str = MISSING  # folder of a checkout
+    new: str = MISSING  # folder of another
+    camvid: str = MISSING  # folder of that dataset
+    out: str = key(MISSING, written=True)  # path of the page
+
+
+def compare(options: Checkouts) -> None:
+    """Write the page. SystemExit: some results differ."""
+    old, new = (results(checkout, str(Path(options.camvid).resolve())) for checkout in (options.old, options.new))
     lines = [f"- {name}: {old.get(name)} → {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
-    print(summary := f"{given['old']} and {given['new']}: {len(lines)} of {len(old | new)} values differ.")
-    write_file(Path(given["out"]), "\n".join([summary, *lines]) + "\n")
-    sys.exit(bool(lines))
+    summary = f"{options.old} and {options.new}: {len(lines)} of {len(old | new)} values differ."
+    make_console().print(summary, soft_wrap=True)
+    write_file(Path(options.out), "\n".join([summary, *lines]) + "\n")
+    if lines:
+        sys.exit(1)
+
+
+main = configured("compare_checkouts", Checkouts)(compare)
+
+if __name__ == "__main__":
+    main()

@@ -115,7 +115,7 @@ def environments(runs: list[Run]) -> list[str]:
 def curves(groups: list[Group]) -> Figure:
     """The loss of each run, in the colour of its group; and its scores over the steps.
 
-    Runs with fewer than three evaluations have no curve of scores: their last one is drawn over the training's minutes.
+    If a run has fewer than three evaluations, none has a curve of scores: the last of each is drawn over the minutes.
     """
     score = groups[0].runs[0].scores.best
     figure, (losses, scores) = charts.panels(1, 2, (10, 3.6))
@@ -142,16 +142,17 @@ def curves(groups: list[Group]) -> Figure:
 
 
 def colours(groups: list[Group]) -> Iterable[Any]:
-    """The colours of methods where these tell groups apart."""
-    methods = [charts.METHODS.get(method_of(group.runs[0])) for group in groups]
-    if None not in methods and len({*methods}) == len(groups):
-        return methods
+    """The colours of methods where these tell groups apart, otherwise those of a palette."""
+    found = [charts.OF_METHODS.get(method_of(group.runs[0])) for group in groups]
+    if None not in found and len({*found}) == len(groups):
+        return found
     return cycle(color_sequences["tab10" if len(groups) <= 10 else "tab20"])
 
 
 def method_of(run: Run) -> str:
-    """How a run saves activations: a norm's name, or `recomputed`."""
-    return "recomputed" if run.typed.trainer.recompute in ("activations", "budget") else run.typed.norm.name
+    """How a run saves activations: a norm's name, `recomputed`, or blocks or sqrt of activation checkpointing."""
+    recompute = run.typed.trainer.recompute
+    return {"none": run.typed.norm.name, "activations": "recomputed", "budget": "recomputed"}.get(recompute, recompute)
 
 
 def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:

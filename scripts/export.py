@@ -155,12 +155,14 @@ def onnx_model(program: ExportedProgram, about: str, size: Sequence[int] | None)
 
 def _in_one_dtype(model: Any) -> None:
     """Mend float16 convolutions into which onnxscript 0.7 has folded float32 norms: their weights are float32 then."""
+    import onnx_ir  # type: ignore[import-not-found]  # comes with onnxscript
+
     for node in model.graph:
-        for weight in node.inputs[1:] if node.op_type == "Conv" else ():
-            dtype = node.inputs[0].dtype
-            if weight.const_value is not None and weight.dtype != dtype:
-                values = weight.const_value.numpy().astype(dtype.numpy())
-                weight.const_value, weight.dtype = type(weight.const_value)(values, name=weight.name), dtype
+        image, *weights = node.inputs if node.op_type == "Conv" else [None]
+        for weight in filter(None, weights):
+            if image and image.dtype and weight.const_value is not None and weight.dtype != image.dtype:
+                values = weight.const_value.numpy().astype(image.dtype.numpy())
+                weight.const_value, weight.dtype = onnx_ir.tensor(values, name=weight.name), image.dtype
 
 
 def run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:

@@ -94,7 +94,9 @@ def predict(options: Prediction) -> list[Path]:
                     continue
                 started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
-                several |= {shown: count} if (count := of_channels.unread_pages(stored, network.channels)) > 1 else {}
+                several |= (
+                    {shown: count} if (count := of_channels.pages_if_one_is_read(stored, network.channels)) > 1 else {}
+                )
                 picture = of_channels.picture(image, network.shown)
                 add = partial(page.add, shown, picture) if options.report else None
                 if isinstance(network, Segmenter):

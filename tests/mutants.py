@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ SWAPPED: dict[type, type] = {
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
 }
+RESULTS = {0: "survived", 2: "not loaded", 3: "an error of this tool", 4: "survived the tests that time allowed"}
 Change = Callable[[ast.AST], None]
 
 
@@ -120,8 +122,10 @@ def exchange(mutant: Mutant) -> int:
     """Give the loaded functions of a file the code of its mutant. Returns how many have other code."""
     name = str(REPOSITORY / mutant.file)
     source = compile((REPOSITORY / mutant.file).read_text(), name, "exec")
-    pairs = zip(codes(source), codes(compile(mutant.tree, name, "exec")), strict=True)
-    new = {old: changed for old, changed in pairs if old != changed}
+    olds, news = [*codes(source)], [*codes(compile(mutant.tree, name, "exec"))]
+    if len(olds) != len(news):  # a statement with a function of its own was left out
+        return 0
+    new = {old: changed for old, changed in zip(olds, news, strict=True) if old != changed}
     gc.unfreeze()
     functions = [one for one in gc.get_objects() if isinstance(one, FunctionType) and one.__code__ in new]
     for function in functions:
@@ -203,8 +207,9 @@ class Runner:
             code = 3
             try:
                 code = job()
-            finally:
-                os._exit(code)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
         self.running[child] = time.perf_counter() + limit, mutant
 
     def wait(self, most: int) -> None:
@@ -217,10 +222,11 @@ class Runner:
                     ended, status = os.waitpid(child, 0)
                 if ended:
                     del self.running[child]
-                    # A child that crashed or hung was noticed, too.
-                    result = {0: "survived", 2: "not loaded"}.get(os.waitstatus_to_exitcode(status), "killed")
-                    if mutant is not None:
-                        self.note(mutant, result)
+                    code = os.waitstatus_to_exitcode(status)
+                    if mutant is not None:  # one that crashed or hung was noticed, too
+                        self.note(mutant, RESULTS.get(code, "killed"))
+                    elif code:
+                        raise RuntimeError(f"the tests could not be run: see {self.folder / 'output'}")
             time.sleep(0.02)
 
     def run(self, numbers: list[int], until: float = float("inf")) -> Iterator[int]:
@@ -255,15 +261,17 @@ class Runner:
         return 0
 
     def tried(self, mutant: Mutant, tests: list[int]) -> int:
-        """1 if a test notices the mutant, 0 if none does, 2 if no loaded function has its code."""
+        """1 if a test notices the mutant; else a key of `RESULTS`."""
         broken = {*self.failed}
         self.failed = []
         if not exchange(mutant):
             return 2
+        ran = 0
         for _ in self.run(tests, time.perf_counter() + self.seconds):
+            ran += 1
             if {*self.failed} - broken:
                 return 1
-        return 0
+        return 0 if ran == len(tests) else 4
 
 
 def main() -> None:

@@ -59,9 +59,9 @@ def test_wrong_numbers_are_found():
     assert left.startswith("5 in ") and not numbers.without_source([takes], ["5 % of"], page)
     with pytest.raises(ValueError, match="' occurs 0 times, expected once; nearest: "):
         numbers.written([numbers.Sentence("took {:.0f} ms", lambda: (1.0,))], page)
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="2 values for 1 formats"):
         numbers.written([takes._replace(values=lambda: (1.0, 2.0))], page)
-    with pytest.raises(ValueError, match="not enough values to unpack"):
+    with pytest.raises(ValueError, match="0 rows, expected one"):
         numbers.row("networks", "h200", "resnet50/bfloat16", method="no method")
     with pytest.raises(ValueError, match="'| no words {}' in the block networks: 0 times, expected at least 1"):
         numbers.in_block("networks", "| no words {}")

@@ -34,7 +34,7 @@ def help_text(about: str, command: str, schema: type, values: DictConfig) -> str
 def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
     """(group=choice, its meaning), the default of each group first; experiments by folder, before all.
 
-    Choices that are meant for other tasks are left out, such as bodies for small images of one class.
+    Choices whose first sentence begins with "For TASK: " are left out of the help of other tasks.
     """
     advice, groups = sentences(schema), groups_in(command)
     own = getattr(schema, "task", None)

@@ -64,7 +64,7 @@ def learner_of(
         if name := getattr(plain.network, "unread", ""):
             raise ValueError(
                 f"no head reads {name}, the last feature of the body, so its layers get no gradients, for which "
-                f"processes wait: let the head read it too (reads = (…, -1)), choose a shorter body, or train on one"
+                f"processes wait: let the head read it too (reads = (…, -1)), choose a shorter body, or one device"
             )
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
         trained = data_parallel(trained, world.device, fixed_buckets)

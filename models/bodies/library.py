@@ -116,7 +116,9 @@ class LibraryBody(Body):
         return [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
 
     def _run_parts(self, begin: int, end: int, x: Tensor) -> Tensor:
-        """Run parts from `begin` to `end`. Layers before the first block and after the last are never checkpointed."""
+        """Run parts from `begin` to `end`. Layers before the first block and after the last are never checkpointed.
+
+        With `sqrt`, L is the number of blocks between two features."""
         if self.recompute == "none":
             return _run(self._whole(begin, end), x)
         parts = self.parts()

@@ -103,12 +103,12 @@ def functions(_: str) -> str:
     rows = []
     for name in FUNCTIONS:
         function = getattr(keepless, name)
-        names = []
-        for each in inspect.signature(function).parameters.values():
-            default = "" if each.default is each.empty else f"={getattr(each.default, '__name__', repr(each.default))}"
-            names.append(each.name + default)
+        signature = inspect.signature(function)
+        parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        given = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
         about = re.split(r"(?<=\.) (?=[A-Z])", " ".join(function.__doc__.split()).replace("|", r"\|"))[0]
-        rows.append([f"`{name}({', '.join(names)})`", about])
+        given = re.sub("<function (.*?) at .*?>", r"\1", given)  # a default
+        rows.append([f"`{name}{given}`", about])
     return table(["function", "what it does"], rows, left=2)
 
 

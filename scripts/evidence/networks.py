@@ -177,7 +177,7 @@ def picture(call: dict) -> Figure | None:
             if row.get(regime)
         }
         plans = best([points[method] for method in points if "planned_bytes" in rows[method]])
-        label = None if is_hollow else "recompute_activations with budgets"
+        label = None if is_hollow else "recompute_activations, best budgets"
         axes.plot(*zip(*plans, strict=True), "o-", color=charts.BLUE, label=label, markersize=5, **filling)
         axes.annotate(f" {plans[-1][1]:.2f}", plans[-1], va="center", fontsize=8)
         for method, (colour, marker) in STYLES.items():
@@ -191,7 +191,8 @@ def picture(call: dict) -> Figure | None:
     title += "\nfilled: with CUDA graphs, hollow: without" * (len(regimes) > 1)
     axes.set(title=title, xlabel="peak memory, relative to the baseline", ylabel="time, relative to the baseline")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
-    axes.set(xlim=(0.2, 1.03), ylim=(0.9, None))
+    left, right = axes.get_xlim()
+    axes.set(xlim=(min(0.2, left), max(1.03, right)))
     charts.legend(figure, columns=2)
     return figure
 
@@ -200,7 +201,8 @@ def best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The points that none beats in both memory and time, by memory."""
     found: list[tuple[float, float]] = []
     for point in sorted(points):
-        found = [*found, point] if not found or point[1] < found[-1][1] else found
+        if not found or point[1] < found[-1][1]:
+            found.append(point)
     return found
 
 

@@ -41,7 +41,10 @@ class Sentence(NamedTuple):
     def numbers(self) -> list[str]:
         """Its numbers as text. ValueError: they are not as many as the formats."""
         formats = [form for _, _, form, _ in string.Formatter().parse(self.text) if form is not None]
-        return [format(value, form) for value, form in zip(self.values(), formats, strict=True)]
+        values = self.values()
+        if len(values) != len(formats):
+            raise ValueError(f"{self.text!r}: {len(values)} values for {len(formats)} formats")
+        return [format(value, form) for value, form in zip(values, formats, strict=True)]
 
 
 def written(sentences: Sequence[Sentence], page: str) -> str:
@@ -82,9 +85,11 @@ def rows(name: str, call: str, *items: str, **keys: Any) -> list[dict[str, Any]]
 
 
 def row(name: str, call: str, item: str, **keys: Any) -> dict[str, Any]:
-    """The only row of an item with these values."""
-    (only,) = rows(name, call, item, **keys)
-    return only
+    """The only row of an item with these values. ValueError: there is none, or there are several."""
+    found = rows(name, call, item, **keys)
+    if len(found) != 1:
+        raise ValueError(f"{name}: call {call!r}, item {item!r}, {keys}: {len(found)} rows, expected one")
+    return found[0]
 
 
 def ms(row: dict[str, Any]) -> float:
@@ -120,7 +125,7 @@ def spread(name: str, file: str = "results") -> tuple[float, float]:
 
 
 def in_block(name: str, words: str, place: int = 1) -> float:
-    """The number {} in a block that scripts generate, where the words stand for the first time, or the second."""
+    """The number {} where the words stand in the blocks of a name, on all pages. `place`: for which time, from 1."""
     pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
     blocks = "".join(re.findall(f"(?s)<!-- {name} start -->(.*?)<!-- {name} end", "".join(map(Path.read_text, pages))))
     found = re.findall(NUMBER.join(map(re.escape, words.split("{}"))), blocks)

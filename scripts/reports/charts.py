@@ -17,7 +17,7 @@ from engine.process.output_files import write_figure
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
 SKY, BLUE, PURPLE, GREEN = "#56B4E9", "#0072B2", "#CC79A7", "#009E73"
-METHODS = {  # in all pictures
+OF_METHODS = {  # how runs save activations: norms, and `recomputed`
     **{"std": BLACK, "inplace": ORANGE, "inplace_1": YELLOW, "checkpoint": PURPLE, "checkpoint_xhat": GREEN},
     "recomputed": BLUE,
 }

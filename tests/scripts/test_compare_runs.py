@@ -219,7 +219,7 @@ def test_few_evaluations_are_drawn_over_minutes_and_methods_keep_their_colours()
     figure = curves([Group("std", [run]), Group("its", [Run(CIFAR / "inplace")])])
     first, second = figure.axes[1].lines
     assert (first.get_xdata()[0], first.get_ydata()[0]) == (run.training["minutes"], 20)
-    assert [line.get_color() for line in (first, second)] == [charts.METHODS[name] for name in ("std", "inplace")]
+    assert [line.get_color() for line in (first, second)] == [charts.OF_METHODS[name] for name in ("std", "inplace")]
 
 
 def test_no_two_curves_of_twelve_runs_have_one_colour():

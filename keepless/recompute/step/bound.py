@@ -73,6 +73,8 @@ class _Program:
 
     def least(self, patience: float) -> float | None:
         """See `least_seconds`."""
+        if not self.entries:
+            return 0.0
         rows, variables, factors = zip(*self.entries, strict=True)
         matrix = csr_array((factors, (rows, variables)), shape=(len(self.limits), len(self.costs)))
         options = {"time_limit": patience}
