@@ -127,7 +127,7 @@ def further_channels(file: Stored) -> int:
 
 
 def pages_if_one_is_read(file: Stored, channels: int) -> int:
-    """How many pages or frames an image has if only the first is read; 1 if all are, as those of a TIFF may be."""
+    """Number of pages of an image whose first page alone is read. 1 if all of its pages are read."""
     return 1 if channels != COLOURS and is_tiff(file) else pages(file)
 
 

@@ -142,7 +142,7 @@ def curves(groups: list[Group]) -> Figure:
 
 
 def colours(groups: list[Group]) -> Iterable[Any]:
-    """The colours of methods where these tell groups apart, otherwise those of a palette."""
+    """A colour for each group: its method's, if every group has another method, else one of a palette."""
     found = [charts.OF_METHODS.get(method_of(group.runs[0])) for group in groups]
     if None not in found and len({*found}) == len(groups):
         return found

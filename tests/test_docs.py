@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.evidence import documents, numbers, steps, tables
+from scripts.evidence import documents, facts, numbers, steps, tables
 from scripts.evidence.sentences import QUOTED, SENTENCES
 from scripts.evidence.steps import DEFAULT, GROUPS
 from scripts.reports import papers
@@ -62,9 +62,9 @@ def test_wrong_numbers_are_found():
     with pytest.raises(ValueError, match="2 values for 1 formats"):
         numbers.written([takes._replace(values=lambda: (1.0, 2.0))], page)
     with pytest.raises(ValueError, match="0 rows, expected one"):
-        numbers.row("networks", "h200", "resnet50/bfloat16", method="no method")
+        facts.row("networks", "h200", "resnet50/bfloat16", method="no method")
     with pytest.raises(ValueError, match="'| no words {}' in the block networks: 0 times, expected at least 1"):
-        numbers.in_block("networks", "| no words {}")
+        facts.in_block("networks", "| no words {}")
 
 
 def commits_of(record: object) -> Iterator[str]:
@@ -195,7 +195,7 @@ def visible(text: str) -> str:
 
 
 def test_the_readme_reads_as_prose():
-    """Its limits are those of READMEs that are easy to read; `visible` words, and clauses outside of tables."""
+    """READMEs that are easy to read have fewer brackets and longer clauses. Tables do not count as clauses."""
     text = (REPOSITORY / "README.md").read_text()
     words, prose = len(visible(text).split()), visible(re.sub(r"(?m)^\|.*$", "", text))
     assert words <= 900, f"README.md has {words} words, at most 900: move sentences to a page of docs/"

@@ -1,21 +1,14 @@
-"""Numbers in the prose of pages, and the records that they come from. `scripts.evidence.sentences` lists the sentences.
+"""Find the numbers of sentences on pages, and write those that the records have.
 
-A sentence stands once on its page, with any white space. `python -m scripts.evidence.documents` writes its numbers.
+`scripts.evidence.sentences` lists the sentences, and `python -m scripts.evidence.documents` writes their numbers. A
+sentence stands once on its page, with any white space.
 """
 
 import difflib
-import json
 import re
-import statistics
 import string
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from scripts.reports.frame import RESULTS
-from scripts.reports.markdown import ratio_of
-from scripts.reports.papers import REPOSITORY
+from typing import NamedTuple
 
 NUMBER = r"([+-]?[\d,.]*\d)"
 MEASURED = re.compile(r"\d+\.\d+|\d[\d,]*(?=[ -]?(?:%|ms\b|[GM]iB\b|points?\b))")  # needs a record, or is quoted
@@ -69,66 +62,3 @@ def without_source(sentences: Sequence[Sentence], quoted: Sequence[str], page: s
         for found in MEASURED.finditer(prose)
         if not any(start <= found.start() and found.end() <= end for start, end in known)
     ]
-
-
-@cache
-def record(name: str) -> Any:
-    """A file of docs/results, without its suffix."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def rows(name: str, call: str, *items: str, **keys: Any) -> list[dict[str, Any]]:
-    """The rows of a benchmark's call with these values, in these items or in all."""
-    (found,) = (each["items"] for each in record(name)["calls"] if each.get("name", "") == call)
-    several = (row for item in items or found for row in found[item])
-    return [row for row in several if all(row.get(key) == value for key, value in keys.items())]
-
-
-def row(name: str, call: str, item: str, **keys: Any) -> dict[str, Any]:
-    """The only row of an item with these values. ValueError: there is none, or there are several."""
-    found = rows(name, call, item, **keys)
-    if len(found) != 1:
-        raise ValueError(f"{name}: call {call!r}, item {item!r}, {keys}: {len(found)} rows, expected one")
-    return found[0]
-
-
-def ms(row: dict[str, Any]) -> float:
-    """The median time of a row."""
-    return statistics.median(row["times_ms"])
-
-
-def ratio(one: Sequence[dict], other: Sequence[dict], key: str = "times_ms") -> float:
-    """The median ratio of times of the same rounds, as in tables."""
-    return ratio_of(*([time for row in several for time in row[key]] for several in (one, other))).median
-
-
-def runs(name: str, *path: str, file: str = "results") -> list[float]:
-    """A value in the results of a run and of its repetitions with other seeds."""
-    found = []
-    for folder in sorted([RESULTS / name, *RESULTS.glob(f"{name}_seed*")]):
-        value = record(str((folder / file).relative_to(RESULTS)))
-        for key in path:
-            value = value[key]
-        found.append(value)
-    return found
-
-
-def scores(name: str, key: str = "miou", file: str = "results") -> list[float]:
-    """The scores of a run and of its repetitions, in %."""
-    return [100 * score for score in runs(name, key, file=file)]
-
-
-def spread(name: str, file: str = "results") -> tuple[float, float]:
-    """Mean and standard deviation of mIoU over seeds, in %."""
-    found = scores(name, file=file)
-    return statistics.mean(found), statistics.stdev(found)
-
-
-def in_block(name: str, words: str, place: int = 1) -> float:
-    """The number {} where the words stand in the blocks of a name, on all pages. `place`: for which time, from 1."""
-    pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-    blocks = "".join(re.findall(f"(?s)<!-- {name} start -->(.*?)<!-- {name} end", "".join(map(Path.read_text, pages))))
-    found = re.findall(NUMBER.join(map(re.escape, words.split("{}"))), blocks)
-    if len(found) < place:
-        raise ValueError(f"{words!r} in the block {name}: {len(found)} times, expected at least {place}")
-    return float(found[place - 1].replace(",", ""))

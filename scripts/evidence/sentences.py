@@ -1,126 +1,47 @@
 """The sentences of pages that give numbers of the records; `scripts.evidence.numbers` finds and writes them."""
 
-from collections.abc import Iterator
 from functools import partial
-from statistics import mean, median, stdev
-from typing import Any
+from statistics import mean, median
 
-from scripts.evidence.numbers import Sentence, in_block, ms, ratio, record, row, rows, runs, scores, spread
-from scripts.reports.markdown import GIB, MIB, relative
-
-STD, BFLOAT16, GRAPHS = "norm=std", "trainer.precision=bfloat16", "trainer.capture=true"
-LITE0, TRAINED = "camvid/finetune/lite0", "camvid/table3_trained"
-WIDE = "182 classes, stride 8"
-LARGER_IN_PLACE = "data.crop_size=352 norm=inplace norm.activation=leaky_relu"
-LARGER_RECOMPUTED = "data.crop_size=376 trainer.recompute=activations"
-
-
-def on_h100(norms: str, *switches: str, call: str = "h100") -> dict[str, Any]:
-    """Table 3's step with standard or in-place norms."""
-    own = [STD, *switches] if norms == "standard" else switches
-    return row("steps", call, f"start1/{norms}", switch=" ".join(own) or "default")
-
-
-def on_h200(network: str, method: str, key: str = "times_ms") -> float:
-    """Time in bfloat16, relative to the baseline's. captured_ms: with CUDA graphs."""
-    one, plain = (rows("networks", "h200", f"{network}/bfloat16", method=each) for each in (method, "plain"))
-    return ratio(one, plain, key) if key.endswith("_ms") else one[0][key] / plain[0][key]
-
-
-def both_regimes(network: str) -> Iterator[float]:
-    """Of checkpointing and of a plan in its memory, each without CUDA graphs and with them."""
-    for method in ("checkpoint per block", "peak of the checkpoints"):
-        yield from (on_h200(network, method, key) for key in ("times_ms", "captured_ms"))
-
-
-def over_networks(method: str, key: str = "times_ms", call: str = "cpu") -> list[float]:
-    """Of several networks on a CPU: times or bytes, relative to the baseline's."""
-    found = []
-    for own, plain in zip(rows("networks", call, method=method), baselines(call, method), strict=True):
-        value = relative(own, plain, key)
-        assert value is not None, own
-        found.append(value.median)
-    return found
-
-
-def baselines(call: str, method: str) -> list[dict[str, Any]]:
-    """The baselines of the networks that a method has."""
-    names = {each["network"] for each in rows("networks", call, method=method)}
-    return [each for each in rows("networks", call, method="plain") if each["network"] in names]
-
-
-def of_budgets(call: str = "cpu") -> tuple[float, float, float]:
-    """How many networks can be checkpointed; the median time of checkpointing, and of a plan in its memory."""
-    found = [over_networks(method, call=call) for method in ("checkpoint per block", "peak of the checkpoints")]
-    return len(found[0]), median(found[0]), median(found[1])
-
-
-def plan_first(call: str) -> tuple[float, float]:
-    """The median time of a plan in the memory of checkpointing, and of checkpointing."""
-    _, blocks, planned = of_budgets(call)
-    return planned, blocks
-
-
-def arm(name: str) -> tuple[float, ...]:
-    """A row of CamVid's table of Table 3's protocol: steps, estimated MiB, minutes, mIoU ± its deviation."""
-    folder, (planned,) = f"{TRAINED}/{name}", rows("memory_plan", "all", f"experiments/camvid_table3_trained/{name}")
-    steps, minutes = mean(runs(folder, "config", "trainer", "steps")), mean(runs(folder, "training", "minutes"))
-    return steps, planned["by_tiles"] / MIB, minutes, *spread(folder)
-
-
-def of_memory(name: str) -> tuple[float, ...]:
-    """A run's peak in MiB, and its mIoU ± its deviation."""
-    return mean(runs(f"{TRAINED}/{name}", "training", "peak_memory_mib")), *spread(f"{TRAINED}/{name}")
-
-
-def sized(network: str, height: int) -> list[float]:
-    """mIoU of the ways to cover images whose sides are no multiples of the stride."""
-    ways = ("repeated pixels", "zeros", "not padded, cut", "stretched")
-    return [100 * row("camvid/sizes", "", network, height=height, way=way)["miou"] for way in ways]
-
-
-def longer(network: str, *items: str) -> float:
-    """Time of a step with larger crops, relative to standard crops."""
-    one, other = (rows("camvid/table3_trained_steps", "", *items, switch=each) for each in (network, "default"))
-    return ratio(one, other)
-
-
-def restored(precision: str, key: str) -> list[float]:
-    """Angles and drifts of gradients from restored activations."""
-    return [each[key] for each in record("reversible/restored")["rows"] if each["precision"] == precision]
-
-
-def of_quality(quality: int) -> float:
-    return next(100 * each["top1"] for each in record("cifar/jpeg_quality")["rows"] if each["quality"] == quality)
-
-
-def last(names: str, key: str = "miou") -> list[float]:
-    """The scores of several runs, in %."""
-    return [scores(name, key)[0] for name in names.split()]
-
-
-def tiles(loss: str) -> float:
-    """Time of the tiled loss, relative to upsampling all logits."""
-    one, other = (rows("steps/loss", "cpu", f"{WIDE}, {loss}", way=way) for way in ("tiles", "whole logits"))
-    return ratio(one, other)
-
-
-def most(call: str, item: str) -> float:
-    """What fits into 12 GiB, measured."""
-    (found,) = rows("memory_plan/fit", call, f"{item}/12GiB")
-    return found.get("most crops") or found["most"]
-
-
-def limit(network: str, key: str) -> float:
-    return row("memory_plan", "one_device", f"limits/{network}")[key] / GIB
-
-
-def restoring() -> float:
-    """Minutes of a training from restored activations, relative to stored ones."""
-    both = ("cifar/stored/restored", "cifar/stored/stored")
-    one, other = (runs(name, "training", "minutes")[0] for name in both)
-    return one / other
-
+from scripts.evidence.facts import (
+    BFLOAT16,
+    GRAPHS,
+    LARGER_IN_PLACE,
+    LARGER_RECOMPUTED,
+    LITE0,
+    SHORT,
+    TRAINED,
+    WIDE,
+    ablation,
+    arm,
+    at_equal_time,
+    both_regimes,
+    compared,
+    in_block,
+    limit,
+    longer,
+    most,
+    ms,
+    of_memory,
+    of_quality,
+    on_h100,
+    on_h200,
+    over_networks,
+    recomputed_norms,
+    record,
+    restored,
+    restoring,
+    row,
+    runs,
+    scores,
+    single,
+    sized,
+    spread,
+    synchronised,
+    tiles,
+)
+from scripts.evidence.numbers import Sentence
+from scripts.reports.markdown import GIB, MIB
 
 SENTENCES: dict[str, list[Sentence]] = {
     "README.md": [
@@ -155,9 +76,9 @@ SENTENCES: dict[str, list[Sentence]] = {
         ),
         Sentence(
             "| median of {:.0f} image networks | {:.2f} | {:.2f} |",
-            of_budgets,
+            compared,
         ),
-        Sentence("| median of three transformers | {:.2f} | {:.2f} |", lambda: of_budgets("transformers")[1:]),
+        Sentence("| median of three transformers | {:.2f} | {:.2f} |", lambda: compared("transformers")[1:]),
         *(
             Sentence(
                 f"| {name} | {{:.0f}} MiB | {{:.1f}} ± {{:.1f}} |",
@@ -192,7 +113,7 @@ SENTENCES: dict[str, list[Sentence]] = {
                 for fold in (min, max)
             ],
         ),
-        Sentence("takes {:.2f} of the baseline's time, checkpointing {:.2f}", lambda: plan_first("transformers")),
+        Sentence("takes {:.2f} of the baseline's time, checkpointing {:.2f}", lambda: compared("transformers")[:0:-1]),
     ],
     "docs/memory.md": [
         Sentence(
@@ -212,7 +133,7 @@ SENTENCES: dict[str, list[Sentence]] = {
         ),
         Sentence(
             "in [{:.2f} times their time](results/steps.md)",
-            lambda: (in_block("steps", "| `norm=std trainer.recompute=activations` | 817 | {} ("),),
+            lambda: (recomputed_norms(),),
         ),
     ],
     "docs/results/README.md": [
@@ -238,10 +159,7 @@ SENTENCES: dict[str, list[Sentence]] = {
         Sentence(
             "step takes {:.2f} times the time of no saving (median of {:.0f} image networks, CPU); checkpointing takes "
             "{:.2f}.",
-            lambda: (
-                *of_budgets()[::-2],
-                of_budgets()[1],
-            ),
+            lambda: (compared().planned, compared().networks, compared().checkpointed),
         ),
         Sentence(
             "ResNet-50 takes {:.2f} against {:.2f}, DenseNet-121 {:.2f} against {:.2f}.",
@@ -251,7 +169,7 @@ SENTENCES: dict[str, list[Sentence]] = {
                 for method in ("peak of the checkpoints", "checkpoint per block")
             ],
         ),
-        Sentence("Three transformers on a CPU take {:.2f} and {:.2f}.", lambda: plan_first("transformers")),
+        Sentence("Three transformers on a CPU take {:.2f} and {:.2f}.", lambda: compared("transformers")[:0:-1]),
         Sentence(
             "Tiny networks on a GPU, with an earlier version, exceeded budgets by up to {:.1f} %",
             lambda: [in_block("kept", "are at most {}% above budgets")],
@@ -289,7 +207,8 @@ SENTENCES: dict[str, list[Sentence]] = {
             "larger ones on a CPU reach {:.1f}; from scratch", lambda: (mean(scores(f"{TRAINED}/std_equal_time")),)
         ),
         Sentence(
-            "{:.2f} against {:.2f} %, one run each", lambda: last("cifar/table3/revnet38 cifar/table3/resnet32", "top1")
+            "{:.2f} against {:.2f} %, one run each",
+            lambda: single("cifar/table3/revnet38", "cifar/table3/resnet32", key="top1"),
         ),
         Sentence("point at most {:.2f} degrees away", lambda: (max(restored("bfloat16", "angle")),)),
         Sentence(
@@ -325,9 +244,9 @@ SENTENCES: dict[str, list[Sentence]] = {
     "docs/results/networks.md": [
         Sentence(
             "a step takes {:.2f} times as long as without saving, and checkpointing takes {:.2f}** (medians of {:.0f}",
-            lambda: (*plan_first("cpu"), of_budgets()[0]),
+            lambda: (compared().planned, compared().checkpointed, compared().networks),
         ),
-        Sentence("Three transformers take {:.2f} and {:.2f}. On", lambda: plan_first("transformers")),
+        Sentence("Three transformers take {:.2f} and {:.2f}. On", lambda: compared("transformers")[:0:-1]),
         Sentence(
             "ResNet-50 in bfloat16 takes {:.2f} and {:.2f}. Without",
             lambda: [on_h200("resnet50", method) for method in ("peak of the checkpoints", "checkpoint per block")],
@@ -340,7 +259,7 @@ SENTENCES: dict[str, list[Sentence]] = {
     "docs/results/camvid.md": [
         Sentence(
             "it scores {:.2f} against {:.2f} mIoU. The",
-            lambda: last("camvid/samplers/class_uniform camvid/samplers/uniform"),
+            lambda: single("camvid/samplers/class_uniform", "camvid/samplers/uniform"),
         ),
         Sentence(
             "planner estimates {:.0f} MiB for standard norms, {:.0f} for more crops and {:.0f} for larger",
@@ -355,8 +274,8 @@ SENTENCES: dict[str, list[Sentence]] = {
         ),
         Sentence("of seeds: {:.1f} ± {:.1f}. With larger", lambda: spread("camvid/table3/inplace_fixed_crop")),
         Sentence(
-            "2.6 points ({:.1f} and {:.1f} against {:.1f} and {:.1f}; 0.5 in",
-            lambda: scores("camvid/table3/inplace_sync_fixed_batch") + scores("camvid/table3/inplace_fixed_batch"),
+            "{:.1f} points ({:.1f} and {:.1f} against {:.1f} and {:.1f}; 0.5 in",
+            lambda: synchronised(),
         ),
         Sentence(
             "(fixed crop: {:.1f}, {:.1f}, {:.1f}). **Class-uniform sampling**",
@@ -364,22 +283,23 @@ SENTENCES: dict[str, list[Sentence]] = {
         ),
         Sentence("ends at {:.2f} ± {:.2f} mIoU (`lite0`,", lambda: spread(LITE0)),
         Sentence("three seeds; {:.0f}, {:.0f} and {:.0f} minutes on", lambda: runs(LITE0, "training", "minutes")),
-        Sentence("(above) scores {:.2f}. From random", lambda: last("camvid/norms/inplace")),
-        Sentence("network scores {:.2f}. - Publications", lambda: last("camvid/finetune/random")),
+        Sentence("(above) scores {:.2f}. From random", lambda: single("camvid/norms/inplace")),
+        Sentence("network scores {:.2f}. - Publications", lambda: single("camvid/finetune/random")),
         Sentence("it scores {:.2f} ± {:.2f} (`results_test.json` of", lambda: spread(LITE0, "results_test")),
-        Sentence(
-            "| against {:.2f} | |---|---:|---:| | random weights | {:.2f} | -29.3 | | stride 16 | {:.2f} | -3.4 | | "
-            "the head at the body's learning rate | {:.2f} | -3.5 | | half the learning rate | {:.2f} | -2.0 | | "
-            "in-place norms with leaky ReLU | {:.2f} | -0.8 | | leaky ReLU in place of ReLU6, as in-place norms "
-            "need | {:.2f} | -0.4 | | no weight decay | {:.2f} | -0.3 | | ImageNet's colours instead of the "
-            "weights' own | {:.2f} | +0.2 | | running statistics with momentum 0.01 instead of 0.1 | {:.2f} | +0.4",
-            lambda: [
-                scores(f"camvid/finetune/{name}_400")[0]
-                for name in (
-                    *("short", "random", "stride16", "equal_head", "half_rate", "inplace", "leaky_relu", "no_decay"),
-                    *("imagenet_colours", "momentum"),
-                )
-            ],
+        Sentence("| against {:.2f} |", lambda: single(SHORT)),
+        *(
+            Sentence(f"| {change} | {{:.2f}} | {{:+.1f}} |", partial(ablation, name))
+            for change, name in (
+                ("random weights", "random"),
+                ("stride 16", "stride16"),
+                ("the head at the body's learning rate", "equal_head"),
+                ("half the learning rate", "half_rate"),
+                ("in-place norms with leaky ReLU", "inplace"),
+                ("leaky ReLU in place of ReLU6, as in-place norms need", "leaky_relu"),
+                ("no weight decay", "no_decay"),
+                ("ImageNet's colours instead of the weights' own", "imagenet_colours"),
+                ("running statistics with momentum 0.01 instead of 0.1", "momentum"),
+            )
         ),
         *(
             Sentence(f"{words} | {{:.0f}} | {{:.0f}} | {{:.1f}} | {{:.2f}} ± {{:.2f}} |", partial(arm, name))
@@ -392,8 +312,7 @@ SENTENCES: dict[str, list[Sentence]] = {
                 ("norms | 376²", "std_crop_376"),
             )
         ),
-        Sentence("advance), score {:.1f} ± 0.9,", lambda: (mean(scores(f"{TRAINED}/std_equal_time")),)),
-        Sentence("69.7 ± {:.1f}, 2.5 points", lambda: (stdev(scores(f"{TRAINED}/std_equal_time")),)),
+        Sentence("advance), score {:.1f} ± {:.1f}, {:.1f} points more than larger crops.", at_equal_time),
         Sentence(
             "activations takes {:.1f} times as long as one of 240² ({:.1f} and {:.1f} in two",
             lambda: [longer(LARGER_RECOMPUTED, *items) for items in ((), ("start1",), ("start2",))],
@@ -424,24 +343,26 @@ SENTENCES: dict[str, list[Sentence]] = {
     "docs/results/cifar.md": [
         Sentence(
             "ends at {:.1f} and {:.1f} %, ResNet-32 at {:.1f} and {:.1f} %: after",
-            lambda: last(
-                "cifar/short/revnet38_seed0 cifar/short/revnet38_seed1 cifar/short/resnet32_seed0 "
+            lambda: single(
+                "cifar/short/revnet38_seed0",
+                "cifar/short/revnet38_seed1",
+                "cifar/short/resnet32_seed0",
                 "cifar/short/resnet32_seed1",
-                "top1",
+                key="top1",
             ),
         ),
         Sentence(
             "end at {:.1f} and {:.1f} %, so",
-            lambda: last("cifar/short/resnet32_float32_seed0 cifar/short/resnet32_float32_seed1", "top1"),
+            lambda: single("cifar/short/resnet32_float32_seed0", "cifar/short/resnet32_float32_seed1", key="top1"),
         ),
         Sentence(
             "in float32: {:.2f} and {:.2f} %. Their",
-            lambda: last("cifar/stored/stored cifar/stored/restored", "top1"),
+            lambda: single("cifar/stored/stored", "cifar/stored/restored", key="top1"),
         ),
         Sentence("Restoring took {:.2f} times as", lambda: (restoring(),)),
         Sentence(
             "top-1 is {:.2f} % for ResNet-32 and {:.2f} % for",
-            lambda: last("cifar/table3/resnet32 cifar/table3/revnet38", "top1"),
+            lambda: single("cifar/table3/resnet32", "cifar/table3/revnet38", key="top1"),
         ),
         Sentence(
             "copies ([above](#revnet-in-6000-steps)), {:.1f} % when they are saved again at quality 50, and {:.1f} "
@@ -473,7 +394,7 @@ SENTENCES: dict[str, list[Sentence]] = {
         ),
     ],
     "docs/tour.md": [
-        Sentence("ends at {:.1f}. ```", lambda: last("camvid/norms/inplace")),
+        Sentence("ends at {:.1f}. ```", lambda: single("camvid/norms/inplace")),
         Sentence(
             "ends at {:.1f} mIoU after {:.0f} minutes on",
             lambda: (mean(scores(LITE0)), mean(runs(LITE0, "training", "minutes"))),
@@ -512,7 +433,7 @@ SENTENCES: dict[str, list[Sentence]] = {
         ),
         Sentence(
             "ends at {:.1f} mIoU on CamVid val, the small ResNeXt from scratch at {:.1f}. Weights are",
-            lambda: (mean(scores(LITE0)), *last("camvid/norms/inplace")),
+            lambda: (mean(scores(LITE0)), *single("camvid/norms/inplace")),
         ),
     ],
 }
