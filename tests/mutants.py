@@ -2,11 +2,11 @@
 
     make mutants MUTANTS="count=50 room=keepless/norms tests=tests/keepless"    # or [seed=0] [seconds=40]
 
-First the tests run once, and coverage notes which lines each test executes. Then each mutant runs the tests that execute
-its line. It starts with the fastest and stops when one fails, or after the given seconds. A mutant runs in a forked
-child of this process, where the code of loaded functions is exchanged, so nothing is imported again. The mutants that
-survive are printed for a person to judge. Tests that start other processes (torchrun, commands) do not see a mutant, and
-code outside of functions is not changed.
+First the tests run once, and coverage notes which lines each test executes. Then each mutant runs the tests that
+execute its line. It starts with the fastest and stops when one fails, or after the given seconds. A mutant runs in a
+forked child of this process, where the code of loaded functions is exchanged, so nothing is imported again. The
+mutants that survive are printed for a person to judge. Tests that start other processes (torchrun, commands) do not
+see a mutant, and code outside of functions is not changed.
 Libraries were tried: mutmut rewrites every function of the repository, which tests of its structure refuse; cosmic-ray
 starts all tests again for every mutant.
 """

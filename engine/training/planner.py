@@ -32,7 +32,7 @@ from engine.training.loop import Loss, accumulate_gradients
 from keepless.fit.sizes import largest
 from keepless.fit.step_memory import CountedStep, PlannedStep, StepMemory
 from keepless.made_tensors import bytes_of_tensors
-from keepless.recompute.signatures.plans import plan
+from keepless.recompute.signatures.plans import FEWEST, plan
 from keepless.recompute.step.costs import times_of
 from keepless.saved import kept_bytes, size_text
 from keepless.torch_internals import FakeTensorMode, before_capture, tree_map
@@ -156,9 +156,9 @@ def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, ca
 
 
 def planned_step(
-    config: TrainingRun, crops: int, crop_size: int, devices: int = 1, captured: bool = False
+    config: TrainingRun, crops: int, crop_size: int, devices: int = 1, captured: bool = False, available: int = 0
 ) -> PlannedStep:
-    """The second step of a training, with plans for its activations.
+    """The second step of a training, with plans for its activations, among them one for `available` bytes in all.
 
     Gradients take memory as they come, and budgets leave their room free until then. But several micro-batches,
     `captured` steps and DDP's buckets hold them throughout; with several devices and micro-batches, twice.
@@ -173,18 +173,20 @@ def planned_step(
         if comes := devices == trainer.accumulation_steps == 1 and not captured:
             learner.optimizer.zero_grad()
         inputs = learner.forward.normalised(images)
-        with learner.forward.autocast():
-            found = plan(learner.network, inputs, _SHARES)
-            with torch.no_grad():
-                outputs = learner.network(inputs)
+        with torch.no_grad(), learner.forward.autocast():
+            outputs = learner.network(inputs)
         outputs = tree_map(lambda leaf: leaf.detach().requires_grad_() if isinstance(leaf, Tensor) else leaf, outputs)
         with CountedStep() as of_loss:
             loss(outputs, labels).backward()
-    if comes:
-        resident["gradients"] = 0
-    elif devices > 1 and trainer.accumulation_steps > 1 and not captured:
-        resident["gradients"] *= 2
-    resident |= {"images": resident["images"] + inputs.nbytes, "loss": of_loss.peak}
+        gradients = resident["gradients"]
+        if comes:
+            resident["gradients"] = 0
+        elif devices > 1 and trainer.accumulation_steps > 1 and not captured:
+            resident["gradients"] *= 2
+        resident |= {"images": resident["images"] + inputs.nbytes, "loss": of_loss.peak}
+        left = available - sum(resident.values()) - gradients * comes
+        with learner.forward.autocast():
+            found = plan(learner.network, inputs, [*_SHARES, *[left] * (left >= FEWEST)])
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
     return PlannedStep(resident, found.gradients, of_optimizer.peak, list(plans))
 
@@ -198,7 +200,7 @@ def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> 
     available = config.memory.available(devices, captured)
     assert available is not None
     with before_capture() if captured else nullcontext():
-        step = planned_step(config, share_of(config, devices), config.data.crop_size, devices, captured)
+        step = planned_step(config, share_of(config, devices), config.data.crop_size, devices, captured, available)
     peak, time = step.within(available)
     left = max(available - step.held, peak + 2**10)
     resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)
