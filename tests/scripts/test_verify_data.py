@@ -38,6 +38,9 @@ def test_complete_data_has_exact_counts_and_no_problem(tmp_path, capsys):
         assert [column["labels"] for column in found["classes"].values()] == (index.counts > 0).sum(axis=0).tolist()
         assert found["ignored_pixels"] == images * 24 * 40 - index.counts.sum() and found["doubts"] == []
     assert re.findall(r"class .* pixels .* share % .* (\w+) ", capsys.readouterr().out) == ["labels", "labels"]
+    (tmp_path / "notes.json").write_text("{}")
+    with pytest.raises(ValueError, match="out=.*notes.json"):  # before anything is read
+        verify_data(checked("verify_data", "data=folder", f"data.root={root}", f"out={tmp_path / 'notes.json'}"))
 
 
 def test_what_a_split_leaves_out_is_counted(tmp_path, capsys):

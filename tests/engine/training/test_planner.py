@@ -173,6 +173,7 @@ def test_the_plan_of_an_experiment(capsys):
     assert (
         "memory.fit=crop (the paper's fixed batch), on each of 2 devices" in printed
         and "less 0.5GiB for CUDA, 0.2GiB for NCCL, " in printed
+        and "operators are cast" not in printed
     )
 
 
