@@ -42,7 +42,10 @@ COMMANDS = {
     "export": export,
 }
 TOUR = REPOSITORY / "docs" / "tour.md"
-SMALL = ("data.crop_size=32", "data.workers=0", "debug=smoke", "trainer.device=cpu", "norm.backend=eager")
+SMALL = (
+    *("data.crop_size=32", "data.workers=0", "debug=smoke", "trainer.device=cpu", "norm.backend=eager"),
+    "trainer.precision=float32",  # bfloat16 takes minutes where a processor emulates it
+)
 MORE = {
     "make_classes": ("workers=0",),
     "verify_data": ("workers=0",),

@@ -156,6 +156,7 @@ def test_a_table_of_plans_shows_bounds():
     found = plan(network, images, (0.8, 0.6, "1MiB"), bound=True)
     assert "none below" in str(found).splitlines()[1] and found.rows[2].bound == 0
     assert all(row.bound is None or row.seconds / 3 <= row.bound <= row.seconds for row in found.rows)
+    assert found.rows[1].bound > 0
     assert "none below" not in str(plan(network, images, 0.8))
 
 

@@ -587,6 +587,15 @@ def test_trying_whether_a_module_is_invertible_changes_nothing():
         def inverse(self, y):
             return y - torch.rand_like(y)
 
+    class OneWay(nn.Module):
+        """Its inverse undoes it, but it does not undo its inverse of numbers below 1."""
+
+        def forward(self, x):
+            return x.exp()
+
+        def inverse(self, y):
+            return y.clamp_min(1).log()
+
     module, dropping = additive(norm=nn.BatchNorm2d), additive(dropout=0.5)
     before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     assert is_invertible_module(module_in=module, test_input_shape=(2, 8, 4, 4), atol=1e-5, random_seed=7)
@@ -596,5 +605,5 @@ def test_trying_whether_a_module_is_invertible_changes_nothing():
     assert is_invertible_module(Rotation(), ((2, 3), (2, 3)), torch.float64)
     assert is_invertible_module(Noisy(), (2, 3))  # both draw the same numbers
     assert not is_invertible_module(Wrong(), ((2, 3), (2, 3)), torch.float64)
-    assert not is_invertible_module(nn.Identity(), (2, 3))
+    assert not is_invertible_module(nn.Identity(), (2, 3)) and not is_invertible_module(OneWay(), (2, 3))
     assert not is_invertible_module("not a module", (2, 3))
