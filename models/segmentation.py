@@ -206,7 +206,8 @@ def _padded(images: Tensor, stride: int) -> Tensor:
     below, right = -height % stride, -width % stride
     if torch.compiler.is_exporting():  # a program for all sizes cannot ask whether there is a remainder
         padded = F.pad(images, (0, stride - 1, 0, stride - 1), mode="replicate")
-        return padded[..., : height + below, : width + right]
+        # Products, not sums: of these PyTorch knows that they divide by 2, 4, …
+        return padded[..., : -(-height // stride) * stride, : -(-width // stride) * stride]
     if not below and not right:
         return images
     last = images.is_contiguous(memory_format=torch.channels_last)

@@ -7,7 +7,10 @@ catch any that mattered, `largest_difference` compares the program with the netw
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +54,23 @@ class FromLevels(nn.Module):
         return logits.argmax(dim=1) if self.argmax else logits
 
 
+@contextmanager
+def whole_paddings() -> Iterator[None]:
+    """Context in which timm's networks of TensorFlow compute their padding in whole numbers.
+
+    timm rounds a quotient up, which stays a term of every later layer's symbolic size: EfficientNet-Lite0 took more
+    than ten minutes to export.
+    """
+    padding = sys.modules.get("timm.layers.padding")
+    with patch.object(padding, "get_same_padding", _same_padding) if padding else nullcontext():
+        yield
+
+
+def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> int:
+    """Pixels to add along a side, so that ceil(size / stride) remain."""
+    return max((-(-size // stride) - 1) * stride + (kernel_size - 1) * dilation + 1 - size, 0)
+
+
 def exported(
     predictor: Predictor,
     size: Sequence[int] | None = None,
@@ -70,9 +90,10 @@ def exported(
         dynamic |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
     images = torch.rand(count, predictor.channels, height, width, dtype=network.mean.dtype)
     try:
-        program = torch.export.export(
-            network, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
-        )
+        with whole_paddings():
+            program = torch.export.export(
+                network, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
+            )
     except Exception as error:  # PyTorch's errors have many types
         reason = " ".join(str(error).split())[:300]
         sizes = "images of all sizes" if size is None else f"images of {height}x{width} pixels"
