@@ -51,10 +51,6 @@ RECORDS = {own.name: RESULTS / f"{own.name}.json" for own in BENCHMARKS}
 RECORDS |= {name: RESULTS / "networks" / f"{name}.json" for name in ("bounds", "repetition")}
 RECORDS["fit"] = RESULTS / "memory_plan" / "fit.json"
 KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it
-FUNCTIONS = (
-    *("recompute_activations", "plan", "fit", "report", "undo", "recomputing", "before_capture", "share_plans"),
-    *("to_inplace", "to_standard", "renew_statistics", "from_released", "upsampled_cross_entropy"),
-)
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
 COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results
 
@@ -101,8 +97,10 @@ def printed(before: str) -> str:
 def functions(_: str) -> str:
     """The functions of keepless with their arguments, and the first sentence about each."""
     rows = []
-    for name in FUNCTIONS:
+    for name in filter(str.islower, keepless.__all__):
         function = getattr(keepless, name)
+        if not inspect.isfunction(function) or function.__doc__ is None:
+            continue  # __version__
         signature = inspect.signature(function)
         parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
         given = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
