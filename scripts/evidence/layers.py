@@ -181,8 +181,9 @@ def sections(call: dict, picture: str) -> Iterator[str]:
     yield compared(cells, "strategy", STANDARD)
 
 
-_DRAWN = dict.fromkeys((STANDARD, *COMPILED, *TITLES.values(), PACKAGE))
-COLOURS = dict(zip(_DRAWN, charts.COLOURS, strict=False))
+_OTHERS = dict(zip((*COMPILED, PACKAGE), ("compiled", "compiled_budget", "other"), strict=True))
+COLOURS = {title: charts.OF_METHODS[name] for name, title in TITLES.items()}
+COLOURS |= {title: charts.OF_METHODS[name] for title, name in _OTHERS.items()}
 
 
 def picture(call: dict) -> Figure | None:

@@ -136,13 +136,13 @@ def sections(call: dict, picture: str) -> Iterator[str]:
     yield compared(networks, "method", PLAIN)
 
 
-STYLES = {
-    PLAIN: (charts.BLACK, "*"),
-    RECOMPUTED: (charts.SKY, "o"),
-    BLOCKS: (charts.VERMILION, "s"),
-    ON_CPU: (charts.PURPLE, "D"),
-    COMPILED: (charts.GREY, "^"),
-    BUDGET: (charts.GREEN, "v"),
+STYLES = {  # method: its name in charts.OF_METHODS, and its marker
+    PLAIN: ("std", "*"),
+    RECOMPUTED: ("recomputed", "D"),
+    BLOCKS: ("checkpoint", "s"),
+    ON_CPU: ("other", "P"),
+    COMPILED: ("compiled", "^"),
+    BUDGET: ("compiled_budget", "v"),
 }
 SHOWN_AS = {PLAIN: "baseline", BLOCKS: "activation checkpointing of every block"}  # in the picture
 DRAWN = "resnet50"
@@ -178,12 +178,12 @@ def picture(call: dict) -> Figure | None:
         }
         plans = best([points[method] for method in points if "planned_bytes" in rows[method]])
         label = None if is_hollow else "recompute_activations, best budgets"
-        axes.plot(*zip(*plans, strict=True), "o-", color=charts.BLUE, label=label, markersize=5, **filling)
+        axes.plot(*zip(*plans, strict=True), "o-", color=charts.OF_METHODS["recomputed"], label=label, markersize=5, **filling)
         axes.annotate(f" {plans[-1][1]:.2f}", plans[-1], va="center", fontsize=8)
-        for method, (colour, marker) in STYLES.items():
+        for method, (name, marker) in STYLES.items():
             if method in points and points[method][1] < SLOWEST and (method != PLAIN or not is_hollow):
                 label = None if is_hollow else SHOWN_AS.get(method, method)
-                axes.plot(*points[method], marker, color=colour, label=label, markersize=6, **filling)
+                axes.plot(*points[method], marker, color=charts.OF_METHODS[name], label=label, markersize=6, **filling)
                 if method != PLAIN:
                     axes.annotate(f"  {points[method][1]:.2f}", points[method], va="center", fontsize=8)
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))

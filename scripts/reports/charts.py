@@ -17,11 +17,10 @@ from engine.process.output_files import write_figure
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
 SKY, BLUE, PURPLE, GREEN = "#56B4E9", "#0072B2", "#CC79A7", "#009E73"
-OF_METHODS = {  # how runs save activations: norms, and `recomputed`
+OF_METHODS = {  # one colour per method in all pictures: norms, `recomputed` by keepless, the compiler, and others
     **{"std": BLACK, "inplace": ORANGE, "inplace_1": YELLOW, "checkpoint": PURPLE, "checkpoint_xhat": GREEN},
-    "recomputed": BLUE,
+    **{"recomputed": BLUE, "compiled": GREY, "compiled_budget": SKY, "other": VERMILION},
 }
-COLOURS = (BLACK, GREY, YELLOW, VERMILION, ORANGE, SKY, BLUE, PURPLE, GREEN)
 # Names in pictures are shown as they are: with their dollars, and in scripts that matplotlib's own font lacks.
 OTHER_SCRIPTS = re.compile("CJK|Noto Sans|Droid Sans Fallback|WenQuanYi|Unifont")
 TEXTS: Any = {
