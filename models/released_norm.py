@@ -28,9 +28,9 @@ def released_abn() -> type[nn.Module]:
         from inplace_abn import InPlaceABN
     except ImportError as error:
         raise ValueError(
-            f"norm=package needs the released inplace_abn ({error}): build it against the installed PyTorch "
-            f"with `pip install --no-build-isolation inplace-abn` (needs a compiler, and the CUDA toolkit for CUDA), "
-            f"or use norm=inplace, which needs no package"
+            f"norm=package needs the released inplace_abn ({error}): build it against the installed PyTorch, with a "
+            f"compiler and the toolkit for CUDA, by `pip install setuptools-scm` and "
+            f"`pip install --no-build-isolation inplace-abn`; or use norm=inplace, which needs no package"
         ) from error
 
     class ReleasedABN(InPlaceABN):

@@ -178,7 +178,9 @@ def picture(call: dict) -> Figure | None:
         }
         plans = best([points[method] for method in points if "planned_bytes" in rows[method]])
         label = None if is_hollow else "recompute_activations, best budgets"
-        axes.plot(*zip(*plans, strict=True), "o-", color=charts.OF_METHODS["recomputed"], label=label, markersize=5, **filling)
+        axes.plot(
+            *zip(*plans, strict=True), "o-", color=charts.OF_METHODS["recomputed"], label=label, markersize=5, **filling
+        )
         axes.annotate(f" {plans[-1][1]:.2f}", plans[-1], va="center", fontsize=8)
         for method, (name, marker) in STYLES.items():
             if method in points and points[method][1] < SLOWEST and (method != PLAIN or not is_hollow):
