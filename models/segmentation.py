@@ -173,7 +173,8 @@ def features_read(body: Any, reads: Sequence[int], by: str) -> list[Feature]:
         raise ValueError(
             f"{by} has reads={reads!r}: expected strides above 0, or places from the end below 0, such as (4, -1)"
         )
-    known = getattr(body, "feature_info", None) or (Feature("last", body.out_channels, body.output_stride),)
+    channels = getattr(body, "out_channels", 0)  # which only heads that are yet to be built need
+    known = getattr(body, "feature_info", None) or (Feature("last", channels, body.output_stride),)
     found = []
     for each in reads:
         fitting = [feature for feature in known if feature.stride == each] or [*known[each:][:1]] * (each < 0)

@@ -126,6 +126,8 @@ class Signatures:
         inputs, has_shards = [*args] if is_simple else tensors_in((args, kwargs)), is_sharded(module)
         if current_hooks() is not None:  # hooks around the network decide what is kept
             return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame)
+        for known in self.known if has_shards else ():  # planned before FSDP sharded the network
+            known.has_coming(None)
         changes = (function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
         one = self.of_pass(module, inputs, args, kwargs, not changes)
         policy = None if self._planner is None else ByPlan(None if one is None else one.plan)
