@@ -68,7 +68,8 @@ def whole_paddings() -> Iterator[None]:
 
 def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> int:
     """Pixels to add along a side, so that ceil(size / stride) remain."""
-    return max((-(-size // stride) - 1) * stride + (kernel_size - 1) * dilation + 1 - size, 0)
+    last = (size + stride - 1) // stride - 1  # not by a negative quotient, which differs in ONNX
+    return max(last * stride + (kernel_size - 1) * dilation + 1 - size, 0)
 
 
 def exported(
