@@ -153,13 +153,13 @@ class SegmentationNetwork(nn.Module):
         """Logits of padded images, cut to the cells of images of `size`. ValueError: they have other cells."""
         if stride == self.grid:  # nothing to cut
             return logits
-        padded = tuple(_rounded_up(side, self.grid) // stride for side in size)
+        padded = tuple(rounded_up(side, self.grid) // stride for side in size)
         if not torch.compiler.is_compiling() and tuple(logits.shape[2:]) != padded:
             raise ValueError(
                 f"{type(of).__name__} has {logits.shape[2]}x{logits.shape[3]} cells for images of {size[0]}x{size[1]} "
                 f"pixels: expected {padded[0]}x{padded[1]}, as those of the first feature that it reads"
             )
-        height, width = (_rounded_up(side, stride) // stride for side in size)
+        height, width = (rounded_up(side, stride) // stride for side in size)
         return logits if padded == (height, width) else logits[..., :height, :width]
 
 
@@ -197,8 +197,12 @@ def upsampled(logits: Tensor, size: Sequence[int], stride: int | None) -> Tensor
     return F.interpolate(logits, covered, mode="bilinear", align_corners=False)[..., : size[0], : size[1]]
 
 
-def _rounded_up(side: int, stride: int) -> int:
-    """As a product, of which PyTorch knows that it divides by 2, 4, …; negative quotients differ in ONNX."""
+def rounded_up(side: int, stride: int) -> int:
+    """The next multiple of a stride, for symbolic sizes too.
+
+    A product, because PyTorch then knows that it divides by 2, 4, …; of positive numbers, because ONNX rounds negative
+    quotients towards zero.
+    """
     return (side + stride - 1) // stride * stride
 
 
@@ -212,7 +216,7 @@ def _padded(images: Tensor, stride: int) -> Tensor:
     below, right = -height % stride, -width % stride
     if torch.compiler.is_exporting():  # a program for all sizes cannot ask whether there is a remainder
         padded = F.pad(images, (0, stride - 1, 0, stride - 1), mode="replicate")
-        return padded[..., : _rounded_up(height, stride), : _rounded_up(width, stride)]
+        return padded[..., : rounded_up(height, stride), : rounded_up(width, stride)]
     if not below and not right:
         return images
     last = images.is_contiguous(memory_format=torch.channels_last)

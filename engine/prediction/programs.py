@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from engine.prediction.predictors import Predictor
 from keepless.torch_internals import ASSERT_SCALAR, NormBase
+from models.segmentation import rounded_up
 
 _EXAMPLE = 2, 72, 88  # N, H, W
 _OTHERS = (1, 97, 131), (3, 64, 40)  # odd and even
@@ -68,8 +69,7 @@ def whole_paddings() -> Iterator[None]:
 
 def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> int:
     """Pixels to add along a side, so that ceil(size / stride) remain."""
-    last = (size + stride - 1) // stride - 1  # not by a negative quotient, which differs in ONNX
-    return max(last * stride + (kernel_size - 1) * dilation + 1 - size, 0)
+    return max(rounded_up(size, stride) - stride + (kernel_size - 1) * dilation + 1 - size, 0)
 
 
 def exported(

@@ -94,7 +94,7 @@ def test_a_body_that_adds_in_float32_is_refused_in_16_bits_with_the_reason():
 
 
 def test_paddings_of_whole_numbers_are_timm_s_and_stay_in_the_export():
-    """With timm's own, an export of EfficientNet-Lite0 for all sizes took more than ten minutes."""
+    """timm's own padding made the export of EfficientNet-Lite0 take more than ten minutes."""
     padding = pytest.importorskip("timm.layers.padding")
     sizes = [(x, k, s, d) for x in range(1, 40) for k in (1, 3, 5) for s in (1, 2, 3) for d in (1, 2)]
     theirs = padding.get_same_padding
