@@ -108,7 +108,7 @@ def test_resuming_gives_the_same_weights_to_the_bit(streets, tmp_path):
     """The run is interrupted in mid-epoch, with dropout and class-uniform sampling. It resumes with another
     recomputation, makes the class index again elsewhere, and evaluates fewer images."""
     options = (*streets[1], *NARROW_A2, "norm=std", "sampler=class_uniform", "sampler.fraction=0.5")
-    options += ("trainer.steps=4", "trainer.checkpoint_every_steps=2")
+    options += ("trainer.steps=4", "trainer.checkpoint_every_steps=2", "trainer.evaluate_images=3")  # all
     train_short(tmp_path / "whole", *options)
     interrupted(tmp_path / "resumed", 4, *options, "trainer.recompute=blocks")
     assert checkpoint.load(tmp_path / "resumed" / "checkpoints" / "last.pt")["step"] == 2
@@ -116,7 +116,10 @@ def test_resuming_gives_the_same_weights_to_the_bit(streets, tmp_path):
     train_short(tmp_path / "resumed", *options, "resume=auto")
     assert list((tmp_path / "index").rglob("index.npz"))
     said = "classes have no pixel in the training split and are not drawn: "
-    assert said in (tmp_path / "whole" / "log.txt").read_text()
+    logs = {name: (tmp_path / name / "log.txt").read_text() for name in ("whole", "resumed")}
+    assert said in logs["whole"]
+    for name, of in (("whole", ""), ("resumed", " on 1 of 3 images")):
+        assert re.search(rf"last .*, step 4, mIoU [\d.]+ %{of}\n", logs[name])
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
 
 
