@@ -118,7 +118,7 @@ def test_every_command_of_the_tour(tmp_path, capsys):
     official = train(checked("train_seg", "data=camvid", f"data.root={camvid}", run, *SMALL))
     for part in ("miou", "iou", "pixel_accuracy", "confusion_matrix", "images"):
         assert trained[part] == official[part], part
-    states = [checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("RUN", "official", "RUN2")]
+    states = [checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("SCRATCH", "official", "RUN")]
     assert same(*(state["network"] for state in states[:2])) and states[0]["classes"] == states[1]["classes"]
     assert states[2]["config"]["body"]["network"] == "tf_efficientnet_lite0"
     *_, code = re.findall(r"```python\n(.*?)```", TOUR.read_text(), re.DOTALL)

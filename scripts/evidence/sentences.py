@@ -60,11 +60,11 @@ SENTENCES: dict[str, list[Sentence]] = {
             lambda: [on_h100(norms, BFLOAT16, GRAPHS)["reserved_bytes"] / GIB for norms in ("standard", "in-place")],
         ),
         Sentence(
-            "For ResNet-50 that is {:.2f} of the normal peak, for DenseNet-121 {:.2f}.",
+            "the memory is {:.2f} of the baseline's peak for ResNet-50 and {:.2f} for DenseNet-121",
             lambda: [on_h200(network, "checkpoint per block", "peak_bytes") for network in ("resnet50", "densenet121")],
         ),
         Sentence(
-            "which are the default | {:.0f} ms | {:.0f} ms |",
+            "the default on one GPU | {:.0f} ms | {:.0f} ms |",
             lambda: [ms(on_h100(norms, BFLOAT16, GRAPHS)) for norms in ("standard", "in-place")],
         ),
         Sentence(
@@ -445,7 +445,7 @@ SENTENCES: dict[str, list[Sentence]] = {
 # Versions, limits, published numbers, differences of numbers beside them, and what tests assert. On these pages, every
 # other measured number stands in a sentence above.
 QUOTED: dict[str, list[str]] = {
-    "README.md": ["torch 2.11 to 2.14.", "with torch 2.11, when", "Python 3.10 to 3.13"],
+    "README.md": ["torch 2.11 to 2.14.", "with torch 2.11. The license", "Python 3.10 to 3.13"],
     "docs/keepless.md": [
         *("2.11 or later", "up to 1.5 times", "version 1.1.0", "so 1.1.0 never", "with torch 2.11 to 2.14;"),
     ],

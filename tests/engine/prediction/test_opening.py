@@ -62,7 +62,7 @@ def test_the_example_in_python_runs(file, tmp_path, monkeypatch):
     monkeypatch.setattr("keepless.norms.backends.CompiledBackend", lambda: pytest.fail("a compiled norm"))
     (example,) = re.findall(r"(?ms)^```python\n(from engine.*?)^```", (REPOSITORY / "docs" / "tour.md").read_text())
     ran: dict = {}
-    exec(example.replace('"RUN2"', repr(str(file))), ran)
+    exec(example.replace('"RUN"', repr(str(file))), ran)
     network, image = ran["network"], decode_image(tmp_path / "street.jpg")
 
     state = checkpoint.load(file)
