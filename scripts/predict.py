@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from datasets import channels as of_channels
-from datasets import reading_errors
 from datasets.file_list import files_in, unfit
 from datasets.folder import image_suffixes
 from datasets.layout import RARE, first_of
@@ -76,38 +75,37 @@ def predict(options: Prediction) -> list[Path]:
     started, since_s, several = 0, 0.0, dict[str, int]()
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
-    with reading_errors(config.data.timeout_seconds):
-        check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
-        images = find_images(source, output, network.channels)
-        check_written(options, output, images.values(), segments)
-        if isinstance(network, Segmenter):
-            write_classes(output / CLASSES, network)
-        with progress_bar(console) as progress, WrittenBehind() as files:
-            for name, file in tracked(progress, images.items(), "predicting"):
-                places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
-                try:
-                    stored = of_channels.read_file(file, True, network.channels)
-                    image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
-                    deep += filter(None, [used16(stored, turned=True, channels=network.channels)])
-                except ValueError as error:
-                    unreadable.append(str(error))
-                    continue
-                started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
-                shown = str(file.relative_to(source if source.is_dir() else source.parent))
-                several |= (
-                    {shown: count} if (count := of_channels.pages_if_one_is_read(stored, network.channels)) > 1 else {}
-                )
-                picture = of_channels.picture(image, network.shown)
-                add = partial(page.add, shown, picture) if options.report else None
-                if isinstance(network, Segmenter):
-                    written.append(places["ids"])
-                    found = network.started(image, options.probabilities)
-                    make = partial(segmented, network, picture, found, options)
-                    held = 2 + 2 * len(network.classes) * options.probabilities  # these in float32 and float16
-                    files.add(make, partial(write_segmented, places, add), held * image.nbytes)
-                else:
-                    note = partial(note_classes, rows, [shown], network.classes, options.top_k, add)
-                    files.add(network.started(image), note, image.nbytes)
+    check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
+    images = find_images(source, output, network.channels)
+    check_written(options, output, images.values(), segments)
+    if isinstance(network, Segmenter):
+        write_classes(output / CLASSES, network)
+    with progress_bar(console) as progress, WrittenBehind() as files:
+        for name, file in tracked(progress, images.items(), "predicting"):
+            places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
+            try:
+                stored = of_channels.read_file(file, True, network.channels)
+                image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
+                deep += filter(None, [used16(stored, turned=True, channels=network.channels)])
+            except ValueError as error:
+                unreadable.append(str(error))
+                continue
+            started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
+            shown = str(file.relative_to(source if source.is_dir() else source.parent))
+            several |= (
+                {shown: count} if (count := of_channels.pages_if_one_is_read(stored, network.channels)) > 1 else {}
+            )
+            picture = of_channels.picture(image, network.shown)
+            add = partial(page.add, shown, picture) if options.report else None
+            if isinstance(network, Segmenter):
+                written.append(places["ids"])
+                found = network.started(image, options.probabilities)
+                make = partial(segmented, network, picture, found, options)
+                held = 2 + 2 * len(network.classes) * options.probabilities  # these in float32 and float16
+                files.add(make, partial(write_segmented, places, add), held * image.nbytes)
+            else:
+                note = partial(note_classes, rows, [shown], network.classes, options.top_k, add)
+                files.add(network.started(image), note, image.nbytes)
     if started > 1:
         logger.info(speed_of(started - 1, since_s))
     if not segments:

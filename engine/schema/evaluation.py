@@ -80,14 +80,11 @@ class TrainedNetwork:
     resize: int | None = key(None, above=0, task=CLASSIFICATION)
     device: str = key("auto", one_of=DEVICES)  # auto: CUDA if there is a device
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
-    # How long to wait for the next image; null: as in training.
-    timeout_seconds: int | None = key(None, above=0, most=MOST_SECONDS)
     data: TrainedData = field(default_factory=TrainedData)
 
     def apply_to(self, config: TrainingRun) -> None:
         """Override the training's keys by those given here. ValueError if they do not fit the network."""
         config.trainer.precision = self.precision or config.trainer.precision
-        config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds
         config.check_precision()
         config.apply_options(self)
 
@@ -110,6 +107,8 @@ class Evaluation(TrainedNetwork):
     results: str | None = key(None, written=True)  # JSON file; null: in the run's folder
     # Processes that read, for each process that evaluates. auto: one per core that the machine has for it, at most 8.
     workers: Any = key("auto", word="auto", least=0, most=MOST_WORKERS)
+    # How long to wait for the next image of these processes; null: as in training.
+    timeout_seconds: int | None = key(None, above=0, most=MOST_SECONDS)
     # Images at once; null: as in training, or a tenth of that with view=ten_crop. auto: in segmentation on CUDA as many
     # images of one size, or windows, as have the pixels of a micro-batch of the training, otherwise like null or 1.
     batch_size: Any = key(None, word="auto", least=1)
@@ -117,6 +116,7 @@ class Evaluation(TrainedNetwork):
 
     def apply_to(self, config: TrainingRun) -> None:
         config.data.root = self.data.root or config.data.root
+        config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds
         super().apply_to(config)
         config.trainer.evaluate_images = None
         config.scores = config.scores | self.scores
