@@ -456,7 +456,7 @@ QUOTED: dict[str, list[str]] = {
         "inplace_1 | z, sigma | 16,384 bytes (0.50)",
         "inplace | z, sigma | 16,384 bytes (0.50)",
         "(section 3.3; the plus",
-        "(tiles of 1 MiB)",
+        "(tiles of 1 MiB on CPUs, 64 MiB on GPUs)",
         "to 1 (section 3.3)",
         "< 0.01 |beta|",
         "by 0.05 to 0.2 in pure",
