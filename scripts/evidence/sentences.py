@@ -126,7 +126,7 @@ SENTENCES: dict[str, list[Sentence]] = {
             ),
         ),
         Sentence(
-            "keeps {:.2f} of the baseline's activation memory (median of 16 networks; peak with gradients {:.2f}) and "
+            "keeps {:.2f} of the baseline's activation memory (median of 33 networks; peak with gradients {:.2f}) and "
             "takes {:.2f} times",
             lambda: [
                 median(over_networks("recompute_activations", key)) for key in ("kept_bytes", "peak_bytes", "times_ms")
