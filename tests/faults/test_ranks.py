@@ -24,7 +24,8 @@ def launched_until(step: int, run_dir: Path, *overrides: str, **options) -> tupl
 
 
 def test_the_others_stop_with_its_error(tmp_path, whole_of_two):
-    run, ranks = launched_until(3, tmp_path / "run")
+    # torchrun looks after the other rank, however slow, has noticed: otherwise it asks that one to stop.
+    run, ranks = launched_until(3, tmp_path / "run", torchrun=("--monitor-interval", "10"))
     os.kill(ranks[1], signal.SIGKILL)
     assert run.ends() != 0
     assert "error: process 0 of the run lost another process" in run.output, run.output
