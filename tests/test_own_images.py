@@ -75,7 +75,7 @@ def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
             words = shlex.split(line, comments=True)
             if words[0] == "python" and words[1] != "-c" and "# instead" not in line:  # not TensorBoard
                 name = words[2 if words[1] == "-m" else 1].removeprefix("scripts.").removesuffix(".py")
-                keys = [re.sub(r"=([A-Z]+2?)\b", rf"={folder}/\1", word) for word in words if "=" in word]
+                keys = [re.sub(r"=([A-Z]+)\b", rf"={folder}/\1", word) for word in words if "=" in word]
                 commands.append((name, keys, "resume=auto" in line))
     return commands
 
