@@ -20,7 +20,7 @@ demo: $(INSTALLED)  ## train and evaluate a small network on synthetic street sc
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 	@echo "look at $$(ls -d $(DEMO)/overlays/* | head -n 1) (image, label, prediction); next: $(VENV)/bin/python train_seg.py norm=std"
 
-test: $(INSTALLED)  ## run the tests (5 minutes on two cores); PYTEST="-k name" adds options
+test: $(INSTALLED)  ## run the tests (5 to 12 minutes on two cores); PYTEST="-k name" adds options
 	$(SCALAR) $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
 test-all: $(INSTALLED)  ## run the slow tests too (half an hour on two cores)

@@ -31,7 +31,7 @@ _limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, 
 _NO_START = "DataLoader workers cannot start: "
 # Errors of a full limit of processes, and of a /dev/shm that is missing or read-only.
 _WHY_NO_START = (EAGAIN, EACCES, ENOENT, ENOSYS, EPERM, EROFS)
-_NO_THREAD = "can't start new thread"  # Python's words for a full limit
+NO_THREAD = "can't start new thread"  # Python's words for a full limit
 _KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
 
 
@@ -155,9 +155,9 @@ def reading_errors(
         yield
     except RuntimeError as error:
         # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
-        known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker", _NO_THREAD)
+        known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker", NO_THREAD)
         message = next((text for text in _messages(error) if text.startswith(known)), "")
-        if message.startswith((_NO_START, _NO_THREAD)):
+        if message.startswith((_NO_START, NO_THREAD)):
             raise ChildProcessError(
                 f"no process that reads images can start ({message.removeprefix(_NO_START)}): it needs a writable "
                 f"/dev/shm, and fewer processes and threads of the user than allowed (ulimit -u, or the container's "

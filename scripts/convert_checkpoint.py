@@ -20,7 +20,6 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from datasets import reading_errors
 from datasets.class_names import ORDERS, check_names, check_order
 from datasets.class_table import distinct_colours
 from datasets.layout import read_list
@@ -145,13 +144,12 @@ def _classes(
     names = [str(number) for number in range(count)]
     if options.data.root is not None:
         given = f"data.root={options.data.root}"
-        with reading_errors(config.data.timeout_seconds):
-            if isinstance(config, SegmentationRun):
-                dataset = assemble.dataset(config.data, config.data.val_split, key="data.val_split")
-                names, colours, ids = list(dataset.classes), list(dataset.palette), list(dataset.label_ids)
-            else:
-                names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)
-                check_order(names, f"input={options.input}", config.data.order_key)
+        if isinstance(config, SegmentationRun):
+            dataset = assemble.dataset(config.data, config.data.val_split, key="data.val_split")
+            names, colours, ids = list(dataset.classes), list(dataset.palette), list(dataset.label_ids)
+        else:
+            names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)
+            check_order(names, f"input={options.input}", config.data.order_key)
     elif options.classes is not None:
         given, file = f"classes={options.classes}", Path(options.classes)
         if file.suffix == ".json":

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from datasets.file_list import readable
+from datasets.workers import NO_THREAD
 from engine.process.allocations import cause_of, is_out_of_memory
 from engine.process.console import logger, make_printing_safe
 from engine.process.distributed import World, launched
@@ -158,6 +159,8 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         logger.log(logging.INFO if logger.handlers else logging.WARNING, f"{stopped}; exit status {EXIT_CODE}: {again}")
         sys.exit(EXIT_CODE)
     except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
+        if str(error) == NO_THREAD:
+            error = OSError(f"{error}: the user has all that ulimit -u, or the container's limit, allows: end some")
         for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))
         out_of_memory = not for_users and is_out_of_memory(error)
         if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):

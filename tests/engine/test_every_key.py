@@ -267,7 +267,7 @@ def datasets() -> Iterator[dict[str, str]]:
         patch.setenv("XDG_CACHE_HOME", f"{folder}/cache")
         patch.chdir(folder)
         patch.setattr("tests.runs.DRAWN", {"synthetic": {"train": 4, "val": 2}, "shapes": {"train": 16, "val": 8}})
-        patch.setattr("engine.assemble.data.cores_per_rank", lambda: 2)  # of which there are as many data workers
+        patch.setattr("engine.assemble.data.cores_per_rank", lambda: 2)  # and as many data workers
         hasten(patch)
         roots = {name: make(Path(folder, name)) for name, make in trees.SEGMENTATION.items()}
         roots["cifar10"] = classification_trees.cifar10_python(Path(folder, "cifar10"), patch)

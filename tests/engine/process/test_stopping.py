@@ -194,6 +194,12 @@ def test_memory_that_runs_out_anywhere_is_a_message():
             raise kind("our own mistake")
 
 
+def test_a_thread_that_cannot_start_is_a_message():
+    """Commands write files, and show their progress, in threads."""
+    with pytest.raises(SystemExit, match="^error: can't start new thread: .*ulimit -u.* end some$"), errors_for_users():
+        raise RuntimeError("can't start new thread")
+
+
 HANGS = """
 import atexit, os, time
 from engine.process import stopping
