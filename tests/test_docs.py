@@ -171,6 +171,13 @@ def test_links_in_the_documentation_lead_somewhere():
                 assert not heading or heading in headings(there), f"{page.name}: {target} has no heading #{heading}"
 
 
+def test_blocks_of_code_end_where_their_page_says():
+    """Text after a closing fence would leave it open, and show what follows as code."""
+    for page in [REPOSITORY / "CONTRIBUTING.md", *PAGES]:
+        fences = re.findall(r"(?m)^ *```(.*)$", page.read_text())
+        assert not any(fences[1::2]) and len(fences) % 2 == 0, f"{page.name}: end each block with a line of ``` alone"
+
+
 def headings(page: Path) -> list[str]:
     """Return the headings of a page in the form that links use."""
     titles = re.findall(r"(?m)^#+ (.*)$", page.read_text())
