@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,15 @@ def test_the_other_blocks_are_what_the_scripts_make_too():
     for document in documents.DOCUMENTS:
         text = document.read_text()
         assert documents.written(text, only=SLOW_BLOCKS.__contains__) == text, f"{document.name}: {WRITE}"
+
+
+def test_every_recorded_run_is_on_the_page_of_tables():
+    """One of those with the same records is enough. What the page says of each, the slow test above holds."""
+    text, folders = (RESULTS / "tables.md").read_text(), defaultdict[str, list[str]](list)
+    for file in sorted(RESULTS.rglob("config.yaml")):
+        folders[(file.parent / "metrics.jsonl").read_text()].append(str(file.parent.relative_to(RESULTS)))
+    missing = [same for same in folders.values() if not any(re.search(rf"{folder}[:/]", text) for folder in same)]
+    assert folders and not missing, f"tables.md names none of {missing}: {WRITE}"
 
 
 def test_every_block_is_marked_and_every_switch_is_measured():

@@ -120,12 +120,12 @@ MADE_UP = {
 TRY = """
 import importlib, sys
 from dataclasses import replace
-from engine.configuration import plugins
+from engine.configuration import importing
 from engine.training import planner
 from engine.configuration.command_line import checked
 from scripts.verify_data import verify_data
 
-plugins.load(["plugins=[leaves,flowers]"])
+importing.load(["plugins=[leaves,flowers]"])
 for entry, task, name, root in (argument.split("=") for argument in sys.argv[1:]):
     train = importlib.import_module(entry).train
     data = ("plugins=[leaves,flowers]", f"data={name}", f"data.root={root}")

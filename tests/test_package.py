@@ -83,7 +83,7 @@ import torch
 from keepless import recompute_activations
 from keepless.saved import kept_bytes
 if PLAIN:
-    recompute_activations = torch.nn.Module.requires_grad_  # any method that returns the network
+    recompute_activations = lambda network, budget=None: network
 torch.manual_seed(0)
 images, masks = torch.randn(4, 3, 64, 64), torch.randint(3, (4, 64, 64))
 network = torch.nn.Sequential(
