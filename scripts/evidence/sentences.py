@@ -79,7 +79,7 @@ SENTENCES: dict[str, list[Sentence]] = {
             "| median of {:.0f} image networks | {:.2f} | {:.2f} |",
             compared,
         ),
-        Sentence("| median of three transformers | {:.2f} | {:.2f} |", lambda: compared("transformers")[1:]),
+        Sentence("| median of {:.0f} transformers | {:.2f} | {:.2f} |", lambda: compared("transformers")),
         *(
             Sentence(
                 f"| {name} | {{:.0f}} MiB | {{:.1f}} ± {{:.1f}} |",
@@ -106,7 +106,7 @@ SENTENCES: dict[str, list[Sentence]] = {
             ),
         ),
         Sentence(
-            "three transformers is {:.2f} to {:.2f} of the baseline's, where checkpointing every block reaches {:.2f} "
+            "five transformers is {:.2f} to {:.2f} of the baseline's, where checkpointing every block reaches {:.2f} "
             "to {:.2f}",
             lambda: [
                 fold(over_networks(method, "peak_bytes", "transformers"))
@@ -172,7 +172,7 @@ SENTENCES: dict[str, list[Sentence]] = {
                 for method in ("peak of the checkpoints", "checkpoint per block")
             ],
         ),
-        Sentence("Three transformers on a CPU take {:.2f} and {:.2f}.", lambda: compared("transformers")[:0:-1]),
+        Sentence("Five transformers on a CPU take {:.2f} and {:.2f}.", lambda: compared("transformers")[:0:-1]),
         Sentence(
             "Tiny networks on a GPU, with an earlier version, exceeded budgets by up to {:.1f} %",
             lambda: [in_block("kept", "are at most {}% above budgets")],
@@ -252,7 +252,7 @@ SENTENCES: dict[str, list[Sentence]] = {
             "a step takes {:.2f} times as long as without saving, and checkpointing takes {:.2f}** (medians of {:.0f}",
             lambda: (compared().planned, compared().checkpointed, compared().networks),
         ),
-        Sentence("Three transformers take {:.2f} and {:.2f}. On", lambda: compared("transformers")[:0:-1]),
+        Sentence("Five transformers take {:.2f} and {:.2f}. On", lambda: compared("transformers")[:0:-1]),
         Sentence(
             "ResNet-50 in bfloat16 takes {:.2f} and {:.2f}. Without",
             lambda: [on_h200("resnet50", method) for method in ("peak of the checkpoints", "checkpoint per block")],
