@@ -64,6 +64,13 @@ SAID = {  # a label, the keys, the classes and the entries of the file, and what
         ("0-34, 36-69, 71-141: check that the labels are not gray",),
     ),
     "mostly 255": (values(0, 1, 255, 255, 255), (), 2, 2, ("60% of the pixels have the ignored id 255: if it is a",)),
+    "few ids with gaps, mostly 255": (
+        values(0, 7, 255, 255, 255),
+        (),
+        2,
+        8,
+        ("ids that occur nowhere, and are ignored: 1-6", "60% of the pixels have the ignored id 255: if it is a"),
+    ),
     "255 that counts": (
         values(0, 128, 255),
         ("ignored=null",),
@@ -264,11 +271,12 @@ def test_images_are_divided_into_lists_that_trainings_read(tmp_path, capsys):
 
 def test_the_seed_and_the_sources_decide_the_lists(tmp_path):
     found = []
-    for number, keys in enumerate(((), (), ("seed=1",), (r"group=^(.*?)\d+\D*$",))):
-        found.append(divided(sixty(tmp_path / str(number), 24), "folds=3", *keys))
+    by_place = r"group=^(.*?)\d+\D*$"
+    for number, keys in enumerate((("folds=3",), ("folds=3",), ("folds=3", "seed=1"), ("folds=6", by_place))):
+        found.append(divided(sixty(tmp_path / str(number), 24), *keys))
     assert found[0] == found[1] != found[2]
-    places = [{line.partition("/")[0] for line in found[3][f"fold{number}/val.txt"]} for number in range(3)]
-    assert [len(each) for each in places] == [2, 2, 2] and len(set.union(*places)) == 6
+    places = [{line.partition("/")[0] for line in found[3][f"fold{number}/val.txt"]} for number in range(6)]
+    assert [len(each) for each in places] == [1] * 6 and len(set.union(*places)) == 6  # as many lists as sources
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,15 @@ def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix,
         initialise_from(tuned, tmp_path / "net.pth", CLASSES)
 
 
+def test_a_body_of_another_program_is_found_beside_its_other_tensors(tmp_path, trained):
+    """Contrastive training leaves an encoder and a projector."""
+    tensors = {f"encoder.{name}": tensor for name, tensor in without_counts(trained.body.state_dict()).items()}
+    torch.save({**tensors, "projector.weight": torch.ones(3)}, tmp_path / "net.pth")
+    tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn", part="body")
+    assert same(without_counts(tuned.body.state_dict()), without_counts(trained.body.state_dict()))
+    assert "skipped projector.weight: not below encoder" in report.remarks
+
+
 @pytest.mark.parametrize("others", [["criterion.weight"], ["ema.n_averaged", *EMA], ["body.weight", "heads.weight"]])
 def test_tensors_beside_the_network_s_are_skipped_and_said(trained, others):
     """Lightning's checkpoints may hold a loss's weights and averaged weights."""
