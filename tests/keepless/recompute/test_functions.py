@@ -412,6 +412,37 @@ def test_a_checkpoint_does_not_run_its_part_again_for_what_is_overwritten():
     agree(plain, ours, on(torch.randn(2, 4, 6, 6, dtype=torch.float64)), wraps=under_a_checkpoint)
 
 
+class _Overwriting(torch.autograd.Function):
+    """Its backward pass overwrites what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        ctx.saved_tensors[0].zero_()
+        return gradient
+
+
+def _overwrites_in_the_backward_pass(x: Tensor) -> Tensor:
+    y = x.relu()
+    product = y @ torch.ones(4, 4, requires_grad=True)  # its backward runs after the other's
+    return _Overwriting.apply(y) + product
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_what_a_backward_function_overwrites_is_refused_to_the_next(is_recomputed):
+    """As in PyTorch. The factor's gradient would be zero."""
+    network = After(nn.BatchNorm1d(4), _overwrites_in_the_backward_pass)
+    if is_recomputed:
+        recompute_activations(network)
+    loss = network(torch.randn(3, 4)).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_checkpoint_saves_as_many_tensors_outside_of_calls_again():
     """A checkpoint ends the repeated part by an error, as it gets its last tensor. It gets none after that."""
     plain = After(nn.Identity(), FUNCTIONS["saved outside of calls"][0])
