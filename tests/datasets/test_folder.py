@@ -508,6 +508,7 @@ def test_splits_may_be_links(root):
     (linked / "train/again").symlink_to(linked)
     (root / "train/images/a/again").symlink_to(root / "train/images")
     (root / "train/labels/again").symlink_to(root / "train")
+    (root / "train/images/a/itself").symlink_to("itself")
     assert [len(labels) for labels in folder_labels(linked)] == [len(labels) for labels in folder_labels(root)]
     assert len(folder_labels(linked)[0]) == 8 and made(linked)["classes"]
     assert names(folder(linked, "train")) == names(folder(root, "train"))

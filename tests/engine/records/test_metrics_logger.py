@@ -168,14 +168,14 @@ def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
 def test_a_run_says_once_that_steps_wait_for_data(tmp_path, monkeypatch, caplog, is_first):
     """Only rank 0 says it. The first steps, in which data workers start, do not count; nor do waits under a tenth."""
     monkeypatch.setattr("engine.records.metrics_logger.logger", logging.getLogger("of this test"))
-    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a step takes a second
+    monkeypatch.setattr(time, "perf_counter", itertools.count(step=2).__next__)  # a step takes two seconds
     waits = partial(run_config().data.waits, workers=2, cores=16)
     said = (
         "steps wait for data 25 % of the time: raise data.workers (now 2, with 16 cores), or give smaller image files"
     )
     folder = tmp_path if is_first else None
     with MetricsLogger(folder, Console(quiet=True), "miou", 10, 0, waits=waits) as running:
-        for step, (own_s, others_s) in enumerate([(0.5, 0.9), (0.05, 0.1), (0.0, 0.25), (0.5, 0.5)], start=1):
+        for step, (own_s, others_s) in enumerate([(1.0, 1.8), (0.1, 0.2), (0.0, 0.5), (1.0, 1.0)], start=1):
             running.step(loss=1.0, gradient_norm=1.0, images=1, data_s=own_s)
             running.training(step, 0.0, 0.1, 1.0, data_waits_s=[own_s, others_s])
             warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

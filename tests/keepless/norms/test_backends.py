@@ -27,6 +27,7 @@ def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(m
     assert isinstance(backend_for("auto", torch.empty(LARGE)), CompiledBackend)
     assert isinstance(backend_for("auto", torch.empty(SMALL)), EagerBackend)
     assert isinstance(backend_for("auto", torch.empty(LARGE, device="meta")), EagerBackend)
+    assert isinstance(backend_for("compiled", torch.empty(0, *LARGE[1:])), EagerBackend)
     for tool in (FakeTensorMode(), FlopCounterMode(display=False)):
         with tool:
             assert isinstance(backend_for("auto", torch.empty(LARGE)), EagerBackend)
