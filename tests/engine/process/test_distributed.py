@@ -130,7 +130,7 @@ def backward_events(rank: int, compiled: bool) -> str:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
     """DDP wraps the compiled network, and PyTorch splits its graph at DDP's buckets."""
-    for events in ranks.run(backward_events, compiled):
+    for events in ranks.run(backward_events, compiled, timeout=900):
         assert events.count("g") >= 3 and "gc" in events, events
 
 
