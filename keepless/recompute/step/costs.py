@@ -1,6 +1,5 @@
 """Costs of operators: time and temporary memory, measured on other tensors or estimated."""
 
-import gc
 import os
 import threading
 import time
@@ -140,25 +139,13 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     return _peaks_on_cpu(step)[0]
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Context in which Python does not look for garbage: tensors in it, freed meanwhile, would lower a peak."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _peaks_on_cpu(step: Callable[[], object]) -> list[int]:
     """Peak bytes up to the first event `_BEGINS`, and after each, beyond those allocated at it.
 
     The profiler sees every allocation on the CPU, even in compiled code. Its log is hidden.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with _no_collection(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()
     events = [event for event in profile.kineto_results.events() if event.name() in ("[memory]", _BEGINS)]
     peaks, held = [0], 0

@@ -1,5 +1,6 @@
 """Steps of plain and prepared networks, and their peaks, although measuring and planning both need the profiler."""
 
+import gc
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -104,4 +105,5 @@ def peak_of(network: nn.Module, x: Tensor, step: Callable[[], object] | None = N
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
     plans_of(network).of_pass(network, [x], (x,), {})
+    gc.collect()  # the profiler would count it if memory of an earlier measurement was freed during the step
     return peak_bytes(step or (lambda: network(x).square().mean().backward()), x.device)
