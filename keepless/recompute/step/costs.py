@@ -1,5 +1,6 @@
 """Costs of operators: time and temporary memory, measured on other tensors or estimated."""
 
+import gc
 import os
 import threading
 import time
@@ -245,12 +246,18 @@ def results_of(operator: Operator) -> Any:
 def _measured(devices: set[torch.device]) -> Iterator[None]:
     """Context for measuring: outside all modes, one thread at a time. Random states are kept.
 
-    Gradients are enabled, but no tensor needs one: where they are not, LSTMs return no workspace.
+    Gradients are enabled, but no tensor needs one: where they are not, LSTMs return no workspace. Python collects no
+    garbage, which would take time, and whose memory would count as freed by the operator.
     """
-    on_cuda = [device for device in devices if device.type == "cuda"]
+    on_cuda, collects = [device for device in devices if device.type == "cuda"], gc.isenabled()
     with _profiler, torch.random.fork_rng(on_cuda), without_dispatch_modes(), without_function_modes():
         with torch.enable_grad():
-            yield
+            gc.disable()
+            try:
+                yield
+            finally:
+                if collects:
+                    gc.enable()
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

@@ -1,5 +1,6 @@
 """What operators cost, on a clock of the tests' own and on stand-ins for a device."""
 
+import gc
 import math
 from types import SimpleNamespace
 
@@ -91,13 +92,14 @@ def test_an_operator_runs_twice_to_be_measured_a_short_one_five_times(short, run
 
     def counted(self):
         call = run(self)
-        return lambda: calls.append(1) or call()
+        return lambda: calls.append(gc.isenabled()) or call()
 
     monkeypatch.setattr(costs.Operator, "run", counted)
     assert costs.results_of(one).shape == (64,)
     costs.measure([one, one])
     costs.measure([one])
     assert len(calls) == runs
+    assert not any(calls) and gc.isenabled()  # memory of garbage would count as freed by the operator
 
 
 def test_a_measurement_without_memory_is_made_again_later(monkeypatch):

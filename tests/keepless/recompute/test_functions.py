@@ -434,7 +434,7 @@ def _overwrites_in_the_backward_pass(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_what_a_backward_function_overwrites_is_refused_to_the_next(is_recomputed):
-    """As in PyTorch. The factor's gradient would be zero."""
+    """PyTorch raises this error, too. Without it, the matrix would silently get a gradient of zero."""
     network = After(nn.BatchNorm1d(4), _overwrites_in_the_backward_pass)
     if is_recomputed:
         recompute_activations(network)
