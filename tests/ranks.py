@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,19 @@ class Ranks:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable, *args, timeout: float = 180.0) -> list:
+    def run(self, function: Callable, *args, timeout: float = 900.0) -> list:
         """Call function(rank, *args) in every process; return the results, or the exceptions raised.
 
-        `function` is pickled by name, so it must stand at the top of a module. Raises AssertionError if a process does
-        not answer in time.
+        `function` is pickled by name, so it must stand at the top of a module. AssertionError: a process does not
+        answer in time. Then all are killed, as the next test would get the late answers.
         """
         for connection in self.connections:
             connection.send((function, args))
         results = []
         for rank, connection in enumerate(self.connections):
             if not connection.poll(timeout):
+                for process in self.processes:
+                    process.kill()
                 raised = [one for one in results if isinstance(one, Exception)]
                 raise AssertionError(f"rank {rank} hangs") from next(iter(raised), None)
             results.append(torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False))
@@ -48,7 +51,8 @@ class Ranks:
 
     def stop(self) -> None:
         for connection in self.connections:
-            connection.send(None)
+            with suppress(BrokenPipeError):  # of a process that was killed
+                connection.send(None)
         for process in self.processes:
             process.join(10)
             process.kill()

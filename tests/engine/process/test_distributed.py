@@ -77,7 +77,7 @@ COMPILED = [compiled("inplace", "none"), compiled("std", "blocks"), compiled("in
 def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm, overrides):
     """The ranks have 2, 3 and 3 of the eight crops. Only they compile their networks."""
     order = list(range(8))
-    assert_equal_to_rounding(ranks.run(steps, norm, order, 1, overrides, timeout=900), steps(0, norm, order))
+    assert_equal_to_rounding(ranks.run(steps, norm, order, 1, overrides), steps(0, norm, order))
 
 
 def unequal_weights(rank: int) -> dict:
@@ -130,7 +130,7 @@ def backward_events(rank: int, compiled: bool) -> str:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
     """DDP wraps the compiled network, and PyTorch splits its graph at DDP's buckets."""
-    for events in ranks.run(backward_events, compiled, timeout=900):
+    for events in ranks.run(backward_events, compiled):
         assert events.count("g") >= 3 and "gc" in events, events
 
 
