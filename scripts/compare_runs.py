@@ -96,7 +96,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         lines += ["", "Not in the table:"]
         ends = ("/".join(path.resolve().parts[-2:]) for path in left_out)
         lines += [f"- {escaped(end)}: {escaped(why)}" for end, why in zip(ends, left_out.values(), strict=True)]
-    lines += ["", f"![training loss and validation {best}]({picture})", ""]
+    lines += ["", f"![curves of the runs]({picture})", ""]
     lines += environments(runs)
     return in_lines("\n".join(lines)) + "\n"
 
@@ -115,27 +115,30 @@ def environments(runs: list[Run]) -> list[str]:
 def curves(groups: list[Group]) -> Figure:
     """The loss of each run, in the colour of its group; and its scores over the steps.
 
-    If a run has fewer than three evaluations, none has a curve of scores: the last of each is drawn over the minutes.
+    If a run has fewer than three evaluations, none has a curve of scores: the last of each is drawn over the minutes,
+    or, of a single run, left to the table.
     """
     score = groups[0].runs[0].scores.best
-    figure, (losses, scores) = charts.panels(1, 2, (10, 3.6))
-    over_steps = all(len(run.curve("val", score)[0]) > 2 for group in groups for run in group.runs)
-    for group, colour in zip(groups, colours(groups), strict=False):
-        for run in group.runs:
-            steps, values = run.curve("train", "loss")
-            (line,) = losses.plot(steps, values, color=colour)
+    runs = [(run, colour) for group, colour in zip(groups, colours(groups), strict=False) for run in group.runs]
+    over_steps = all(len(run.curve("val", score)[0]) > 2 for run, _ in runs)
+    has_scores = over_steps or len(runs) > 1
+    figure, (losses, *others) = charts.panels(1, 1 + has_scores, (5 + 5 * has_scores, 3.6))
+    lines = {id(run): losses.plot(*run.curve("train", "loss"), color=colour)[0] for run, colour in runs}
+    for group in groups:
+        lines[id(group.runs[-1])].set_label(printable(group.title))
+    losses.set(xlabel="step", ylabel="training loss")
+    for scores in others:
+        for run, colour in runs:
             steps, values = run.curve("val", score)
             percent = 100 * np.array(values, float)
             if over_steps:
                 scores.plot(steps, percent, "o-", color=colour, markersize=4)
             elif steps:
                 scores.plot(run.training["minutes"], percent[-1], "o", color=colour, markersize=6)
-        line.set_label(printable(group.title))
-    middle = statistics.mean(scores.get_ylim())
-    scores.set_ylim(min(scores.get_ylim()[0], middle - 2), max(scores.get_ylim()[1], middle + 2))  # noise is no gap
-    losses.set(xlabel="step", ylabel="training loss")
-    scores.set(xlabel="step" if over_steps else "training, minutes", ylabel=f"validation {TITLES[score]} %")
-    for axes in (losses, scores):
+        middle = statistics.mean(scores.get_ylim())
+        scores.set_ylim(min(scores.get_ylim()[0], middle - 2), max(scores.get_ylim()[1], middle + 2))  # noise is no gap
+        scores.set(xlabel="step" if over_steps else "training, minutes", ylabel=f"validation {TITLES[score]} %")
+    for axes in figure.axes:
         axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
     charts.legend(figure, columns=3)
     return figure

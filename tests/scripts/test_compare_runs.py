@@ -221,6 +221,7 @@ def test_few_evaluations_are_drawn_over_minutes_and_methods_keep_their_colours()
     first, second = figure.axes[1].lines
     assert (first.get_xdata()[0], first.get_ydata()[0]) == (run.training["minutes"], 20)
     assert [line.get_color() for line in (first, second)] == [charts.OF_METHODS[name] for name in ("std", "inplace")]
+    assert len(curves([Group("std", [run])]).axes) == 1  # a single score is in the table
 
 
 def test_no_two_curves_of_twelve_runs_have_one_colour():
