@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
-from .recompute.entries.recording import Recording, is_ours, is_running, may_differ_when_repeated
-from .recompute.entries.report import KeptTensor, Report, summary
+from .recompute.passes.recording import Recording, is_ours, is_running, may_differ_when_repeated
+from .recompute.passes.report import KeptTensor, Report, summary
 from .recompute.signatures.plans import Budget, arguments_of, checked
 from .recompute.signatures.signature import Signatures
 from .recompute.step.sharded import is_sharded

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ _OBSERVERS = (
     *("torch.distributed._tools.", "torch.distributed.tensor.debug."),
 )
 _MODULE_CALL = nn.Module.__call__.__code__
-_SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
+SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 
 
 def warn(message: str) -> None:
@@ -309,20 +309,44 @@ unpack: Callable[[Any], Tensor] = methodcaller("get")
 
 def packed_by(node: Any, name: str) -> Any:
     """The packed object that PyTorch's node holds for the saved tensor with this name; None if there is none."""
-    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+    try:
+        return _getter(name)(node)
+    except AttributeError:
+        return None
 
 
-def saved_as(name: str, without_hooks: bool) -> Callable[[Any], Any]:
-    """A function that returns what a node has saved under this name: what hooks have packed, else the tensor.
+@cache
+def _getter(name: str) -> Callable[[Any], Any]:
+    return attrgetter(f"_raw_saved_{name}.data")
 
-    `without_hooks`: the tensor has no gradient, and was saved without hooks.
-    """
-    return attrgetter(f"_saved_{name}" if without_hooks else f"_raw_saved_{name}.data")
+
+@cache
+def saved_names(kind: type) -> list[str]:
+    """The names under which PyTorch's nodes of a class save single tensors."""
+    prefix, several = "_raw_saved_", "_raw_saved_tensors"
+    return [name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix) and name != several]
+
+
+def packed_in_node(node: Any) -> tuple[Any, ...]:
+    """What a node of PyTorch's holds for its single tensors: what hooks have packed, or the tensors themselves."""
+    try:
+        return _getter_of(type(node))(node)
+    except (AttributeError, RuntimeError):  # a list of tensors
+        return ()
+
+
+@cache
+def _getter_of(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    names = [f"_raw_saved_{name}.data" for name in saved_names(kind)]
+    if not names:
+        return lambda node: ()
+    getter = attrgetter(*names)
+    return getter if len(names) > 1 else lambda node: (getter(node),)
 
 
 def is_synchronised_norm(node: Any) -> bool:
     """Whether a node belongs to an `nn.SyncBatchNorm`. It saves input, weight, mean, inverse deviation and count."""
-    return type(node) is _SYNCHRONISED
+    return type(node) is SYNCHRONISED
 
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:
@@ -334,9 +358,8 @@ def packed_by_function(node: Any) -> tuple[Any, ...]:
 
 def packed_in(node: Any) -> list[Any]:
     """What hooks have packed of all the tensors that a node has saved; none once a backward pass has freed it."""
-    names = [name for name in dir(node) if name.startswith("_raw_saved_") and name != "_raw_saved_tensors"]
     with suppress(RuntimeError):
-        return [*packed_by_function(node), *(packed_by(node, name.removeprefix("_raw_saved_")) for name in names)]
+        return [*packed_by_function(node), *(packed_by(node, name) for name in saved_names(type(node)))]
     return []
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..inputs import tensors_in
 from ..made_tensors import bytes_of_tensors
-from ..recompute.entries.recording import Recording
+from ..recompute.passes.recording import Recording
 from ..recompute.step.rehearsal import Loss, counted_step, differentiable
 from ..recompute.step.search import frontier
 from .device import optimizer_bytes

@@ -14,7 +14,7 @@ from torch import nn
 
 import keepless
 from keepless import recompute_activations
-from keepless.recompute.entries import recipes
+from keepless.recompute.passes import recipes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import capturing, compile_within, move_towards
 from tests.cuda import NEEDS_CUDA

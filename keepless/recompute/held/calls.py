@@ -39,9 +39,10 @@ class Call:
         self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
         self.replaceable: list[Saved] = []  # saved arguments that the result can replace
         self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
-        # What recipes read: tensors, or the names under which the result's node has saved them; and their values.
-        self.found: list[tuple[Tensor | str, Any]] = []
         self.recipes: list[tuple[Recipe, Again]] = []
+        self.planned: int | None = None  # what a plan has decided, if it has
+        self.site: Any = None  # what earlier passes have taught about it
+        self.is_advised = False  # they have dropped something, so the rules do not ask again what it costs
         self.began = (0, 0)  # in a counted step: the numbers of its first event and operator
 
     def has_made(self, base: Tensor) -> bool:

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,11 @@ class How(NamedTuple):
     can_overwrite: bool = False
 
 
+@cache
+def _how(device: str, fresh: bool, can_overwrite: bool) -> How:
+    return How(device, (False, None), fresh, can_overwrite)
+
+
 class _BackwardPass(threading.local):
     """The backward pass that this thread runs, and the values that hold tensors during it."""
 
@@ -74,27 +79,21 @@ class Value:
     It is recomputed (or unpacked) once per backward pass, for its first consumer, and held until the last has read it.
     """
 
-    __slots__ = (
-        *("__weakref__", "bytes", "left", "number", "positive", "consumers", "recipes", "sign_consumers", "source"),
-        *("storage", "stream", "tensor", "version", "why"),
-    )
-
-    tensor: Tensor | None  # while it is held in a backward pass: with its version, and the number of consumers left
+    tensor: Tensor | None = None  # while it is held in a backward pass: with its version, and the consumers left
     version: int
     left: int
+    recipes: tuple[weakref.ref[Any], ...] = ()  # recipes (and saves) that may still read it
+    number = -1  # its call's in a plan; its own in a counted step
+    why = ""  # why it is kept
+    consumers = 0  # operations that have saved it, and recipes with consumers of their own
+    sign_consumers = 0  # consumers that need only its sign mask
+    positive: Positive | None = None  # the function that gives them this mask
+    stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
 
     def __init__(self, source: "Kept | Recipe | Signs | None", storage: int = 0, bytes: int = 0):
-        self.source = source  # None: the call that makes it, by an entry, is still running
+        self.source = source  # None: the call that makes it, by advice, is still running
         self.storage = storage  # address, if the tensor is kept; in a counted step the number of its memory
         self.bytes = bytes  # of that storage; 0 for leaves with a gradient, which stay anyway
-        self.recipes: list[weakref.ref[Any]] = []  # recipes (and saves) that may still read it
-        self.number = -1  # its call's in a plan; its own in a counted step
-        self.why = ""  # why it is kept
-        self.consumers = 0  # operations that have saved it, and recipes with consumers of their own
-        self.sign_consumers = 0  # consumers that need only its sign mask
-        self.positive: Positive | None = None  # the function that gives them this mask
-        self.tensor = None
-        self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
 
     @property
     def unread(self) -> bool:
@@ -109,7 +108,7 @@ class Value:
     def may_be_read(self) -> bool:
         """Whether a recipe may still read it."""
         while self.recipes and self.recipes[-1]() is None:
-            self.recipes.pop()
+            self.recipes = self.recipes[:-1]
         return bool(self.recipes)
 
     def count(self, change: int) -> None:
@@ -241,7 +240,9 @@ class Memory:
 class Saved:
     """What autograd saves in place of a tensor: its value. `get` fails if the tensor's memory was overwritten."""
 
-    __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "value")
+    overwritten = False
+    number = -1  # in a counted step
+    reads_signs = False  # the operation only needs the sign mask
 
     def __init__(self, value: Value, memories: ByStorage[Memory], tensor: Tensor):
         """`memories`: all of the pass; the tensor's is added if it is new."""
@@ -250,9 +251,7 @@ class Saved:
         if of is None or of[0]() is not storage:
             of = known[place] = weakref.ref(storage), Memory()
         of[1].saves += ((weakref.ref(self), weakref.ref(tensor)),)
-        self.value, self.overwritten = value, False
-        self.number = -1  # in a counted step
-        self.reads_signs = False  # the operation only needs the sign mask
+        self.value = value
         value.consumers += 1
         if value.consumers == 1 and type(value.source) is Recipe:
             value.source.count(1)
@@ -325,7 +324,7 @@ class Recipe:
         for value in arguments:
             if type(value) is Value:
                 if type(source := value.source) is not Recipe:
-                    value.recipes.append(weakref.ref(self))
+                    value.recipes += (weakref.ref(self),)
                 elif source.depth >= self.depth:
                     self.depth = 1 + source.depth
                 if wanted:  # `Value.count`
@@ -338,11 +337,15 @@ class Recipe:
         return [one for one in self.arguments if type(one) is Value]
 
     @classmethod
-    def of(cls, again: Again, like: Tensor) -> "Recipe":
-        """The recipe of a call that has just returned `like`, under the present conditions."""
+    def of(cls, again: Again, like: Tensor, wanted: bool = False) -> "Recipe":
+        """The recipe of a call that has just returned `like`, under the present conditions. `wanted`: see above."""
         device = like.device.type if not like.is_cpu and has_autocast(like.device.type) else "cpu"
-        how = How(device, autocast_of(device), again.fresh, again.can_overwrite)
-        return cls(again.function, again.arguments, how, like, current_stream(like) if like.is_cuda else None)
+        if is_any_autocast_enabled():
+            how = How(device, autocast_of(device), again.fresh, again.can_overwrite)
+        else:
+            how = _how(device, again.fresh, again.can_overwrite)
+        stream = current_stream(like) if like.is_cuda else None
+        return cls(again.function, again.arguments, how, like, stream, wanted)
 
     def count(self, change: int) -> None:
         """Count a value that gets its first consumer (1) or loses its last (-1). Without any, inputs lose one."""

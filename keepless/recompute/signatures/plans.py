@@ -19,7 +19,7 @@ from ...inputs import check_module, check_one_example, shown, tensors_in
 from ...saved import size_text
 from ...torch_internals import is_compiled, tree_map, warn
 from ...units import UNITS, bytes_of, share_of
-from ..entries.plan import Plan
+from ..passes.plan import Plan
 from ..step.closures import has_hooks_of_users
 from ..step.rehearsal import rehearsed_step
 from ..step.search import Choice, frontier

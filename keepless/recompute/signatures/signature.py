@@ -23,11 +23,11 @@ from ...torch_internals import (
     post_accumulate_hooks,
     profiler_runs,
 )
-from ..entries.entry import Script
-from ..entries.following import Following
-from ..entries.learning import Lesson, grown, script_of
-from ..entries.plan import ByPlan, Plan
-from ..entries.recording import Recording
+from ..passes.advice import Advice
+from ..passes.advised import Advised
+from ..passes.plan import ByPlan, Plan
+from ..passes.recording import Recording
+from ..passes.report import KeptTensor
 from ..step.sharded import is_sharded, may_have_buckets
 from .plans import Planner, Plans
 
@@ -59,11 +59,12 @@ class Signature:
         self.has_missed = False  # already the pass for which the plan was made has left it
         self.plan: Plan | None = None
         self.is_own = False  # the plan was made for this size
-        self.script: Script | None = None
+        self.advice: Advice | None = None
+        self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
 
-    def attempt(self, plan: Plan | None, is_own: bool = True, script: Script | None = None) -> None:
-        """Record the next pass, and learn its script unless there is one."""
-        self.plan, self.is_own, self.script = plan, is_own and plan is not None, script
+    def attempt(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
+        """Let the next pass follow a plan, and learn advice unless there is some."""
+        self.plan, self.is_own, self.advice = plan, is_own and plan is not None, advice
         self.is_due, self.is_new, self.has_missed, self.attempts = False, True, False, self.attempts + 1
 
     def plan_passes(self, plans: Plans | None, one: "Signature") -> None:
@@ -75,11 +76,11 @@ class Signature:
         else:
             one.attempt(coming if one.comes else there)
 
-    def has_coming(self, plan: Plan | None, is_own: bool = True, script: Script | None = None) -> None:
+    def has_coming(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Give passes before which no parameter has a gradient a plan of their own; None: they have none."""
         self.coming = None if plan is None else Signature(self.kind, self.size, comes=True)
         if self.coming is not None:
-            self.coming.attempt(plan, is_own, script)
+            self.coming.attempt(plan, is_own, advice)
             self.coming.attempts = self.attempts
 
 
@@ -134,11 +135,12 @@ class Signatures:
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         if one is None or changes or is_capturing():
             return recording
-        script, is_learnable = one.script, not has_shards and None not in one.kind[0]
-        if is_learnable and script is not None and not one.is_new:
-            recording = Following(script, policy is not None, inputs=inputs, frame=frame)
-        elif is_learnable and script is None and one.is_new:
-            recording.lesson = Lesson()
+        if not has_shards and None not in one.kind[0]:
+            if one.advice is not None and not one.is_new:
+                policy = policy and ByPlan()  # sites know what it has decided
+                recording = Advised(one.advice, policy, inputs=inputs, frame=frame, earlier=one.kept)
+            elif one.advice is None and one.is_new:
+                recording = Advised(Advice(), policy, inputs=inputs, frame=frame)
         recording.signature = one
         return recording
 
@@ -162,9 +164,9 @@ class Signatures:
             one.attempt(None)
         elif one.is_due and (larger := self._to_borrow_from(one)) is not None:
             self._use(larger)
-            one.attempt(larger.plan, is_own=False, script=larger.script)
+            one.attempt(larger.plan, is_own=False, advice=larger.advice)
             if larger.coming is not None:
-                one.has_coming(larger.coming.plan, is_own=False, script=larger.coming.script)
+                one.has_coming(larger.coming.plan, is_own=False, advice=larger.coming.advice)
         elif one.is_due and self._planner is not None:
             if not may_plan or is_transformed((args, kwargs)):  # a program that asks for a Jacobian or a graph
                 return None
@@ -226,29 +228,24 @@ class Signatures:
             one.is_due = True
         if one is not None and one.comes:
             self._awaited = _backward_of(output)
-        if one is None or (isinstance(recording, Following) and recording.has_followed):
+        if one is None or (isinstance(recording, Advised) and recording.has_followed):
             return
-        if isinstance(recording, Following):
-            has_diverged = recording.leaves or recording.is_outdated
-        else:
-            has_diverged = one.plan is not None and policy is not None and policy.plan is None
+        has_diverged, left = one.plan is not None and policy is not None and policy.plan is None, policy and policy.left
+        is_outdated = isinstance(recording, Advised) and recording.is_outdated
+        if isinstance(recording, Advised) and not recording.is_first:
+            has_diverged, left = recording.leaves or is_outdated, left or recording.left
         if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
             one.is_due, one.has_missed = True, one.is_own and one.is_first
-            if isinstance(recording, Following) and recording.is_outdated:
+            if is_outdated:
                 one.plan = None  # also if the calls are the same
         elif has_diverged and self._planner is not None:
-            self._planner.say_that_it_leaves(module, recording.left if policy is None else policy.left, one.is_first)
+            self._planner.say_that_it_leaves(module, left, one.is_first)
         if one.is_due or output is None:
             return
-        if isinstance(recording, Following):
-            if recording.lesson is not None and (recording.left_at is not None or not recording.leaves):
-                script = grown(recording.script, recording.lesson, recording.places, recording.kept)
-                one.script = script or one.script
-        elif recording.lesson is not None:
-            plan = None if has_diverged else one.plan
-            one.script = script_of(recording.lesson, recording.kept, plan)
-        elif (script := one.script) is not None:
-            one.script = script._replace(kept=recording.kept)
+        if isinstance(recording, Advised) and recording.is_learnable:
+            recording.learn(fits=one.plan is not None and one.plan.fits and not has_diverged)
+            one.advice = recording.advice
+        one.kept = recording.kept
         one.is_new, self._parameters = False, []  # new calls may come with new parameters
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -276,7 +273,7 @@ class Signatures:
             if theirs[0][key] != bare[key]:
                 one, plans = mine[key]
                 there, coming = (plan and replace(plan, calls=plans.there.calls) for plan in theirs[0][key])
-                one.plan, one.script, one.is_new = there, None, True
+                one.plan, one.advice, one.is_new = there, None, True
                 one.has_coming(None if coming == there else coming)
 
     def _described(

@@ -25,8 +25,8 @@ from ...torch_internals import (
     tree_map,
     without_function_modes,
 )
-from ..entries.recording import Recording
 from ..held.calls import Call
+from ..passes.recording import Recording
 from ..table.rules import Rule
 from .costs import (
     Operator,

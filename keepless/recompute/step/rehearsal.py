@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...inputs import tensors_in
 from ...saved import is_ordinary
 from ...torch_internals import FakeTensor, pop_hooks
-from ..entries.recording import hooks_around
+from ..passes.recording import hooks_around
 from .copied import Overwritten, on_copy
 from .counting import Counting
 from .sharded import is_sharded

@@ -5,7 +5,7 @@ from itertools import accumulate, islice, zip_longest
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..entries.plan import Flag, Plan
+from ..passes.plan import Flag, Plan
 from .exchanges import COLD, HOT, annealed
 from .incremental import Incremental
 from .simulation import Outcome, plain_peak

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
 
-from ..entries.recipes import LONGEST_PLANNED
+from ..passes.recipes import LONGEST_PLANNED
 from .step import Event, Kind, Step
 
 _HOLD, _LET, _SAVE, _READ, _RELEASE, _BUSY, _PASS = Event

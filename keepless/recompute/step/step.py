@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from ..entries.plan import Flag
+from ..passes.plan import Flag
 
 
 class Kind(IntEnum):

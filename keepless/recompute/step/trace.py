@@ -10,12 +10,12 @@ from torch import Tensor
 from ...inputs import tensors_in
 from ...saved import ByStorage, Gone, Kept, ShapeOnly, is_ordinary
 from ...torch_internals import at_end_of_backward, backward_runs
-from ..entries.plan import Flag
-from ..entries.recipes import how_to_repeat
-from ..entries.registry import KnownValues
 from ..held.calls import Call
 from ..held.signs import unpacking_bytes
 from ..held.values import Again, Memory, Recipe, Saved, Value
+from ..passes.plan import Flag
+from ..passes.recipes import how_to_repeat
+from ..passes.registry import KnownValues
 from ..table.rules import Rule, mask_needs_only_shape
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order

@@ -10,7 +10,6 @@ an entry of `ACTIVATIONS` or `FUNCTIONS` in test_functions.py.
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType
@@ -25,7 +24,7 @@ from ...torch_internals import OpOverload, OpOverloadPacket, declared_results, w
 from ..held.signs import Positive, positive, positive_or_nan
 from . import rules
 from .rules import Function, Rule
-from .writes import overloads_of
+from .writes import NEVER, may_write, overloads_of
 
 GETS_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # writes through it change no version
 
@@ -59,6 +58,7 @@ class Row(NamedTuple):
     draws: Question | None = None  # whether a call draws random numbers
     only_asks: bool = False  # it reads an attribute, such as `grad`, or a number, such as `dim()`: it saves nothing
     is_opened: bool = False  # it is written in Python without a rule: the functions that it calls are recorded instead
+    writes: int = NEVER  # whether its calls may write over tensors, see `may_write`
 
 
 TABLE: dict[Function, Row] = {}
@@ -74,36 +74,8 @@ def row_of(function: Function) -> Row:
     return row._replace(
         only_asks=row.only_asks or (getattr(function, "__name__", "") == "__get__" and function != GETS_DATA),
         is_opened=function in _CALL_OTHERS and row.again is None,
+        writes=may_write(function),
     )
-
-
-# Functions whose results have sizes that depend on values, or on numbers that a program may change
-_SIZED = frozenset(
-    """
-    __getitem__ arange argwhere empty expand fold full gather index_select interpolate linspace masked_select narrow
-    new_empty new_full new_ones new_zeros nonzero one_hot ones pad rand randn repeat repeat_interleave take tile topk
-    unfold unique unique_consecutive upsample zeros
-    """.split()
-)
-
-
-def is_sized(function: Function, args: tuple[Any, ...]) -> bool:
-    """Whether the size of a call's result may depend on more than the shapes of its arguments."""
-    if (name := getattr(function, "__name__", "")) == "__getitem__":
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return not all([one in (None, ..., slice(None)) if type(one) is not int else True for one in index])
-    return name in _SIZED
-
-
-# Functions that draw random numbers with a chance `p` or `dropout_p`, and unless `training` or `train` is False
-_DRAW = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu scaled_dot_product_attention"
-
-
-def is_still(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function in `DRAWN` draws no random numbers in a call."""
-    names, defaults = DRAWN[function]
-    given = defaults | dict(zip(names, args, strict=False)) | kwargs
-    return not given.get("dropout_p", given.get("p", 1.0)) or not given.get("training", given.get("train", True))
 
 
 def _add(functions: Iterable[Function], **facts: Any) -> None:
@@ -232,13 +204,6 @@ def _add_each(make: Callable[[Function], Rule], functions: Iterable[Function], *
         _add([function], again=make(function), **facts)
 
 
-DRAWN: dict[Function, tuple[Iterable[str], dict[str, Any]]] = {}  # their parameters, and the defaults of some
-for _function in _named(_DRAW, F):
-    if isinstance(_function, FunctionType):
-        _known = inspect.signature(_function).parameters
-        DRAWN[_function] = _known, {name: one.default for name, one in _known.items() if one.default is not one.empty}
-DRAWN[F.scaled_dot_product_attention] = ("query", "key", "value", "attn_mask", "dropout_p"), {"dropout_p": 0.0}
-DRAWN |= dict.fromkeys(_named(_DRAW, torch), (("input", "p", "train"), {}))
 _CONVOLUTIONS = _named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", F)
 _RELUS = [F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_]
 

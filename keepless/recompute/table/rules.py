@@ -65,7 +65,11 @@ def repeated(function: Function, *, may_keep: bool = False, fresh: bool = False)
         if "out" in kwargs:
             raise NotRepeated("its result is written into a given tensor")
         again = function if not kwargs else ByName(function, len(args), tuple(kwargs)).call
-        arguments = [find(a, may_keep) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
+        given = args if not kwargs else (*args, *kwargs.values())
+        arguments = [
+            find(one, may_keep) if isinstance(one, Tensor) else _fixed(one) if isinstance(one, (list, tuple)) else one
+            for one in given
+        ]
         return Again(again, arguments, fresh)
 
     return rule
@@ -233,17 +237,23 @@ def named_arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    given = named_arguments(F.batch_norm, args, kwargs)
-    x, affine = find(given["input"]), _found(find, given.get("weight"), given.get("bias"))
-    if not given.get("training", False):
-        running = _found(find, given["running_mean"], given["running_var"])
-        return Again(F.batch_norm, [x, *running, *affine, False, 0.0, given.get("eps", 1e-5)], fresh=True)
+    count = len(args)
+    x = args[0] if args else kwargs["input"]
+    weight = args[3] if count > 3 else kwargs.get("weight")
+    bias = args[4] if count > 4 else kwargs.get("bias")
+    is_training = args[5] if count > 5 else kwargs.get("training", False)
+    x, eps = find(x), args[7] if count > 7 else kwargs.get("eps", 1e-5)
+    if not is_training:
+        given = named_arguments(F.batch_norm, args, kwargs)
+        vectors = _found(find, given["running_mean"], given["running_var"], weight, bias)
+        return Again(F.batch_norm, [x, *vectors, False, 0.0, eps], fresh=True)
+    weight, bias = _found(find, weight, bias)
     node: Any = result.grad_fn
-    if type(node).__name__ not in _BATCH_NORMS:
-        raise NotRepeated(f"no rule repeats {type(node).__name__}")
-    if type(node).__name__ == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
-        return Again(_by_cudnn, [x, *affine, given.get("eps", 1e-5)], fresh=True)
-    return Again(normalised, [x, find.saved(node, "result1"), find.saved(node, "result2"), *affine], fresh=True)
+    if (name := type(node).__name__) not in _BATCH_NORMS:
+        raise NotRepeated(f"no rule repeats {name}")
+    if name == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
+        return Again(_by_cudnn, [x, weight, bias, eps], True)
+    return Again(normalised, [x, find.saved(node, "result1"), find.saved(node, "result2"), weight, bias], True)
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -30,7 +30,7 @@ _FIRST = frozenset([(0, "")])
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call may write over its arguments or `out`, judging by its name, arguments and schema.
 
-    Not the running statistics of batch norms, whose versions stay: `KnownValues._is_simple`.
+    Not the running statistics of batch norms, whose versions stay: `KnownValues.is_simple`.
     """
     if function is F.embedding:  # it writes over rows of the weight
         return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
@@ -39,6 +39,20 @@ def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return kwargs.get("out") is not None or bool(_written(function))
     return kwargs.get("out") is not None or _writes(getattr(function, "__name__", "")) or function in _SETTERS
+
+
+NEVER, MAYBE, FIRST = range(3)
+
+
+def may_write(function: Callable[..., Any]) -> int:
+    """Whether calls of a function may write over tensors, besides `out`: never, maybe, or always over the first."""
+    if function is F.embedding or function in INPLACE or function in _SETTERS:
+        return MAYBE
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return MAYBE if _written(function) else NEVER
+    if not _writes(getattr(function, "__name__", "")):
+        return NEVER
+    return FIRST if _written(function) is _FIRST else MAYBE
 
 
 @cache

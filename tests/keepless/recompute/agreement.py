@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from keepless.recompute.entries.following import Following
+from keepless.recompute.passes.advised import Advised
 from keepless.recompute.signatures import plans as plans_module
 from keepless.recompute.step.search import Choice, frontier
 from keepless.recompute.step.step import Kind, Step
@@ -192,7 +192,27 @@ def keep_by_chance(monkeypatch, draws: Random, shares: Sequence[float] = (0.0, 0
 
 
 def note_followed(monkeypatch) -> list[bool]:
-    """A list that gets True for each pass that follows its script to the end, and False for one that differs."""
-    conclude, found = Following.has_followed.fget, []
-    monkeypatch.setattr(Following, "has_followed", property(lambda one: found.append(conclude(one)) or found[-1]))
+    """A list that gets True for each pass after the first that is like earlier ones, and False for one that differs."""
+    conclude, found = Advised.has_followed.fget, []
+
+    def noted(one: Advised) -> bool:
+        followed = conclude(one)
+        if not one.is_first:
+            found.append(followed)
+        return followed
+
+    monkeypatch.setattr(Advised, "has_followed", property(noted))
+    return found
+
+
+def note_unknown(monkeypatch) -> list[Any]:
+    """A list that gets the functions of calls of later passes about which earlier ones have taught nothing."""
+    ask, found = Advised.ask, []
+
+    def noted(self: Advised, call: Any) -> Any:
+        if not self.is_first and not call.is_advised:
+            found.append(call.function)
+        return ask(self, call)
+
+    monkeypatch.setattr(Advised, "ask", noted)
     return found

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless.inputs import tensors_in
-from keepless.recompute.entries.plan import ByPlan, Plan
-from keepless.recompute.entries.recording import Recording
+from keepless.recompute.passes.plan import ByPlan, Plan
+from keepless.recompute.passes.recording import Recording
 from keepless.recompute.signatures.signature import Signature, Signatures
 from keepless.recompute.step.costs import peak_bytes
 
@@ -95,9 +95,9 @@ def rehearsals(network: nn.Module) -> list[int]:
 
 
 def learned(network: nn.Module) -> tuple[list, int]:
-    """The objects that hold what a prepared network has learned of its steps, and the entries of its only script."""
+    """The objects that hold what a prepared network has learned of its steps, and the number of its sites."""
     known = plans_of(network).known
-    return [*known], len(known[0].script.entries) if known and known[0].script else 0
+    return [*known], known[0].advice.count if known and known[0].advice else 0
 
 
 def peak_of(network: nn.Module, x: Tensor, step: Callable[[], object] | None = None) -> int:

@@ -12,12 +12,12 @@ from torchvision.models import resnet
 
 from keepless.inputs import tensors_in
 from keepless.made_tensors import MadeTensors
-from keepless.recompute.entries.following import Following
-from keepless.recompute.entries.learning import Lesson, script_of
-from keepless.recompute.entries.plan import ByPlan
-from keepless.recompute.entries.recording import Recording
-from keepless.recompute.entries.registry import KnownValues
 from keepless.recompute.held.values import Recipe, Saved, Value
+from keepless.recompute.passes.advice import Advice
+from keepless.recompute.passes.advised import Advised
+from keepless.recompute.passes.plan import ByPlan
+from keepless.recompute.passes.recording import Recording
+from keepless.recompute.passes.registry import KnownValues
 from keepless.recompute.step.counting import Counting
 from keepless.recompute.step.rehearsal import differentiable
 from keepless.recompute.step.search import Choice
@@ -164,17 +164,16 @@ def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Eve
     kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in step.values]
     kept = Simulation(step).led(kept)
     plan, noted = Choice(0, 0.0, tuple(kept)).plan(step), set[int]()
-    recording, scripts = Recording(ByPlan(plan), inputs=[x]), []
-    recording.lesson = Lesson()
+    recording = Advised(Advice(), ByPlan(plan), inputs=[x])
 
     def numbered(packed: list[Any]) -> Any:
         numbers = numbers_of(packed, step, kept, saves)
         noted.update(number for one, number in numbers.items() if isinstance(one, Saved))
-        scripts.append(script_of(recording.lesson, recording.kept, plan))
+        recording.learn(plan.fits)
         return numbers
 
     recorded = real_events(network, x, recording, passes, numbered)
-    following = Following(scripts[0], True, inputs=[x])
+    following = Advised(recording.advice, ByPlan(), inputs=[x])
     followed = real_events(network, x, following, passes)
     assert following.has_followed
     return Simulated(step, kept, noted).noted, recorded, followed

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from keepless import CheckpointedABN, plan, recompute_activations, share_plans
-from keepless.recompute.entries.plan import ByPlan, Plan
-from keepless.recompute.entries.recording import Recording
+from keepless.recompute.passes.plan import ByPlan, Plan
+from keepless.recompute.passes.recording import Recording
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step
 from keepless.recompute.step.search import frontier
@@ -181,7 +181,7 @@ def _in_ddp(rank: int, has_views: bool) -> tuple[bool, bool]:
             DistributedDataParallel(one, gradient_as_bucket_view=has_views)(x).square().mean().backward()
         found += [torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), within.parameters(), strict=True)]
     (size,) = plans_of(within).known
-    return all(found), size.coming is not None and size.coming.script is not None
+    return all(found), size.coming is not None and size.coming.advice is not None
 
 
 def test_plans_use_the_room_of_gradients_in_ddp_unless_its_buckets_are_the_gradients(ranks):

@@ -226,7 +226,7 @@ def test_each_kind_of_pass_learns_a_script_and_none_plans_again(prepared):
             prepared(IMAGES * (part + 1)).sum().backward()
         assert follows(prepared) == "there" and rehearsals(prepared) == [1]
     (one,) = signatures.known
-    assert one.passes + one.coming.passes == 17 and one.script is not None and one.coming.script is not None
+    assert one.passes + one.coming.passes == 17 and one.advice is not None and one.coming.advice is not None
     assert {*one.plan.flags} != {0} and one.plan.flags != one.coming.plan.flags
 
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import recompute_activations
-from keepless.recompute.entries.following import Following
+from keepless.recompute.passes.advice import END, Advice
+from keepless.recompute.passes.advised import Advised
 from keepless.recompute.signatures import signature
-from tests.keepless.recompute.agreement import Setup, agree, agrees, keep_by_chance, note_followed, run
+from tests.keepless.recompute.agreement import Setup, agree, agrees, keep_by_chance, note_followed, note_unknown, run
 from tests.keepless.recompute.ahead import After, assert_like, learned, rehearsals
 from tests.keepless.recompute.programs import Moves, Program, drawn, hides, program
 from tests.keepless.recompute.test_functions import on
@@ -46,8 +47,7 @@ DIFFERENCES += [([0, 2, 3, 4, 5, 6, 7], (2, 5), 4), ([0, 3, 2, 1, 4, 5, 6, 7], (
 @pytest.mark.parametrize("budget", [None, 0.5])
 @pytest.mark.parametrize("order, doubled, most", DIFFERENCES)
 def test_only_the_calls_that_differ_are_recorded(order, doubled, most, budget, monkeypatch):
-    interpret, calls = Following.interpret, []
-    monkeypatch.setattr(Following, "interpret", lambda self, *call: calls.append(call[0]) or interpret(self, *call))
+    calls = note_unknown(monkeypatch)
     plain, x = Blocks(), torch.randn(2, 4, 6, 6)
     ours = recompute_activations(copy.deepcopy(plain), budget=budget)
     for parameter in ours.parameters():
@@ -76,7 +76,7 @@ def test_without_a_budget_one_recorded_step_is_enough_for_all_sizes(monkeypatch)
     ours, passes = recompute_activations(copy.deepcopy(plain)), note_followed(monkeypatch)
     for shape in ((2, 4, 8, 16), (5, 4, 16, 16), (1, 4, 12, 8)):
         assert_like(plain, ours, torch.randn(shape))
-        monkeypatch.setattr(signature, "Lesson", None)
+        monkeypatch.setattr(signature, "Advice", None)
     assert all(passes) and len(passes) >= 2
 
 
@@ -106,17 +106,38 @@ def test_entries_that_a_pass_repeats_make_no_endless_chain():
 def departures(monkeypatch) -> set[int]:
     """Numbers of entries of a script whose calls are taken for others."""
     numbers: set[int] = set()
-    go_on = Following.__torch_function__
+    go_on = Advised.__torch_function__
 
     def differ(self, function, types, args=(), kwargs=None):
-        entry = self.entries[self.next]
-        if self.next in numbers and entry.function == function and not entry.asks:
-            self.next += 1
-            return self.interpret(function, types, args, kwargs or {})
+        site = self.at.next
+        if not self.is_first and site.number in numbers and site.function is function:
+            self.note_difference()
+            self.at = other = self.advice.added(self.at, function, site.row, args, 0)
+            other.next = site.next
+            return self.advised(other, function, args, kwargs or {})
         return go_on(self, function, types, args, kwargs)
 
-    monkeypatch.setattr(Following, "__torch_function__", differ)
+    monkeypatch.setattr(Advised, "__torch_function__", differ)
     return numbers
+
+
+def copied(advice: Advice | None) -> Advice | None:
+    """A copy of what passes have taught."""
+    if advice is None:
+        return None
+    found, pending, other = {id(END): END}, [advice.root, *advice.readers.values()], copy.copy(advice)
+    while pending:
+        site = pending.pop()
+        if id(site) not in found:
+            found[id(site)] = copy.copy(site)
+            pending += [site.next, *(site.others or {}).values()]
+    for site in found.values():
+        if site is not END:
+            site.next = found[id(site.next)]
+            site.others = site.others and {name: found[id(one)] for name, one in site.others.items()}
+    other.root = found[id(advice.root)]
+    other.readers = {key: found[id(one)] for key, one in advice.readers.items()}
+    return other
 
 
 def agrees_wherever_it_differs(
@@ -135,10 +156,12 @@ def agrees_wherever_it_differs(
     compare()
     objects, count = learned(ours)
     states, entries = [dict(vars(one)) for one in objects], range(count)
+    states = [state | {"advice": copied(state["advice"])} for state in states]
     for number in Random(len(entries)).sample(entries, min(most, len(entries))):
         for end in (number + 1, len(entries)):
             for one, state in zip(objects, states, strict=True):
                 vars(one).update({name: copy.copy(value) for name, value in state.items()})
+                one.advice = copied(one.advice)
             departures.update(range(number, end))
             compare()
             departures.clear()

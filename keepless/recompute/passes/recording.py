@@ -17,7 +17,7 @@ Rule 6. If no gradient needs an input's values (the convolution or eval-mode nor
     (`Signs`) once its tensor, and the tensors of recipes that read it, are freed, at the latest as the pass ends.
 Rule 7. A value is computed for its first consumer in a backward pass, and held until the last one has read it or the
     pass has ended. Another backward pass over the graph computes it again.
-Rule 8. A chain has at most `_LONGEST` recipes, in a plan `LONGEST_PLANNED`; views and casts may lengthen it a little.
+Rule 8. A chain has at most `LONGEST` recipes, in a plan `LONGEST_PLANNED`; views and casts may lengthen it a little.
 Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values and parameters
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
@@ -33,14 +33,15 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
     modes of the program, which may change what functions compute, no call is recorded. When in doubt, keep the tensor.
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`decide_by_plan` in recipes.py).
-Rule 14. A recorded pass is learned (learning.py): each call gets an entry (entry.py), an inline cache of what these
-    rules have decided. Further passes with such inputs follow the entries (following.py): they compare each call's
-    function, and where something is dropped, modes and arguments; then the entry's code (code.py) makes the call and
-    writes the same values into the same registry (registry.py). Hooks are only around calls that save a dropped tensor;
-    or around the pass, if autograd functions of the program save one outside of calls. A call that differs from its
-    entry is recorded alone, and gets an entry beside it (`grown`). If calls are missing or new, the pass goes on at the
-    entry that has read the same parameter. The rest of a pass is recorded if gradients are switched otherwise, or
-    within a budget if over a quarter of its calls differ (missing calls do not count).
+Rule 14. Every pass is recorded by these rules, from its own tensors and arguments. What an earlier pass has taught is
+    advice (advice.py): of each call, whether its result is worth dropping, and whether it saves dropped tensors. So the
+    rules' slow questions, what to keep for a recipe and whether it pays, are asked once; in later passes most calls run
+    as they are, some get hooks around them, and those whose results are dropped get the recipe that their rule makes of
+    the present arguments. Advice never decides a value: any advice leads to the same gradients, in more memory or time.
+    A call that is not where it was is sought by the parameter that it reads, or among the next ones; about a new call
+    the rules decide. Within a budget, a step is planned anew if over a quarter of its calls are new (missing calls do
+    not count), if a call that had no gradient has one, or if results whose size depends on values are larger than in
+    the pass that was planned.
 
 An example, and what autograd holds for each tensor:
 
@@ -56,31 +57,29 @@ What becomes of y. In step 1, which is recorded, the rule of `F.batch_norm` give
 When `F.silu` saves y, `KnownValues.packed` finds this value, and autograd holds it in place of y, which is freed with
 the program's last name for it. In the backward pass, the second convolution asks `Saved.get` for z. Its recipe reads y:
 `Value.get` computes y from x and the statistics, and holds it for y's other consumer, SiLU, which reads it next. At the
-end of the pass, `_decide` sees that the recipe has consumers. So the norm's entry becomes "compare, call, note this
-recipe", and SiLU's "save the value that is found for the argument, and note z's recipe". In step 5 these two run:
-`Following.pack` finds y's value by y's id and version. If in step 6 the program calls `F.gelu` in place of SiLU, this
-call alone is recorded. `KnownValues.packed` finds the same value for y, GELU's call gets an entry before SiLU's, and
-the pass goes on with the convolution's, which is found by its weight.
+end of the pass, advice notes that the recipe has consumers: "drop the norm's result", and "set hooks around SiLU, and
+drop its result". In step 5 the norm runs, and its rule makes y's recipe from this step's x, weight and statistics;
+`Recording.pack` finds y's value by y's id and version as SiLU saves it. If in step 6 the program calls `F.gelu` in
+place of SiLU, there is no advice for this call: the rules decide, `KnownValues.packed` finds the same value for y, and
+the pass goes on with the convolution, which is found by its weight.
 
 A tensor is *kept* if it stays in memory until the backward pass: autograd holds it (as a `Kept`, or PyTorch alone), or
 a value that recipes read, or a single recipe (rule 4). It is *dropped* if a recipe computes it. The tensor of a dropped
 value exists only in a backward pass, between its first consumer and its last.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ...inputs import tensors_in
 from ...saved import PLAIN, Kept, adds_metadata, is_ordinary
 from ...torch_internals import (
-    FakeTensor,
     Hooks,
     changing_mode,
     current_function_mode,
@@ -89,20 +88,17 @@ from ...torch_internals import (
     pop_hooks,
     push_hooks,
     set_aside_while_disabled,
-    set_gradients,
     subclasses_are_asked,
     transform_level,
     unpack,
     unwrapped,
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
-from ..table.functions import DRAWN, GETS_DATA, Row, body, is_sized, is_still, row_of
+from ..table.functions import GETS_DATA, Row, body, row_of
 from ..table.rules import Rule
 from ..table.writes import declares_writes, may_overwrite, overwritten
-from .entry import Entry
-from .learning import Lesson
 from .plan import ByPlan
-from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
+from .recipes import LONGEST, decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
 from .registry import KnownValues
 from .report import KeptTensor
 
@@ -141,18 +137,14 @@ class Recording(TorchFunctionMode):
         self.hooks: saved_tensors_hooks | None = None
         self.around: list[Hooks] = []  # hooks around ours
         self.kept: Sequence[KeptTensor] = ()  # at the end
-        self.lesson: Lesson | None = None  # notes about the calls, to learn a script from them
         self.signature: Any = None  # of the inputs
         self.modes = 0  # number of dispatch modes around
-        self.left: weakref.ref[nn.Module] | None = None  # the module in which a call does not fit its entry any more
         self.mode: type | None = None  # one around that may change what calls compute
 
     def __enter__(self) -> "Recording":
         self.known = self.registry()
         self.inputs, self.modes, self.mode = (), dispatch_modes_on(), changing_mode()
-        if self.lesson is not None:
-            self.lesson.outside = self.known.saved_outside
-        self._start_hooks()
+        self.start_hooks()
         self.is_mode = self.sees_calls or bool(self.around)  # around: for the first call after Ctrl-C
         if self.is_mode:
             super().__enter__()
@@ -162,7 +154,7 @@ class Recording(TorchFunctionMode):
         """The registry of the pass that begins."""
         return KnownValues(self.inputs, current_hooks(), self.copy_parameters, self.policy is not None)
 
-    def _start_hooks(self) -> None:
+    def start_hooks(self) -> None:
         self.around = hooks_around()
         self.hooks = saved_tensors_hooks(self.known.pack if self.sees_calls else self._pack_unless_abandoned, unpack)
         self.hooks.__enter__()
@@ -214,62 +206,45 @@ class Recording(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
+            return function(*args, **(kwargs or {}))
+        return self.seen(function, types, args, kwargs or {})
+
+    def seen(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that this mode sees; record it, or the calls inside it."""
         if not self.sees_calls:
             self.is_abandoned()
             return function(*args, **kwargs)
-        row = row_of(function)
-        if self.lesson is not None and not (row.is_opened and PLAIN.issuperset(types)):
-            return self.run_noted(function, row, types, args, kwargs)
-        return self._seen(function, row, types, args, kwargs)
-
-    def run_noted(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call, and note it for a script."""
-        lesson = self.lesson
-        assert lesson is not None
-        entry = self.known.maker = lesson.begins(function, row)
-        entry.asks = row.only_asks
-        entry.only = args if function is set_gradients else None
-        entry.parameter = next((id(one) for one in args if isinstance(one, nn.Parameter)), 0)
-        entry.writes = may_overwrite(function, args, kwargs)
-        are_fake = any([isinstance(one, FakeTensor) for one in tensors_in((args, kwargs))])
-        if function == SETS_DATA or are_fake or not PLAIN.issuperset(types):
-            lesson.why_not = "tensors that change unseen"
-        return self._seen(function, row, types, args, kwargs)
-
-    def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        are_plain = PLAIN.issuperset(types)
-        asks = row.only_asks and are_plain
-        if (asks and not self.around) or self.is_abandoned() or asks:
+        row, are_plain = row_of(function), PLAIN.issuperset(types)
+        if row.only_asks and are_plain and not self.around:
             return function(*args, **kwargs)
-        self.known.settle_gone()
+        if self.is_abandoned() or (row.only_asks and are_plain):
+            return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._asked(function, types, args, kwargs)
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
+        return self.record(function, row, are_plain, args, kwargs)
+
+    def record(self, function: Any, row: Row, are_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.by_rules(Call(function, row, args, kwargs))
+
+    def by_rules(self, call: Call) -> Any:
+        """Run a call, and let the rules decide about it."""
+        function, args, kwargs = call.function, call.args, call.kwargs
+        self.known.settle_gone()
         if function == GETS_DATA:
             if is_ordinary(args[0]):
                 self.known.expose(args[0])
             return function(*args, **kwargs)
         if function == SETS_DATA and is_ordinary(args[0]):
             self.known.give(*args)
-        call = Call(function, row, args, kwargs)
         if not may_overwrite(function, args, kwargs):
             return self.run(call)
         call.overwrites = True
         writes = self.begin_writing(function, args, kwargs)
         try:
             return self.run(call)
-        finally:
-            self.end_writing(writes)
-
-    def writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that only writes over tensors."""
-        writes = self.begin_writing(function, args, kwargs)
-        try:
-            return function(*args, **kwargs)
         finally:
             self.end_writing(writes)
 
@@ -316,48 +291,34 @@ class Recording(TorchFunctionMode):
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
         needs_grad, is_wrapped = torch.is_grad_enabled(), transform_level() is not None
         mode = self.mode if dispatch_modes_on() == self.modes else changing_mode()
-        is_innermost = self.is_innermost()
-        if not (needs_grad and is_innermost) or is_wrapped or mode is not None:
+        is_hidden = is_wrapped or mode is not None or not self.is_innermost()
+        if is_hidden or not needs_grad:
             result = function(*call.args, **call.kwargs)
-            known.note_made(call, result)
+            known.note_made(call.arguments, result, call.site or True)
             if mode is not None:
                 self._refuse(call, result, mode)
             elif needs_grad:
                 own = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
                 known.unseen = "torch.vmap" if is_wrapped else own
-        else:
-            target, version = None, 0
-            if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
-                target = call.args[0]
-                version, call.before = target._version, known.value_of(target)
-            known.log.function = function
-            if known.by_plan:
-                note_random(call)
-            known.call = call
-            try:
-                result = function(*call.args, **call.kwargs)
-                self._conclude(call, result, target, version)
-            finally:
-                known.call = known.log.function = None
-        if self.lesson is not None and not self.lesson.why_not:
-            self._watch(known.maker, call, result, mode is not None or not is_innermost)
+            self.concluded(call, result, is_hidden and needs_grad)
+            return result
+        target, version = None, 0
+        if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
+            target = call.args[0]
+            version, call.before = target._version, known.value_of(target)
+        known.log.function = function
+        if known.by_plan:
+            note_random(call)
+        known.call = call
+        try:
+            result = function(*call.args, **call.kwargs)
+            self._conclude(call, result, target, version)
+        finally:
+            known.call = known.log.function = None
         return result
 
-    def _watch(self, entry: Entry, call: Call, result: Any, is_hidden: bool) -> None:
-        """Note for what a call is to be watched, if it drops nothing."""
-        if isinstance(result, Tensor) and result.dtype.is_floating_point:
-            entry.is_flat, entry.is_hidden = not result.requires_grad, is_hidden
-            entry.is_still = call.function in DRAWN and is_still(call.function, call.args, call.kwargs)
-            if entry.is_still and len(call.args) == 1 and not (is_hidden or entry.writes or entry.is_flat):
-                entry.options = call.kwargs
-        if self.known.by_plan and is_sized(call.function, call.args):
-            entry.is_sized = True
-            self.note_size(result)
-
-    def note_size(self, result: Any) -> None:
-        """Count the bytes of a result whose size depends on values."""
-        assert self.lesson is not None
-        self.lesson.sized += sum([one.nbytes for one in tensors_in(result)])
+    def concluded(self, call: Call, result: Any, is_hidden: bool = False) -> None:
+        """A call has run, and the rules have decided about it, unless it was hidden."""
 
     def _refuse(self, call: Call, result: Any, mode: type) -> None:
         """Keep what a call has returned under a mode that may change it, and note whether it would be recomputed."""
@@ -381,22 +342,21 @@ class Recording(TorchFunctionMode):
             if is_written or id(result) not in map(id, call.arguments):
                 self.decide(rule, call, result)
         else:
-            known.note_made(call, result)
+            known.note_made(call.arguments, result, call.site or True)
             call.why = "only a budget repeats it" if row.is_slow else ""
         if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
             known.log.explain(result, known.find(result), call.why)
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not (value.sign_consumers or value.source.is_modified()):
                 value.source = Kept(tensor, known.outer)
-        if self.lesson is not None:
-            self.lesson.ends(call, result, known)
+        self.concluded(call, result)
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether a result gets a recipe."""
         if self.policy is not None:
             decide_by_plan(self.known, self.policy, rule, call, result)
         elif (again := how_to_repeat(self.known, rule, call, result)) is not None:
-            give_recipe(self.known, again, call, result, bool(call.inside) and call.row.mask is None)
+            give_recipe(self.known, again, call, result, bool(call.inside) and call.row.mask is None, LONGEST)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)

@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the baseline is within the budget: then passes that follow the script drop nothing."""
+        """Whether the baseline is within the budget: then further passes drop nothing."""
         return 0 < self.plain <= self.peak
 
 
@@ -42,7 +42,7 @@ class ByPlan:
 
     A result that is recomputed gets a recipe. A result that is kept gets a value, which is released with the original
     unless it gets a consumer (`Value.unread`). Convolutions, matrix products and the like have rules too. Where the
-    plan does not match, every result is recomputed that can be, but the result after `_LONGEST` recipes in a row is
+    plan does not match, every result is recomputed that can be, but the result after `LONGEST` recipes in a row is
     kept.
     """
 

@@ -10,132 +10,58 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...inputs import tensors_in
-from ...saved import Kept, ShapeOnly, is_ordinary, laid_out
-from ...torch_internals import FakeTensor, address, awaits_capture, is_capturing, packed_by
+from ...saved import Kept, is_ordinary, laid_out
+from ...torch_internals import FakeTensor, address, awaits_capture, is_capturing
 from ..held.calls import Call, Inside
-from ..held.values import Again, Recipe, Saved, Value, kept_bytes_below, saved_value
-from ..table.rules import NotRepeated, Rule, any_values
+from ..held.values import Again, Recipe, Value, kept_bytes_below
+from ..table.rules import NotRepeated, Rule
+from .finders import MUCH, AdvisedFinder, Finder
 from .plan import ByPlan, Flag
-from .registry import KnownValues, is_parameter
+from .registry import KnownValues
 
-_MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 # The longest chains of recipes without and with a plan, as recursion computes them; then a result is kept.
-_LONGEST, LONGEST_PLANNED = 12, 200
+LONGEST, LONGEST_PLANNED = 12, 200
+DEEPEST = 250  # recipes in a chain, which call each other: views and casts may lengthen it
 
 
 def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again | None:
     """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5); if not, sets `call.why`.
 
-    With a plan, recipes may read any tensor that the forward pass has made, and rule 5 does not apply.
+    With a plan, recipes may read any tensor that the forward pass has made, and rule 5 does not apply. Nor does it
+    where an earlier pass has found that the recipe is worth while.
     """
-    find = _Finder(known, call, result)
     try:
-        again = rule(find, call.args, call.kwargs, result)
+        if call.is_advised:
+            saves = [one for one, kept, _ in call.packed if isinstance(kept, Kept)]
+            again = rule(AdvisedFinder(known, saves, result, call.before), call.args, call.kwargs, result)
+        else:
+            again = _worth_repeating(known, rule, call, result)
         if again.draws:
-            if call.random is None or _MUCH * state_bytes(result) > find.room:
+            if call.random is None or (not call.is_advised and MUCH * state_bytes(result) > call.room(result)):
                 raise NotRepeated("its random numbers are not worth keeping")
             again = again._replace(function=partial(call.random.call, again.function))
-        alone = find.alone
-        if not known.by_plan:
-            alone += kept_bytes_below(find.unread, only_unread=True)
-            if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > _MUCH * find.room:
-                raise NotRepeated(f"over {_MUCH} times smaller than what it is computed from")  # e.g. a mean
-        if alone > find.room:
-            raise NotRepeated("smaller than what would be kept for it")
     except NotRepeated as reason:
         call.why = str(reason)
         return None
     return again
 
 
-class _Finder:
-    """Finds the values and kept tensors that the recipe of a call reads."""
-
-    def __init__(self, known: KnownValues, call: Call, result: Tensor) -> None:
-        self.known, self.call, self.result = known, call, result
-        self.room = call.room(result)
-        self.alone = 0  # bytes kept only for the recipe
-        self.unread: list[Value] = []
-
-    def __call__(self, tensor: Tensor, may_keep: bool = False) -> Value | Kept:
-        found = self._found(tensor, may_keep)
-        self.call.found.append((tensor, found))
-        return found
-
-    def saved(self, node: Any, name: str) -> Value | Kept:
-        found = saved_value(packed_by(node, name))
-        if not isinstance(found, (Value, Kept)):
-            raise NotRepeated("its call saves by other hooks")
-        if node is self.result.grad_fn:
-            self.call.found.append((name, found))
-        return found
-
-    def shape(self, tensor: Tensor) -> ShapeOnly:
-        found = any_values(tensor)
-        self.call.found.append((tensor, found))
-        return found
-
-    def _found(self, tensor: Tensor, may_keep: bool) -> Value | Kept:
-        if not is_ordinary(tensor):
-            raise NotRepeated("its input may change unseen")
-        if self.known.exposed.found and self.known.is_exposed(tensor):
-            raise NotRepeated("its input may change unseen, through .data")
-        copy_it = self.known.copy_parameters and is_parameter(tensor)
-        if tensor.requires_grad and not copy_it:
-            for saved, kept, _ in self.call.packed:
-                if saved is tensor and isinstance(kept, Kept):  # such as a parameter
-                    return self.known.stays(tensor)
-        value = self._available(tensor)
-        if value is not None and not copy_it:
-            if value.consumers == value.sign_consumers:
-                self.unread.append(value)
-            return value
-        stays = tensor.requires_grad and tensor.is_leaf
-        is_small = _MUCH * _bytes(tensor) <= self.room
-        if tensor is self.result:
-            raise NotRepeated("its input is overwritten")
-        if not (is_small or ((may_keep or stays) and not copy_it)):
-            raise NotRepeated("its input is not kept")
-        return self._kept_for_recipe(tensor, is_small)
-
-    def _available(self, tensor: Tensor) -> Value | None:
-        """The value of an argument, if a recipe may read it; with a plan, it may be kept for that."""
-        known = self.known
-        if tensor is self.result:
-            value = self.call.before or known.find(tensor, overwrites=1)  # its copy's
-            value = None if value is None or known.is_lost(value, tensor) else value
-        else:
-            value = known.value_of(tensor)
-        if not known.by_plan:
-            return None if value is not None and value.unread else value
-        if value is None and tensor is not self.result:
-            is_large = _MUCH * _bytes(tensor) > self.room  # e.g. a mask: a copy for each call would take too much
-            if known.is_made(tensor) or (is_large and known.has_made(tensor)):
-                value = known.keep(tensor)
-        if value is not None and value.unread:
-            known.log.keep(value, tensor)
-        return value
-
-    def _kept_for_recipe(self, tensor: Tensor, is_small: bool) -> Value | Kept:
-        """Keep an argument for a recipe. It is copied if it is small or may change unseen."""
-        known = self.known
-        kept: Value | Kept
-        is_copied = is_small and tensor.is_leaf
-        if not tensor.requires_grad:
-            is_copied = is_small or not known.has_made(tensor)
-        if is_copied:
-            kept = copy = known.copied(tensor)
-            size = copy.bytes
-        else:
-            kept, size = known.keep_for_recipe(tensor), _bytes(tensor)
-            if isinstance(kept, Value) and kept.unread:
-                known.log.keep(kept, tensor)
-        self.alone += 0 if tensor.requires_grad and tensor.is_leaf else size
-        return kept
+def _worth_repeating(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again:
+    """How to repeat a call. NotRepeated: what would be kept for that alone is too large."""
+    find = Finder(known, call, result)
+    again = rule(find, call.args, call.kwargs, result)
+    alone = find.alone
+    if not known.by_plan:
+        alone += kept_bytes_below(find.unread, only_unread=True)
+        if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > MUCH * find.room:
+            raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
+    if alone > find.room:
+        raise NotRepeated("smaller than what would be kept for it")
+    return again
 
 
 def give_recipe(
-    known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False, longest: int = _LONGEST
+    known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False, longest: int = LONGEST
 ) -> Value | None:
     """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long.
 
@@ -183,7 +109,7 @@ def leave_own_inside(known: KnownValues, call: Call, result: Tensor) -> None:
     """Leave in `call.inside` only tensors that the call itself has made, but not its result or much smaller tensors."""
     given = {known.place(one) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
     call.inside = [
-        part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
+        part for part in call.inside if part.value.storage not in given and MUCH * part.value.bytes > result.nbytes
     ]
 
 
@@ -200,43 +126,43 @@ def of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     return recipe
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
 def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, result: Tensor) -> None:
     """Decide by a plan whether the result of a call, and what it has saved inside, get recipes."""
-    flag, row = policy.next_flag(call.function, result.nbytes), call.row
-    computed = Flag.AGAIN | Flag.MASK  # if no plan matches this call
-    if flag is not None:
-        computed &= flag
-    replaceable = [] if policy.plan is not None and policy.plan.fits else call.replaceable
-    again = how_to_repeat(known, rule, call, result) if computed & Flag.AGAIN else None
-    if row.mask is not None and call.inside and computed & Flag.MASK:
-        if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
-            of_inside(mask, call, None)
-    own = None
-    if again is not None:
-        # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
-        is_whole = row.inside and row.mask is None
-        own = give_recipe(known, again, call, result, is_whole, _LONGEST if flag is None else LONGEST_PLANNED)
+    flag = policy.next_flag(call.function, result.nbytes)
+    call.planned = Flag.AGAIN | Flag.MASK if flag is None else flag  # if no plan matches this call
+    own = give_planned(known, call.planned, rule, call, result, LONGEST if flag is None else LONGEST_PLANNED)
     own = own or known.find(result) or known.keep(result)
     own.number = policy.call
-    read_result_instead(known, call, own, replaceable)
+    read_result_instead(known, call, result, own, serves=policy.plan is None or not policy.plan.fits)
+
+
+def give_planned(
+    known: KnownValues, planned: int, rule: Rule, call: Call, result: Tensor, longest: int
+) -> Value | None:
+    """Give the result of a call a recipe, and what it has saved inside, if that is planned; return the result's value."""
+    row = call.row
+    again = how_to_repeat(known, rule, call, result) if planned & Flag.AGAIN else None
+    if row.mask is not None and call.inside and planned & Flag.MASK:
+        if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
+            of_inside(mask, call, None)
+    if again is None:
+        return None
+    # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
+    return give_recipe(known, again, call, result, row.inside and row.mask is None, longest)
+
+
+def read_result_instead(known: KnownValues, call: Call, result: Tensor, own: Value, serves: bool = True) -> None:
+    """Read a kept result in place of saved arguments, if it `serves`, and of its base. `own`: its value.
+
+    The program may overwrite it, as PyTorch alone does not read it: then it is copied, as for a recipe.
+    """
+    for saved in call.replaceable if serves else ():
+        saved.read_instead(own)
+        own.recipes += (weakref.ref(saved),)
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
         of_base = known.find(base) or known.keep(base)  # other views of it are recomputed from this
         of_base.number = own.number
-
-
-def read_result_instead(known: KnownValues, call: Call, own: Value, replaceable: Sequence[Saved]) -> None:
-    """Read a kept result in place of saved arguments. `own`: its value.
-
-    The program may overwrite it, as PyTorch alone does not read it: then it is copied, as for a recipe.
-    """
-    for saved in replaceable:
-        saved.read_instead(own)
-        own.recipes.append(weakref.ref(saved))
 
 
 class Rerun:

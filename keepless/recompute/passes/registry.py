@@ -10,23 +10,26 @@ from torch import Tensor, UntypedStorage, nn
 
 from ...inputs import tensors_in
 from ...norms.backends.eager import normalised
-from ...norms.bn_act import is_node, recompute_output
+from ...norms.bn_act import BatchNormActivation, is_node, recompute_output
 from ...saved import ByStorage, Gone, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, laid_out, view
 from ...torch_internals import (
+    SYNCHRONISED,
     Hooks,
     address,
     argument_copied_by,
     changing_mode,
     is_synchronised_norm,
     next_node_number,
+    node_class,
     node_number,
     packed_by_function,
     without_function_modes,
 )
 from ..held.calls import Call, Inside, before_overwriting
-from ..held.signs import Positive
+from ..held.signs import Positive, Signs
 from ..held.values import Again, How, Memory, Recipe, Saved, Value, kept_bytes_below, saved_value
 from ..table.functions import Row
+from .advice import DERIVE, MEMORY
 from .report import Log
 
 _SHORT = 2**12  # entries: with a plan, vectors from this size on get values
@@ -34,6 +37,7 @@ _SHORT = 2**12  # entries: with a plan, vectors from this size on get values
 # it has at most this many times the bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
 _OF_VIEWS = How()
+DERIVING = {node_class(BatchNormActivation), SYNCHRONISED}  # nodes from which the values of results are derived
 _NONE: Any = (None, 0, None, 0)
 
 
@@ -68,22 +72,21 @@ class KnownValues:
         self.log = Log()
         self.call: Call | None = None  # the running one
         # By id of a tensor: a reference to it, its version, its value, and its storage's address, which may change
-        # alone, by `.data = …` (0: not known, where an entry's code has noted the tensor).
+        # alone, by `.data = …` (0: not known, where a call has followed advice).
         self.found: dict[int, tuple[weakref.ref[Tensor], int, Value, int]] = {}
         self.memories: ByStorage[Memory] = ByStorage()
-        self.unnoted: list[Value] = []  # kept by entries' code, and not yet in `memories`
+        self.unnoted: list[Value] = []  # kept by advice, and not yet in `memories`
         self.staying: list[Kept] = []  # parameters and their views that recipes read, and that are not in `memories`
         self.dead: list[Gone] = []  # those references in `found` whose tensors are freed
-        # Sign masks that entries have made, by id and function. Not in `found`: other consumers need the tensor itself.
+        # Sign masks that advice has made, by id and function. Not in `found`: other consumers need the tensor itself.
         self.masks: dict[tuple[int, Positive], tuple[weakref.ref[Tensor], int, Value, int]] = {}
         self.signs: list[weakref.ref[Value]] = []  # values with sign consumers, in the order of these saves
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
-        self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their entries, or True
-        self.maker: Any = None  # the entry of the running call, while it is learned
+        self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their sites, or True
         self.exposed: ByStorage[bool] = ByStorage()  # memory that the program may change unseen
         self.refused: type | None = None  # a mode under which a call would have got a recipe: see `changing_mode`
         self.unseen = ""  # what has hidden calls from the recording, such as a checkpoint
-        self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
+        self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls
 
     def clear(self, has_raised: bool = False) -> None:
         """The forward pass has ended; if by an error, perhaps a checkpoint's, whose hooks take no more tensors."""
@@ -104,7 +107,7 @@ class KnownValues:
         return value
 
     def derived(self, tensor: Tensor) -> Value | None:
-        """`value_of` for an entry's code: faster if the tensor is a view of one in `found`."""
+        """`value_of` for calls with advice: faster if the tensor is a view of one in `found`."""
         base = tensor._base
         one = None if base is None else self.found.get(id(base))
         if base is None or one is None or one[0]() is not base or one[1] != tensor._version:
@@ -114,6 +117,12 @@ class KnownValues:
         value = Value(Recipe(view, (one[2], *form), _OF_VIEWS, tensor))
         self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
         return value
+
+    def derived_at_once(self, tensor: Tensor) -> Value | None:
+        """`derived`, but nothing if neither the base nor the node of a tensor can give it a value."""
+        if tensor._base is None and type(tensor.grad_fn) not in DERIVING:
+            return None
+        return self.derived(tensor)
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
@@ -139,7 +148,8 @@ class KnownValues:
     def keep(self, tensor: Tensor) -> Value:
         """Keep a tensor, and remember its value."""
         storage = tensor.untyped_storage()
-        own = 0 if tensor.is_leaf and tensor.requires_grad else storage.nbytes()
+        stays = is_parameter(tensor) or (tensor.is_leaf and tensor.requires_grad)
+        own = 0 if stays else storage.nbytes()
         value = Value(self.kept(tensor, None), address(storage), own)
         if id(tensor) in self.log.reasons:
             value.why = self.log.why(tensor)
@@ -151,8 +161,35 @@ class KnownValues:
         self._note_kept(value, storage)
         return self.remember(tensor, value)
 
+    def kept_later(self, tensor: Tensor) -> Value:
+        """`keep` for calls with advice: its memory is noted only before a call that writes, or rules ask."""
+        value = Value(Kept(tensor, None, detaches=False))
+        self.unnoted.append(value)
+        self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
+        return value
+
+    def found_made(self, tensor: Tensor, recipe: Recipe, value: Value | None) -> None:
+        """`remember` for calls with advice: a recipe computes a tensor. `value`: the one that autograd holds for it."""
+        if value is None:
+            value = Value(recipe)
+        else:
+            value.source = recipe
+        if self.exposed.found:
+            self.remember(tensor, value)
+        else:
+            self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
+
+    def sign_mask(self, tensor: Tensor, positive: Positive | None) -> Value | None:
+        """The value of a saved tensor of which only the sign mask is kept; None if there can be none."""
+        if positive is None or not is_ordinary(tensor):
+            return None
+        one = self.masks.get(key := (id(tensor), positive))
+        if one is None or one[0]() is not tensor or one[1] != tensor._version:
+            one = self.masks[key] = weakref.ref(tensor), tensor._version, Value(Signs(tensor, positive, None)), 0
+        return one[2]
+
     def note_memories(self) -> None:
-        """Note the memories of what entries have kept: before a call that writes, and before rules ask."""
+        """Note the memories of what advice has kept: before a call that writes, and before rules ask."""
         while self.unnoted:
             value = self.unnoted.pop()
             assert isinstance(value.source, Kept)
@@ -378,6 +415,9 @@ class KnownValues:
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
         """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
         value = self.value_of(argument)
+        if self.call is not None and self.call.is_advised and self.call.site.advice & DERIVE:
+            # An earlier pass has found that it is worth while.
+            return self.keep(argument) if value is None and not is_parameter(argument) else value
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or kept_bytes_below([value], only_unread=True) > most else value
 
@@ -398,7 +438,7 @@ class KnownValues:
         """See `pack`."""
         call = self.call or Call(type(None), Row(), (), {})  # outside of calls: an empty one
         row, call.saves = call.row, call.saves + 1
-        if self.outer is None and self._is_simple(tensor):
+        if self.outer is None and self.is_simple(tensor):
             return self.kept(tensor, None)
         if not is_ordinary(tensor):
             kept = self.kept(tensor, self.outer)
@@ -414,7 +454,7 @@ class KnownValues:
             value = self.remember(tensor, Value(Recipe.of(Again(Tensor.to, (small, torch.int64)), tensor)))
         return Saved(value, self.memories, tensor)
 
-    def _is_simple(self, tensor: Tensor) -> bool:
+    def is_simple(self, tensor: Tensor) -> bool:
         """Whether a saved tensor needs no value: parameters, their views, short vectors, and statistics of rows.
 
         Recipes read copies of these. So they need not notice when batch norms update running statistics, or views.
@@ -485,23 +525,26 @@ class KnownValues:
         if self.gone:
             self.gone = [value for value in self.gone if not value.settle(self.outer)]
 
-    def note_made(self, call: Call, result: object) -> None:
-        """Note the memory of a call's results without a gradient, e.g. masks."""
-        if call.row.only_asks:
-            return
+    def note_made(self, arguments: Sequence[Any], result: object, maker: Any = True) -> None:
+        """Note the memory of a call's results without a gradient, e.g. masks. `maker`: its site, if it has one."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
             if not self.without_gradient.get(storage):
-                given = filter(is_ordinary, tensors_in(call.arguments))
+                given = filter(is_ordinary, tensors_in(arguments))
                 if all([self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)]):
-                    self.without_gradient.put(storage, self.maker or True)
+                    self.without_gradient.put(storage, maker)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory noted by `note_made`, and not shared with NumPy or the like."""
         storage = tensor.untyped_storage()
-        return bool(self.without_gradient.get(storage)) and storage.resizable()
+        maker = self.without_gradient.get(storage)
+        if maker is None or not storage.resizable():
+            return False
+        if maker is not True:
+            maker.advice |= MEMORY
+        return True
 
 
 def is_parameter(tensor: Tensor) -> bool:

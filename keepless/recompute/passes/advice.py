@@ -1,0 +1,107 @@
+"""What earlier passes teach about a call: what is worth doing with its tensors. It never decides a value.
+
+Each call of a pass belongs to a *site*, a place in the program. Every pass records its calls afresh: a recipe is made by
+the call's rule from the arguments of this very call, and a value is found by the identity and version of a tensor. A
+site only remembers what the rules or a plan have decided about its calls before, as bits. Wrong bits cost memory or
+time, but change no gradient: tests scramble them in every pass.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..table.functions import Row
+
+# Advice about the calls of a site, as bits. None: leave them alone.
+HOOKS = 1  # set hooks around them: they save tensors that are dropped, or read by recipes
+DROP = 2  # give their results recipes
+SIGNS = 4  # keep only sign masks of the tensors that they save and that no recipe computes
+RULES = 8  # ask the rules, because they drop what a call saves inside
+MASK = 16  # with RULES: draw the mask of a dropout again
+DERIVE = 32  # they save copies that are computed from their arguments
+MEMORY = 64  # note the memory of their results: recipes read it uncopied
+COUNT = 128  # count the bytes of their results: there is a budget, and they save tensors
+UNKNOWN = 256  # nothing is known yet: ask the rules, and learn
+HIDDEN = 512  # with UNKNOWN: other hooks or modes have hidden a call
+ADDED = 1024  # the first pass had no such call
+
+_NEAR = 8  # a call that does not come next is sought among so many sites, as others may be missing
+_GROWS = 4  # advice grows to at most about so many times the sites of its first pass
+
+
+class Site:
+    """A place in the program where a function is called."""
+
+    __slots__ = ("advice", "before", "function", "next", "number", "others", "parameter", "row", "writes")
+
+    def __init__(self, function: Callable[..., Any] | None, row: Row, number: int, before: int, parameter: int = 0):
+        self.function, self.row, self.writes = function, row, row.writes
+        self.number = number  # order in the first pass
+        self.before = before  # the nodes that autograd had made before it, and the calls that had cut the graph
+        self.parameter = parameter  # the id of the first one that it reads (programs may swap them: no reference)
+        self.advice = UNKNOWN
+        self.next: Site = self  # the one that has come next
+        self.others: dict[Any, Site] | None = None  # others that have come next, by their functions
+
+
+END = Site(None, Row(), -1, 0)  # after the last call
+END.advice = 0
+
+
+class Advice:
+    """The sites of a network's passes with inputs of one kind. All such passes share it, also in several threads."""
+
+    def __init__(self) -> None:
+        self.root = Site(None, Row(), 0, 0)
+        self.root.next = END
+        self.is_new = True  # until its first pass has ended
+        self.readers: dict[int, Site] = {}  # by id of a parameter: the first site that reads it (another does no harm)
+        self.first = self.count = 0  # numbers of sites after the first pass, and now
+        self.has_hooks = False  # hooks are around the whole pass, as dropped tensors are saved outside of calls
+        # Of the first pass: nodes that autograd made, with cuts (see `Site.before`) too, and bytes of counted results
+        self.nodes = self.end = self.results = 0
+        self.more_nodes = self.more_results = 0  # of calls that were added later
+
+    def sought(self, at: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
+        """The site of a call that does not come next: others may be missing, or new."""
+        parameter = parameter_of(args)
+        other = None if at.others is None else at.others.get(function)
+        if other is not None and other.parameter == parameter:
+            return other
+        site = self.readers.get(parameter)
+        if site is not None and site.function == function:
+            return site
+        if other is not None:
+            return other
+        site = at.next
+        for _ in range(_NEAR):
+            site = site.next
+            if site.function == function:
+                return site
+        return None
+
+    def added(self, at: Site, function: Callable[..., Any], row: Row, args: tuple[Any, ...], before: int) -> Site:
+        """A new site after another one. `before`: see `Site.before`; of use in the first pass alone."""
+        number, before = (self.count, before) if self.is_new else (at.number, at.next.before)
+        site = Site(function, row, number, before, parameter_of(args))
+        site.next = at.next
+        site.advice |= 0 if self.is_new else ADDED
+        if not self.is_new and self.count > _GROWS * self.first:
+            return site  # forgotten
+        if self.is_new or at.advice & UNKNOWN:
+            at.next = site
+        else:
+            at.others = {**(at.others or {}), function: site}
+        if site.parameter:
+            self.readers.setdefault(site.parameter, site)
+        self.count += 1
+        return site
+
+
+def parameter_of(args: tuple[Any, ...]) -> int:
+    """The id of the first parameter that a call reads; 0 if it reads none."""
+    for one in args:
+        if isinstance(one, nn.Parameter):
+            return id(one)
+    return 0

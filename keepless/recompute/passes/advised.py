@@ -1,0 +1,422 @@
+"""Record a pass with the advice of earlier ones: most calls run as they are, and few questions are asked again."""
+
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from ...inputs import tensors_in
+from ...saved import PLAIN, Kept, is_ordinary
+from ...torch_internals import (
+    calling_module,
+    current_hooks,
+    dispatch_modes_on,
+    hooks_are_allowed,
+    is_observed,
+    next_node_number,
+    pop_hooks,
+    push_hooks,
+    transform_level,
+    unpack,
+)
+from ..held.calls import Call
+from ..held.values import Again, Recipe, Saved, Value
+from ..table.functions import GETS_DATA, Row
+from ..table.rules import NotRepeated, Rule
+from ..table.writes import FIRST, INPLACE, may_overwrite
+from .advice import (
+    ADDED,
+    COUNT,
+    DROP,
+    END,
+    HIDDEN,
+    HOOKS,
+    MASK,
+    MEMORY,
+    RULES,
+    SIGNS,
+    UNKNOWN,
+    Advice,
+    Site,
+)
+from .finders import AdvisedFinder
+from .learning import Note, drops_outside, learn, note_of
+from .plan import MORE, ByPlan, Flag
+from .recipes import DEEPEST, give_planned, give_recipe, how_to_repeat, read_result_instead
+from .recording import SETS_DATA, Recording, saved_tensors_hooks
+from .registry import DERIVING
+from .report import KeptTensor
+
+_SHARE = 4  # a pass leaves its plan if more than one call in so many is new; missing calls do not count
+_SEQUENCES = frozenset([list, tuple])
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+class Advised(Recording):
+    """Context of a forward pass whose calls have advice, or teach it: see rule 14 in recording.py.
+
+    Args:
+        advice: of earlier passes with such inputs; new: the rules decide about all calls.
+        policy, inputs, frame: as for `Recording`.
+        earlier: what these passes have kept, for the report.
+    """
+
+    def __init__(
+        self,
+        advice: Advice,
+        policy: ByPlan | None = None,
+        *,
+        inputs: Sequence[Tensor] = (),
+        frame: FrameType | None = None,
+        earlier: Sequence[KeptTensor] = (),
+    ):
+        super().__init__(policy, inputs=inputs, frame=frame)
+        self.advice, self.earlier = advice, earlier
+        self.is_first = advice.is_new
+        self.at: Site = advice.root  # of the last call
+        self.leaves = False  # too many calls are new for the plan to hold: record the rest of the pass
+        self.left: ref[nn.Module] | None = None  # the module in which a hidden call was seen
+        self.is_learnable = True
+        self.has_strayed = False  # some calls were not in the first pass
+        self.is_seen = False  # a call was hidden in earlier passes
+        self.differences = 0  # new calls, and returns to earlier sites
+        self.nodes = self.results = 0  # made in this pass: nodes of autograd; bytes of counted results
+        self.cuts = 0  # calls that have cut the graph, such as `detach`
+        self.skipped = 0  # nodes and cuts of missing calls
+        self.notes: list[Note] = []
+        self.unknown: list[Site] = []
+        # The running call
+        self.site: Site = END
+        self.saves: list[Tensor] = []  # tensors that it has saved
+        self.own: list[tuple[Tensor, Value]] = []  # those that may be its result
+        self.given: tuple[Any, ...] = ()  # its arguments
+
+    def __enter__(self) -> "Advised":
+        super().__enter__()
+        self.known.log.is_on = self.is_first  # else `earlier` says what is kept
+        self.packing, self.find = self.pack, AdvisedFinder(self.known)  # made once
+        return self
+
+    def start_hooks(self) -> None:
+        if self.is_first or self.advice.has_hooks:
+            super().start_hooks()
+
+    def forget(self, has_raised: bool) -> None:
+        self.nodes = next_node_number() - self.known.start
+        if not self.is_first:
+            self._jump_to(END)
+        super().forget(has_raised)
+        if not (self.is_first or self.leaves):
+            self.kept = [*self.earlier, *self.kept]
+        self.at = END  # after Ctrl-C, it may still see calls
+        self.__dict__.pop("packing", None)  # PyTorch holds it, and so this object, as long as the graph
+        self.saves, self.own, self.given = [], [], ()
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if _is_compiling():
+            return function(*args, **(kwargs or {}))
+        site = self.at.next
+        if site.function is function and (not types or PLAIN.issuperset(types)):
+            self.at = site
+            if not (site.advice or site.writes):
+                if not kwargs:
+                    return function(*args)
+                if "out" not in kwargs:
+                    return function(*args, **kwargs)
+            return self.advised(site, function, args, kwargs or {})
+        return self.seen(function, types, args, kwargs or {})
+
+    def record(self, function: Any, row: Row, are_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that is not the next one."""
+        if self.modes and is_observed():
+            return function(*args, **kwargs)
+        if not are_plain or function == GETS_DATA or function == SETS_DATA:
+            self.is_learnable = self.is_learnable and are_plain
+            return self.ask(Call(function, row, args, kwargs))
+        at, site = self.at, None
+        if not (self.is_first or self.leaves):
+            site = self.advice.sought(at, function, args)
+            if site is None or site.number < at.number:
+                self.note_difference()
+            if site is not None:
+                self._jump_to(site)
+        if site is None or self.leaves:
+            site = self.advice.added(at, function, row, args, next_node_number() - self.known.start + self.cuts)
+        if self.leaves:
+            site.next = END
+        self.at = site
+        return self.advised(site, function, args, kwargs)
+
+    def _jump_to(self, site: Site) -> None:
+        """Go on at another site than the next one: count what the calls between them would have made.
+
+        A missing cut counts, too, because what follows has a longer graph, though it makes no more nodes.
+        """
+        end, following = self.advice.end, self.at.next
+        self.skipped += (end if site is END else site.before) - (end if following is END else following.before)
+
+    def note_difference(self) -> None:
+        self.differences += 1
+        if self.policy is not None and self.differences == 1:
+            self.policy.leave()
+        self.leaves = self.policy is not None and _SHARE * self.differences > self.advice.first
+
+    def advised(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call as its site advises."""
+        advice = site.advice
+        if advice & ADDED:
+            self.has_strayed = True
+        if advice & (RULES | UNKNOWN) or (kwargs and "out" in kwargs):
+            result = self._by_rules(site, function, args, kwargs)
+            advice = site.advice
+        elif not advice & (HOOKS | DROP):
+            result = self._alone(site, function, args, kwargs)
+        elif self._is_hidden():
+            result = self._by_rules(site, function, args, kwargs)
+        elif site.writes and (site.writes == FIRST or may_overwrite(function, args, kwargs)):
+            result = self._in_place(site, function, args, kwargs)
+        else:
+            result = self._with_hooks(site, function, args, kwargs) if advice & HOOKS else function(*args, **kwargs)
+            if advice & DROP:
+                self._drop(site, args, kwargs, result)
+        if advice & COUNT:
+            self._count(advice, result)
+        return result
+
+    def _count(self, advice: int, result: Any) -> None:
+        size = getattr(result, "nbytes", 0)
+        self.results += size
+        if advice & UNKNOWN and advice & ADDED:
+            self.advice.more_results += size
+
+    def _is_hidden(self) -> bool:
+        """Whether other hooks, modes or transforms are around the next call."""
+        hooks = current_hooks()
+        is_inner = hooks is None or (self.hooks is not None and hooks[0] is self.hooks.pack_hook)
+        return not is_inner or transform_level() is not None or dispatch_modes_on() != self.modes
+
+    def _alone(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that drops nothing."""
+        if site.writes and (site.writes == FIRST or may_overwrite(function, args, kwargs)):
+            if len(args) == 1 or kwargs or not _is_number(args[0]):
+                writes = self.begin_writing(function, args, kwargs)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self.end_writing(writes)
+        result = function(*args, **kwargs)
+        if site.advice & MEMORY:
+            self.known.note_made((*args, *kwargs.values()), result, site)
+        return result
+
+    # Calls about which the rules decide
+
+    def _by_rules(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call(function, site.row, args, kwargs)
+        call.site, call.is_advised = site, not site.advice & UNKNOWN
+        result = self.ask(call)
+        if site.advice & UNKNOWN and site.advice & ADDED:
+            self.advice.more_nodes += next_node_number() - call.first_node
+        return result
+
+    def ask(self, call: Call) -> Any:
+        """Let the rules decide about a call, with hooks around it."""
+        known = self.known
+        known.note_memories()
+        if self.hooks is not None or not (current_hooks() is None and hooks_are_allowed()):
+            return self.by_rules(call)
+        was_on, ours = known.log.is_on, saved_tensors_hooks(known.pack, unpack)
+        self.hooks, known.log.is_on = ours, not call.is_advised
+        try:
+            ours.__enter__()  # inside the try, because Ctrl-C may come right after it
+            return self.by_rules(call)
+        finally:
+            ours.__exit__()
+            self.hooks, known.log.is_on = None, was_on
+
+    def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
+        if not call.is_advised:
+            super().decide(rule, call, result)
+            return
+        known, advice = self.known, call.site.advice
+        if self.policy is None:
+            if advice & DROP and (again := how_to_repeat(known, rule, call, result)) is not None:
+                give_recipe(known, again, call, result, bool(call.inside) and call.row.mask is None, DEEPEST)
+            return
+        planned = (Flag.AGAIN if advice & DROP else 0) | (Flag.MASK if advice & MASK else 0)
+        own = give_planned(known, planned, rule, call, result, DEEPEST) or known.find(result)
+        if own is not None or call.replaceable:  # otherwise it is kept once a recipe reads it
+            read_result_instead(known, call, result, own or known.keep(result))
+
+    def concluded(self, call: Call, result: Any, is_hidden: bool = False) -> None:
+        """Note what a call teaches about which nothing was known."""
+        site: Site | None = call.site
+        if site is None or call.is_advised:
+            return
+        if is_hidden:
+            site.advice |= HIDDEN
+            return
+        self.is_seen = self.is_seen or bool(site.advice & HIDDEN)
+        self.left = self.left or (calling_module() if site.advice & HIDDEN else None)
+        self.unknown.append(site)
+        self.cuts += _cuts(call, result)
+        if self.known.by_plan and call.packed and isinstance(result, Tensor):
+            site.advice |= COUNT
+        if (note := note_of(site, call, result, self.known.find)) is not None:
+            self.notes.append(note)
+
+    def learn(self, fits: bool) -> None:
+        """Set the advice of sites that were unknown, once the pass has ended. `fits`: see `Plan.fits`."""
+        advice = self.advice
+        if self.is_first:
+            advice.has_hooks = drops_outside(self.known.saved_outside)
+            advice.nodes, advice.end, advice.results = self.nodes, self.nodes + self.cuts, self.results
+        learn(advice, [] if fits and self.is_first else self.notes, self.unknown)
+        self.notes, self.unknown = [], []
+
+    @property
+    def has_followed(self) -> bool:
+        """Whether the pass was as earlier ones were."""
+        return not (self.is_first or self.differences or self.unknown or self.is_outdated)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the pass has made more than earlier ones: nodes, larger results, or calls that were hidden there."""
+        advice = self.advice
+        if self.is_first or self.is_seen:
+            return not self.is_first
+        nodes, results = advice.nodes - self.skipped, advice.results
+        if self.has_strayed:
+            nodes, results = nodes + advice.more_nodes, results + advice.more_results
+        return self.nodes > nodes or self.results > MORE * results
+
+    # Calls that drop their results, or save dropped tensors
+
+    def _with_hooks(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.site, self.given = site, args
+        try:
+            push_hooks(self.packing, unpack)  # inside the try, because Ctrl-C may come right after it
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            self._keep_own()
+            is_pushed = hooks_are_allowed()
+            if is_pushed:
+                pop_hooks()
+            if is_pushed or not isinstance(error, RuntimeError):
+                raise
+        else:
+            pop_hooks()
+            return result
+        finally:
+            self.given = ()
+        return function(*args, **kwargs)  # hooks are disabled
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd gets for a tensor that the running call saves."""
+        known, site, key = self.known, self.site, id(tensor)
+        advice, found = site.advice, known.found
+        if advice & DROP:
+            self.saves.append(tensor)
+        if type(tensor) is nn.Parameter:
+            return Kept(tensor, None)
+        if known.exposed.found and known.is_exposed(tensor):
+            return known.packed(tensor)
+        value: Value | None = None
+        if key in found and (one := found[key])[0]() is tensor and one[1] == tensor._version:
+            value = one[2]
+        elif id(tensor._base) in found or type(tensor.grad_fn) in DERIVING:
+            value = known.derived(tensor)
+        if value is not None and type(value.source) is not Kept:  # else `KnownValues.give` detaches the recipes' one
+            return Saved(value, known.memories, tensor)
+        if value is None and advice & SIGNS and (value := known.sign_mask(tensor, site.row.positive)) is not None:
+            return Saved(value, known.memories, tensor)
+        # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
+        is_given = False
+        for one in self.given[1:] if site.writes else self.given:
+            if one is tensor or (type(one) in _SEQUENCES and any([part is tensor for part in one])):
+                is_given = True
+        if value is None and not tensor.requires_grad:
+            if not known.is_simple(tensor):
+                known.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
+        elif value is None and advice & DROP and not is_given and is_ordinary(tensor):
+            value = next(iter([one for other, one in self.own if other is tensor]), None) or Value(None)
+            self.own.append((tensor, value))
+            return Saved(value, known.memories, tensor)
+        return Kept(tensor, None, detaches=not is_given)
+
+    def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that may write over tensors."""
+        known, target, find = self.known, args[0] if args else None, self.find
+        known.note_memories()
+        is_dropped, is_noted = False, True
+        if type(target) in PLAIN and is_ordinary(target):
+            if is_dropped := bool(site.advice & DROP) and torch.is_grad_enabled():
+                find.before = known.find(target) or known.derived_at_once(target)
+                find.version = target._version + 1
+            if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
+                is_noted = known.memories.get(target.untyped_storage()) is not None  # something is saved or kept in it
+        writes = self.begin_writing(function, args, kwargs) if is_noted else []
+        try:
+            result = (
+                self._with_hooks(site, function, args, kwargs) if site.advice & HOOKS else function(*args, **kwargs)
+            )
+            if is_dropped and result is target and result._version == find.version:
+                find.is_noted = is_noted
+                self._drop(site, args, kwargs, result, is_written=True)
+            elif self.saves:
+                self._keep_own()
+        finally:
+            find.before = None
+            if writes:
+                self.end_writing(writes)
+        return result
+
+    def _drop(
+        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, is_written: bool = False
+    ) -> None:
+        """Give the result of a call a recipe, made by its rule from the arguments of this very call."""
+        known, rule, find = self.known, site.row.again, self.find
+        if known.dead:
+            known.settle_gone()
+        if rule is not None and type(result) in PLAIN and result.grad_fn is not None and is_ordinary(result):
+            find.result, find.saves, find.held = result, self.saves, None
+            again: Again | None = None
+            try:
+                again = rule(find, args, kwargs, result)
+            except NotRepeated:
+                pass
+            find.result, find.saves, find.held = None, (), None
+            if again is not None and not again.draws and (again.fresh or is_written or _is_new(result, args, kwargs)):
+                own = [one for one in self.own if one[0] is result]
+                recipe = Recipe.of(again, result, wanted=bool(own))
+                if recipe.depth <= DEEPEST:
+                    known.found_made(result, recipe, own[0][1] if own else None)
+                    self.own = [one for one in self.own if one[0] is not result]
+        if self.saves:
+            self._keep_own()
+
+    def _keep_own(self) -> None:
+        """Keep what a call has saved that is not its result."""
+        for tensor, value in self.own:
+            value.source = Kept(tensor, None)
+        self.saves, self.own = [], []
+
+
+def _cuts(call: Call, result: Any) -> bool:
+    """Whether a call has cut the graph: it got tensors with a gradient, and has returned one without."""
+    if not (isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad):
+        return False
+    return torch.is_grad_enabled() and any([one.requires_grad for one in tensors_in(call.arguments)])
+
+
+def _is_new(result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the result of a call is none of its arguments."""
+    return not any([one is result for one in (*args, *kwargs.values())])
+
+
+def _is_number(one: object) -> bool:
+    """Whether a tensor is a number without a gradient or base, such as a count of minibatches: no recipe reads it."""
+    return type(one) in PLAIN and not (one.ndim or one.requires_grad) and one._base is None  # type: ignore[attr-defined]

@@ -1,0 +1,144 @@
+"""Learn advice: note what a call about which nothing is known has done, and decide once the pass has ended."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...saved import ShapeOnly, view
+from ..held.calls import Call
+from ..held.signs import Signs
+from ..held.values import Recipe, Saved, Value
+from ..table.rules import attention
+from .advice import ADDED, COUNT, DERIVE, DROP, HOOKS, MASK, MEMORY, RULES, SIGNS, Advice, Site
+from .finders import packs_of
+from .plan import Flag
+from .registry import checkpointed_output, is_parameter
+
+
+class Note(NamedTuple):
+    """What a call of an unknown site has done. It holds neither tensors nor values, as the pass goes on."""
+
+    site: Site
+    own: Any  # reference to the value of its result
+    base: Any  # and of its base
+    packs: list["_Pack"]
+    recipes: list[tuple[Any, bool]]  # references to recipes; whether they compute what the call has saved inside
+    planned: int | None  # what a plan has decided, see `Flag`; None: the rules have
+    is_special: bool  # only the rules make its recipes
+    hides: bool  # it saves parameters that its result's node does not
+
+
+class _Pack(NamedTuple):
+    """A saved tensor."""
+
+    held: Any  # by autograd: a reference to a `Saved`, or None
+    is_result: bool
+    is_known: bool  # it, or its base, had a value already
+    is_copy: bool  # made inside the call, of an argument
+    is_shape: bool  # only its shape is kept
+    is_flat: bool  # it has no gradient
+
+
+def learn(advice: Advice, notes: Sequence[Note], unknown: Sequence[Site]) -> None:
+    """Set the advice of unknown sites about which the rules have decided, now that it is certain what the pass drops."""
+    for site in unknown:
+        site.advice = site.advice & (COUNT | MEMORY | ADDED)
+    for note in notes:
+        note.site.advice |= _learned(note)
+    if advice.is_new:
+        advice.is_new, advice.first = False, advice.count
+
+
+def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> Note | None:
+    """Note what a call has done that ran with our hooks."""
+    if not (call.packed or call.recipes):
+        return None
+    own = base = None
+    if isinstance(result, Tensor) and not result.is_nested:
+        own, base = find(result), None if result._base is None else find(result._base)
+    packs = [
+        _Pack(
+            weakref.ref(saved) if isinstance(saved, Saved) else None,
+            tensor is result,
+            is_known,
+            id(tensor) in call.copied or id(tensor._base) in call.copied,
+            type(saved) is ShapeOnly,
+            not tensor.requires_grad,
+        )
+        for tensor, saved, is_known in call.packed
+    ]
+    held = packs_of(result.grad_fn) if isinstance(result, Tensor) else ()
+    parameters = [one for one, _, _ in call.packed if one.requires_grad and (one.is_leaf or is_parameter(one))]
+    hides = not all([any([one is other for other in held]) for one in parameters])
+    recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]
+    is_special = call.row.again is attention or any([again.draws for _, again in call.recipes])
+    return Note(site, _reference(own), _reference(base), packs, recipes, call.planned, is_special, hides)
+
+
+def _reference(value: Any) -> Any:
+    return _nothing if value is None else weakref.ref(value)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _learned(note: Note) -> int:
+    """The advice for further calls like this one."""
+    own, base = note.own(), note.base()
+    makes = [is_inside for one, is_inside in note.recipes if (made := one()) is not None and _is_read(made, own)]
+    advice = DROP if makes else 0
+    if makes and (note.is_special or any(makes)):
+        advice |= RULES
+    if base is not None and base is not own and isinstance(base.source, Recipe) and base.consumers:
+        advice |= RULES
+    for pack in note.packs:
+        advice |= _about(pack, own)
+    if makes and note.planned is not None:
+        advice &= -1 if note.planned & Flag.AGAIN else ~DROP
+        advice |= MASK if note.planned & Flag.MASK else 0
+    return advice | HOOKS if advice and note.hides else advice
+
+
+def _about(pack: _Pack, own: Value | None) -> int:
+    """What is worth doing for a saved tensor. `own`: the value of the call's result."""
+    if pack.held is None or (saved := pack.held()) is None:
+        return RULES if pack.is_shape else 0
+    value, source = saved.value, saved.value.source
+    if pack.is_copy and not _is_kept_view(value):
+        return RULES | DERIVE
+    if isinstance(source, Signs):
+        return HOOKS | SIGNS
+    if value is own and not pack.is_result:  # the result serves in its place
+        return RULES
+    if _is_kept_view(value):  # recipes read it uncopied, because autograd holds it
+        return HOOKS if pack.is_flat and base_of(value).may_be_read() else 0
+    return HOOKS if value is own or pack.is_known or source.function is checkpointed_output else RULES
+
+
+def _is_read(recipe: Recipe, own: Value | None) -> bool:
+    """Whether a recipe computes something that is read."""
+    values = [one() for one in recipe.outputs] if recipe.outputs else [own]
+    return any([one is not None and one.source is recipe and one.consumers for one in values])
+
+
+def base_of(value: Value) -> Value:
+    """The value itself, or the one of which it is a view."""
+    source = value.source
+    return source.inputs[0] if isinstance(source, Recipe) and source.function is view else value
+
+
+def _is_kept_view(value: Value) -> bool:
+    """Whether a value is kept, or a view of one that is."""
+    return not isinstance(base_of(value).source, (Recipe, Signs))
+
+
+def drops_outside(saved: Sequence[Any]) -> bool:
+    """Whether the program's autograd functions save dropped tensors, or views of them, outside of calls.
+
+    `saved`: references to what autograd holds for tensors saved there.
+    """
+    held = [one for one in (reference() for reference in saved) if one is not None]
+    return any([not _is_kept_view(one.value) for one in held])
