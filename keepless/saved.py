@@ -40,11 +40,14 @@ def adds_metadata(kind: type) -> bool:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy; of the whole storage if that is smaller, so that expanded (stride 0) dimensions stay expanded."""
+    """A copy with equal strides, as kernels round otherwise for others.
+
+    It is one of the whole storage if that is smaller, so that expanded (stride 0) dimensions stay expanded.
+    """
     tensor = tensor.detach()
     size = tensor.untyped_storage().nbytes()
     if size >= tensor.nbytes:
-        return tensor.clone()
+        return laid_out(tensor.clone(), tensor.stride())
     whole = tensor.as_strided((size // tensor.itemsize,), (1,), 0)
     return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

@@ -26,7 +26,7 @@ class Call:
     def __init__(self, function: Callable[..., Any], row: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.function, self.args, self.kwargs = function, args, kwargs
         self.row = row  # of the table of functions
-        self.arguments = (*args, *kwargs.values())
+        self.arguments = (*args, *kwargs.values()) if kwargs else args
         self.first_node = next_node_number()
         self.overwrites = False  # it overwrites an argument
         self.before: Value | None = None  # value of the first argument, if the call overwrites it

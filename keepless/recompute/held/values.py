@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,9 +57,7 @@ class How(NamedTuple):
     can_overwrite: bool = False
 
 
-@cache
-def _how(device: str, fresh: bool, can_overwrite: bool) -> How:
-    return How(device, (False, None), fresh, can_overwrite)
+_ON_CPU = {(fresh, over): How(fresh=fresh, can_overwrite=over) for fresh in (False, True) for over in (False, True)}
 
 
 class _BackwardPass(threading.local):
@@ -89,11 +87,13 @@ class Value:
     sign_consumers = 0  # consumers that need only its sign mask
     positive: Positive | None = None  # the function that gives them this mask
     stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
+    storage = 0  # address, if the tensor is kept; in a counted step the number of its memory
+    bytes = 0  # of that storage; 0 for leaves with a gradient, which stay anyway
 
     def __init__(self, source: "Kept | Recipe | Signs | None", storage: int = 0, bytes: int = 0):
         self.source = source  # None: the call that makes it, by advice, is still running
-        self.storage = storage  # address, if the tensor is kept; in a counted step the number of its memory
-        self.bytes = bytes  # of that storage; 0 for leaves with a gradient, which stay anyway
+        if storage or bytes:
+            self.storage, self.bytes = storage, bytes
 
     @property
     def unread(self) -> bool:
@@ -299,53 +299,43 @@ class Recipe:
     It computes one value, or a list with a tensor for each of `outputs`, the values that a call has saved inside.
     """
 
-    __slots__ = (
-        *("__weakref__", "arguments", "depth", "dtype", "function", "how", "outputs", "stream", "stride", "wanted"),
-    )
+    outputs: Sequence[weakref.ref[Value]] = ()
+    stream: torch.cuda.Stream | None = None  # on which the tensor was made
+    wanted = 0  # number of values that it computes and that have consumers
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        how: How,
-        like: Tensor,
-        stream: torch.cuda.Stream | None = None,
-        wanted: bool = False,
-    ):
-        """`like`: the original tensor; the result gets its dtype and strides. `stream`: on which it was made.
+    def __init__(self, again: Again, like: Tensor, wanted: bool = False, how: How | None = None):
+        """The recipe of a call that has just returned `like`; the result gets its dtype and strides.
 
-        `wanted`: the value that it computes has consumers already.
+        `wanted`: the value that it computes has consumers already. `how`: by default, under the present conditions.
         """
-        self.function, self.arguments, self.how, self.stream = function, arguments, how, stream
+        self.function, self.arguments, fresh, can_overwrite, _ = again
         self.dtype, self.stride = like.dtype, like.stride()
-        self.outputs: list[weakref.ref[Value]] = []
-        self.wanted = int(wanted)  # number of values that it computes and that have consumers
-        self.depth = 1  # recipes in the longest chain from kept values to this one
-        for value in arguments:
+        if how is not None:
+            self.how = how
+        elif like.is_cpu and not is_any_autocast_enabled():
+            self.how = _ON_CPU[fresh, can_overwrite]
+        else:
+            device = like.device.type if has_autocast(like.device.type) else "cpu"
+            self.how = How(device, autocast_of(device), fresh, can_overwrite)
+            self.stream = current_stream(like)
+        if wanted:
+            self.wanted = 1
+        depth = 0
+        for value in again.arguments:
             if type(value) is Value:
                 if type(source := value.source) is not Recipe:
                     value.recipes += (weakref.ref(self),)
-                elif source.depth >= self.depth:
-                    self.depth = 1 + source.depth
+                elif source.depth > depth:
+                    depth = source.depth
                 if wanted:  # `Value.count`
                     value.consumers += 1
                     if value.consumers == 1 and type(source) is Recipe:
                         source.count(1)
+        self.depth = 1 + depth  # recipes in the longest chain from kept values to this one
 
     @property
     def inputs(self) -> list[Value]:
         return [one for one in self.arguments if type(one) is Value]
-
-    @classmethod
-    def of(cls, again: Again, like: Tensor, wanted: bool = False) -> "Recipe":
-        """The recipe of a call that has just returned `like`, under the present conditions. `wanted`: see above."""
-        device = like.device.type if not like.is_cpu and has_autocast(like.device.type) else "cpu"
-        if is_any_autocast_enabled():
-            how = How(device, autocast_of(device), again.fresh, again.can_overwrite)
-        else:
-            how = _how(device, again.fresh, again.can_overwrite)
-        stream = current_stream(like) if like.is_cuda else None
-        return cls(again.function, again.arguments, how, like, stream, wanted)
 
     def count(self, change: int) -> None:
         """Count a value that gets its first consumer (1) or loses its last (-1). Without any, inputs lose one."""
@@ -383,6 +373,8 @@ class Recipe:
 
 def saved_value(packed: Any) -> Any:
     """The `Value` or `Kept` tensor that our node or PyTorch's holds; None for an absent tensor."""
+    if type(packed) is Kept:
+        return packed
     if isinstance(packed, Tensor):
         return Kept(packed, None)
     saved = getattr(packed, "saved", packed)  # `_Packed`, in a counted step

@@ -30,6 +30,7 @@ from ..table.writes import FIRST, INPLACE, may_overwrite
 from .advice import (
     ADDED,
     COUNT,
+    DERIVE,
     DROP,
     END,
     HIDDEN,
@@ -52,6 +53,8 @@ from .report import KeptTensor
 
 _SHARE = 4  # a pass leaves its plan if more than one call in so many is new; missing calls do not count
 _SEQUENCES = frozenset([list, tuple])
+_SELDOM = RULES | UNKNOWN | ADDED
+strided = torch.strided
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -90,7 +93,7 @@ class Advised(Recording):
         self.unknown: list[Site] = []
         # The running call
         self.site: Site = END
-        self.saves: list[Tensor] = []  # tensors that it has saved
+        self.saves: list[Tensor] = []  # leaves that it has saved, such as parameters
         self.own: list[tuple[Tensor, Value]] = []  # those that may be its result
         self.given: tuple[Any, ...] = ()  # its arguments
 
@@ -167,14 +170,21 @@ class Advised(Recording):
     def advised(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
         advice = site.advice
-        if advice & ADDED:
-            self.has_strayed = True
-        if advice & (RULES | UNKNOWN) or (kwargs and "out" in kwargs):
-            result = self._by_rules(site, function, args, kwargs)
-            advice = site.advice
-        elif not advice & (HOOKS | DROP):
+        if advice & _SELDOM or (kwargs and "out" in kwargs):
+            if advice & ADDED:
+                self.has_strayed = True
+            if advice & (RULES | UNKNOWN) or "out" in kwargs:
+                result = self._by_rules(site, function, args, kwargs)
+                if site.advice & COUNT:
+                    self._count(site.advice, result)
+                return result
+        if not advice & (HOOKS | DROP):
             result = self._alone(site, function, args, kwargs)
-        elif self._is_hidden():
+        elif (
+            transform_level() is not None
+            or dispatch_modes_on() != self.modes
+            or not (current_hooks() is None or self.is_innermost())
+        ):  # it is hidden
             result = self._by_rules(site, function, args, kwargs)
         elif site.writes and (site.writes == FIRST or may_overwrite(function, args, kwargs)):
             result = self._in_place(site, function, args, kwargs)
@@ -187,16 +197,10 @@ class Advised(Recording):
         return result
 
     def _count(self, advice: int, result: Any) -> None:
-        size = getattr(result, "nbytes", 0)
+        size = result.nbytes if type(result) is Tensor and result.layout is torch.strided else 0
         self.results += size
         if advice & UNKNOWN and advice & ADDED:
             self.advice.more_results += size
-
-    def _is_hidden(self) -> bool:
-        """Whether other hooks, modes or transforms are around the next call."""
-        hooks = current_hooks()
-        is_inner = hooks is None or (self.hooks is not None and hooks[0] is self.hooks.pack_hook)
-        return not is_inner or transform_level() is not None or dispatch_modes_on() != self.modes
 
     def _alone(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that drops nothing."""
@@ -297,6 +301,9 @@ class Advised(Recording):
 
     def _with_hooks(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.site, self.given = site, args
+        if site.advice & DERIVE:
+            self.known.call = call = Call(function, site.row, args, kwargs)
+            call.site, call.is_advised = site, True
         try:
             push_hooks(self.packing, unpack)  # inside the try, because Ctrl-C may come right after it
             result = function(*args, **kwargs)
@@ -311,46 +318,51 @@ class Advised(Recording):
             pop_hooks()
             return result
         finally:
-            self.given = ()
+            self.given, self.known.call = (), None
         return function(*args, **kwargs)  # hooks are disabled
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""
-        known, site, key = self.known, self.site, id(tensor)
+        known, site = self.known, self.site
         advice, found = site.advice, known.found
-        if advice & DROP:
-            self.saves.append(tensor)
         if type(tensor) is nn.Parameter:
-            return Kept(tensor, None)
-        if known.exposed.found and known.is_exposed(tensor):
+            if advice & DROP:
+                self.saves.append(tensor)
+            return Kept(tensor, None, detaches=False)
+        if known.exposed.found and not (is_ordinary(tensor) and not known.is_exposed(tensor)):
             return known.packed(tensor)
-        value: Value | None = None
-        if key in found and (one := found[key])[0]() is tensor and one[1] == tensor._version:
+        one = found.get(id(tensor))
+        if one is not None and one[0]() is tensor and one[1] == tensor._version:
             value = one[2]
-        elif id(tensor._base) in found or type(tensor.grad_fn) in DERIVING:
+        elif not tensor.requires_grad:
+            if (tensor.ndim > 1 or known.by_plan) and not known.is_simple(tensor):
+                known.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
+            return Kept(tensor, None)
+        elif advice & DERIVE or id(tensor._base) in found or type(tensor.grad_fn) in DERIVING:
             value = known.derived(tensor)
+        else:
+            value = None
         if value is not None and type(value.source) is not Kept:  # else `KnownValues.give` detaches the recipes' one
             return Saved(value, known.memories, tensor)
         if value is None and advice & SIGNS and (value := known.sign_mask(tensor, site.row.positive)) is not None:
             return Saved(value, known.memories, tensor)
         # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
-        is_given = False
-        for one in self.given[1:] if site.writes else self.given:
-            if one is tensor or (type(one) in _SEQUENCES and any([part is tensor for part in one])):
-                is_given = True
-        if value is None and not tensor.requires_grad:
-            if not known.is_simple(tensor):
-                known.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
-        elif value is None and advice & DROP and not is_given and is_ordinary(tensor):
-            value = next(iter([one for other, one in self.own if other is tensor]), None) or Value(None)
+        for given in self.given[1:] if site.writes else self.given:
+            if given is tensor or (type(given) in _SEQUENCES and any([part is tensor for part in given])):
+                if advice & DROP and tensor.is_leaf:
+                    self.saves.append(tensor)
+                return Kept(tensor, None, detaches=False)
+        if value is None and advice & DROP and is_ordinary(tensor):
+            value = self.own[-1][1] if self.own and self.own[-1][0] is tensor else Value(None)  # it is saved twice
             self.own.append((tensor, value))
             return Saved(value, known.memories, tensor)
-        return Kept(tensor, None, detaches=not is_given)
+        return Kept(tensor, None)
 
     def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may write over tensors."""
         known, target, find = self.known, args[0] if args else None, self.find
-        known.note_memories()
+        if known.unnoted:
+            known.note_memories()
         is_dropped, is_noted = False, True
         if type(target) in PLAIN and is_ordinary(target):
             if is_dropped := bool(site.advice & DROP) and torch.is_grad_enabled():
@@ -366,7 +378,7 @@ class Advised(Recording):
             if is_dropped and result is target and result._version == find.version:
                 find.is_noted = is_noted
                 self._drop(site, args, kwargs, result, is_written=True)
-            elif self.saves:
+            elif self.saves or self.own:
                 self._keep_own()
         finally:
             find.before = None
@@ -381,27 +393,34 @@ class Advised(Recording):
         known, rule, find = self.known, site.row.again, self.find
         if known.dead:
             known.settle_gone()
-        if rule is not None and type(result) in PLAIN and result.grad_fn is not None and is_ordinary(result):
-            find.result, find.saves, find.held = result, self.saves, None
-            again: Again | None = None
+        if rule is not None and type(result) in PLAIN and result.grad_fn is not None and not result.is_nested and result.layout is strided:
+            find.result, find.saves, find.held, again = result, self.saves, None, None
             try:
                 again = rule(find, args, kwargs, result)
             except NotRepeated:
                 pass
-            find.result, find.saves, find.held = None, (), None
+            find.result, find.saves = None, ()
             if again is not None and not again.draws and (again.fresh or is_written or _is_new(result, args, kwargs)):
-                own = [one for one in self.own if one[0] is result]
-                recipe = Recipe.of(again, result, wanted=bool(own))
+                value = None
+                for tensor, one in self.own:  # autograd holds it already
+                    value = one if tensor is result else value
+                recipe = Recipe(again, result, value is not None)
                 if recipe.depth <= DEEPEST:
-                    known.found_made(result, recipe, own[0][1] if own else None)
-                    self.own = [one for one in self.own if one[0] is not result]
-        if self.saves:
+                    if value is None:
+                        value = Value(recipe)
+                    else:
+                        value.source = recipe
+                    if known.exposed.found:
+                        known.remember(result, value)
+                    else:
+                        known.found[id(result)] = ref(result), result._version, value, 0
+        if self.saves or self.own:
             self._keep_own()
 
     def _keep_own(self) -> None:
         """Keep what a call has saved that is not its result."""
         for tensor, value in self.own:
-            value.source = Kept(tensor, None)
+            value.source = value.source or Kept(tensor, None)
         self.saves, self.own = [], []
 
 

@@ -58,6 +58,9 @@ class Finder:
             raise NotRepeated("its input is not kept")
         return self._kept_for_recipe(tensor, is_small, stays)
 
+    def each(self, tensors: Sequence[Tensor]) -> list[Any]:
+        return [self(tensor, may_keep=True) for tensor in tensors]
+
     def _available(self, tensor: Tensor) -> Value | None:
         """The value of an argument, if a recipe may read it; with a plan, it may be kept for that."""
         known = self.known
@@ -111,6 +114,19 @@ class AdvisedFinder:
 
     shape = Finder.shape
 
+    def each(self, tensors: Sequence[Tensor]) -> list[Any]:
+        found = self.known.found  # the usual case here, as there may be many
+        return [
+            one[2]
+            if (one := found.get(id(tensor))) is not None
+            and one[0]() is tensor
+            and one[1] == tensor._version
+            and not one[3]
+            and tensor is not self.result
+            else self(tensor)
+            for tensor in tensors
+        ]
+
     def saved(self, node: Any, name: str) -> Any:
         packed = packed_by(node, name)
         if isinstance(packed, Tensor):  # there are no hooks, and the program cannot reach it
@@ -121,22 +137,21 @@ class AdvisedFinder:
         return found
 
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any:
-        known, result = self.known, self.result
-        if tensor is result:
+        known = self.known
+        if tensor is self.result:  # its own value, if it is known already, would be its own input
             before = self.before or known.find(tensor, overwrites=1)
             if before is None or (self.is_noted and known.is_lost(before, tensor)):
                 raise NotRepeated("its input is overwritten")
             return before
-        if (key := id(tensor)) in known.found:
-            reference, version, value, storage = known.found[key]
-            if reference() is tensor and version == tensor._version:
-                if not storage or storage == address(tensor.untyped_storage()):
-                    return value
-        kind, node = type(tensor), tensor.grad_fn
+        if (one := known.found.get(id(tensor))) is not None and one[0]() is tensor and one[1] == tensor._version:
+            if not one[3] or one[3] == address(tensor.untyped_storage()):
+                return one[2]
+        kind = type(tensor)
         if kind is nn.Parameter and not known.copy_parameters:
-            if MUCH * tensor.nbytes > result.nbytes or self._is_saved(tensor):
+            if MUCH * tensor.nbytes > self.result.nbytes or self._is_saved(tensor):
                 return known.stays(tensor)
-            return tensor.detach().clone()
+            return copied(tensor)
+        node = tensor.grad_fn
         if node is None or kind is not Tensor or tensor.layout is not torch.strided or known.exposed.found:
             return self._of_another(tensor)
         if tensor._base is not None or type(node) in DERIVING or tensor.is_nested:

@@ -98,7 +98,7 @@ def _learned(note: Note) -> int:
         advice |= _about(pack, own)
     if makes and note.planned is not None:
         advice &= -1 if note.planned & Flag.AGAIN else ~DROP
-        advice |= MASK if note.planned & Flag.MASK else 0
+        advice |= MASK if note.planned & Flag.MASK and note.site.row.mask is not None else 0
     return advice | HOOKS if advice and note.hides else advice
 
 
@@ -108,7 +108,7 @@ def _about(pack: _Pack, own: Value | None) -> int:
         return RULES if pack.is_shape else 0
     value, source = saved.value, saved.value.source
     if pack.is_copy and not _is_kept_view(value):
-        return RULES | DERIVE
+        return HOOKS | DERIVE
     if isinstance(source, Signs):
         return HOOKS | SIGNS
     if value is own and not pack.is_result:  # the result serves in its place

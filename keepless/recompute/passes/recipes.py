@@ -67,7 +67,7 @@ def give_recipe(
 
     `whole`: the recipe also computes what the call has saved inside.
     """
-    recipe = Recipe.of(again, result)
+    recipe = Recipe(again, result)
     if recipe.depth > longest:
         call.why = f"{longest} recipes in a row"
         return None
@@ -98,7 +98,7 @@ def _give_base_recipe(known: KnownValues, call: Call, result: Tensor, base: Tens
     is_new = not own.reads_storage(address(base.untyped_storage())) if call.overwrites else call.has_made(base)
     if not is_new:  # a view of an argument
         return
-    recipe, value = Recipe.of(Again(Tensor.view, (own, base.shape)), base), known.find(base)
+    recipe, value = Recipe(Again(Tensor.view, (own, base.shape)), base), known.find(base)
     if value is None:
         known.remember(base, Value(recipe))
     elif isinstance(value.source, Kept):
@@ -118,7 +118,7 @@ def of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
     needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
     function: Any = Rerun(again.function, needs_grad, call.inside, originals)
-    recipe = Recipe.of(again._replace(function=function, can_overwrite=False), originals[0])
+    recipe = Recipe(again._replace(function=function, can_overwrite=False), originals[0])
     recipe.outputs = [weakref.ref(part.value) for part in call.inside]
     for part in call.inside:
         part.value.become(recipe)

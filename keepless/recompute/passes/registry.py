@@ -103,7 +103,7 @@ class KnownValues:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         value = self.find(tensor)
         if value is None and not tensor.is_leaf and (found := self._derivation(tensor)) is not None:
-            value = self.remember(tensor, Value(Recipe.of(found, tensor)) if isinstance(found, Again) else found)
+            value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
         return value
 
     def derived(self, tensor: Tensor) -> Value | None:
@@ -114,7 +114,7 @@ class KnownValues:
             return self.value_of(tensor)
         if (form := form_of(tensor, base)) is None:
             return None
-        value = Value(Recipe(view, (one[2], *form), _OF_VIEWS, tensor))
+        value = Value(Recipe(Again(view, (one[2], *form)), tensor, how=_OF_VIEWS))
         self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
         return value
 
@@ -167,17 +167,6 @@ class KnownValues:
         self.unnoted.append(value)
         self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
         return value
-
-    def found_made(self, tensor: Tensor, recipe: Recipe, value: Value | None) -> None:
-        """`remember` for calls with advice: a recipe computes a tensor. `value`: the one that autograd holds for it."""
-        if value is None:
-            value = Value(recipe)
-        else:
-            value.source = recipe
-        if self.exposed.found:
-            self.remember(tensor, value)
-        else:
-            self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
 
     def sign_mask(self, tensor: Tensor, positive: Positive | None) -> Value | None:
         """The value of a saved tensor of which only the sign mask is kept; None if there can be none."""
@@ -283,7 +272,7 @@ class KnownValues:
     def keep_for_recipe(self, tensor: Tensor) -> Value | Kept:
         """The value of a tensor; if it has none, it is kept for a recipe."""
         if self.copy_parameters and is_parameter(tensor):
-            return Kept(tensor.detach().clone(), None)
+            return Kept(copied(tensor), None)
         value = self.value_of(tensor)
         if value is None and isinstance(tensor, nn.Parameter):
             return self.stays(tensor)
@@ -399,7 +388,7 @@ class KnownValues:
                 self.remember(argument, kept)
             elif value is None:
                 again = Again(laid_out, (kept, argument.stride()))
-                self.remember(argument, Value(Recipe.of(again, argument)))
+                self.remember(argument, Value(Recipe(again, argument)))
             return kept
         if not is_alike:
             return Again(laid_out, (value, copy.stride()))
@@ -451,7 +440,7 @@ class KnownValues:
         value = self.find(tensor)
         if value is None:
             small = self.narrowed(tensor, row.narrow(call.args, call.kwargs))
-            value = self.remember(tensor, Value(Recipe.of(Again(Tensor.to, (small, torch.int64)), tensor)))
+            value = self.remember(tensor, Value(Recipe(Again(Tensor.to, (small, torch.int64)), tensor)))
         return Saved(value, self.memories, tensor)
 
     def is_simple(self, tensor: Tensor) -> bool:

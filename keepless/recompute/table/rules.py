@@ -6,7 +6,7 @@ same result again. `find` returns the value of a tensor, and raises `NotRepeated
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -42,6 +42,9 @@ class Find(Protocol):
 
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any: ...
 
+    def each(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The values of several tensors, all of which may be kept."""
+
     def saved(self, node: Any, name: str) -> Any:
         """What a node has saved under this name."""
 
@@ -52,6 +55,7 @@ class Find(Protocol):
 Function = Callable[..., Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
 
+_INPLACE_ALONE = frozenset(["input", "inplace"])
 _RANDOM, _UNKNOWN = "its random numbers cannot be drawn again", "its call has an unknown option"
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
@@ -88,14 +92,13 @@ def product(function: Function) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         found = again(find, args, kwargs, result)
-        named = [*(("", one) for one in args), *kwargs.items()]
-        factors = [(n, one) for n, (name, one) in enumerate(named) if isinstance(one, Tensor) and name != "bias"]
-        factors.sort(key=lambda factor: named[factor[0]][0] in ("other", "weight"))  # the second one
-        batches = [one for _, one in factors[:2] if one.dim() > 2]
-        (number, other) = min(factors[:2], key=lambda factor: factor[1].dim())
-        is_folded = len(batches) == 1 and other.requires_grad
-        if not is_folded or (other is not factors[0][1] and batches[0].is_contiguous()):
+        named = [kwargs[name] for name in ("input", "other", "weight") if name in kwargs]
+        first, second = (*args, *named)[:2] if named else args[:2]
+        batch, other = (first, second) if first.dim() >= second.dim() else (second, first)
+        is_folded = batch.dim() > 2 >= other.dim() and other.requires_grad
+        if not is_folded or (other is second and batch.is_contiguous()):
             return found
+        number = [one is other for one in (*args, *kwargs.values())].index(True)
         return found._replace(function=partial(with_gradient, number, found.function))
 
     return rule
@@ -213,15 +216,18 @@ class ByName(NamedTuple):
 def activation(function: Function) -> Rule:
     """Repeat an activation function of `torch.nn.functional`; in place if its argument has no other consumer."""
     position, known = INPLACE[function], inspect.signature(function).parameters.keys()
+    plain = torch.relu if function is F.relu else function
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         x, *others = args or (kwargs["input"],)
+        if not others and kwargs.keys() <= _INPLACE_ALONE:
+            return Again(plain, [find(x)], True, True)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
         if any([isinstance(option, Tensor) for option in (*others, *named.values())]):  # it may change later
             raise NotRepeated("an option is a tensor")
         if not named.keys() <= known or not all([isinstance(other, bool) for other in others[position - 1 :]]):
             raise NotRepeated(_UNKNOWN)  # F.elu_ has two more options than F.elu
-        again = partial(function, **named) if named else torch.relu if function is F.relu else function
+        again = partial(function, **named) if named else plain
         return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
 
     return rule
@@ -291,7 +297,7 @@ def joined(function: Function) -> Rule:
         if not kwargs.keys() <= {"tensors", "dim"}:
             raise NotRepeated(_UNKNOWN)
         given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-        parts = [find(tensor, may_keep=True) for tensor in given["tensors"]]
+        parts = find.each(given["tensors"])
         return Again(partial(_join, function, given.get("dim", 0)), parts, fresh=True)
 
     return rule
