@@ -24,7 +24,7 @@ from ...torch_internals import (
 )
 from ..held.calls import Call
 from ..held.values import Again, Recipe, Saved, Value
-from ..table.functions import GETS_DATA, Row
+from ..table.functions import GETS_DATA, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
 from .advice import (
@@ -130,6 +130,8 @@ class Advised(Recording):
                 if "out" not in kwargs:
                     return function(*args, **kwargs)
             return self.advised(site, function, args, kwargs or {})
+        if row_of(function).only_asks and not self.around and PLAIN.issuperset(types):
+            return function(*args, **kwargs) if kwargs else function(*args)
         return self.seen(function, types, args, kwargs or {})
 
     def record(self, function: Any, row: Row, are_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,10 +176,7 @@ class Advised(Recording):
             if advice & ADDED:
                 self.has_strayed = True
             if advice & (RULES | UNKNOWN) or "out" in kwargs:
-                result = self._by_rules(site, function, args, kwargs)
-                if site.advice & COUNT:
-                    self._count(site.advice, result)
-                return result
+                return self._by_rules(site, function, args, kwargs)
         if not advice & (HOOKS | DROP):
             result = self._alone(site, function, args, kwargs)
         elif (
@@ -192,15 +191,9 @@ class Advised(Recording):
             result = self._with_hooks(site, function, args, kwargs) if advice & HOOKS else function(*args, **kwargs)
             if advice & DROP:
                 self._drop(site, args, kwargs, result)
-        if advice & COUNT:
-            self._count(advice, result)
+        if advice & COUNT and type(result) is Tensor and result.layout is strided:
+            self.results += result.nbytes
         return result
-
-    def _count(self, advice: int, result: Any) -> None:
-        size = result.nbytes if type(result) is Tensor and result.layout is torch.strided else 0
-        self.results += size
-        if advice & UNKNOWN and advice & ADDED:
-            self.advice.more_results += size
 
     def _alone(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that drops nothing."""
@@ -222,7 +215,10 @@ class Advised(Recording):
         call = Call(function, site.row, args, kwargs)
         call.site, call.is_advised = site, not site.advice & UNKNOWN
         result = self.ask(call)
+        size = result.nbytes if site.advice & COUNT and isinstance(result, Tensor) and is_ordinary(result) else 0
+        self.results += size
         if site.advice & UNKNOWN and site.advice & ADDED:
+            self.advice.more_results += size
             self.advice.more_nodes += next_node_number() - call.first_node
         return result
 
@@ -338,7 +334,9 @@ class Advised(Recording):
             if (tensor.ndim > 1 or known.by_plan) and not known.is_simple(tensor):
                 known.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
             return Kept(tensor, None)
-        elif advice & DERIVE or id(tensor._base) in found or type(tensor.grad_fn) in DERIVING:
+        elif (one := found.get(id(tensor._base))) is not None and type(one[2].source) is Kept:
+            value = None  # a view of a kept tensor
+        elif one is not None or advice & DERIVE or type(tensor.grad_fn) in DERIVING:
             value = known.derived(tensor)
         else:
             value = None
