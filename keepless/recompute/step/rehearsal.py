@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...inputs import tensors_in
-from ...saved import is_ordinary
+from ...saved import gradient_bytes, gradient_dtype, is_ordinary
 from ...torch_internals import FakeTensor, pop_hooks
 from ..entries.recording import hooks_around
 from .copied import Overwritten, on_copy
@@ -71,14 +71,14 @@ def counted_step(
     counting.copy_parameters = copy_parameters
     without = [parameter for parameter in parameters if parameter.grad is None]
     for parameter in without:
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     try:
         outputs = counting.forward_pass(network, args, kwargs)
         with counting.made, counting.gradients_of(parameters):
             counting.forward_ends(tensors_in(outputs))
             starts = differentiable(outputs)
             if limit is not None and not counting.has_choices():
-                step, gradients = counting.step(network), sum(parameter.nbytes for parameter in parameters)
+                step, gradients = counting.step(network), sum(map(gradient_bytes, parameters))
                 if (limit < 1) if isinstance(limit, float) else (plain_peak(step) > limit + gradients):
                     return step
             losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
@@ -94,8 +94,8 @@ def _share_gradients(parameters: Iterable[Tensor]) -> None:
     """Give real parameters gradients to add to, in the same memory: nothing reads their values."""
     shared: dict[Any, Tensor] = {}
     for one in sorted(filter(is_ordinary, parameters), key=Tensor.numel, reverse=True):
-        if (kind := (one.dtype, one.device)) not in shared:
-            shared[kind] = torch.empty(one.numel(), dtype=one.dtype, device=one.device)
+        if (kind := (gradient_dtype(one), one.device)) not in shared:
+            shared[kind] = torch.empty(one.numel(), dtype=kind[0], device=one.device)
         one.grad = shared[kind][: one.numel()].view(one.shape)
 
 
