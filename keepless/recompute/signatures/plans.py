@@ -62,6 +62,7 @@ class Planner:
     def __init__(self, budget: float | int):
         self.budget = budget
         self.error: Exception | None = None  # of the last rehearsal
+        self.is_early = False  # planned before the training: a rehearsal may then take more than the budget
         self._said: set[str] = set()  # subjects of the warnings given so far
         self._failed: Counter[str] = Counter()  # rehearsals that have failed, by their errors without numbers
         self._differs_on_fakes: bool | None = None  # other calls, as in Hugging Face's attention; None: not known
@@ -92,6 +93,9 @@ class Planner:
         is_known = known is not None and known.calls == step.calls
         if missed and self._differs_on_fakes is None:
             self._differs_on_fakes = not is_known
+            step = step._replace(rehearsal=max(step.rehearsal, plain_peak(step)))  # so much the missed step may take
+        if self.is_early:
+            step = step._replace(rehearsal=0)
         if is_sharded(module):
             step = step._replace(coming=())
         return Plans(known, known) if known is not None and is_known else self._planned(step)
@@ -187,9 +191,9 @@ def _within(rehearsed: Step, budget: int, gradients: int = 0, known: Choice | No
     step, choice = _chosen(rehearsed, limit, known)
     if (taken := rehearsed.rehearsal) > limit + _BLOCK:
         text = (
-            f"the first step with a shape takes about {size_text(taken)}, more than {size_text(limit)}: it is "
-            f"planned on real tensors, because the network reads values, as x.item() and x[mask] do; remove such "
-            f"code from forward, or plan before other memory is taken: recompute_activations(…, example=…)"
+            f"the first steps with a shape take up to {size_text(taken)}, more than {size_text(limit)}: the network is "
+            f"planned on real tensors, because {rehearsed.not_fake}; plan before the training, while no other memory "
+            f"is taken: recompute_activations(…, example=…)"
         )
         remarks.append(("rehearsal", text))
     least, held = choice.peak - gradients, simulate(rehearsed, choice.kept).peak - gradients

@@ -28,6 +28,7 @@ from ..entries.following import Following
 from ..entries.learning import Lesson, grown, script_of
 from ..entries.plan import ByPlan, Plan
 from ..entries.recording import Recording
+from ..step.rehearsal import follows
 from ..step.sharded import is_sharded, may_have_buckets
 from .plans import Planner, Plans
 
@@ -253,8 +254,15 @@ class Signatures:
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a size before its first pass. ValueError if the network cannot be rehearsed on it."""
-        self.of_pass(module, tensors_in((args, kwargs)), args, kwargs)
-        if self._planner is not None and (error := self._planner.error) is not None:
+        if (planner := self._planner) is None:
+            return
+        planner.is_early, inputs = True, tensors_in((args, kwargs))
+        one = self.of_pass(module, inputs, args, kwargs)
+        if one is not None and one.plan is not None and not follows(one.plan, module, args, kwargs):
+            one.is_due = one.has_missed = True
+            self.of_pass(module, inputs, args, kwargs)
+        planner.is_early = False
+        if (error := planner.error) is not None:
             raise ValueError(
                 f"a step on a copy of the network with the example raises {type(error).__name__}: {error}; give an "
                 f"example that the network can be trained on, several inputs as a tuple"

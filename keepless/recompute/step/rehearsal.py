@@ -5,21 +5,23 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from traceback import clear_frames
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...saved import gradient_bytes, gradient_dtype, is_ordinary
-from ...torch_internals import FakeTensor, pop_hooks
-from ..entries.recording import hooks_around
+from ...torch_internals import ASKS_FOR_VALUES, FakeTensor, pop_hooks
+from ..entries.plan import ByPlan, Plan
+from ..entries.recording import Recording, hooks_around
 from .copied import Overwritten, on_copy
 from .counting import Counting
 from .sharded import is_sharded
 from .simulation import plain_peak
 from .step import Step
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -130,7 +132,7 @@ def rehearsed_step(
 
     Raises what `on_copy` raises.
     """
-    tensors = [*tensors_in((args, kwargs)), *network.parameters()]
+    tensors, reason = [*tensors_in((args, kwargs)), *network.parameters()], "on fake ones it makes other calls"
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
     hooks, run = len(hooks_around()), partial(counted_step, limit=limit)
     try:
@@ -140,7 +142,10 @@ def rehearsed_step(
     except Exception as error:  # a network may raise anything
         if without_values:
             raise
-        _log.info("the step does not run on fake tensors: %s: %s", type(error).__name__, error)
+        cause = f"{type(error).__name__}: {error}"
+        _log.info("the step does not run on fake tensors: %s", cause)
+        reads_values = isinstance(error, ASKS_FOR_VALUES)
+        reason = "it reads values, as x.item() and x[mask] do" if reads_values else f"on fake ones it raises {cause}"
     if len(hooks_around()) > hooks:
         gc.collect()  # ends contexts in the error's frames; some never end, and leave hooks behind
         for _ in range(len(hooks_around()) - hooks):
@@ -152,13 +157,28 @@ def rehearsed_step(
         copies = sum(parameter.nbytes for parameter in network.parameters())
         step = _on_real_tensors(run, network, args, kwargs, shares=False)
     on_cpu = all(one.is_cpu for one in tensors)
-    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu))
+    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu), not_fake=reason)
+
+
+def follows(plan: Plan, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a network makes the calls of a plan on real tensors, too; True if that cannot be tried on a copy."""
+
+    def run(copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        policy = ByPlan(plan)
+        with Recording(policy, inputs=tensors_in((args, kwargs))):
+            copy(*args, **kwargs)
+        return policy.plan is not None
+
+    try:
+        return _on_real_tensors(run, network, args, kwargs, shares=True)
+    except Exception:  # a network may raise anything
+        return True
 
 
 def _on_real_tensors(
-    run: Callable[..., Step], network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
-) -> Step:
-    def run_on(copy: nn.Module, *given: Any) -> Step:
+    run: Callable[..., T], network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
+) -> T:
+    def run_on(copy: nn.Module, *given: Any) -> T:
         _share_gradients(one for one in copy.parameters() if one.requires_grad)
         return run(copy, *given)
 
