@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from .sharded import is_sharded
 from .simulation import plain_peak
 from .step import Step
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -121,6 +120,7 @@ def rehearsed_step(
     kwargs: dict[str, Any],
     is_real: bool = False,
     limit: float | int | None = None,
+    only_fake: bool = False,
 ) -> Step:
     """The calls and memory of a network's step with these arguments.
 
@@ -130,9 +130,9 @@ def rehearsed_step(
     Users' hooks are left out, because they may count or log; hooks of PyTorch (e.g. spectral norms) and of `to_inplace`
     are copied. `is_real`: do not try fake tensors. `limit`: see `counted_step`.
 
-    Raises what `on_copy` raises.
+    Raises what `on_copy` raises. RuntimeError: `only_fake`, and it does not run on fake tensors.
     """
-    tensors, reason = [*tensors_in((args, kwargs)), *network.parameters()], "on fake ones it makes other calls"
+    tensors, reason = [*tensors_in((args, kwargs)), *network.parameters()], "on fake tensors it makes other calls"
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
     hooks, run = len(hooks_around()), partial(counted_step, limit=limit)
     try:
@@ -145,11 +145,13 @@ def rehearsed_step(
         cause = f"{type(error).__name__}: {error}"
         _log.info("the step does not run on fake tensors: %s", cause)
         reads_values = isinstance(error, ASKS_FOR_VALUES)
-        reason = "it reads values, as x.item() and x[mask] do" if reads_values else f"on fake ones it raises {cause}"
+        reason = "it reads values, as x.item() and x[mask] do" if reads_values else f"on fake tensors it raises {cause}"
     if len(hooks_around()) > hooks:
         gc.collect()  # ends contexts in the error's frames; some never end, and leave hooks behind
         for _ in range(len(hooks_around()) - hooks):
             pop_hooks()
+    if only_fake:
+        raise RuntimeError(reason)
     copies = sum(parameter.nbytes for parameter in network.parameters() if not is_ordinary(parameter))
     try:
         step = _on_real_tensors(run, network, args, kwargs, shares=True)
@@ -176,9 +178,9 @@ def follows(plan: Plan, network: nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 
 def _on_real_tensors(
-    run: Callable[..., T], network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
-) -> T:
-    def run_on(copy: nn.Module, *given: Any) -> T:
+    run: Callable[..., Any], network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
+) -> Any:
+    def run_on(copy: nn.Module, *given: Any) -> Any:
         _share_gradients(one for one in copy.parameters() if one.requires_grad)
         return run(copy, *given)
 
