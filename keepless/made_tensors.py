@@ -34,8 +34,9 @@ class MadeTensors(TorchDispatchMode):
 
     Tensors that autograd and checkpointing keep for the backward pass count too.
 
-    Where branches meet, a backward pass adds one gradient into the memory of the other, if nothing else holds it. Under
-    a dispatch mode like this one it makes a new tensor instead; it is counted as if the addition were in place.
+    Where branches meet, a backward pass adds one gradient into the memory of the other, if nothing else holds it, such
+    as the base of a view. Under a dispatch mode like this one it makes a new tensor instead; it is counted as if the
+    addition were in place.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class MadeTensors(TorchDispatchMode):
     def _could_be_in_place(self, gradient: Tensor, result: Any) -> bool:
         """Whether autograd without modes would add to the gradient in place, if nothing else holds it."""
         place = address(gradient.untyped_storage())
-        if place not in self.numbers or torch.is_grad_enabled():
+        if place not in self.numbers or torch.is_grad_enabled() or gradient._is_view():
             return False
         node = running_node()
         following = getattr(node, "next_functions", ())

@@ -39,6 +39,16 @@ def adds_metadata(kind: type) -> bool:
     return issubclass(kind, Tensor) and kind not in PLAIN and kind.__torch_dispatch__ == Tensor.__torch_dispatch__
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient, which programs may set: float32 for weights in bfloat16."""
+    return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
+
+
+def gradient_bytes(parameter: Tensor) -> int:
+    """Bytes of a parameter's gradient."""
+    return parameter.numel() * gradient_dtype(parameter).itemsize
+
+
 def copied(tensor: Tensor) -> Tensor:
     """A copy with equal strides, as kernels round otherwise for others.
 

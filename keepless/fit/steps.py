@@ -16,6 +16,7 @@ from ..made_tensors import bytes_of_tensors
 from ..recompute.passes.recording import Recording
 from ..recompute.step.rehearsal import Loss, counted_step, differentiable
 from ..recompute.step.search import frontier
+from ..saved import gradient_bytes
 from .device import optimizer_bytes
 from .sizes import Growth, largest, shape_of
 from .step_memory import CountedStep, PlannedStep
@@ -67,7 +68,7 @@ class Steps:
             network.train()
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.weights = bytes_of_tensors([*network.parameters(), *network.buffers()])
-        self.gradients = bytes_of_tensors(trained)
+        self.gradients = sum(map(gradient_bytes, trained))
         values = sum(parameter.numel() for parameter in trained)
         self.states, self.temporary = optimizer_bytes(optimizer, values, self.gradients)
         self.blocks = repeated_blocks(network)

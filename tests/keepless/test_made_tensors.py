@@ -25,6 +25,10 @@ def branches(h: Tensor, _: Kept) -> Tensor:  # as in a pyramid of convolutions: 
     return torch.stack([head(h) for _ in range(5)]).sum()
 
 
+def tied(h: Tensor, _: Kept) -> Tensor:  # gradients are views, whose bases hold their memory
+    return torch.stack([F.linear(torch.ones(4, 512), h.view(1024, 512)).square().mean() for _ in range(3)]).sum()
+
+
 def residual(h: Tensor, _: Kept) -> Tensor:
     for _ in range(3):
         h = h + F.conv2d(h, torch.ones(16, 16, 1, 1))
@@ -69,7 +73,7 @@ def function_of_python(h: Tensor, _: Kept) -> Tensor:
     return head(_Adds.apply(h)) + head(_Adds.apply(h))
 
 
-NETWORKS = [branches, residual, product, expanded, aliased, held_by_a_hook, held_at_the_sum, function_of_python]
+NETWORKS = [branches, tied, residual, product, expanded, aliased, held_by_a_hook, held_at_the_sum, function_of_python]
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -299,7 +299,7 @@ class Advised(Recording):
         self.site, self.given = site, args
         if site.advice & DERIVE:
             self.known.call = call = Call(function, site.row, args, kwargs)
-            call.site, call.is_advised = site, True
+            call.site, call.is_advised, call.overwrites = site, True, bool(site.writes)
         try:
             push_hooks(self.packing, unpack)  # inside the try, because Ctrl-C may come right after it
             result = function(*args, **kwargs)

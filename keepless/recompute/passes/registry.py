@@ -406,7 +406,8 @@ class KnownValues:
         value = self.value_of(argument)
         if self.call is not None and self.call.is_advised and self.call.site.advice & DERIVE:
             # An earlier pass has found that it is worth while.
-            return self.keep(argument) if value is None and not is_parameter(argument) else value
+            is_kept_here = value is None and not (is_parameter(argument) or self.call.overwrites)
+            return self.keep(argument) if is_kept_here else value
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or kept_bytes_below([value], only_unread=True) > most else value
 

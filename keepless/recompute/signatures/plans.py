@@ -26,6 +26,7 @@ from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
 from ..step.step import Kind, Step
+from .growing import enlarged
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
@@ -62,6 +63,8 @@ class Planner:
     def __init__(self, budget: float | int):
         self.budget = budget
         self.error: Exception | None = None  # of the last rehearsal
+        self.has_room = True  # plans for larger inputs than have come may keep the budget
+        self.is_early = False  # planned before the training: a rehearsal may then take more than the budget
         self._said: set[str] = set()  # subjects of the warnings given so far
         self._failed: Counter[str] = Counter()  # rehearsals that have failed, by their errors without numbers
         self._differs_on_fakes: bool | None = None  # other calls, as in Hugging Face's attention; None: not known
@@ -92,9 +95,32 @@ class Planner:
         is_known = known is not None and known.calls == step.calls
         if missed and self._differs_on_fakes is None:
             self._differs_on_fakes = not is_known
-        if is_sharded(module):
-            step = step._replace(coming=())
-        return Plans(known, known) if known is not None and is_known else self._planned(step)
+            step = step._replace(rehearsal=max(step.rehearsal, plain_peak(step)))  # so much the missed step may take
+        if self.is_early:
+            step = step._replace(rehearsal=0)
+        return Plans(known, known) if known is not None and is_known else self._planned(module, step)
+
+    @_pauses_are_explained()
+    def plan_larger(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], before: Sequence[int], most: float
+    ) -> tuple[Any, Plans] | None:
+        """Larger arguments, see `enlarged`, and their plans; None if they miss the budget, or run only on real tensors.
+
+        Then no other ones are tried. (On real tensors, larger inputs might read outside of a table of positions.)
+        """
+        try:
+            args, kwargs = enlarged((args, kwargs), before, most)
+            is_real = bool(self._differs_on_fakes)
+            plans = self._planned(module, rehearsed_step(module, args, kwargs, is_real, self.budget, only_fake=True))
+            if "missed" in self._said or "missed" not in dict(plans.there.remarks):
+                return (args, kwargs), plans
+            reason = "no plan keeps 1.5 times their size within the budget"
+        except Exception as error:  # a network may raise anything
+            reason = f"a step with 1.5 times their size cannot be rehearsed: {error}"
+        self.has_room = False
+        text = f"inputs grow, and each size is planned anew, because {reason}; sort inputs falling, or give the largest"
+        self._say("grows", f"{text} as example=")
+        return None
 
     def must_plan_again(self, has_raised: bool) -> bool:
         """Whether a pass has raised an error as its rehearsal did. If only the rehearsal did, warn once.
@@ -142,11 +168,12 @@ class Planner:
             self._said.add(subject)
             warn(message)
 
-    def _planned(self, step: Step) -> Plans:
+    def _planned(self, module: nn.Module, step: Step) -> Plans:
         """The plans of a rehearsed step: for passes before which parameters have gradients, and before which none has.
 
         A budget counts no gradients. Where they come during the pass, activations may use their room until then.
         """
+        step = step._replace(coming=()) if is_sharded(module) else step
         limit = _limit(self.budget, step)
         there, choice = _within(step, limit)
         coming, found = there, choice
@@ -187,9 +214,9 @@ def _within(rehearsed: Step, budget: int, gradients: int = 0, known: Choice | No
     step, choice = _chosen(rehearsed, limit, known)
     if (taken := rehearsed.rehearsal) > limit + _BLOCK:
         text = (
-            f"the first step with a shape takes about {size_text(taken)}, more than {size_text(limit)}: it is "
-            f"planned on real tensors, because the network reads values, as x.item() and x[mask] do; remove such "
-            f"code from forward, or plan before other memory is taken: recompute_activations(…, example=…)"
+            f"the first steps with a shape take up to {size_text(taken)}, more than {size_text(limit)}: the network is "
+            f"planned on real tensors, because {rehearsed.not_fake}; plan before the training, while no other memory "
+            f"is taken: recompute_activations(…, example=…)"
         )
         remarks.append(("rehearsal", text))
     least, held = choice.peak - gradients, simulate(rehearsed, choice.kept).peak - gradients

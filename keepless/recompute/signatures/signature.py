@@ -28,6 +28,7 @@ from ..passes.advised import Advised
 from ..passes.plan import ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
+from ..step.rehearsal import follows
 from ..step.sharded import is_sharded, may_have_buckets
 from .plans import Planner, Plans
 
@@ -76,6 +77,12 @@ class Signature:
         else:
             one.attempt(coming if one.comes else there)
 
+    def borrow(self, larger: "Signature") -> None:
+        """Follow the plan and the advice of a larger size."""
+        self.attempt(larger.plan, is_own=False, advice=larger.advice)
+        if larger.coming is not None:
+            self.has_coming(larger.coming.plan, is_own=False, advice=larger.coming.advice)
+
     def has_coming(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Give passes before which no parameter has a gradient a plan of their own; None: they have none."""
         self.coming = None if plan is None else Signature(self.kind, self.size, comes=True)
@@ -108,7 +115,8 @@ class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
 
     Inputs of a new size borrow the plan and the script of the smallest planned size that has at least their bytes,
-    and at most 1.5 times as many. If their results are larger than planned, they get a plan of their own.
+    and at most 1.5 times as many. If their results are larger than planned, they get a plan of their own. Where sizes
+    grow, a larger one than has come is planned, for further ones to borrow: see `Planner.plan_larger`.
     """
 
     def __init__(self, budget: float | int | None = None) -> None:
@@ -163,15 +171,16 @@ class Signatures:
         if one.is_due and self._planner is None:
             one.attempt(None)
         elif one.is_due and (larger := self._to_borrow_from(one)) is not None:
+            one.borrow(larger)
             self._use(larger)
-            one.attempt(larger.plan, is_own=False, advice=larger.advice)
-            if larger.coming is not None:
-                one.has_coming(larger.coming.plan, is_own=False, advice=larger.coming.advice)
         elif one.is_due and self._planner is not None:
             if not may_plan or is_transformed((args, kwargs)):  # a program that asks for a Jacobian or a graph
                 return None
             if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
-                known.plan_passes(self._planner.plan(module, args, kwargs, one.plan, one.has_missed), one)
+                if (larger := self._with_room(module, args, kwargs, one)) is not None:
+                    one.borrow(larger)
+                else:
+                    known.plan_passes(self._planner.plan(module, args, kwargs, one.plan, one.has_missed), one)
             elif one.attempts == 0:
                 self._planner.say_that_it_waits(is_capturing())
                 return None
@@ -221,6 +230,24 @@ class Signatures:
         larger = [other for other in alike if bytes <= sum(other.size[1]) <= _LARGER * bytes]
         return min(larger, key=lambda other: sum(other.size[1]), default=None) if one.attempts == 0 else None
 
+    def _with_room(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], one: Signature
+    ) -> Signature | None:
+        """A planned size with up to 1.5 times the bytes of a new one, if that is larger than one that was planned."""
+        bytes = sum(one.size[1])
+        alike = [other for other in self.known if other.is_own and other.kind == one.kind and one.attempts == 0]
+        smaller = [other for other in alike if sum(other.size[1]) < bytes <= _LARGER * sum(other.size[1])]
+        if self._planner is None or not self._planner.has_room or not smaller:
+            return None
+        before = max(smaller, key=lambda other: sum(other.size[1]))
+        if (planned := self._planner.plan_larger(module, args, kwargs, before.size[0], _LARGER)) is None:
+            return None
+        given, plans = planned
+        larger = Signature(*self._described(module, tensors_in(given), *given))
+        larger.plan_passes(plans, larger)
+        self._use(larger)
+        return larger
+
     def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
         """Learn from a pass: a script, or the calls that differed from it. `output`: None if it raised an error."""
         one, policy = recording.signature, recording.policy
@@ -250,8 +277,15 @@ class Signatures:
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a size before its first pass. ValueError if the network cannot be rehearsed on it."""
-        self.of_pass(module, tensors_in((args, kwargs)), args, kwargs)
-        if self._planner is not None and (error := self._planner.error) is not None:
+        if (planner := self._planner) is None:
+            return
+        planner.is_early, inputs = True, tensors_in((args, kwargs))
+        one = self.of_pass(module, inputs, args, kwargs)
+        if one is not None and one.plan is not None and not follows(one.plan, module, args, kwargs):
+            one.is_due = one.has_missed = True
+            self.of_pass(module, inputs, args, kwargs)
+        planner.is_early = False
+        if (error := planner.error) is not None:
             raise ValueError(
                 f"a step on a copy of the network with the example raises {type(error).__name__}: {error}; give an "
                 f"example that the network can be trained on, several inputs as a tuple"

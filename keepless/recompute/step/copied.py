@@ -121,6 +121,9 @@ def on_copy(
     parallel = [one for one in network.modules() if isinstance(one, DistributedDataParallel)]
     memo |= {id(one): object.__new__(_Alone) for one in parallel}
     _add_tensors_and_hooks(network, like, memo)
+    for one in network.parameters():
+        if one.is_leaf and one.grad_dtype != one.dtype:
+            memo[id(one)].grad_dtype = one.grad_dtype
     functions = add_functions(network, args, kwargs, like, memo)
     copied: list[Any] = []
     try:
@@ -183,13 +186,16 @@ def _add_tensors_and_hooks(network: nn.Module, like: Callable[[Tensor], Tensor],
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor like this one."""
+    """A fake tensor like this one; without its gradient if that has another dtype, which PyTorch refuses to copy."""
     if not tensor.is_leaf:  # a parameter set by `torch.func.functional_call`
         tensor = tensor.detach().requires_grad_()
-    if not tensor.is_meta:
+    if tensor.is_meta:
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    elif tensor.grad is None or tensor.grad.dtype == tensor.dtype:
         return mode.from_tensor(tensor)
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    else:
+        fake = mode.from_tensor(tensor.detach())
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ...inputs import tensors_in
-from ...saved import is_ordinary
-from ...torch_internals import FakeTensor, pop_hooks
-from ..passes.recording import hooks_around
+from ...saved import gradient_bytes, gradient_dtype, is_ordinary
+from ...torch_internals import ASKS_FOR_VALUES, FakeTensor, pop_hooks
+from ..passes.plan import ByPlan, Plan
+from ..passes.recording import Recording, hooks_around
 from .copied import Overwritten, on_copy
 from .counting import Counting
 from .sharded import is_sharded
@@ -71,14 +72,14 @@ def counted_step(
     counting.copy_parameters = copy_parameters
     without = [parameter for parameter in parameters if parameter.grad is None]
     for parameter in without:
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     try:
         outputs = counting.forward_pass(network, args, kwargs)
         with counting.made, counting.gradients_of(parameters):
             counting.forward_ends(tensors_in(outputs))
             starts = differentiable(outputs)
             if limit is not None and not counting.has_choices():
-                step, gradients = counting.step(network), sum(parameter.nbytes for parameter in parameters)
+                step, gradients = counting.step(network), sum(map(gradient_bytes, parameters))
                 if (limit < 1) if isinstance(limit, float) else (plain_peak(step) > limit + gradients):
                     return step
             losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
@@ -94,8 +95,8 @@ def _share_gradients(parameters: Iterable[Tensor]) -> None:
     """Give real parameters gradients to add to, in the same memory: nothing reads their values."""
     shared: dict[Any, Tensor] = {}
     for one in sorted(filter(is_ordinary, parameters), key=Tensor.numel, reverse=True):
-        if (kind := (one.dtype, one.device)) not in shared:
-            shared[kind] = torch.empty(one.numel(), dtype=one.dtype, device=one.device)
+        if (kind := (gradient_dtype(one), one.device)) not in shared:
+            shared[kind] = torch.empty(one.numel(), dtype=kind[0], device=one.device)
         one.grad = shared[kind][: one.numel()].view(one.shape)
 
 
@@ -119,6 +120,7 @@ def rehearsed_step(
     kwargs: dict[str, Any],
     is_real: bool = False,
     limit: float | int | None = None,
+    only_fake: bool = False,
 ) -> Step:
     """The calls and memory of a network's step with these arguments.
 
@@ -128,9 +130,9 @@ def rehearsed_step(
     Users' hooks are left out, because they may count or log; hooks of PyTorch (e.g. spectral norms) and of `to_inplace`
     are copied. `is_real`: do not try fake tensors. `limit`: see `counted_step`.
 
-    Raises what `on_copy` raises.
+    Raises what `on_copy` raises. RuntimeError: `only_fake`, and it does not run on fake tensors.
     """
-    tensors = [*tensors_in((args, kwargs)), *network.parameters()]
+    tensors, reason = [*tensors_in((args, kwargs)), *network.parameters()], "on fake tensors it makes other calls"
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
     hooks, run = len(hooks_around()), partial(counted_step, limit=limit)
     try:
@@ -140,11 +142,16 @@ def rehearsed_step(
     except Exception as error:  # a network may raise anything
         if without_values:
             raise
-        _log.info("the step does not run on fake tensors: %s: %s", type(error).__name__, error)
+        cause = f"{type(error).__name__}: {error}"
+        _log.info("the step does not run on fake tensors: %s", cause)
+        reads_values = isinstance(error, ASKS_FOR_VALUES)
+        reason = "it reads values, as x.item() and x[mask] do" if reads_values else f"on fake tensors it raises {cause}"
     if len(hooks_around()) > hooks:
         gc.collect()  # ends contexts in the error's frames; some never end, and leave hooks behind
         for _ in range(len(hooks_around()) - hooks):
             pop_hooks()
+    if only_fake:
+        raise RuntimeError(reason)
     copies = sum(parameter.nbytes for parameter in network.parameters() if not is_ordinary(parameter))
     try:
         step = _on_real_tensors(run, network, args, kwargs, shares=True)
@@ -152,13 +159,28 @@ def rehearsed_step(
         copies = sum(parameter.nbytes for parameter in network.parameters())
         step = _on_real_tensors(run, network, args, kwargs, shares=False)
     on_cpu = all(one.is_cpu for one in tensors)
-    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu))
+    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu), not_fake=reason)
+
+
+def follows(plan: Plan, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a network makes the calls of a plan on real tensors, too; True if that cannot be tried on a copy."""
+
+    def run(copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        policy = ByPlan(plan)
+        with Recording(policy, inputs=tensors_in((args, kwargs))):
+            copy(*args, **kwargs)
+        return policy.plan is not None
+
+    try:
+        return _on_real_tensors(run, network, args, kwargs, shares=True)
+    except Exception:  # a network may raise anything
+        return True
 
 
 def _on_real_tensors(
-    run: Callable[..., Step], network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
-) -> Step:
-    def run_on(copy: nn.Module, *given: Any) -> Step:
+    run: Callable[..., Any], network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
+) -> Any:
+    def run_on(copy: nn.Module, *given: Any) -> Any:
         _share_gradients(one for one in copy.parameters() if one.requires_grad)
         return run(copy, *given)
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
-from keepless import plan, recompute_activations
+from keepless import fit, plan, recompute_activations
 from keepless.fit.step_memory import CountedStep
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import Loss, rehearsed_step
@@ -74,6 +74,23 @@ def test_a_counted_step_without_gradients_has_the_bytes_of_one(name):
                 assert plain_peak(found) == pytest.approx(counted.peak, rel=0.02)
         dense = [one for one in network.parameters() if one.grad is not None and one.grad.layout == torch.strided]
     assert step.gradients == sum(one.nbytes for one in dense) > 0
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_gradients_count_in_their_own_dtype(is_real):
+    network, x = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)).bfloat16(), torch.ones(32, 8).bfloat16()
+    for parameter in network.parameters():
+        parameter.grad_dtype = torch.float32
+
+    def run() -> None:
+        outputs = network(x)
+        outputs.square().mean().backward()
+
+    run()
+    step, gradients = rehearsed_step(network, (x,), {}, is_real), sum(one.grad.nbytes for one in network.parameters())
+    assert bool(step.rehearsal) is is_real and step.gradients == gradients
+    assert plain_peak(step) == peak_bytes(run, "cpu")
+    assert is_real or fit(network, x, "2GiB").gradients == gradients
 
 
 def transformer(layers: int = 4) -> nn.Module:

@@ -16,11 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import before_capture, fit, plan, recompute_activations, report
 from keepless.recompute.signatures import plans as plans_module
+from keepless.recompute.signatures.growing import enlarged
 from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import frontier
-from tests.keepless.recompute.ahead import After, step
+from tests.keepless.recompute.ahead import After, Layers, assert_like, planned_sizes, step
 from tests.keepless.recompute.networks import Mixed, blocks
 
 
@@ -112,6 +113,33 @@ def test_with_an_example_the_first_step_is_planned():
         recompute_activations(plain, example=x)
     with pytest.raises(ValueError, match=r"has no tensor: expected one, such as torch.zeros\(4, 3, 16, 16\)"):
         plan(plain, (4, 3, 16, 16))
+
+
+def test_sizes_that_grow_share_the_plans_of_larger_ones():
+    """As falling sizes do. A larger one is planned in no other dimension than the one that grows."""
+    within = recompute_activations(copy.deepcopy(plain := Layers(8)), budget=0.6)
+    for size in range(40, 64):
+        assert_like(plain, within, torch.randn(2, size, 32))
+    assert [one.size[0] for one in planned_sizes(within) if one.is_own] == [(2, 40, 32), (2, 61, 32), (2, 93, 32)]
+
+
+@pytest.mark.parametrize("rows, reason", [(96, "no plan keeps 1.5 times their size"), (48, "a step .* it raises Run")])
+def test_sizes_that_grow_have_their_own_plans_if_larger_ones_have_none(rows, reason):
+    within = Layers(8, lambda network, x: x + torch.zeros(rows, 32)[: len(x)])
+    step = rehearsed_step(within, (torch.randn(46, 32),), {})
+    recompute_activations(within, budget=int(1.2 * frontier(step)[-1].peak))
+    with pytest.warns(UserWarning, match=f"inputs grow, .* because {reason}.*; sort inputs falling, or give") as said:
+        for size in range(40, 47, 2):
+            within(torch.randn(size, 32))
+    assert len(said) == 1 and [one.is_own for one in planned_sizes(within)] == [True] * 4
+
+
+def test_larger_inputs_are_multiples_of_what_inputs_were():
+    x, mask = torch.randn(2, 3, 64, 96), torch.ones(2, 64, dtype=torch.bool)
+    (larger, one), _ = enlarged(((x, 1), {"mask": mask}), (2, 3, 48, 72, 2, 48), 1.5)
+    assert larger.shape == (2, 3, 64, 96) and one == 1
+    larger, mask = enlarged((x.requires_grad_(), mask), (2, 3, 64, 64, 2, 64), 1.5)
+    assert larger.shape == (2, 3, 64, 128) and larger.requires_grad and mask.shape == (2, 64)
 
 
 @pytest.mark.parametrize(
