@@ -14,7 +14,7 @@ from ...inputs import tensors_in
 from ...saved import is_ordinary
 from ...torch_internals import FakeTensor, pop_hooks
 from ..entries.recording import hooks_around
-from .copied import Overwritten, on_copy
+from .copied import LeftBehind, Overwritten, on_copy
 from .counting import Counting
 from .sharded import is_sharded
 from .simulation import plain_peak
@@ -138,7 +138,7 @@ def rehearsed_step(
             on_fakes = partial(run, measures=not without_values, copy_parameters=is_sharded(network))
             return on_copy(on_fakes, network, args, kwargs)
     except Exception as error:  # a network may raise anything
-        if without_values:
+        if without_values or isinstance(error, LeftBehind):
             raise
         _log.info("the step does not run on fake tensors: %s: %s", type(error).__name__, error)
     if len(hooks_around()) > hooks:
