@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial, wraps
 from queue import SimpleQueue
@@ -718,6 +719,18 @@ def test_a_fake_tensor_that_is_kept_where_nothing_names_it_is_said_and_there_is_
     fake, ended.has_ended = ended.from_tensor(x), True
     with pytest.raises(LeftBehind, match="aten.mul.Tensor reads a fake tensor, which code outside the network"):
         fake * 2
+
+
+def test_a_rehearsal_calls_no_hooks_on_new_nodes():
+    """PyTorch has them since 2.14."""
+    hook_on_nodes = getattr(torch.autograd.graph, "node_creation_hook", nullcontext)
+    plain, found = Layers(2), []
+    within = recompute_activations(copy.deepcopy(plain), budget=0.8)
+    for network in (plain, within):
+        found.append([])
+        with hook_on_nodes(lambda node: found[-1].append(node.name())):
+            gradients(network, torch.randn(4, 32))
+    assert found[0] == found[1] and plans(within) == [1]
 
 
 def test_given_parameters_are_rehearsed_and_anomalies_are_not_told():
