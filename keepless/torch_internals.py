@@ -97,6 +97,9 @@ try:
     _hooks_of_torch = torch._C._autograd
     _disable_hooks = _hooks_of_torch._saved_tensors_hooks_disable
     _enable_hooks = _hooks_of_torch._saved_tensors_hooks_enable
+    _dynamo = torch._C._dynamo.eval_frame
+    _set_strategy, _skip = _dynamo.set_code_exec_strategy, _dynamo._FrameAction.SKIP
+    _SKIPPED = _dynamo._FrameExecStrategy(_skip, _skip)  # a function, and what it calls
     # Set and remove saved-tensor hooks: pack and unpack.
     push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
     push_hooks = _hooks_of_torch._push_saved_tensors_default_hooks
@@ -329,8 +332,14 @@ def unwrapped(tensor: Tensor) -> Tensor:
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
-# The unpack hook for objects with a method `get`, which `packed_by` can find.
-unpack: Callable[[Any], Tensor] = methodcaller("get")
+def unpack(packed: Any) -> Tensor:
+    """The unpack hook for objects with a method `get`, which `packed_by` can find."""
+    return packed.get()
+
+
+# PyTorch's compiled autograd does not trace it, nor what it calls. A decorator would take longer than the call.
+_set_strategy(unpack.__code__, _SKIPPED)
+unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def packed_by(node: Any, name: str) -> Any:
