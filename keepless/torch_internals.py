@@ -490,9 +490,11 @@ current_hooks: Callable[[], Hooks | None] = partial(_innermost_hooks, False)
 
 
 def is_compiled(module: object) -> bool:
-    """Whether a module was returned by `torch.compile`, or compiled in place by its `compile`."""
+    """Whether a module was returned by `torch.compile`, or compiled in place by its `compile`, or its `forward` was."""
     kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-    return isinstance(module, kind) or getattr(module, "_compiled_call_impl", None) is not None
+    forward = getattr(module, "forward", None)
+    is_inside = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+    return isinstance(module, kind) or getattr(module, "_compiled_call_impl", None) is not None or is_inside
 
 
 def call_at_compilation(function: Callable[[object], None]) -> None:
