@@ -41,7 +41,7 @@ from ...torch_internals import (
 )
 from .closures import HOOKS, add_functions, fill, package_of
 from .outside import put_back
-from .sharded import without_fsdp2
+from .sharded import has_distributed_tensors, without_fsdp2
 
 T = TypeVar("T")
 
@@ -105,8 +105,8 @@ def on_copy(
         Overwritten: `shares`, and an operator would write over a parameter. Nothing was written.
         LeftBehind: fake tensors stay elsewhere. They raise it, too, when they are read.
         RuntimeError: the copy uses the network itself, e.g. because a function that it calls refers to it; it trains or
-            overwrites tensors outside; a part is scripted, and so shares its parameters with its copies; FSDP1 has
-            sharded it, or FSDP2 has, and tensors are real.
+            overwrites tensors outside; a part is scripted, and so shares its parameters with its copies; it is tensor
+            parallel; FSDP1 has sharded it, or FSDP2 has, and tensors are real.
         Exception: whatever `run` raises.
     """
     _check_can_be_copied(network)
@@ -120,7 +120,7 @@ def on_copy(
     memo: dict[int, Any] = {id(one): like(one.detach()).requires_grad_(one.requires_grad) for one in given}
     sharded = without_fsdp2(network, mode, memo)
     if sharded and not is_fake:
-        raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors: it may not read values")
+        raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
     parallel = [one for one in network.modules() if isinstance(one, DistributedDataParallel)]
     memo |= {id(one): object.__new__(_Alone) for one in parallel}
     _add_tensors_and_hooks(network, like, memo)
@@ -150,12 +150,14 @@ def on_copy(
 
 
 def _check_can_be_copied(network: nn.Module) -> None:
-    """RuntimeError if a network is scripted in part, or FSDP1 has sharded it."""
+    """RuntimeError if a network is scripted in part or tensor parallel, or FSDP1 has sharded it."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
         raise RuntimeError("scripted modules cannot be rehearsed")
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in network.modules()):
         raise RuntimeError("FSDP1 frees the memory of tensors that a copy would read; use fully_shard (FSDP2) instead")
+    if has_distributed_tensors(network):
+        raise RuntimeError("tensor parallel networks, with DTensor parameters, cannot be rehearsed: give no budget")
 
 
 def _fill_modules(

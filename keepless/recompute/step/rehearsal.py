@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...saved import is_ordinary
-from ...torch_internals import FakeTensor, pop_hooks
+from ...torch_internals import ASKS_FOR_VALUES, FakeTensor, pop_hooks
 from ..entries.recording import hooks_around
 from .copied import LeftBehind, Overwritten, on_copy
 from .counting import Counting
@@ -133,6 +133,7 @@ def rehearsed_step(
     tensors = [*tensors_in((args, kwargs)), *network.parameters()]
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
     hooks, run = len(hooks_around()), partial(counted_step, limit=limit)
+    cause = "its calls differ on fake tensors"
     try:
         if not is_real or without_values:
             on_fakes = partial(run, measures=not without_values, copy_parameters=is_sharded(network))
@@ -140,7 +141,11 @@ def rehearsed_step(
     except Exception as error:  # a network may raise anything
         if without_values or isinstance(error, LeftBehind):
             raise
-        _log.info("the step does not run on fake tensors: %s: %s", type(error).__name__, error)
+        values = "the network reads values, as x.item() and x[mask] do"
+        cause = values if isinstance(error, ASKS_FOR_VALUES) else f"fake tensors raise {text_of(error)}"
+        if is_sharded(network):
+            raise RuntimeError(f"a sharded network is planned on fake tensors alone, but {cause}") from error
+        _log.info("the step does not run on fake tensors: %s", text_of(error))
     if len(hooks_around()) > hooks:
         gc.collect()  # ends contexts in the error's frames; some never end, and leave hooks behind
         for _ in range(len(hooks_around()) - hooks):
@@ -152,7 +157,12 @@ def rehearsed_step(
         copies = sum(parameter.nbytes for parameter in network.parameters())
         step = _on_real_tensors(run, network, args, kwargs, shares=False)
     on_cpu = all(one.is_cpu for one in tensors)
-    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu))
+    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu), cause=cause)
+
+
+def text_of(error: Exception) -> str:
+    """The type of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
 
 
 def _on_real_tensors(

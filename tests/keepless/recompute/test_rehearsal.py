@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
@@ -540,7 +542,37 @@ def test_an_example_that_cannot_be_rehearsed_is_said_and_leaves_the_network_alon
     assert not network._forward_hooks and not network._forward_pre_hooks
 
 
-def test_a_rehearsal_does_not_communicate(tmp_path):
+def test_why_a_step_is_rehearsed_on_real_tensors_is_said():
+    def refuse(network: Layers, x: Tensor) -> Tensor:
+        if is_fake(x):
+            raise NotImplementedError("no kernel.\nSee the manual.")
+        return x
+
+    within = recompute_activations(Layers(8, refuse), budget=0.5)
+    with pytest.warns(UserWarning, match="because fake tensors raise NotImplementedError: no kernel; change that, or"):
+        within(torch.randn(64, 32))
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_tensor_parallel_networks_have_no_plan_and_are_named_so(one_process):
+    torch.manual_seed(0)
+    plain, x = Layers(2), torch.randn(4, 32)
+    within = copy.deepcopy(plain)
+    for network in (plain, within):
+        parallelize_module(network.layers[1], init_device_mesh("cpu", (1,)), ColwiseParallel())
+    recompute_activations(within, budget=0.5)
+    with pytest.warns(UserWarning, match="no plan can be made.*tensor parallel"):
+        outputs = within(x)
+    assert torch.equal(outputs, plain(x))
+
+
+def test_a_rehearsal_does_not_communicate(one_process):
     """Others may not rehearse now, and would wait."""
 
     def summed(network: Layers, x: Tensor) -> Tensor:
@@ -552,19 +584,15 @@ def test_a_rehearsal_does_not_communicate(tmp_path):
         return x + parts[0] if total.sum() > 0 or reads.clear() else x  # this reads a value
 
     reads = [0]
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        plain = Layers(4, summed)
-        within = recompute_activations(copy.deepcopy(plain), budget=1.0)
-        within.group = dist.group.WORLD  # shared with its copies
-        assert_like(plain, within, *[torch.rand(64, 32)] * 3)
-        assert plans(within) == [1]
-        parallel = recompute_activations(DistributedDataParallel(Layers(4)), budget=1.0)
-        for network in (parallel, recompute_activations(nn.Sequential(parallel, nn.ReLU()), budget=1.0)):
-            gradients(network, torch.randn(64, 32))
-            assert plans(network) == [1]
-    finally:
-        dist.destroy_process_group()
+    plain = Layers(4, summed)
+    within = recompute_activations(copy.deepcopy(plain), budget=1.0)
+    within.group = dist.group.WORLD  # shared with its copies
+    assert_like(plain, within, *[torch.rand(64, 32)] * 3)
+    assert plans(within) == [1]
+    parallel = recompute_activations(DistributedDataParallel(Layers(4)), budget=1.0)
+    for network in (parallel, recompute_activations(nn.Sequential(parallel, nn.ReLU()), budget=1.0)):
+        gradients(network, torch.randn(64, 32))
+        assert plans(network) == [1]
 
 
 @lru_cache
