@@ -252,6 +252,8 @@ class _Hooks:
         frame = sys._getframe(1)
         if self.awaited is not None and torch.is_grad_enabled():
             self.stop_awaiting()
+            if self.signatures.budget is None and not self.checkpointed_only:  # a budget has a warning of its own
+                _warn_of_compiled_parts(module)
         is_unsafe = not self.checkpointed_only and may_differ_when_repeated((args, kwargs))
         if _can_record() and not is_unsafe:
             if self.checkpointed_only:
@@ -308,13 +310,20 @@ def _drop_abandoned() -> None:
         _open.passes.pop()
 
 
+_COMPILED = (
+    "recompute_activations does nothing inside {}, where the compiler decides what to keep: wrap blocks in "
+    "torch.utils.checkpoint, which it follows, or train without torch.compile"
+)
+
+
 def _say_that_the_compiler_decides(_: object) -> None:
     """Warn, while `torch.compile` traces a graph."""
-    warnings.warn(
-        "recompute_activations does nothing inside torch.compile, where the compiler decides what to keep: wrap "
-        "blocks in torch.utils.checkpoint, which it follows, or train without torch.compile",
-        stacklevel=1,
-    )
+    warnings.warn(_COMPILED.format("torch.compile"), stacklevel=1)
+
+
+def _warn_of_compiled_parts(network: nn.Module) -> None:
+    if names := [name for name, module in network.named_modules() if is_compiled(module)]:
+        warn(_COMPILED.format(f"torch.compile ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"))
 
 
 def _say_that_a_mode_changes_results(mode: type) -> None:

@@ -7,7 +7,7 @@ Tested with torch 2.11.0 and 2.14.1, each with its own Triton. If a part is miss
 | `_raw_saved_*`, `_saved_*` of nodes, `data` of a `SavedTensor` | what hooks packed, dropout's p | the result is kept |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
 | `torch._inductor.compile` | whether there is a compiler | the eager backend is used |
-| what `getattr` reads | profilers, CUDA streams, `nn.SyncBatchNorm`'s node | they go unnoticed |
+| what `getattr`, `hasattr` ask for | profilers, CUDA streams, `nn.SyncBatchNorm`'s node | they go unnoticed |
 | everything else in the `try` below | | ImportError when this package is imported |
 | what only a function's body names | e.g. FSDP2's dtype, CUDA graphs | AttributeError or ImportError in a call |
 
@@ -97,6 +97,9 @@ try:
     _hooks_of_torch = torch._C._autograd
     _disable_hooks = _hooks_of_torch._saved_tensors_hooks_disable
     _enable_hooks = _hooks_of_torch._saved_tensors_hooks_enable
+    _dynamo = torch._C._dynamo.eval_frame
+    _set_strategy, _skip = _dynamo.set_code_exec_strategy, _dynamo._FrameAction.SKIP
+    _SKIPPED = _dynamo._FrameExecStrategy(_skip, _skip)  # a function, and what it calls
     # Set and remove saved-tensor hooks: pack and unpack.
     push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
     push_hooks = _hooks_of_torch._push_saved_tensors_default_hooks
@@ -197,9 +200,30 @@ class _Elsewhere(NamedTuple):
         return None if self.is_here() else self.hook(*args, **kwargs)
 
 
+class _OnNodes(threading.local):
+    """A thread's hooks on new nodes of autograd (since torch 2.14), which PyTorch does not tell."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Any] = []
+
+    def push(self, hook: Any) -> None:
+        _push_on_nodes(hook)
+        self.hooks.append(hook)
+
+    def pop(self) -> None:
+        _pop_on_nodes()
+        del self.hooks[-1:]
+
+
+_on_nodes = _OnNodes()
+if hasattr(_hooks_of_torch, "_push_node_creation_hook"):
+    _push_on_nodes, _pop_on_nodes = _hooks_of_torch._push_node_creation_hook, _hooks_of_torch._pop_node_creation_hook
+    _hooks_of_torch._push_node_creation_hook, _hooks_of_torch._pop_node_creation_hook = _on_nodes.push, _on_nodes.pop
+
+
 @contextmanager
 def without_global_state(is_here: Callable[[], bool]) -> Iterator[None]:
-    """Context in which this thread calls no global module hooks, and finds no weights in `parametrize.cached`.
+    """Context in which this thread calls no global hooks of modules and nodes, nor finds `parametrize.cached` weights.
 
     A copy would find the original's. `is_here`: whether a hook is called by the rehearsal, perhaps in a thread of the
     backward pass. Nothing changes for other threads, which may also remove hooks.
@@ -207,9 +231,14 @@ def without_global_state(is_here: Callable[[], bool]) -> Iterator[None]:
     cache = _parametrize._cache = _OfThread(_parametrize._cache)
     for hooks in _global_hooks:
         hooks.update({key: _Elsewhere(hook, is_here) for key, hook in list(hooks.items()) if callable(hook)})
+    on_nodes = [*_on_nodes.hooks]
+    for _ in on_nodes:
+        _on_nodes.pop()
     try:
         yield
     finally:
+        for hook in on_nodes:
+            _on_nodes.push(hook)
         for hooks in _global_hooks:
             hooks.update({key: one.hook for key, one in list(hooks.items()) if isinstance(one, _Elsewhere)})
         if _parametrize._cache is cache:
@@ -303,8 +332,14 @@ def unwrapped(tensor: Tensor) -> Tensor:
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
-# The unpack hook for objects with a method `get`, which `packed_by` can find.
-unpack: Callable[[Any], Tensor] = methodcaller("get")
+def unpack(packed: Any) -> Tensor:
+    """The unpack hook for objects with a method `get`, which `packed_by` can find."""
+    return packed.get()
+
+
+# PyTorch's compiled autograd does not trace it, nor what it calls. A decorator would take longer than the call.
+_set_strategy(unpack.__code__, _SKIPPED)
+unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def packed_by(node: Any, name: str) -> Any:
@@ -478,9 +513,11 @@ current_hooks: Callable[[], Hooks | None] = partial(_innermost_hooks, False)
 
 
 def is_compiled(module: object) -> bool:
-    """Whether a module was returned by `torch.compile`, or compiled in place by its `compile`."""
+    """Whether a module was returned by `torch.compile`, or compiled in place by its `compile`, or its `forward` was."""
     kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-    return isinstance(module, kind) or getattr(module, "_compiled_call_impl", None) is not None
+    forward = getattr(module, "forward", None)
+    is_inside = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+    return isinstance(module, kind) or getattr(module, "_compiled_call_impl", None) is not None or is_inside
 
 
 def call_at_compilation(function: Callable[[object], None]) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import keepless
 from keepless import recompute_activations
 from keepless.recompute.passes import recipes
 from keepless.saved import kept_bytes
-from keepless.torch_internals import capturing, compile_within, move_towards
+from keepless.torch_internals import capturing, compile_within, move_towards, unpack
 from tests.cuda import NEEDS_CUDA
 
 FOLDER = Path(keepless.__file__).parent
@@ -135,3 +136,22 @@ def test_after_a_failed_capture_the_device_is_as_before(monkeypatch, ends):
         raise ValueError("of a module")
     after = [call.set_stream("before"), call.graphsafe_set_state("state"), call.end_pool(0, "pool")]
     assert device.mock_calls[-4 + ends :] == after + [call.release(0, "pool")] * (not ends)
+
+
+def test_compiled_autograd_does_not_trace_what_unpacks_tensors():
+    traced = []
+
+    class Packed:
+        def __init__(self, tensor: torch.Tensor):
+            self.tensor = tensor
+
+        def get(self) -> torch.Tensor:
+            traced.append(torch.compiler.is_compiling())
+            return self.tensor
+
+    x = torch.randn(4, requires_grad=True)
+    with saved_tensors_hooks(Packed, unpack):
+        y = x.sin().sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward()
+    assert traced == [False] and torch.equal(x.grad, x.detach().cos())

@@ -21,7 +21,7 @@ from ...torch_internals import is_compiled, tree_map, warn
 from ...units import UNITS, bytes_of, share_of
 from ..passes.plan import Plan
 from ..step.closures import has_hooks_of_users
-from ..step.rehearsal import rehearsed_step
+from ..step.rehearsal import rehearsed_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
@@ -131,7 +131,7 @@ class Planner:
         if error is not None and not has_raised:
             cause = re.sub(r"\d+", "", f"{type(error).__name__}: {error}")
             self._failed[cause] += 1
-            self._say(cause, f"no plan can be made, so a step may exceed the budget: {type(error).__name__}: {error}")
+            self._say(cause, f"no plan can be made, so a step may exceed the budget: {text_of(error)}")
         return error is not None and has_raised
 
     def say_that_it_waits(self, captures: bool) -> None:
@@ -215,7 +215,7 @@ def _within(rehearsed: Step, budget: int, gradients: int = 0, known: Choice | No
     if (taken := rehearsed.rehearsal) > limit + _BLOCK:
         text = (
             f"the first steps with a shape take up to {size_text(taken)}, more than {size_text(limit)}: the network is "
-            f"planned on real tensors, because {rehearsed.not_fake}; plan before the training, while no other memory "
+            f"planned on real tensors, because {rehearsed.cause}; plan before the training, while no other memory "
             f"is taken: recompute_activations(…, example=…)"
         )
         remarks.append(("rehearsal", text))

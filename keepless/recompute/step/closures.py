@@ -5,9 +5,8 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from io import IOBase
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
@@ -35,12 +34,7 @@ def add_functions(
 
     Args:
         like: makes a copy of a tensor.
-
-    Raises:
-        RuntimeError: a function takes items of an iterator. So would the rehearsal, and each copy.
     """
-    kinds = {kind for module in network.modules() for kind in type(module).__mro__ if _is_of_users(kind)}
-    _refuse_iterators([one for kind in kinds for one in vars(kind).values()])
     found: list[FunctionType] = []
     pending: list[Any] = [args, kwargs, *map(vars, network.modules())]
     seen: set[int] = set()
@@ -49,10 +43,8 @@ def add_functions(
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if isinstance(one, FunctionType):
-            _refuse_iterators([one])
         if isinstance(one, (dict, list, tuple, set, deque, partial)):
-            pending += _parts(one)
+            pending += parts_of(one)
         elif isinstance(one, MethodType):
             pending.append(one.__func__)
         elif isinstance(one, _SHARED):
@@ -61,7 +53,7 @@ def add_functions(
             found.append(one)
             cells = tuple(CellType() for _ in one.__closure__ or ())
             memo[id(one)] = FunctionType(one.__code__, one.__globals__, one.__name__, None, cells)
-            pending += [part for part in _parts(one) if isinstance(part, _FOLLOWED)]
+            pending += [part for part in parts_of(one) if isinstance(part, _FOLLOWED)]
         elif isinstance(one, Tensor):
             if not one.is_leaf and id(one) not in memo:
                 memo[id(one)] = like(one)
@@ -76,31 +68,7 @@ def _holds_modules(function: FunctionType) -> bool:
     return any(isinstance(one, (nn.Module, MethodType)) for one in defaults)
 
 
-def _is_of_users(kind: Any) -> bool:
-    return (getattr(kind, "__module__", None) or "").partition(".")[0] not in ("torch", "keepless", "builtins")
-
-
-def _refuse_iterators(pending: list[Any]) -> None:
-    """RuntimeError if functions refer to an iterator: in closures, defaults, collections or globals."""
-    seen: set[int] = set()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, Iterator) and not (isinstance(one, IOBase) and (one.closed or one.writable())):
-            raise RuntimeError(
-                f"the network's code takes items of a {type(one).__name__}, which cannot be copied: keep a list "
-                f"and a position in a module instead"
-            )
-        if not isinstance(one, FunctionType):
-            pending += _parts(one)
-        elif _is_of_users(one):
-            names = [name for name in one.__code__.co_names if name in one.__globals__]
-            pending += [*_parts(one), *map(one.__globals__.get, names)]
-
-
-def _parts(one: Any) -> Iterable[Any]:
+def parts_of(one: Any) -> Iterable[Any]:
     """What a collection, a function or a method refers to. Variables of a closure that are not set are left out."""
     if isinstance(one, dict):
         return one.values()
@@ -109,11 +77,15 @@ def _parts(one: Any) -> Iterable[Any]:
     if isinstance(one, partial):
         return one.func, one.args, one.keywords
     if isinstance(one, FunctionType):
-        contents = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
-        return [*contents, one.__defaults__, one.__kwdefaults__]
+        return [*(cell.cell_contents for cell in cells_of(one)), one.__defaults__, one.__kwdefaults__]
     if isinstance(one, property):
         return [one.fget]
     return [getattr(one, "__func__", None), getattr(one, "__self__", None)] if isinstance(one, _METHODS) else ()
+
+
+def cells_of(one: Any) -> list[CellType]:
+    """The variables of a function's closure that are set; none for other objects."""
+    return [cell for cell in getattr(one, "__closure__", None) or () if cell != CellType()]
 
 
 def fill(functions: list[FunctionType], memo: dict[int, Any]) -> None:

@@ -10,8 +10,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from functools import cache, partial
 from itertools import pairwise
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -38,18 +40,23 @@ from ...torch_internals import (
     written_arguments,
 )
 from .closures import HOOKS, add_functions, fill, package_of
-from .sharded import without_fsdp2
+from .outside import put_back
+from .sharded import has_distributed_tensors, without_fsdp2
 
 T = TypeVar("T")
 
 # If threads enter and leave dispatch modes at the same time, PyTorch's flag for them may stay set.
 _one_at_a_time = threading.RLock()
 _LruCache: type[Any] = type(cache(len))
+_KEPT = (
+    "code outside the network has kept while a budget was planned: keep tensors in the network, or in what its "
+    "functions name"
+)
 _FRESH = torch.ops.aten.lift_fresh.default
 
 
 class LeftBehind(RuntimeError):
-    """A step reads a fake tensor that code outside the network has kept."""
+    """Code outside the network keeps a fake tensor, where it is not found, or reads one."""
 
 
 class Overwritten(RuntimeError):
@@ -72,11 +79,7 @@ class _Rehearsal(FakeTensorMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.has_ended:
-            raise LeftBehind(
-                f"{function} reads a fake tensor that code outside the network has cached while a budget was planned: "
-                f"cache such tensors in the network, in a functools.lru_cache, or in a dictionary keyed by size, where "
-                f"fake tensors are found and removed"
-            )
+            raise LeftBehind(f"{function} reads a fake tensor, which {_KEPT}")
         found = quick_fake(self, function, args, kwargs or {})
         return super().__torch_dispatch__(function, types, args, kwargs) if found is NotImplemented else found
 
@@ -92,18 +95,18 @@ def on_copy(
 ) -> T:
     """Call `run` with copies of a network and its arguments, and return its result.
 
-    With fake tensors, meta tensors become fake CPU tensors. If code outside the network caches fake tensors, they are
-    removed from `functools.lru_cache`s, and from dictionaries that hold only tensors, keyed by size or the like.
-    Elsewhere they may stay, and raise `LeftBehind` when they are used.
+    With fake tensors, meta tensors become fake CPU tensors. Python state outside the copy ends as it was before: see
+    `put_back`. Fake tensors are also removed from `functools.lru_cache`s.
 
     The copy does not communicate with other processes: what they would send is taken to equal its own tensors.
     `shares`: with real tensors, let the copy's parameters use the memory of the network's.
 
     Raises:
         Overwritten: `shares`, and an operator would write over a parameter. Nothing was written.
+        LeftBehind: fake tensors stay elsewhere. They raise it, too, when they are read.
         RuntimeError: the copy uses the network itself, e.g. because a function that it calls refers to it; it trains or
-            overwrites tensors outside; a part is scripted, and so shares its parameters with its copies; FSDP1 has
-            sharded it, or FSDP2 has, and tensors are real.
+            overwrites tensors outside; a part is scripted, and so shares its parameters with its copies; it is tensor
+            parallel; FSDP1 has sharded it, or FSDP2 has, and tensors are real.
         Exception: whatever `run` raises.
     """
     _check_can_be_copied(network)
@@ -117,7 +120,7 @@ def on_copy(
     memo: dict[int, Any] = {id(one): like(one.detach()).requires_grad_(one.requires_grad) for one in given}
     sharded = without_fsdp2(network, mode, memo)
     if sharded and not is_fake:
-        raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors: it may not read values")
+        raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
     parallel = [one for one in network.modules() if isinstance(one, DistributedDataParallel)]
     memo |= {id(one): object.__new__(_Alone) for one in parallel}
     _add_tensors_and_hooks(network, like, memo)
@@ -126,31 +129,38 @@ def on_copy(
             memo[id(one)].grad_dtype = one.grad_dtype
     functions = add_functions(network, args, kwargs, like, memo)
     copied: list[Any] = []
+    kept: list[str] = []
     try:
         with _one_at_a_time, _ctrl_c_waits(), _as_before(is_fake), _quiet(), with_dispatch_modes_off(), mode:
             _fill_modules(sharded, parallel, memo)
             copied += copy.deepcopy((network, args, kwargs), memo)
             fill(functions, memo)
             watch.note([one for one in memo.values() if isinstance(one, Tensor)])
-            with watch:
-                return run(*copied)
+            with put_back(copied, set(map(id, memo.values()))), watch:
+                result = copy_context().run(run, *copied)
     finally:
         memo.clear()
+        sharded.clear()
         copied.clear()
         watch.restore()
         if isinstance(mode, _Rehearsal):
             mode.has_ended = True
             forget_originals(mode)  # programs cannot swap parameters that have weak references
-            watch.forget()
+            kept = watch.forget()
+    if kept:
+        raise LeftBehind(f"{kept[0]} holds a fake tensor, which {_KEPT}")
+    return result
 
 
 def _check_can_be_copied(network: nn.Module) -> None:
-    """RuntimeError if a network is scripted in part, or FSDP1 has sharded it."""
+    """RuntimeError if a network is scripted in part or tensor parallel, or FSDP1 has sharded it."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
         raise RuntimeError("scripted modules cannot be rehearsed")
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in network.modules()):
         raise RuntimeError("FSDP1 frees the memory of tensors that a copy would read; use fully_shard (FSDP2) instead")
+    if has_distributed_tensors(network):
+        raise RuntimeError("tensor parallel networks, with DTensor parameters, cannot be rehearsed: give no budget")
 
 
 def _fill_modules(
@@ -287,25 +297,21 @@ class _Watch(TorchDispatchMode):
         for generator, state in self.generators.items():
             generator.set_state(state)
 
-    def forget(self) -> None:
-        """Remove fake tensors from caches outside the network that its code may have filled."""
+    def forget(self) -> list[str]:
+        """Remove fake tensors from caches, lists and dictionaries. Returns in words what held them, caches apart."""
         if not self._left():
-            return
+            return []
         gc.collect()
-        left = self._left()  # autocast may hold fake weights until it ends, where nothing finds them
-        ids, holders = set(map(id, left)), list(left)
-        if frozen := gc.get_freeze_count():
+        frozen = gc.get_freeze_count()
+        if frozen:
             gc.unfreeze()  # frozen objects are not searched
-        for _ in range(3):  # caches may be of collections of tensors
-            holders += gc.get_referrers(*(one for one in holders if isinstance(one, (Tensor, tuple, list, dict))))
+        cached = _forget_cached(self._left())
+        left = self._left()  # autocast may hold fake weights until it ends, where nothing finds them
+        holders = [one for one in gc.get_referrers(*left) if one is not left and id(one) not in cached]
         if frozen:
             gc.freeze()
-        for holder in holders:
-            if isinstance(holder, _LruCache):
-                _forget_in(holder, ids)
-            elif type(holder) is dict and not any(isinstance(key, str) for key in holder) and _holds_tensors(holder):
-                for key in [key for key, value in holder.items() if _holds(value, ids)]:
-                    del holder[key]
+        ids = set(map(id, left))
+        return [_taken_out_of(one, ids) for one in holders if not isinstance(one, FrameType)]
 
     def _left(self) -> list[Tensor]:
         return [tensor for reference in self.made if (tensor := reference()) is not None]
@@ -314,6 +320,31 @@ class _Watch(TorchDispatchMode):
 def _written(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes over."""
     return tensors_in([args[n] if n < len(args) else kwargs.get(name) for n, name in written_arguments(function)])
+
+
+def _forget_cached(left: list[Tensor]) -> set[int]:
+    """Remove tensors from every `functools.lru_cache`. Returns the ids of these caches, and of all that they hold."""
+    ids, holders, cached = set(map(id, left)), list(left), set()
+    for _ in range(3):  # caches may be of collections of tensors
+        holders += gc.get_referrers(*(one for one in holders if isinstance(one, (Tensor, tuple, list, dict))))
+    for holder in holders:
+        if isinstance(holder, _LruCache):
+            cached |= {id(part) for part in (holder, *gc.get_referents(holder))}
+            _forget_in(holder, ids)
+    holders.clear()  # it holds itself
+    return cached
+
+
+def _taken_out_of(holder: Any, ids: set[int]) -> str:
+    """Remove these tensors from a list or a dictionary. Returns in words what holds them."""
+    name = f"a {type(holder).__name__}"
+    if type(holder) is list:
+        holder[:] = [one for one in holder if id(one) not in ids]
+    elif type(holder) is dict:
+        for key in [key for key, one in holder.items() if id(one) in ids]:
+            name = f"{key!r} of a dict"
+            del holder[key]
+    return name
 
 
 def _forget_in(cache: Any, ids: set[int]) -> None:
@@ -334,12 +365,6 @@ def _holds(value: object, ids: set[int]) -> bool:
     """Whether a value is one of these tensors, or a collection with one."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
     return any(id(part) in ids for part in parts)
-
-
-def _holds_tensors(values: dict[Any, Any]) -> bool:
-    """Whether all values of a dictionary are tensors or tuples of tensors."""
-    parts = [part for value in values.values() for part in (value if isinstance(value, tuple) else (value,))]
-    return all(isinstance(part, Tensor) for part in parts)
 
 
 @contextmanager

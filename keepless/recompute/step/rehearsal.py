@@ -15,7 +15,7 @@ from ...saved import gradient_bytes, gradient_dtype, is_ordinary
 from ...torch_internals import ASKS_FOR_VALUES, FakeTensor, pop_hooks
 from ..passes.plan import ByPlan, Plan
 from ..passes.recording import Recording, hooks_around
-from .copied import Overwritten, on_copy
+from .copied import LeftBehind, Overwritten, on_copy
 from .counting import Counting
 from .sharded import is_sharded
 from .simulation import plain_peak
@@ -132,26 +132,28 @@ def rehearsed_step(
 
     Raises what `on_copy` raises. RuntimeError: `only_fake`, and it does not run on fake tensors.
     """
-    tensors, reason = [*tensors_in((args, kwargs)), *network.parameters()], "on fake tensors it makes other calls"
+    tensors = [*tensors_in((args, kwargs)), *network.parameters()]
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
     hooks, run = len(hooks_around()), partial(counted_step, limit=limit)
+    cause = "on fake tensors it makes other calls"
     try:
         if not is_real or without_values:
             on_fakes = partial(run, measures=not without_values, copy_parameters=is_sharded(network))
             return on_copy(on_fakes, network, args, kwargs)
     except Exception as error:  # a network may raise anything
-        if without_values:
+        if without_values or isinstance(error, LeftBehind):
             raise
-        cause = f"{type(error).__name__}: {error}"
-        _log.info("the step does not run on fake tensors: %s", cause)
-        reads_values = isinstance(error, ASKS_FOR_VALUES)
-        reason = "it reads values, as x.item() and x[mask] do" if reads_values else f"on fake tensors it raises {cause}"
+        values = "it reads values, as x.item() and x[mask] do"
+        cause = values if isinstance(error, ASKS_FOR_VALUES) else f"on fake tensors it raises {text_of(error)}"
+        if is_sharded(network):
+            raise RuntimeError(f"a sharded network is planned on fake tensors alone, but {cause}") from error
+        _log.info("the step does not run on fake tensors: %s", text_of(error))
     if len(hooks_around()) > hooks:
         gc.collect()  # ends contexts in the error's frames; some never end, and leave hooks behind
         for _ in range(len(hooks_around()) - hooks):
             pop_hooks()
     if only_fake:
-        raise RuntimeError(reason)
+        raise RuntimeError(cause)
     copies = sum(parameter.nbytes for parameter in network.parameters() if not is_ordinary(parameter))
     try:
         step = _on_real_tensors(run, network, args, kwargs, shares=True)
@@ -159,7 +161,7 @@ def rehearsed_step(
         copies = sum(parameter.nbytes for parameter in network.parameters())
         step = _on_real_tensors(run, network, args, kwargs, shares=False)
     on_cpu = all(one.is_cpu for one in tensors)
-    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu), not_fake=reason)
+    return step._replace(rehearsal=copies + plain_peak(step, saves=on_cpu), cause=cause)
 
 
 def follows(plan: Plan, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -175,6 +177,11 @@ def follows(plan: Plan, network: nn.Module, args: tuple[Any, ...], kwargs: dict[
         return _on_real_tensors(run, network, args, kwargs, shares=True)
     except Exception:  # a network may raise anything
         return True
+
+
+def text_of(error: Exception) -> str:
+    """The type of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
 
 
 def _on_real_tensors(

@@ -18,6 +18,14 @@ def is_sharded(network: nn.Module) -> bool:
     return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
 
 
+def has_distributed_tensors(network: nn.Module) -> bool:
+    """Whether a network has parameters that are a `DTensor` without FSDP2, as tensor parallelism makes them."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    of_fsdp = {one for module in network.modules() if isinstance(module, fsdp) for one in module.parameters()}
+    return any(isinstance(one, kind) and one not in of_fsdp for one in network.parameters())
+
+
 def may_have_buckets() -> bool:
     """Whether parameters may get their gradients in memory that exists before: DDP's buckets, or what others have."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -87,9 +87,12 @@ def test_what_a_block_takes_while_it_is_recorded():
     assert found["calls"] <= 1.03 * 227
 
 
-@pytest.mark.parametrize("budget, calls", [(None, 8980), (0.5, 9577)])
+@pytest.mark.parametrize("budget, calls", [(None, 9386), (0.5, 9853)])
 def test_a_steady_step_of_many_small_calls(budget, calls, monkeypatch):
-    """Python's and C's calls, 1,851 of which are the plain network's. Times are estimated: a plan is the same."""
+    """Python's and C's calls, 1,851 of which are the plain network's. Times are estimated: a plan is the same.
+
+    Each call of the unpack hook counts. A `methodcaller` would not, but takes twice as long.
+    """
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
     monkeypatch.setattr("keepless.recompute.step.counting.host_seconds", lambda: 12e-6)
     network, x = blocks(50, nn.BatchNorm2d(8), nn.ReLU(inplace=True)), torch.randn(2, 3, 32, 32)

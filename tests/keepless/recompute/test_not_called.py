@@ -1,5 +1,6 @@
 """A prepared network of which training steps call only parts."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -75,3 +76,31 @@ def test_a_compiled_network_is_called():
     compiled = torch.compile(network, backend="eager")
     (text,) = said([lambda: compiled(torch.ones(2, 4)).sum()] * 2)
     assert "inside torch.compile" in text
+
+
+def wrapped(network: nn.Sequential, number: int) -> None:
+    network[number] = torch.compile(network[number], backend="eager")
+
+
+def in_place(network: nn.Sequential, number: int) -> None:
+    network[number].compile(backend="eager")
+
+
+def forward(network: nn.Sequential, number: int) -> None:
+    network[number].forward = torch.compile(network[number].forward, backend="eager")
+
+
+def disabled(network: nn.Sequential, number: int) -> None:
+    network[number].forward = torch.compiler.disable(network[number].forward)
+
+
+@pytest.mark.parametrize("compile_part", [wrapped, in_place, forward, disabled])
+def test_compiled_parts_are_named_once(compile_part):
+    network = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
+    recompute_activations(network)
+    for number in (1, 2):
+        compile_part(network, number)
+    texts = said([lambda: network(torch.ones(2, 4)).sum()] * 2)
+    assert [re.search(r"does nothing inside torch.compile \((.*)\)", one).group(1) for one in texts] == (
+        [] if compile_part is disabled else ["1, 2"]
+    )

@@ -6,10 +6,14 @@ import logging
 import random
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import ContextVar
 from functools import cache, lru_cache, partial, wraps
+from queue import SimpleQueue
 from types import MethodType, SimpleNamespace
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import numpy as np
 import pytest
@@ -19,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
@@ -57,7 +63,6 @@ SCALARS: dict[str, list[Tensor]] = {"loss": []}
 
 
 def log() -> Layers:
-    """A dictionary keyed by names is no cache: nothing is removed from it."""
     return Layers(2, lambda network, x: SCALARS["loss"].append(x.detach().mean()) or x)
 
 
@@ -170,7 +175,7 @@ def test_passes_count_draw_and_log_as_if_there_were_no_rehearsal(name):
         warnings.simplefilter("always")
         assert_like(plain, within, *(torch.rand(size, 32) for size in (64, 64, 64, 16)))
     assert any("scripted modules cannot be rehearsed" in str(one.message) for one in said) is (name == "scripted")
-    assert sum(type(one) is Tensor for one in SCALARS["loss"]) == (8 if name == "logs" else 0)
+    assert [type(one) for one in SCALARS["loss"]] == [Tensor] * (8 if name == "logs" else 0)
     assert states(within) == states(plain)
     assert plans(within) == [0 if name == "scripted" else 1] * 2
     assert all(type(parameter.grad) is Tensor for parameter in within.parameters())
@@ -456,7 +461,11 @@ def test_a_network_that_reads_values_is_rehearsed_on_real_tensors():
     assert_like(plain, within, x)
 
 
-WEIGHTS: list[tuple[ref, int]] = []  # of real networks, with their addresses
+WEIGHTS: SimpleQueue[tuple[ref, int]] = SimpleQueue()  # of real networks, with their addresses; never taken back
+
+
+def drained(queue: SimpleQueue) -> list:
+    return [queue.get() for _ in range(queue.qsize())]
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -467,7 +476,7 @@ def test_a_rehearsal_on_real_tensors_shares_parameters_that_are_not_written(writ
         gc.disable()
         weight = network.layers[0].weight
         if not is_fake(x):
-            WEIGHTS.append((ref(weight), weight.data_ptr()))
+            WEIGHTS.put((ref(weight), weight.data_ptr()))
         if writes:
             with torch.no_grad():
                 weight.view(-1).mul_(1 - 1 / 64)
@@ -476,16 +485,17 @@ def test_a_rehearsal_on_real_tensors_shares_parameters_that_are_not_written(writ
     request.addfinalizer(gc.enable)
     torch.manual_seed(0)
     plain = Layers(4, read)
-    WEIGHTS.clear()
     within = recompute_activations(copy.deepcopy(plain), budget=0.6)
     within.circle = [within]
     own, x = within.layers[0].weight, torch.rand(500, 32)
+    drained(WEIGHTS)
     with pytest.warns(UserWarning, match="the first steps with a shape take up to .* because it reads values"):
         found = step(within, x)
-    addresses = [address for _, address in WEIGHTS]  # a rehearsal that would write is made again
+    weights = drained(WEIGHTS)
+    addresses = [address for _, address in weights]  # a rehearsal that would write is made again
     assert addresses.count(own.data_ptr()) == 2 and len(addresses) == 2 + writes
     if not writes:
-        assert [id(one()) for one, _ in WEIGHTS if type(one()) is nn.Parameter] == [id(own)]
+        assert [id(one()) for one, _ in weights if type(one()) is nn.Parameter] == [id(own)]
     assert all(map(torch.equal, found, step(plain, x))) and plans(within) == [1]
 
 
@@ -550,7 +560,37 @@ def test_an_example_that_cannot_be_rehearsed_is_said_and_leaves_the_network_alon
     assert not network._forward_hooks and not network._forward_pre_hooks
 
 
-def test_a_rehearsal_does_not_communicate(tmp_path):
+def test_why_a_step_is_rehearsed_on_real_tensors_is_said():
+    def refuse(network: Layers, x: Tensor) -> Tensor:
+        if is_fake(x):
+            raise NotImplementedError("no kernel.\nSee the manual.")
+        return x
+
+    within = recompute_activations(Layers(8, refuse), budget=0.5)
+    with pytest.warns(UserWarning, match="because fake tensors raise NotImplementedError: no kernel; change that, or"):
+        within(torch.randn(64, 32))
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_tensor_parallel_networks_have_no_plan_and_are_named_so(one_process):
+    torch.manual_seed(0)
+    plain, x = Layers(2), torch.randn(4, 32)
+    within = copy.deepcopy(plain)
+    for network in (plain, within):
+        parallelize_module(network.layers[1], init_device_mesh("cpu", (1,)), ColwiseParallel())
+    recompute_activations(within, budget=0.5)
+    with pytest.warns(UserWarning, match="no plan can be made.*tensor parallel"):
+        outputs = within(x)
+    assert torch.equal(outputs, plain(x))
+
+
+def test_a_rehearsal_does_not_communicate(one_process):
     """Others may not rehearse now, and would wait."""
 
     def summed(network: Layers, x: Tensor) -> Tensor:
@@ -562,19 +602,15 @@ def test_a_rehearsal_does_not_communicate(tmp_path):
         return x + parts[0] if total.sum() > 0 or reads.clear() else x  # this reads a value
 
     reads = [0]
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        plain = Layers(4, summed)
-        within = recompute_activations(copy.deepcopy(plain), budget=1.0)
-        within.group = dist.group.WORLD  # shared with its copies
-        assert_like(plain, within, *[torch.rand(64, 32)] * 3)
-        assert plans(within) == [1]
-        parallel = recompute_activations(DistributedDataParallel(Layers(4)), budget=1.0)
-        for network in (parallel, recompute_activations(nn.Sequential(parallel, nn.ReLU()), budget=1.0)):
-            gradients(network, torch.randn(64, 32))
-            assert plans(network) == [1]
-    finally:
-        dist.destroy_process_group()
+    plain = Layers(4, summed)
+    within = recompute_activations(copy.deepcopy(plain), budget=1.0)
+    within.group = dist.group.WORLD  # shared with its copies
+    assert_like(plain, within, *[torch.rand(64, 32)] * 3)
+    assert plans(within) == [1]
+    parallel = recompute_activations(DistributedDataParallel(Layers(4)), budget=1.0)
+    for network in (parallel, recompute_activations(nn.Sequential(parallel, nn.ReLU()), budget=1.0)):
+        gradients(network, torch.randn(64, 32))
+        assert plans(network) == [1]
 
 
 @lru_cache
@@ -620,24 +656,127 @@ def test_fake_tensors_are_removed_from_caches_outside_of_the_network():
     assert calibrated(16)[0] == 5 and scaled(16, by=2.0)[0] == 6
 
 
-class Scaled(nn.Module):
-    """Multiplies by an attribute of its class, which is assigned once. That is no cache."""
+class Held:
+    """Attributes outside of a network: of a class, and of objects."""
 
+    __slots__ = ("last", "steps")
     scale: Tensor | None = None
 
+    def __init__(self) -> None:
+        self.last, self.steps = None, 0
+
+
+KEPT: list[Tensor] = []
+HELD, SPACE, RECENT, NAMES = Held(), SimpleNamespace(steps=0), deque(maxlen=2), {"a": 0}
+DRAWN, NUMBERS, DRAWS, ARRAY = random.Random(3), np.random.default_rng(3), [], np.zeros(2)
+STEPS, CURRENT = 0, ContextVar("current", default=0)
+
+
+def counting(forward):
+    steps = 0
+
+    def counted(network, x):
+        nonlocal steps
+        steps = steps + 1
+        return forward(network, x) * steps
+
+    return counted
+
+
+class Counted(nn.Module):
+    """Changes state outside of itself; its methods are not copied with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    @counting
     def forward(self, x: Tensor) -> Tensor:
-        if Scaled.scale is None:
-            Scaled.scale = torch.ones(32)
-        return x * Scaled.scale
+        global STEPS
+        STEPS += 1
+        HELD.steps += 1
+        HELD.last, SPACE.last = x.mean(), [x.sum()]
+        SPACE.steps += 1
+        CURRENT.set(CURRENT.get() + 1)
+        RECENT.append(x.detach())
+        [NAMES.update({name: NAMES.pop(name) + 1}) for name in [*NAMES]]  # to the end
+        NAMES[f"{STEPS}"] = 0
+        ARRAY[0] += 1
+        DRAWS.append(DRAWN.random() + NUMBERS.random())
+        if Held.scale is None:
+            Held.scale = torch.ones(32)
+        return self.layer(x) * Held.scale
 
 
-def test_fake_tensors_that_are_kept_elsewhere_are_an_error_once_they_are_read():
-    within = recompute_activations(nn.Sequential(nn.Linear(32, 32), Scaled()), budget=0.8)
-    for _ in range(2):
-        with pytest.raises(LeftBehind, match="aten.mul.Tensor reads a fake tensor that code outside the network"):
-            within(torch.randn(2, 32))
-    Scaled.scale = torch.ones(32)
-    assert type(within(torch.randn(2, 32))) is Tensor
+def test_state_outside_of_a_network_is_as_if_there_were_no_rehearsal():
+    torch.manual_seed(0)
+    within, x = recompute_activations(Counted(), budget=0.8), torch.randn(4, 32)
+    for number in (1, 2):
+        assert torch.equal(within(x), within.layer(x) * number)
+    assert plans(within) == [1]
+    assert STEPS == HELD.steps == SPACE.steps == CURRENT.get() == ARRAY[0] == 2
+    assert [*NAMES.items()] == [("a", 2), ("1", 1), ("2", 0)]
+    same = random.Random(3), np.random.default_rng(3)
+    assert DRAWS == [sum(one.random() for one in same) for _ in range(2)]
+    assert all(type(one) is Tensor for one in (HELD.last, *SPACE.last, *RECENT, Held.scale)) and len(RECENT) == 2
+
+
+REFERENCES: dict[str, tuple[Callable, Callable]] = {
+    "object": (lambda one: SimpleNamespace(of=ref(one)), lambda held: held.of()),
+    "dictionary": (lambda one: {"of": ref(one)}, lambda held: held["of"]()),
+    "keys": (lambda one: WeakKeyDictionary({one: 1}), lambda held: next(iter(held))),
+    "list": (lambda one: [ref(one)], lambda held: held[0]()),
+    "set": (lambda one: WeakSet([one]), lambda held: next(iter(held))),
+}
+
+
+def counted_in(network: Layers) -> int:
+    network.calls += 1
+    return network.calls
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_weak_references_in_collections_let_a_rehearsal_change_nothing(kind):
+    refer, find = REFERENCES[kind]
+    networks = [Layers(2, lambda network, x: x * counted_in(find(network.held))) for _ in range(2)]
+    plain, within = networks
+    for network in networks:
+        network.held = refer(network)
+    within.load_state_dict(plain.state_dict())
+    recompute_activations(within, budget=0.8)
+    assert_like(plain, within, *[torch.randn(4, 32)] * 2)
+    assert within.calls == plain.calls == 4
+
+
+def test_a_fake_tensor_that_is_kept_where_nothing_names_it_is_said_and_there_is_no_plan():
+    """It is removed from lists and dictionaries. What nobody can remove is an error once it is read."""
+
+    def keep(network: Layers, x: Tensor) -> Tensor:
+        globals()["KEPT"].append(x.mean())
+        return x
+
+    torch.manual_seed(0)
+    plain, x = Layers(2, keep), torch.randn(4, 32)
+    within = recompute_activations(copy.deepcopy(plain), budget=0.8)
+    with pytest.warns(UserWarning, match="no plan.* a list holds a fake tensor, which code outside") as said:
+        assert_like(plain, within, x, x)
+    assert len(said) == 1 and plans(within) == [0] and [type(one) for one in KEPT] == [Tensor] * 4
+    ended = copied._Rehearsal()
+    fake, ended.has_ended = ended.from_tensor(x), True
+    with pytest.raises(LeftBehind, match="aten.mul.Tensor reads a fake tensor, which code outside the network"):
+        fake * 2
+
+
+def test_a_rehearsal_calls_no_hooks_on_new_nodes():
+    """PyTorch has them since 2.14."""
+    hook_on_nodes = getattr(torch.autograd.graph, "node_creation_hook", nullcontext)
+    plain, found = Layers(2), []
+    within = recompute_activations(copy.deepcopy(plain), budget=0.8)
+    for network in (plain, within):
+        found.append([])
+        with hook_on_nodes(lambda node: found[-1].append(node.name())):
+            gradients(network, torch.randn(4, 32))
+    assert found[0] == found[1] and plans(within) == [1]
 
 
 def test_given_parameters_are_rehearsed_and_anomalies_are_not_told():
