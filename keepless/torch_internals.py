@@ -356,7 +356,7 @@ def _getter(name: str) -> Callable[[Any], Any]:
 
 
 @cache
-def saved_names(kind: type) -> list[str]:
+def saved_names(kind: Any) -> list[str]:
     """The names under which PyTorch's nodes of a class save single tensors."""
     prefix, several = "_raw_saved_", "_raw_saved_tensors"
     return [name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix) and name != several]
@@ -371,7 +371,7 @@ def packed_in_node(node: Any) -> tuple[Any, ...]:
 
 
 @cache
-def _getter_of(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+def _getter_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     names = [f"_raw_saved_{name}.data" for name in saved_names(kind)]
     if not names:
         return lambda node: ()

@@ -300,6 +300,7 @@ class Recipe:
     """
 
     outputs: Sequence[weakref.ref[Value]] = ()
+    depth: int  # recipes in the longest chain from kept values to this one
     stream: torch.cuda.Stream | None = None  # on which the tensor was made
     wanted = 0  # number of values that it computes and that have consumers
 
@@ -320,7 +321,7 @@ class Recipe:
             self.stream = current_stream(like)
         if wanted:
             self.wanted = 1
-        depth = 0
+        depth: int = 0
         for value in again.arguments:
             if type(value) is Value:
                 if type(source := value.source) is not Recipe:
@@ -331,7 +332,7 @@ class Recipe:
                     value.consumers += 1
                     if value.consumers == 1 and type(source) is Recipe:
                         source.count(1)
-        self.depth = 1 + depth  # recipes in the longest chain from kept values to this one
+        self.depth = 1 + depth
 
     @property
     def inputs(self) -> list[Value]:

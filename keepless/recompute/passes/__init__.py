@@ -1,1 +1,1 @@
-"""Record a forward pass call by call, and learn entries by which further passes make the same calls."""
+"""Record each forward pass call by call; earlier passes give advice."""

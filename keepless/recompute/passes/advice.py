@@ -1,7 +1,7 @@
 """What earlier passes teach about a call: what is worth doing with its tensors. It never decides a value.
 
-Each call of a pass belongs to a *site*, a place in the program. Every pass records its calls afresh: a recipe is made by
-the call's rule from the arguments of this very call, and a value is found by the identity and version of a tensor. A
+Each call of a pass belongs to a *site*, a place in the program. Every pass records its calls afresh: a recipe is made
+by the call's rule from the arguments of this very call, and a value is found by the identity and version of a tensor. A
 site only remembers what the rules or a plan have decided about its calls before, as bits. Wrong bits cost memory or
 time, but change no gradient: tests scramble them in every pass.
 """
@@ -21,6 +21,7 @@ RULES = 8  # ask the rules, because they drop what a call saves inside
 MASK = 16  # with RULES: draw the mask of a dropout again
 DERIVE = 32  # they save copies that are computed from their arguments
 MEMORY = 64  # note the memory of their results: recipes read it uncopied
+KEEP = 2048  # keep their results, although these could be computed from what their nodes or bases hold
 COUNT = 128  # count the bytes of their results: there is a budget, and they save tensors
 UNKNOWN = 256  # nothing is known yet: ask the rules, and learn
 HIDDEN = 512  # with UNKNOWN: other hooks or modes have hidden a call
@@ -36,7 +37,8 @@ class Site:
     __slots__ = ("advice", "before", "function", "next", "number", "others", "parameter", "row", "writes")
 
     def __init__(self, function: Callable[..., Any] | None, row: Row, number: int, before: int, parameter: int = 0):
-        self.function, self.row, self.writes = function, row, row.writes
+        self.function: Any = function
+        self.row, self.writes = row, row.writes
         self.number = number  # order in the first pass
         self.before = before  # the nodes that autograd had made before it, and the calls that had cut the graph
         self.parameter = parameter  # the id of the first one that it reads (programs may swap them: no reference)

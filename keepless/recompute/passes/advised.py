@@ -23,7 +23,7 @@ from ...torch_internals import (
     unpack,
 )
 from ..held.calls import Call
-from ..held.values import Again, Recipe, Saved, Value
+from ..held.values import Recipe, Saved, Value
 from ..table.functions import GETS_DATA, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
@@ -35,6 +35,7 @@ from .advice import (
     END,
     HIDDEN,
     HOOKS,
+    KEEP,
     MASK,
     MEMORY,
     RULES,
@@ -191,6 +192,8 @@ class Advised(Recording):
             result = self._with_hooks(site, function, args, kwargs) if advice & HOOKS else function(*args, **kwargs)
             if advice & DROP:
                 self._drop(site, args, kwargs, result)
+        if advice & KEEP and isinstance(result, Tensor) and result.requires_grad and not self.known.is_noted(result):
+            self.known.kept_later(result)
         if advice & COUNT and type(result) is Tensor and result.layout is strided:
             self.results += result.nbytes
         return result
@@ -358,7 +361,8 @@ class Advised(Recording):
 
     def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may write over tensors."""
-        known, target, find = self.known, args[0] if args else None, self.find
+        known, find = self.known, self.find
+        target: Any = args[0] if args else None
         if known.unnoted:
             known.note_memories()
         is_dropped, is_noted = False, True
@@ -391,13 +395,14 @@ class Advised(Recording):
         known, rule, find = self.known, site.row.again, self.find
         if known.dead:
             known.settle_gone()
-        if rule is not None and type(result) in PLAIN and result.grad_fn is not None and not result.is_nested and result.layout is strided:
-            find.result, find.saves, find.held, again = result, self.saves, None, None
+        is_plain = type(result) in PLAIN and result.layout is strided and not result.is_nested
+        if is_plain and rule is not None and result.grad_fn is not None:
+            find.result, find.saves, again = result, self.saves, None
             try:
                 again = rule(find, args, kwargs, result)
             except NotRepeated:
                 pass
-            find.result, find.saves = None, ()
+            find.result, find.saves, find.held = None, (), None
             if again is not None and not again.draws and (again.fresh or is_written or _is_new(result, args, kwargs)):
                 value = None
                 for tensor, one in self.own:  # autograd holds it already

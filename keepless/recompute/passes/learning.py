@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...saved import ShapeOnly, view
+from ...saved import Kept, ShapeOnly, view
 from ..held.calls import Call
 from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.rules import attention
-from .advice import ADDED, COUNT, DERIVE, DROP, HOOKS, MASK, MEMORY, RULES, SIGNS, Advice, Site
+from .advice import ADDED, COUNT, DERIVE, DROP, HOOKS, KEEP, MASK, MEMORY, RULES, SIGNS, Advice, Site
 from .finders import packs_of
 from .plan import Flag
-from .registry import checkpointed_output, is_parameter
+from .registry import DERIVING, checkpointed_output, is_parameter
 
 
 class Note(NamedTuple):
@@ -23,6 +23,7 @@ class Note(NamedTuple):
     site: Site
     own: Any  # reference to the value of its result
     base: Any  # and of its base
+    is_derived: bool  # its node or its base can give its result a value
     packs: list["_Pack"]
     recipes: list[tuple[Any, bool]]  # references to recipes; whether they compute what the call has saved inside
     planned: int | None  # what a plan has decided, see `Flag`; None: the rules have
@@ -42,7 +43,7 @@ class _Pack(NamedTuple):
 
 
 def learn(advice: Advice, notes: Sequence[Note], unknown: Sequence[Site]) -> None:
-    """Set the advice of unknown sites about which the rules have decided, now that it is certain what the pass drops."""
+    """Set the advice of sites about which the rules have decided, now that it is certain what the pass drops."""
     for site in unknown:
         site.advice = site.advice & (COUNT | MEMORY | ADDED)
     for note in notes:
@@ -55,9 +56,10 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
     """Note what a call has done that ran with our hooks."""
     if not (call.packed or call.recipes):
         return None
-    own = base = None
+    own, base, is_derived = None, None, False
     if isinstance(result, Tensor) and not result.is_nested:
         own, base = find(result), None if result._base is None else find(result._base)
+        is_derived = result._base is not None or type(result.grad_fn) in DERIVING
     packs = [
         _Pack(
             weakref.ref(saved) if isinstance(saved, Saved) else None,
@@ -74,7 +76,7 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
     hides = not all([any([one is other for other in held]) for one in parameters])
     recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]
     is_special = call.row.again is attention or any([again.draws for _, again in call.recipes])
-    return Note(site, _reference(own), _reference(base), packs, recipes, call.planned, is_special, hides)
+    return Note(site, _reference(own), _reference(base), is_derived, packs, recipes, call.planned, is_special, hides)
 
 
 def _reference(value: Any) -> Any:
@@ -96,6 +98,8 @@ def _learned(note: Note) -> int:
         advice |= RULES
     for pack in note.packs:
         advice |= _about(pack, own)
+    if note.is_derived and own is not None and type(own.source) is Kept and not own.unread:
+        advice |= KEEP
     if makes and note.planned is not None:
         advice &= -1 if note.planned & Flag.AGAIN else ~DROP
         advice |= MASK if note.planned & Flag.MASK and note.site.row.mask is not None else 0
@@ -107,12 +111,12 @@ def _about(pack: _Pack, own: Value | None) -> int:
     if pack.held is None or (saved := pack.held()) is None:
         return RULES if pack.is_shape else 0
     value, source = saved.value, saved.value.source
-    if pack.is_copy and not _is_kept_view(value):
+    if value is own and not pack.is_result:  # the result serves in its place
+        return RULES | (DERIVE if pack.is_copy else 0)
+    if pack.is_copy and (not _is_kept_view(value) or base_of(value).may_be_read()):
         return HOOKS | DERIVE
     if isinstance(source, Signs):
         return HOOKS | SIGNS
-    if value is own and not pack.is_result:  # the result serves in its place
-        return RULES
     if _is_kept_view(value):  # recipes read it uncopied, because autograd holds it
         return HOOKS if pack.is_flat and base_of(value).may_be_read() else 0
     return HOOKS if value is own or pack.is_known or source.function is checkpointed_output else RULES

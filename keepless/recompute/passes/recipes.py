@@ -81,7 +81,7 @@ def give_recipe(
     else:  # the call has saved its own result
         own.become(recipe)
     if whole:
-        recipe.outputs.append(weakref.ref(own))
+        recipe.outputs = [*recipe.outputs, weakref.ref(own)]
     for saved in call.replaceable:
         saved.read_instead(own)
     if result._base is not None:
@@ -139,7 +139,7 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
 def give_planned(
     known: KnownValues, planned: int, rule: Rule, call: Call, result: Tensor, longest: int
 ) -> Value | None:
-    """Give the result of a call a recipe, and what it has saved inside, if that is planned; return the result's value."""
+    """Give a result and what its call has saved inside recipes, if that is planned. Returns the result's value."""
     row = call.row
     again = how_to_repeat(known, rule, call, result) if planned & Flag.AGAIN else None
     if row.mask is not None and call.inside and planned & Flag.MASK:

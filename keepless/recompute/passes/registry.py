@@ -131,6 +131,10 @@ class KnownValues:
             return None
         return value if storage in (0, address(tensor.untyped_storage())) else None
 
+    def is_noted(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a value, or may change unseen."""
+        return not is_ordinary(tensor) or self.is_exposed(tensor) or self.find(tensor) is not None
+
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this forward pass."""
         node = tensor.grad_fn

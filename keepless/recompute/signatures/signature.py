@@ -257,7 +257,8 @@ class Signatures:
             self._awaited = _backward_of(output)
         if one is None or (isinstance(recording, Advised) and recording.has_followed):
             return
-        has_diverged, left = one.plan is not None and policy is not None and policy.plan is None, policy and policy.left
+        has_diverged = one.plan is not None and policy is not None and policy.plan is None
+        left = None if policy is None else policy.left
         is_outdated = isinstance(recording, Advised) and recording.is_outdated
         if isinstance(recording, Advised) and not recording.is_first:
             has_diverged, left = recording.leaves or is_outdated, left or recording.left

@@ -81,7 +81,7 @@ def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"{stream.name} records"))
     with FakeTensorMode(), torch.device("cuda"):
         kept = Value(Kept(torch.empty(4), None))
-        value = Value(Recipe.of(Again(torch.exp, [kept]), torch.empty(4)))
+        value = Value(Recipe(Again(torch.exp, [kept]), torch.empty(4)))
         for _ in range(4):
             value.count(1)
         for present[0] in (first, first, second):
