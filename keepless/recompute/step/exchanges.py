@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from random import Random
 
-from .incremental import Incremental
+from .simulation import Simulation
 
 HOT, COLD = 0.02, 0.001  # temperatures, as shares of the seconds to recompute values
 _PRICE = 1.5  # at first, a peak of twice the limit costs as much as so many times the seconds to recompute values
@@ -16,7 +16,7 @@ _BACK = 0.7  # go back to the best choice after this share of the trials
 
 
 def annealed(
-    simulation: Incremental, kept: Sequence[bool], free: Sequence[int], limit: int, trials: int, temperature: float
+    simulation: Simulation, kept: Sequence[bool], free: Sequence[int], limit: int, trials: int, temperature: float
 ) -> Sequence[bool]:
     """The fastest choice within the limit that is found from one in a number of trials.
 
@@ -37,11 +37,11 @@ def annealed(
         if changed and least <= allowed:  # otherwise it is hopeless
             price *= _RISES if at.peak > limit else 1 / _RISES
             other = simulation.led([is_kept != (i in changed) for i, is_kept in enumerate(kept)])
-            peak, seconds = simulation.change_to(other)
-            if seconds + price * max(0, peak - limit) <= allowed:
-                kept, at = other, simulation.run(other)
-                if peak <= limit and seconds < fastest:
-                    best, fastest = kept, seconds
+            outcome = simulation.run(other)
+            if outcome.seconds + price * max(0, outcome.peak - limit) <= allowed:
+                kept, at = other, outcome
+                if at.peak <= limit and at.seconds < fastest:
+                    best, fastest = kept, at.seconds
     return best
 
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from ..passes.plan import Flag, Plan
 from .exchanges import COLD, HOT, annealed
-from .incremental import Incremental
-from .simulation import Outcome, plain_peak
+from .simulation import Outcome, Simulation, plain_peak
 from .step import Kind, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -84,7 +83,7 @@ def frontier(
         budgets: without a limit: bytes, for each of which more choices are tried.
         known: a choice to begin with. If it is within the limit, the first search is left out.
     """
-    simulation = Incremental(step)
+    simulation = Simulation(step)
     search = _Search(step, simulation)
     plain = search.plain()
     if plain.peak <= limit:
@@ -125,7 +124,7 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
 
 
 class _Search:
-    def __init__(self, step: Step, simulation: Incremental):
+    def __init__(self, step: Step, simulation: Simulation):
         self.step, self.simulation = step, simulation
         self.seconds = [value.seconds for value in step.values]
         self.runs = min(_RUNS, max(_FEWEST, _WORK // max(len(step.values), 1)))

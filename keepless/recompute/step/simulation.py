@@ -155,14 +155,12 @@ class Simulation:
 class Run(_Levels):
     """A simulation of one choice."""
 
-    def __init__(self, whole: Simulation, kept: Sequence[bool], values: Sequence[int] | None = None):
-        """`values`: the only ones with events and recipes; by default all."""
+    def __init__(self, whole: Simulation, kept: Sequence[bool]):
         super().__init__(whole.sizes)
         self.whole, self.step, self.kept = whole, whole.step, kept
-        self.values = values = range(len(kept)) if values is None else values
         count, end = len(kept), len(whole.events)
         self.leaders, self.inputs, self.consumers = whole.leaders, whole.inputs, list(whole.consumers)
-        for number in reversed(values):  # a value's inputs have smaller numbers
+        for number in reversed(range(count)):  # a value's inputs have smaller numbers
             if not kept[number] and number == self.leaders[number]:
                 if any([self.consumers[one] for one in whole.together[number]]):
                     for i in self.inputs[number]:
@@ -172,7 +170,7 @@ class Run(_Levels):
         self.kept_in = list(whole.kept_in)
         # The memory of a value while it is kept or computed; -1: it has to be computed.
         self.place = list(whole.kept_in)
-        for number in values:
+        for number in range(count):
             if not kept[number]:
                 self.place[number] = -1
             elif number in whole.sign_consumers and whole.sign_consumers[number][0] == self.consumers[number]:
@@ -324,6 +322,6 @@ class Run(_Levels):
         """Drop values computed for consumers that never came; another backward pass computes them again."""
         while self.using:
             self.let(self.using.popitem()[1])
-        for number in self.values:
+        for number in range(len(self.kept)):
             self._forget(number)
         self.reads = [0] * len(self.kept)
