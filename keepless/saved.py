@@ -50,11 +50,12 @@ def gradient_bytes(parameter: Tensor) -> int:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy with equal strides, as kernels round otherwise for others.
+    """A plain copy with equal strides, as kernels round otherwise for others.
 
     It is one of the whole storage if that is smaller, so that expanded (stride 0) dimensions stay expanded.
     """
-    tensor = tensor.detach()
+    with nullcontext() if type(tensor) in PLAIN else without_subclasses():
+        tensor = tensor.detach()
     size = tensor.untyped_storage().nbytes()
     if size >= tensor.nbytes:
         return laid_out(tensor.clone(), tensor.stride())

@@ -288,13 +288,16 @@ class Advised(Recording):
     @property
     def is_outdated(self) -> bool:
         """Whether the pass has made more than earlier ones: nodes, larger results, or calls that were hidden there."""
-        advice = self.advice
         if self.is_first or self.is_seen:
             return not self.is_first
-        nodes, results = advice.nodes - self.skipped, advice.results
-        if self.has_strayed:
-            nodes, results = nodes + advice.more_nodes, results + advice.more_results
-        return self.nodes > nodes or self.results > MORE * results
+        nodes = self.advice.nodes - self.skipped + (self.advice.more_nodes if self.has_strayed else 0)
+        return self.nodes > nodes or self.growth > 0
+
+    @property
+    def growth(self) -> float:
+        """How many times as large results were as in earlier passes; 0.0: not larger."""
+        planned = self.advice.results + (self.advice.more_results if self.has_strayed else 0)
+        return self.results / max(planned, 1) if self.results > MORE * planned else 0.0
 
     # Calls that drop their results, or save dropped tensors
 
@@ -344,9 +347,9 @@ class Advised(Recording):
         else:
             value = None
         if value is not None and type(value.source) is not Kept:  # else `KnownValues.give` detaches the recipes' one
-            return Saved(value, known.memories, tensor)
+            return known.hold(value, known.memories, tensor)
         if value is None and advice & SIGNS and (value := known.sign_mask(tensor, site.row.positive)) is not None:
-            return Saved(value, known.memories, tensor)
+            return known.hold(value, known.memories, tensor)
         # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
         for given in self.given[1:] if site.writes else self.given:
             if given is tensor or (type(given) in _SEQUENCES and any([part is tensor for part in given])):
@@ -356,7 +359,7 @@ class Advised(Recording):
         if value is None and advice & DROP and is_ordinary(tensor):
             value = self.own[-1][1] if self.own and self.own[-1][0] is tensor else Value(None)  # it is saved twice
             self.own.append((tensor, value))
-            return Saved(value, known.memories, tensor)
+            return known.hold(value, known.memories, tensor)
         return Kept(tensor, None)
 
     def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -157,6 +157,16 @@ class Planner:
             text += " state outside the network chooses the path of a step: keep it in the network"
         self._say("paths", text)
 
+    def say_that_it_grew(self, plan: Plan, growth: float) -> None:
+        """Warn about a pass that has made more than the planned one, unless it was within the budget all the same.
+
+        `growth`: of the bytes of results; 0.0: it has made a longer graph, or calls that were hidden.
+        """
+        if growth and (isinstance(self.budget, float) or plan.peak * growth <= self.budget):
+            return  # a share of the baseline grows, too
+        what = f"results {growth:.2f} times as large as" if growth else "more results for its backward pass than"
+        self._say("grew", f"a step with {what} planned may have exceeded its budget: the next one is planned anew")
+
     def say(self, remarks: Sequence[tuple[str, str]]) -> None:
         """Warn once about each subject of these remarks."""
         for remark in remarks:

@@ -222,7 +222,7 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             about_budgets = (
-                "no plan keeps|this step is within|a budget of .* changes nothing|the first step with a shape"
+                "no plan keeps|this step is within|a budget of .* changes nothing|the first steps with a shape"
             )
             warnings.filterwarnings("ignore", f"{about_budgets}|Mismatch dtype|There is a performance drop")
             for _ in range(3):
