@@ -192,7 +192,7 @@ class Advised(Recording):
             result = self._with_hooks(site, function, args, kwargs) if advice & HOOKS else function(*args, **kwargs)
             if advice & DROP:
                 self._drop(site, args, kwargs, result)
-        if advice & KEEP and isinstance(result, Tensor) and result.requires_grad and not self.known.is_noted(result):
+        if advice & KEEP and isinstance(result, Tensor) and not self.known.is_noted(result):
             self.known.kept_later(result)
         if advice & COUNT and type(result) is Tensor and result.layout is strided:
             self.results += result.nbytes
@@ -399,7 +399,7 @@ class Advised(Recording):
         if known.dead:
             known.settle_gone()
         is_plain = type(result) in PLAIN and result.layout is strided and not result.is_nested
-        if is_plain and rule is not None and result.grad_fn is not None:
+        if is_plain and rule is not None and (result.grad_fn is not None or known.by_plan):
             find.result, find.saves, again = result, self.saves, None
             try:
                 again = rule(find, args, kwargs, result)

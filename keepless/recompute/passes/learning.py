@@ -23,11 +23,13 @@ class Note(NamedTuple):
     site: Site
     own: Any  # reference to the value of its result
     base: Any  # and of its base
-    is_derived: bool  # its node or its base can give its result a value
+    is_special: (
+        bool  # without advice, a recipe would not read the result itself, but what it is computed from, or a copy
+    )
     packs: list["_Pack"]
     recipes: list[tuple[Any, bool]]  # references to recipes; whether they compute what the call has saved inside
     planned: int | None  # what a plan has decided, see `Flag`; None: the rules have
-    is_special: bool  # only the rules make its recipes
+    needs_rules: bool  # only the rules make its recipes
     hides: bool  # it saves parameters that its result's node does not
 
 
@@ -54,12 +56,12 @@ def learn(advice: Advice, notes: Sequence[Note], unknown: Sequence[Site]) -> Non
 
 def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> Note | None:
     """Note what a call has done that ran with our hooks."""
-    if not (call.packed or call.recipes):
-        return None
-    own, base, is_derived = None, None, False
+    own, base, is_special = None, None, False
     if isinstance(result, Tensor) and not result.is_nested:
         own, base = find(result), None if result._base is None else find(result._base)
-        is_derived = result._base is not None or type(result.grad_fn) in DERIVING
+        is_special = result._base is not None or result.grad_fn is None or type(result.grad_fn) in DERIVING
+    if not (call.packed or call.recipes or own is not None):
+        return None
     packs = [
         _Pack(
             weakref.ref(saved) if isinstance(saved, Saved) else None,
@@ -75,8 +77,8 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
     parameters = [one for one, _, _ in call.packed if one.requires_grad and (one.is_leaf or is_parameter(one))]
     hides = not all([any([one is other for other in held]) for one in parameters])
     recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]
-    is_special = call.row.again is attention or any([again.draws for _, again in call.recipes])
-    return Note(site, _reference(own), _reference(base), is_derived, packs, recipes, call.planned, is_special, hides)
+    needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
+    return Note(site, _reference(own), _reference(base), is_special, packs, recipes, call.planned, needs_rules, hides)
 
 
 def _reference(value: Any) -> Any:
@@ -92,13 +94,13 @@ def _learned(note: Note) -> int:
     own, base = note.own(), note.base()
     makes = [is_inside for one, is_inside in note.recipes if (made := one()) is not None and _is_read(made, own)]
     advice = DROP if makes else 0
-    if makes and (note.is_special or any(makes)):
+    if makes and (note.needs_rules or any(makes)):
         advice |= RULES
     if base is not None and base is not own and isinstance(base.source, Recipe) and base.consumers:
         advice |= RULES
     for pack in note.packs:
         advice |= _about(pack, own)
-    if note.is_derived and own is not None and type(own.source) is Kept and not own.unread:
+    if note.is_special and own is not None and type(own.source) is Kept and not own.unread:
         advice |= KEEP
     if makes and note.planned is not None:
         advice &= -1 if note.planned & Flag.AGAIN else ~DROP

@@ -335,15 +335,20 @@ class Recording(TorchFunctionMode):
         """Decide about a call's result. `target`: an argument that it may have overwritten; `version`: before that."""
         row, known = call.row, self.known
         rule = row.again if known.by_plan or not row.is_slow else None
-        if rule is not None and isinstance(result, Tensor) and result.grad_fn is not None and is_ordinary(result):
+        if (
+            rule is not None
+            and isinstance(result, Tensor)
+            and is_ordinary(result)
+            and known.may_drop(call.arguments, result)
+        ):
             if call.inside:
                 leave_own_inside(known, call, result)
             is_written = result is target and result._version == version + 1
             if is_written or id(result) not in map(id, call.arguments):
                 self.decide(rule, call, result)
         else:
-            known.note_made(call.arguments, result, call.site or True)
             call.why = "only a budget repeats it" if row.is_slow else ""
+        known.note_made(call.arguments, result, call.site or True)
         if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
             known.log.explain(result, known.find(result), call.why)
         for value, tensor in call.unsettled:

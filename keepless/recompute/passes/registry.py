@@ -147,6 +147,11 @@ class KnownValues:
         """Whether a tensor has a value, or may change unseen."""
         return not is_ordinary(tensor) or self.is_exposed(tensor) or self.find(tensor) is not None
 
+    def may_drop(self, arguments: Sequence[Any], result: Tensor) -> bool:
+        """Whether a call's result may be recomputed. One without a gradient only by a plan, from a frozen parameter."""
+        is_frozen = self.by_plan and any([isinstance(one, nn.Parameter) for one in arguments])
+        return result.grad_fn is not None or (is_frozen and torch.is_grad_enabled())
+
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this forward pass."""
         node = tensor.grad_fn

@@ -567,7 +567,9 @@ def test_why_a_step_is_rehearsed_on_real_tensors_is_said():
         return x
 
     within = recompute_activations(Layers(8, refuse), budget=0.5)
-    with pytest.warns(UserWarning, match="because on fake tensors it raises NotImplementedError: no kernel; plan before"):
+    with pytest.warns(
+        UserWarning, match="because on fake tensors it raises NotImplementedError: no kernel; plan before"
+    ):
         within(torch.randn(64, 32))
 
 
