@@ -365,7 +365,8 @@ def saved_names(kind: Any) -> list[str]:
 def packed_in_node(node: Any) -> tuple[Any, ...]:
     """What a node of PyTorch's holds for its single tensors: what hooks have packed, or the tensors themselves."""
     try:
-        return _getter_of(type(node))(node)
+        kind: Any = type(node)
+        return _getter_of(kind)(node)
     except (AttributeError, RuntimeError):  # a list of tensors
         return ()
 
@@ -394,7 +395,8 @@ def packed_by_function(node: Any) -> tuple[Any, ...]:
 def packed_in(node: Any) -> list[Any]:
     """What hooks have packed of all the tensors that a node has saved; none once a backward pass has freed it."""
     with suppress(RuntimeError):
-        return [*packed_by_function(node), *(packed_by(node, name) for name in saved_names(type(node)))]
+        kind: Any = type(node)
+        return [*packed_by_function(node), *(packed_by(node, name) for name in saved_names(kind))]
     return []
 
 

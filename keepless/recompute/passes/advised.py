@@ -23,7 +23,7 @@ from ...torch_internals import (
     unpack,
 )
 from ..held.calls import Call
-from ..held.values import Recipe, Saved, Value
+from ..held.values import Recipe, Value
 from ..table.functions import GETS_DATA, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite

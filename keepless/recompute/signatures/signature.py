@@ -259,9 +259,10 @@ class Signatures:
             return
         has_diverged = one.plan is not None and policy is not None and policy.plan is None
         left = None if policy is None else policy.left
-        is_outdated = isinstance(recording, Advised) and recording.is_outdated
-        if is_outdated and self._planner is not None and one.plan is not None:
-            self._planner.say_that_it_grew(one.plan, recording.growth)
+        is_outdated = False
+        if isinstance(recording, Advised) and (is_outdated := recording.is_outdated):
+            if self._planner is not None and one.plan is not None:
+                self._planner.say_that_it_grew(one.plan, recording.growth)
         if isinstance(recording, Advised) and not recording.is_first:
             has_diverged, left = recording.leaves or is_outdated, left or recording.left
         if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
@@ -318,8 +319,8 @@ class Signatures:
     ) -> tuple[tuple[Any, ...], _Size]:
         """The kind of inputs, see `Signature`, and with a budget their sizes.
 
-        The kind holds all that plans depend on. It begins with the inputs' numbers of dimensions (None: a tensor for which
-        there is no advice), and ends with their devices.
+        The kind holds all that plans depend on. It begins with the inputs' numbers of dimensions (None: a tensor for
+        which there is no advice), and ends with their devices.
         """
         types = tuple([one.device.type for one in inputs])
         kind = (
