@@ -399,7 +399,8 @@ class Advised(Recording):
         if known.dead:
             known.settle_gone()
         is_plain = type(result) in PLAIN and result.layout is strided and not result.is_nested
-        if is_plain and rule is not None and (result.grad_fn is not None or known.by_plan):
+        is_flat = is_plain and result.grad_fn is None  # of a frozen layer
+        if is_plain and rule is not None and not (is_flat and (not known.by_plan or result.is_inference())):
             find.result, find.saves, again = result, self.saves, None
             try:
                 again = rule(find, args, kwargs, result)

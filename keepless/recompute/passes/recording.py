@@ -7,10 +7,11 @@ Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value
     (`Kept`), or a `Recipe`, which is a function of other values. Operations that save the same tensor share its value.
 Rule 3. A saved tensor is kept at first. If its call has a rule (functions.py) whose inputs are available (recipes.py),
     its value becomes a recipe and the tensor is dropped.
-Rule 4. A recipe reads values that are kept anyway. It may also keep alive leaves with a gradient, arguments that are
-    `_MUCH` times smaller than its result, and arguments for which its rule says may_keep=True.
+Rule 4. A recipe reads values that are kept anyway, and parameters of the network, frozen or not, which stay. It may also
+    keep alive other leaves with a gradient, arguments that are `MUCH` times smaller than its result, and arguments for
+    which its rule says may_keep=True. Other tensors without a gradient are copied, unless the pass has made them.
 Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the bytes of its result: the parts of a
-    concatenation are not kept just to recompute their mean. Nor is a result recomputed that is over `_MUCH` times
+    concatenation are not kept just to recompute their mean. Nor is a result recomputed that is over `MUCH` times
     smaller than the kept tensors that this would read: the mean of an activation is kept itself.
 Rule 6. If no gradient needs an input's values (the convolution or eval-mode norm that reads it is frozen), only its
     shape and strides are kept (`ShapeOnly`). A value that only ReLU and LeakyReLU read shrinks to one bit per entry
@@ -33,15 +34,23 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
     modes of the program, which may change what functions compute, no call is recorded. When in doubt, keep the tensor.
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`decide_by_plan` in recipes.py).
-Rule 14. Every pass is recorded by these rules, from its own tensors and arguments. What an earlier pass has taught is
-    advice (advice.py): of each call, whether its result is worth dropping, and whether it saves dropped tensors. So the
-    rules' slow questions, what to keep for a recipe and whether it pays, are asked once; in later passes most calls run
-    as they are, some get hooks around them, and those whose results are dropped get the recipe that their rule makes of
-    the present arguments. Advice never decides a value: any advice leads to the same gradients, in more memory or time.
-    A call that is not where it was is sought by the parameter that it reads, or among the next ones; about a new call
-    the rules decide. Within a budget, a step is planned anew if over a quarter of its calls are new (missing calls do
-    not count), if a call that had no gradient has one, or if results whose size depends on values are larger than in
-    the pass that was planned.
+Rule 14. Every pass is recorded by these rules, from its own tensors and arguments. What earlier passes have taught is
+    advice (advice.py): what is worth doing about the calls at a place in the program. So the rules' slow questions, what
+    to keep for a recipe and whether that pays, are asked once. In later passes (advised.py) most calls run as they are,
+    some get hooks around them, and those whose results are dropped get the recipe that their rule makes of the present
+    arguments. Advice decides no value: any advice leads to the same gradients, in other memory or time. A call that is
+    not where it was is sought by the parameter that it reads, or among the next ones. About a new call the rules decide.
+Rule 15. At its end a pass is compared with the first one of its advice: the nodes that autograd has made, without those
+    of missing calls; calls that cut the graph, such as `detach`; the bytes of results of calls that save tensors, if
+    there is a budget; and calls that other hooks or modes had hidden. If it has made more, the next pass is recorded
+    anew, and planned anew within a budget. So is a pass within a budget of which over a quarter of the calls are new.
+
+What is taken for granted, and not compared:
+- the table's row of a function, which is found by its identity: what its rule repeats, and whether it may write;
+- that a value is found by the identity, version and (where rules have noted it) storage of its tensor. Writes that change
+  no version are seen where the program reads or sets `.data`; through NumPy, DLPack or C++ they are not (rule 9);
+- that PyTorch's own modes, of which it has a list (`changing_mode`), change no results;
+- in the first pass of its advice, that a plan was made on a copy of the network (step/rehearsal.py) for equal inputs.
 
 An example, and what autograd holds for each tensor:
 
@@ -53,15 +62,14 @@ An example, and what autograd holds for each tensor:
 With a plan that keeps y and recomputes z, nothing is recomputed for the activation's own gradient: autograd holds y for
 it, and z's recipe reads the same y.
 
-What becomes of y. In step 1, which is recorded, the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`).
-When `F.silu` saves y, `KnownValues.packed` finds this value, and autograd holds it in place of y, which is freed with
-the program's last name for it. In the backward pass, the second convolution asks `Saved.get` for z. Its recipe reads y:
-`Value.get` computes y from x and the statistics, and holds it for y's other consumer, SiLU, which reads it next. At the
-end of the pass, advice notes that the recipe has consumers: "drop the norm's result", and "set hooks around SiLU, and
-drop its result". In step 5 the norm runs, and its rule makes y's recipe from this step's x, weight and statistics;
-`Recording.pack` finds y's value by y's id and version as SiLU saves it. If in step 6 the program calls `F.gelu` in
-place of SiLU, there is no advice for this call: the rules decide, `KnownValues.packed` finds the same value for y, and
-the pass goes on with the convolution, which is found by its weight.
+What becomes of y. In step 1 the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`). When `F.silu` saves y,
+`KnownValues.packed` finds this value, and autograd holds it in place of y, which is freed with the program's last name
+for it. In the backward pass, the second convolution asks `Saved.get` for z. Its recipe reads y: `Value.get` computes y
+from x and the statistics, and holds it for y's other consumer, SiLU, which reads it next. At the end of step 1 the
+recipes have consumers, so the advice is "drop the norm's result", and "set hooks around SiLU, and drop its result". In
+step 5 the norm runs, and its rule makes y's recipe from this step's x, weight and statistics. `Advised.pack` finds y's
+value by y's id and version as SiLU saves it. If in step 6 the program calls `F.gelu` in place of SiLU, there is no
+advice for this call: the rules decide, and the pass goes on with the convolution, which is found by its weight.
 
 A tensor is *kept* if it stays in memory until the backward pass: autograd holds it (as a `Kept`, or PyTorch alone), or
 a value that recipes read, or a single recipe (rule 4). It is *dropped* if a recipe computes it. The tensor of a dropped
