@@ -58,7 +58,8 @@ def copied(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
     size = tensor.untyped_storage().nbytes()
     if size >= tensor.nbytes:
-        return laid_out(tensor.clone(), tensor.stride())
+        other = tensor.clone()
+        return other if other.stride() == tensor.stride() else laid_out(other, tensor.stride())
     whole = tensor.as_strided((size // tensor.itemsize,), (1,), 0)
     return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

@@ -340,7 +340,9 @@ class Advised(Recording):
             if (tensor.ndim > 1 or known.by_plan) and not known.is_simple(tensor):
                 known.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
             return Kept(tensor, None)
-        elif (one := found.get(id(tensor._base))) is not None and type(one[2].source) is Kept:
+        elif (base := tensor._base) is not None and type(base) is nn.Parameter:
+            return Kept(tensor, None)
+        elif (one := found.get(id(base))) is not None and type(one[2].source) is Kept:
             value = None  # a view of a kept tensor
         elif one is not None or advice & DERIVE or type(tensor.grad_fn) in DERIVING:
             value = known.derived(tensor)

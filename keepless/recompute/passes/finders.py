@@ -162,7 +162,10 @@ class AdvisedFinder:
         """Whether the call has saved a parameter: then it must not change before the backward pass anyway."""
         if self.held is None:
             self.held = self.saves or packs_of(self.result.grad_fn)
-        return any([one is tensor for one in self.held])
+        for one in self.held:
+            if one is tensor:
+                return True
+        return False
 
     def _of_another(self, tensor: Tensor) -> Any:
         """What a recipe reads for a view, a tensor without a gradient, or another one that is not a usual result."""
@@ -188,7 +191,7 @@ class AdvisedFinder:
 
 def packs_of(node: Any) -> Sequence[Any]:
     """What a node holds: tensors, those inside `Kept`, or other objects that hooks have packed."""
-    return [one.packed if type(one) is Kept else one for one in packed_in_node(node)]
+    return [one.packed if type(one) is Kept else one for one in packed_in_node(node)] if node is not None else ()
 
 
 def _bytes(tensor: Tensor) -> int:

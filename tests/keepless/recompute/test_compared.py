@@ -1,0 +1,60 @@
+"""`checking_repetitions(recomputed=True)`: each recomputed tensor is compared with the one PyTorch would have read."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepless import checking_repetitions, recompute_activations
+
+
+def steps(network: nn.Module, x: Tensor, count: int = 3) -> None:
+    for _ in range(count):
+        with checking_repetitions(recomputed=True):
+            loss = network(x).square().mean()
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:no plan keeps")
+@pytest.mark.parametrize("budget", [None, "1KiB"])
+def test_what_is_recomputed_is_equal(budget):
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1), nn.GELU()]
+    network = nn.Sequential(*layers, nn.Conv2d(8, 8, 1), nn.Dropout(0.3), nn.SiLU(), nn.Conv2d(8, 4, 1))
+    steps(recompute_activations(network, budget=budget), torch.randn(2, 3, 8, 8))
+
+
+class Unseen(nn.Module):
+    """NumPy changes what the recipe of a GELU reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.writes = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z = self.last(F.gelu(y))
+        if self.writes:
+            y.detach().numpy()[:] = 1
+        return z
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_tensor_that_differs_is_refused_by_the_function_that_recomputes_it(before):
+    network = recompute_activations(Unseen())
+    steps(network, torch.randn(2, 3, 8, 8), before)
+    network.writes = True
+    with pytest.raises(RuntimeError, match="gelu has recomputed a tensor of shape .* that differs"):
+        steps(network, torch.randn(2, 3, 8, 8))
+
+
+def test_without_it_originals_are_not_kept():
+    network, x, made = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(64, 8), []
+    recompute_activations(network)
+    network[1].register_forward_hook(lambda *given: made.append(weakref.ref(given[2].untyped_storage())))
+    for checks in (False, True):
+        with checking_repetitions(recomputed=checks):
+            out = network(x)
+        assert (made.pop()() is not None) is checks
+        out.sum().backward()
