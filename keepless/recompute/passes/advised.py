@@ -325,29 +325,22 @@ class Advised(Recording):
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""
-        known, site = self.known, self.site
-        advice, found = site.advice, known.found
-        if type(tensor) is nn.Parameter:
+        known, site, value = self.known, self.site, None
+        advice, one = site.advice, known.found.get(id(tensor))
+        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
             if advice & DROP:
                 self.saves.append(tensor)
             return Kept(tensor, None, detaches=False)
         if known.exposed.found and not (is_ordinary(tensor) and not known.is_exposed(tensor)):
             return known.packed(tensor)
-        one = found.get(id(tensor))
         if one is not None and one[0]() is tensor and one[1] == tensor._version:
             value = one[2]
         elif not tensor.requires_grad:
             if (tensor.ndim > 1 or known.by_plan) and not known.is_simple(tensor):
                 known.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
             return Kept(tensor, None)
-        elif (base := tensor._base) is not None and type(base) is nn.Parameter:
-            return Kept(tensor, None)
-        elif (one := found.get(id(base))) is not None and type(one[2].source) is Kept:
-            value = None  # a view of a kept tensor
-        elif one is not None or advice & DERIVE or type(tensor.grad_fn) in DERIVING:
+        elif self._may_be_derived(tensor):
             value = known.derived(tensor)
-        else:
-            value = None
         if value is not None and type(value.source) is not Kept:  # else `KnownValues.give` detaches the recipes' one
             return known.hold(value, known.memories, tensor)
         if value is None and advice & SIGNS and (value := known.sign_mask(tensor, site.row.positive)) is not None:
@@ -363,6 +356,12 @@ class Advised(Recording):
             self.own.append((tensor, value))
             return known.hold(value, known.memories, tensor)
         return Kept(tensor, None)
+
+    def _may_be_derived(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor may be computed from a dropped base, by its node, or from an argument of the call."""
+        if (one := self.known.found.get(id(tensor._base))) is not None:
+            return type(one[2].source) is not Kept
+        return bool(self.site.advice & DERIVE) or type(tensor.grad_fn) in DERIVING
 
     def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may write over tensors."""

@@ -7,9 +7,9 @@ Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value
     (`Kept`), or a `Recipe`, which is a function of other values. Operations that save the same tensor share its value.
 Rule 3. A saved tensor is kept at first. If its call has a rule (functions.py) whose inputs are available (recipes.py),
     its value becomes a recipe and the tensor is dropped.
-Rule 4. A recipe reads values that are kept anyway, and parameters of the network, frozen or not, which stay. It may also
-    keep alive other leaves with a gradient, arguments that are `MUCH` times smaller than its result, and arguments for
-    which its rule says may_keep=True. Other tensors without a gradient are copied, unless the pass has made them.
+Rule 4. A recipe reads values that are kept anyway, and parameters of the network, frozen or not, which stay. It may
+    also keep alive other leaves with a gradient, arguments that are `MUCH` times smaller than its result, and arguments
+    for which its rule says may_keep=True. Other tensors without a gradient are copied, unless the pass has made them.
 Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the bytes of its result: the parts of a
     concatenation are not kept just to recompute their mean. Nor is a result recomputed that is over `MUCH` times
     smaller than the kept tensors that this would read: the mean of an activation is kept itself.
@@ -26,20 +26,21 @@ Rule 9. A value belongs to one version of a tensor. Before a call that may overw
     recipe reads it any more (`KnownValues.expose`).
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
-    removes the hooks and releases the recording's tensors. No generator is left before its end while a pass is
-    recorded (`all([…])`, not `all(…)`): Python would swallow a Ctrl-C while it frees that generator.
+    removes the hooks and releases the recording's tensors. No generator is left before its end while a pass is recorded
+    (`all([…])`, not `all(…)`): Python would swallow a Ctrl-C while it frees that generator.
 Rule 12. Gradients never differ from autograd's. Random functions are repeated only with the same random numbers (in a
-    plan; otherwise dropout keeps its mask). Running statistics are not updated twice. Tensors without versions are
-    kept as they are. Inside other saved-tensor hooks, such as a checkpoint's, in functorch's transforms, and under
-    modes of the program, which may change what functions compute, no call is recorded. When in doubt, keep the tensor.
+    plan; otherwise dropout keeps its mask). Running statistics are not updated twice. Tensors without versions are kept
+    as they are. Inside other saved-tensor hooks, such as a checkpoint's, in functorch's transforms, and under modes of
+    the program, which may change what functions compute, no call is recorded. When in doubt, keep the tensor.
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`decide_by_plan` in recipes.py).
 Rule 14. Every pass is recorded by these rules, from its own tensors and arguments. What earlier passes have taught is
-    advice (advice.py): what is worth doing about the calls at a place in the program. So the rules' slow questions, what
-    to keep for a recipe and whether that pays, are asked once. In later passes (advised.py) most calls run as they are,
-    some get hooks around them, and those whose results are dropped get the recipe that their rule makes of the present
-    arguments. Advice decides no value: any advice leads to the same gradients, in other memory or time. A call that is
-    not where it was is sought by the parameter that it reads, or among the next ones. About a new call the rules decide.
+    advice (advice.py): what is worth doing about the calls at a place in the program. So the rules' slow questions,
+    what to keep for a recipe and whether that pays, are asked once. In later passes (advised.py) most calls run as they
+    are, some get hooks around them, and those whose results are dropped get the recipe that their rule makes of the
+    present arguments. Advice decides no value: any advice leads to the same gradients, in other memory or time. A call
+    that is not where it was is sought by the parameter that it reads, or among the next ones. About a new call the
+    rules decide.
 Rule 15. At its end a pass is compared with the first one of its advice: the nodes that autograd has made, without those
     of missing calls; calls that cut the graph, such as `detach`; the bytes of results of calls that save tensors, if
     there is a budget; and calls that other hooks or modes had hidden. If it has made more, the next pass is recorded
@@ -47,8 +48,9 @@ Rule 15. At its end a pass is compared with the first one of its advice: the nod
 
 What is taken for granted, and not compared:
 - the table's row of a function, which is found by its identity: what its rule repeats, and whether it may write;
-- that a value is found by the identity, version and (where rules have noted it) storage of its tensor. Writes that change
-  no version are seen where the program reads or sets `.data`; through NumPy, DLPack or C++ they are not (rule 9);
+- that a value is found by the identity, version and (where rules have noted it) storage of its tensor. Writes that
+  change no version are seen where the program reads or sets `.data`; through NumPy, DLPack or C++ they are not (rule
+  9);
 - that PyTorch's own modes, of which it has a list (`changing_mode`), change no results;
 - in the first pass of its advice, that a plan was made on a copy of the network (step/rehearsal.py) for equal inputs.
 
