@@ -235,7 +235,7 @@ def test_a_network_with_tied_parameters_is_planned_once(prepared):
     assert rehearsals(prepared) == [1]
 
 
-def test_each_kind_of_pass_learns_a_script_and_none_plans_again(prepared):
+def test_each_kind_of_pass_has_advice_of_its_own_and_none_plans_again(prepared):
     signatures = plans_of(prepared)
     for _ in range(8):
         prepared.zero_grad()
@@ -273,7 +273,7 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(tmp_path,
 
 
 def test_a_path_that_changes_before_the_first_pass_of_the_other_kind_costs_it_a_plan_of_its_own():
-    """Scripts go on after other calls, but none is learned for this kind before its first pass."""
+    """Passes go on after other calls, but this kind has no advice before its first pass."""
     network = convolutions()
     late: list[bool] = []
     network[6].register_forward_hook(lambda _, __, output: output.tanh().sigmoid() if late else None)
