@@ -14,9 +14,8 @@ from keepless.recompute.passes import advice as bits
 from keepless.recompute.passes.advice import Advice, Site
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.signatures import signature
-from tests.keepless.recompute.agreement import agree, keep_by_chance, note_followed, note_unknown
+from tests.keepless.recompute.agreement import agree, keep_by_chance, note_followed, note_unknown, on
 from tests.keepless.recompute.ahead import After, assert_like, plans_of, rehearsals
-from tests.keepless.recompute.test_functions import on
 from tests.keepless.recompute.test_random import take_steps
 
 # Wrong advice: passes are like plain PyTorch to the bit.

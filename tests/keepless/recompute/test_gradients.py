@@ -252,7 +252,7 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(tmp_path,
     """`zero_grad` sets `.grad` to None in both, but buckets stay: where they are the gradients, those are there."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        within = recompute_activations(convolutions(), budget=0.6)
+        plain, within = convolutions(), recompute_activations(convolutions(), budget=0.6)
         parallel = DistributedDataParallel(within, gradient_as_bucket_view=has_views)
         kinds: list[str] = []
         within[0].register_forward_hook(lambda *_: kinds.append(follows(within)))
@@ -266,6 +266,8 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(tmp_path,
         parallel.zero_grad()
         peak, planned = peak_bytes(step, "cpu"), plans_of(within).known[0].plan
         gradients = 0 if has_views else sum(one.nbytes for one in within.parameters())
+        plain(IMAGES).square().mean().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(within.parameters(), plain.parameters(), strict=True))
         assert {*kinds} == {"there" if has_views else "coming"}
         assert peak <= int(0.6 * planned.plain) + gradients
     finally:

@@ -20,6 +20,7 @@ from tests.keepless.recompute.agreement import (
     agree,
     agrees,
     by_backward,
+    freed_in_part,
     in_another_thread,
     in_parts,
     is_refused,
@@ -163,7 +164,7 @@ FOUND: dict[str, tuple[Moves, dict]] = {
 
 @pytest.mark.parametrize("moves, options", FOUND.values(), ids=FOUND)
 def test_programs_that_once_differed(moves, options):
-    for wraps, use in ((once, in_parts), (under_a_checkpoint, in_another_thread)):
+    for wraps, use in ((once, in_parts), (once, freed_in_part), (under_a_checkpoint, in_another_thread)):
         plain, within = pair()
         for _ in range(2):
             agree(plain, within, program(moves, **options), use, wraps)
