@@ -115,6 +115,16 @@ def under_a_checkpoint(forward: Forward) -> Forward:
     return partial(checkpoint, part, use_reentrant=False)
 
 
+def under(mode: Callable[[], Any], forward: Forward) -> Forward:
+    """A pass under a mode."""
+
+    def one() -> Any:
+        with mode():
+            return forward()
+
+    return one
+
+
 def run(
     network: nn.Module, setup: Setup, use: Use = by_backward, wraps: Any = once, around: Any = nullcontext
 ) -> Found:

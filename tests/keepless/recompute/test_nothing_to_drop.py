@@ -36,15 +36,6 @@ class Detached(Network):
         return self.convs[1](h)
 
 
-class DetachedEach(Network):
-    """The graph of each block but the last is freed within the pass."""
-
-    def blocks(self, h):
-        for conv in self.convs[1:]:
-            h = block(conv(h if self.late else h.detach()))
-        return h
-
-
 class Dropping(Network):
     def blocks(self, h):
         self.dropout.p = 0.1 if self.late else 0.0
@@ -96,7 +87,7 @@ class Adapted(Network):
 
 IMAGES = torch.linspace(-1, 1, 8 * 16 * 16 * 16).sin().view(8, 16, 16, 16)
 # Longer graphs, larger results, and calls that were hidden in the planned step.
-CHANGES = [(Detached, 0.7), (DetachedEach, 0.7), (Dropping, 0.7), (Adapted, 0.8), (Tokens, 0.5), (Enlarged, 0.5)]
+CHANGES = [(Detached, 0.7), (Dropping, 0.7), (Adapted, 0.8), (Tokens, 0.5), (Enlarged, 0.5)]
 CHANGES += [(Checkpointed, 0.55)]
 
 

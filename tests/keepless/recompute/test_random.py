@@ -30,6 +30,7 @@ from tests.keepless.recompute.agreement import (
     run,
     second_derivatives,
     several,
+    under,
     under_a_checkpoint,
 )
 from tests.keepless.recompute.ahead import plans, rehearsals
@@ -60,16 +61,6 @@ def slow(seeds: range, *values):
     return pytest.param(*values, seeds, marks=pytest.mark.slow)
 
 
-def under(mode, forward):
-    """A pass under a mode."""
-
-    def one():
-        with MODES[mode]():
-            return forward()
-
-    return one
-
-
 def take_steps(draws: Random, seed: int, budget, monkeypatch) -> None:
     """Compare ten steps, each of one of three or four programs that differ in one call, or in an option of all calls.
 
@@ -92,7 +83,7 @@ def take_steps(draws: Random, seed: int, budget, monkeypatch) -> None:
         choices = {choice for _, choice, *_ in moves}
         if depends:
             use, around, options = draws.choice(USES[:2]), nullcontext, {}  # `.data = …` of a subclass is not seen
-            passes = draws.choice([wraps, wraps, partial(under, draws.choice([*MODES]))])
+            passes = draws.choice([wraps, wraps, partial(under, draws.choice([*MODES.values()]))])
         if "reentrant" in choices or (wraps is under_a_checkpoint and not choices.isdisjoint(("checkpoint", "vmap"))):
             use = by_backward  # PyTorch's own checkpoints may not be unpacked twice
         if "vmap" in choices or use is second_derivatives:

@@ -417,23 +417,9 @@ def test_views_and_empty_tensors_are_those_of_the_fake_tensor_mode():
     def made(mode: FakeTensorMode) -> list:
         with mode:
             x = torch.empty(4, 6, dtype=torch.float16)
-            found = [
-                x,
-                x.view(8, 3),
-                x.t(),
-                x[1:, ::2],
-                x[None].expand(3, 4, 6),
-                *x.chunk(2, 1),
-                x.detach(),
-                x.view(-1),
-            ]
-            found += [
-                *x.unbind(),
-                x.view(torch.int16),
-                torch.empty_strided((2, 3), (1, 2), device="cpu"),
-                x.to(x.dtype),
-            ]
-            found += [torch.ops.aten.lift_fresh(x), x.add_(1), x.relu_(), x.view(-1).mul_(x.view(-1))]
+            found = [x, x.view(8, 3), x.t(), x[1:, ::2], x[None].expand(3, 4, 6), *x.chunk(2, 1), x.detach()]
+            found += [x.view(-1), *x.unbind(), x.view(torch.int16), torch.empty_strided((2, 3), (1, 2), device="cpu")]
+            found += [x.to(x.dtype), torch.ops.aten.lift_fresh(x), x.add_(1), x.relu_(), x.view(-1).mul_(x.view(-1))]
         assert all(is_fake(one) and one.fake_mode is mode for one in found)
         where = [one.untyped_storage()._cdata == x.untyped_storage()._cdata for one in found]
         kinds = [(one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one is x) for one in found]
@@ -500,35 +486,19 @@ def test_a_rehearsal_on_real_tensors_shares_parameters_that_are_not_written(writ
 
 
 def test_a_network_that_does_something_else_on_fake_tensors_is_rehearsed_on_real_ones():
-    """From the second step on: Hugging Face's attention asks whether it is traced."""
-    within = recompute_activations(Layers(8, lambda network, x: x.sin() if is_fake(x) else x.cos()), budget=0.6)
-    for _ in range(2):
-        gradients(within, torch.randn(64, 32, requires_grad=True))
-    assert plans(within) == [1]
-    within(torch.randn(64, 32, requires_grad=True))
-    assert not any(line.why == "no plan" for line in report(within).lines)
-
-
-def test_an_example_is_planned_on_real_tensors_if_its_calls_are_others_there():
-    """Without one, a warning says why the first steps may take more than the budget."""
+    """From the second step on, after a warning; an example at once. Hugging Face's attention asks if it is traced."""
     network = Layers(8, lambda network, x: x.sin() if is_fake(x) else x.cos())
-    x = torch.randn(64, 32, requires_grad=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        within = recompute_activations(copy.deepcopy(network), budget=0.6, example=x)
-        within(x)
-        assert not any(line.why == "no plan" for line in report(within).lines)
-    recompute_activations(network, budget=0.6)
+    x, late = torch.randn(64, 32, requires_grad=True), recompute_activations(copy.deepcopy(network), budget=0.6)
     with pytest.warns(
         UserWarning, match="first steps .* on fake tensors it makes other calls; plan before the training"
     ):
-        gradients(network, x), gradients(network, x)
-
-
-def test_the_reason_why_a_step_is_planned_on_real_tensors_is_the_error_on_fake_ones():
-    within = recompute_activations(Layers(8, lambda network, x: x + float(x.detach().numpy().max())), budget=0.6)
-    with pytest.warns(UserWarning, match="planned on real tensors, because on fake tensors it raises RuntimeError: "):
-        within(torch.rand(500, 32))
+        gradients(late, x), gradients(late, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        early = recompute_activations(network, budget=0.6, example=x)
+        for within in (late, early):
+            within(x)
+            assert plans(within) == [1] and not any(line.why == "no plan" for line in report(within).lines)
 
 
 def test_a_network_that_cannot_be_rehearsed_keeps_little():
@@ -560,17 +530,21 @@ def test_an_example_that_cannot_be_rehearsed_is_said_and_leaves_the_network_alon
     assert not network._forward_hooks and not network._forward_pre_hooks
 
 
-def test_why_a_step_is_rehearsed_on_real_tensors_is_said():
-    def refuse(network: Layers, x: Tensor) -> Tensor:
-        if is_fake(x):
-            raise NotImplementedError("no kernel.\nSee the manual.")
-        return x
+def raises_on_fake_ones(network: Layers, x: Tensor) -> Tensor:
+    if is_fake(x):
+        raise NotImplementedError("no kernel.\nSee the manual.")
+    return x
 
-    within = recompute_activations(Layers(8, refuse), budget=0.5)
-    with pytest.warns(
-        UserWarning, match="because on fake tensors it raises NotImplementedError: no kernel; plan before"
-    ):
-        within(torch.randn(64, 32))
+
+ERRORS = {"NotImplementedError: no kernel; plan before": raises_on_fake_ones}
+ERRORS["RuntimeError: "] = lambda network, x: x + float(x.detach().numpy().max())
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_why_a_step_is_rehearsed_on_real_tensors_is_said(error):
+    within = recompute_activations(Layers(8, ERRORS[error]), budget=0.5)
+    with pytest.warns(UserWarning, match=f"planned on real tensors, because on fake tensors it raises {error}"):
+        within(torch.rand(500, 32))
 
 
 @pytest.fixture
