@@ -59,14 +59,6 @@ class Tokens(Network):
         return h
 
 
-class Enlarged(Network):
-    def blocks(self, h):
-        h = F.interpolate(h, scale_factor=3 if self.late else 2)
-        for conv in self.convs[1:]:
-            h = F.silu(F.group_norm(conv(h), 4))
-        return h
-
-
 class WithSigns(Network):
     """Another layer reads an activation of which only the signs were kept."""
 
@@ -87,8 +79,7 @@ class Adapted(Network):
 
 IMAGES = torch.linspace(-1, 1, 8 * 16 * 16 * 16).sin().view(8, 16, 16, 16)
 # Longer graphs, larger results, and calls that were hidden in the planned step.
-CHANGES = [(Detached, 0.7), (Dropping, 0.7), (Adapted, 0.8), (Tokens, 0.5), (Enlarged, 0.5)]
-CHANGES += [(Checkpointed, 0.55)]
+CHANGES = [(Detached, 0.7), (Dropping, 0.7), (Adapted, 0.8), (Tokens, 0.5), (Checkpointed, 0.55)]
 
 
 def step(network: nn.Module, late: bool) -> None:
