@@ -27,6 +27,16 @@ Found = list[Tensor | None] | BaseException
 grad = partial(torch.autograd.grad, allow_unused=True)
 
 
+def on(x: Tensor, needs_gradient: bool = True) -> Setup:
+    """A step on a tensor."""
+
+    def setup(network: nn.Module) -> tuple[tuple[Any, ...], list[Tensor]]:
+        w = x.detach().clone().requires_grad_(needs_gradient)
+        return (w,), [one for one in (w, *network.parameters()) if one.requires_grad]
+
+    return setup
+
+
 def by_backward(losses: list[Tensor], sources: list[Tensor]) -> list[Tensor | None]:
     """Reentrant checkpoints allow nothing else."""
     for source in sources:
@@ -103,6 +113,16 @@ def under_a_checkpoint(forward: Forward) -> Forward:
         return outputs
 
     return partial(checkpoint, part, use_reentrant=False)
+
+
+def under(mode: Callable[[], Any], forward: Forward) -> Forward:
+    """A pass under a mode."""
+
+    def one() -> Any:
+        with mode():
+            return forward()
+
+    return one
 
 
 def run(

@@ -94,12 +94,6 @@ def rehearsals(network: nn.Module) -> list[int]:
     return [one.attempts for one in planned_sizes(network)]
 
 
-def learned(network: nn.Module) -> tuple[list, int]:
-    """The objects that hold what a prepared network has learned of its steps, and the number of its sites."""
-    known = plans_of(network).known
-    return [*known], known[0].advice.count if known and known[0].advice else 0
-
-
 def peak_of(network: nn.Module, x: Tensor, step: Callable[[], object] | None = None) -> int:
     """Bytes at the peak of a step on x, with gradients already there. The plan is made before the profiler measures."""
     for parameter in network.parameters():

@@ -131,53 +131,29 @@ def _transposed(x: Tensor, y: Tensor, rows: int = 4, needs: bool = True) -> Tens
     return torch.cat([F.linear(x[:, :rows].transpose(0, 1), weight).transpose(0, 1), x[:, rows:]], 1)
 
 
-STATISTICS = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
 # Calls of a function on two tensors, which differ in arguments, aliases, dtypes, None, lists or keyword arguments.
 Call = Callable[[Tensor, Tensor], Tensor]
-SUMS: list[Call] = [
-    torch.add,
-    lambda x, y: torch.add(x, x),
-    lambda x, y: torch.add(x, 2.0),
-    lambda x, y: torch.add(y, x),
-]
-NAMED: list[Call] = [lambda x, y: torch.add(x, other=y), lambda x, y: torch.add(x, y, alpha=2), torch.add]
 PRODUCTS: list[Call] = [lambda x, y: x * y, lambda x, y: x * x, lambda x, y: x * x.detach(), lambda x, y: x * x[:]]
 OVERWRITTEN: list[Call] = [lambda x, y: _over(x, lambda z: z.add_(y)), lambda x, y: _over(x, lambda z: z.add_(z))]
 OVERWRITTEN += [lambda x, y: _over(x, lambda z: z.add_(2)), lambda x, y: _over(x, lambda z: z + y)]
 OVERWRITTEN += [lambda x, y: _over(x.to(torch.bfloat16), lambda z: z.add_(y)).to(x.dtype)]  # stays bfloat16
-JOINED: list[Call] = [
-    lambda x, y: torch.cat([x, y])[:2],
-    lambda x, y: torch.cat([x, x])[:2],
-    lambda x, y: torch.cat((x,)),
-]
-JOINED += [lambda x, y: torch.cat([y, x, y], 0)[1:3], lambda x, y: torch.cat(tensors=[x, y])[2:]]
-ROLLED: list[Call] = [_rolled, lambda x, y: torch.roll(x, [1, 1], [2, 3]), lambda x, y: torch.roll(x, (1,), (2,))]
-ROLLED += [lambda x, y: torch.roll(x, 1, 2), lambda x, y: torch.roll(x, shifts=[1], dims=[3])]
+JOINED: list[Call] = [lambda x, y: torch.cat([x, y])[:2], lambda x, y: torch.cat([x, x])[:2]]
+JOINED += [lambda x, y: torch.cat([y, x, y], 0)[1:3], lambda x, y: torch.cat(tensors=(x,))]
+ROLLED: list[Call] = [_rolled, lambda x, y: torch.roll(x, (1,), (2,)), lambda x, y: torch.roll(x, shifts=[1], dims=[3])]
 NORMED: list[Call] = [lambda x, y: F.layer_norm(x, (6,)), lambda x, y: F.layer_norm(x, [6], y[0, 0, 0])]
 NORMED += [lambda x, y: F.layer_norm(x, (6,), None, y[0, 0, 0]), lambda x, y: F.layer_norm(x, (6,), eps=0.1)]
-BOUNDED: list[Call] = [lambda x, y: torch.clamp(x, -0.5), lambda x, y: torch.clamp(x, None, 0.5)]
-BOUNDED += [lambda x, y: torch.clamp(x, max=0.5), lambda x, y: torch.clamp(x, y, y + 1)]
-LAYERED: list[Call] = [lambda x, y: F.linear(x, y[0, 0]), lambda x, y: F.linear(x, y[0, 0], y[0, 0, 0])]
-LAYERED += [lambda x, y: F.linear(x, bias=x[0, 0, 0], weight=y[0, 0])]
-CAST: list[Call] = [
-    lambda x, y: (x.double() * 1.5).sin().to(x.dtype),
-    lambda x, y: (x.to(x) * 1.5).sin().to(dtype=x.dtype),
-]
-CAST += [lambda x, y: (x.to(torch.bfloat16) * 1.5).sin().to(x.dtype)]
+CAST: list[Call] = [lambda x, y: (x.double() * 1.5).sin().to(x.dtype)]
+CAST += [lambda x, y: (x.to(torch.bfloat16) * 1.5).sin().to(dtype=x.dtype)]
+STATISTICS = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
 LEARNED: list[Call] = [lambda x, y: F.batch_norm(x, **STATISTICS, weight=y[0, :, 0, 0])]
 LEARNED += [lambda x, y: F.batch_norm(x, **STATISTICS, training=True, momentum=0.0), lambda x, y: NORMALISED(x)]
 ATTENDING: list[Call] = [_attending, lambda x, y: _attending(x, x), partial(_attending, is_causal=True)]
 ATTENDING += [partial(_attending, attn_mask=torch.ones(6, 6).tril().bool()), partial(_attending, scale=0.5)]
-BILINEAR = partial(_resampled, mode="bilinear")
+TRANSPOSED: list[Call] = [_transposed, partial(_transposed, rows=3), partial(_transposed, needs=False)]
 CALLS: dict[str, list[Call]] = {
-    **{"sum": SUMS, "named sum": NAMED, "product": PRODUCTS, "overwritten": OVERWRITTEN, "list of tensors": JOINED},
-    **{"list of numbers": ROLLED, "None": NORMED, "bounds": BOUNDED, "bias": LAYERED, "dtype": CAST},
-    **{
-        "statistics": LEARNED,
-        "attention": ATTENDING,
-        "option": [_resampled, BILINEAR, partial(BILINEAR, align_corners=True)],
-    },
-    "layout": [_transposed, partial(_transposed, rows=3), partial(_transposed, needs=False), LAYERED[0]],
+    **{"product": PRODUCTS, "overwritten": OVERWRITTEN, "list of tensors": JOINED, "list of numbers": ROLLED},
+    **{"None": NORMED, "dtype": CAST, "statistics": LEARNED, "attention": ATTENDING, "layout": TRANSPOSED},
+    "option": [_resampled, partial(_resampled, mode="bilinear")],
 }
 
 
@@ -257,18 +233,18 @@ class OfFunctions(TorchFunctionMode):
 
 
 class OfOperators(TorchDispatchMode):
+    names: tuple[str, ...] = ("silu", "gelu", "relu", "native_batch_norm", "add", "cat")
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        names = ("silu", "gelu", "relu", "native_batch_norm", "add", "cat")
-        is_changed = function.overloadpacket.__name__ in names and isinstance(result, Tensor)
+        is_changed = function.overloadpacket.__name__ in self.names and isinstance(result, Tensor)
         return result.bfloat16().to(result.dtype) if is_changed and result.is_floating_point() else result
 
 
 class OfOthers(OfOperators):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        is_changed = function.overloadpacket.__name__ in ("sigmoid", "mul", "native_group_norm", "sin")
-        return result * 0.5 if is_changed and isinstance(result, Tensor) and result.is_floating_point() else result
+    """Another mode at the same depth."""
+
+    names = ("sigmoid", "mul", "native_group_norm", "sin")
 
 
 MODES: dict[str, Callable[[], AbstractContextManager]] = {
@@ -286,13 +262,9 @@ def _given_data(x: Tensor) -> None:
 DATA = [lambda x: x.data.round_(), lambda x: x.data.mul_(0.5), lambda x: x.view(-1).data.add_(0.1), _given_data]
 DATA += [lambda x: x.data.zero_(), lambda x: x[:, 1:].data.neg_()]
 # Tensors from elsewhere, which take each other's places: trained, made in the pass, and not.
-ADDENDS = [lambda net: net.small, lambda net: net.table, lambda net: net.table * net.small]
-ADDENDS += [
-    lambda net: (net.small * 2).detach(),
-    lambda net: (net.small > 0).to(net.small.dtype),
-    lambda net: net.large,
-]
-ADDENDS += [lambda net: net.large * 1.5, lambda net: net.large.detach()]
+ADDENDS = [lambda net: net.small, lambda net: net.table, lambda net: net.table * net.small, lambda net: net.large]
+ADDENDS += [lambda net: (net.small * 2).detach(), lambda net: (net.small > 0).to(net.small.dtype)]
+ADDENDS += [lambda net: net.large.detach()]
 FUNCTIONS_OF_MOVES: dict[str, list[Callable]] = {
     **{"unary": UNARY, "binary": BINARY, "transposed": [lambda x: x.transpose(2, 3).contiguous()]},
     **{"in place": IN_PLACE, "part": IN_PLACE, "no_grad": IN_PLACE, "operator": BY_OPERATORS, "unseen": UNSEEN},
@@ -327,14 +299,9 @@ def _run(moves: Moves, tensors: list[Tensor], layers: nn.ModuleList) -> None:
     """Make further tensors, or change some. A region is around the moves behind it."""
     for place, (kind, choice, first, second) in enumerate(moves):
         x, y = tensors[first % len(tensors)], tensors[second % len(tensors)]
-        if kind == "region":
-            end = place + 2 + second % 4
-            REGIONS[choice](moves[place + 1 : end], tensors, x, layers)
-            return _run(moves[end:], tensors, layers)
-        if kind == "mode":
-            end = place + 2 + second % 4
-            with MODES[choice]():
-                _run(moves[place + 1 : end], tensors, layers)
+        if kind in ("region", "mode"):
+            end, region = place + 2 + second % 4, REGIONS[choice] if kind == "region" else _under(MODES[choice])
+            region(moves[place + 1 : end], tensors, x, layers)
             return _run(moves[end:], tensors, layers)
         if kind == "data":
             DATA[choice](tensors[first % len(tensors)])
@@ -410,8 +377,8 @@ def program(
     return setup
 
 
-OPTIONS: list[dict[str, Any]] = [{"size": 7}, {"frozen": 4}, {"training": False, "frozen": 0}, {"dtype": torch.float64}]
-OPTIONS += [{"autocast": True}, {"kind": WithMeta}, {"kind": Doubling}]
+OPTIONS: list[dict[str, Any]] = [{"size": 7}, {"size": 0}, {"frozen": 4}, {"training": False, "frozen": 0}]
+OPTIONS += [{"dtype": torch.float64}, {"autocast": True}, {"kind": WithMeta}, {"kind": Doubling}]
 
 
 def changed(moves: Moves, draws: Random) -> tuple[Moves, dict[str, Any]]:

@@ -1,18 +1,24 @@
-"""Advice decides no value: passes with any advice, also a wrong one, are like plain PyTorch to the bit."""
+"""Advice of earlier passes decides no value, and is found again in passes that differ from them."""
 
 import copy
-from contextlib import nullcontext
+from itertools import product
 from random import Random
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from keepless import recompute_activations
 from keepless.recompute.passes import advice as bits
 from keepless.recompute.passes.advice import Advice, Site
 from keepless.recompute.passes.advised import Advised
-from tests.keepless.recompute.agreement import AROUND, USES, agree, keep_by_chance, once, second_derivatives, several
-from tests.keepless.recompute.programs import DEPENDING, Program, changed, drawn, hides, program
+from keepless.recompute.signatures import signature
+from tests.keepless.recompute.agreement import agree, keep_by_chance, note_followed, note_unknown, on
+from tests.keepless.recompute.ahead import After, assert_like, plans_of, rehearsals
+from tests.keepless.recompute.test_random import take_steps
+
+# Wrong advice: passes are like plain PyTorch to the bit.
 
 ANY = (bits.HOOKS, bits.DROP, bits.SIGNS, bits.RULES, bits.MASK, bits.DERIVE, bits.MEMORY, bits.COUNT, bits.ADDED)
 
@@ -63,28 +69,230 @@ SEEDS += [pytest.param("by chance", range(3, 60), marks=pytest.mark.slow)]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("budget, seeds", SEEDS)
 def test_random_programs_with_scrambled_advice_are_like_plain_ones(budget, seeds, scrambled, monkeypatch):
-    """Programs draw, write over tensors, raise, change between steps, and run parts under other modes and hooks."""
     for seed in seeds:
-        draws = scrambled[0] = Random(seed)
-        is_calm = seed % 3 == 0  # PyTorch, too, refuses hooks around such programs
-        moves = drawn(draws, 3, 12, [DEPENDING]) if is_calm else drawn(draws, 2, 12)
-        print(seed, budget, moves)
-        if budget == "by chance":
-            keep_by_chance(monkeypatch, draws)
-        torch.manual_seed(1)
-        plain = Program()
-        ours = recompute_activations(copy.deepcopy(plain), budget="1KiB" if budget else None)
-        steps = [(moves, {}), *(changed(moves, draws) for _ in range(2))]
-        for number in (0, 0, 0, 1, 0, 2, 0):
-            moves, options = steps[number]
-            options = {} if is_calm else options  # `.data = …` of a tensor with metadata is not seen
-            if KeyboardInterrupt in {choice for _, choice, *_ in moves} and budget:
-                continue  # it would end the planning, before the step
-            use = draws.choice(USES[:2] if is_calm else USES)
-            around = draws.choice(AROUND[:1] * 8 + AROUND)
-            if is_calm or "vmap" in {choice for _, choice, *_ in moves} or use is second_derivatives:
-                around = nullcontext  # with hooks, PyTorch's own sums of second derivatives have another order
-            agree(
-                plain, ours, program(moves, **options), use, draws.choice([once, once, several]), around, hides(moves)
-            )
+        scrambled[0] = Random(seed)
+        take_steps(scrambled[0], seed, budget, monkeypatch)
     assert len(scrambled) > 3 * len(seeds)
+
+
+class Product(torch.autograd.Function):
+    """Saves both arguments, outside of the calls that a recording sees."""
+
+    @staticmethod
+    def forward(context, x, y):
+        context.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(context, gradient):
+        x, y = context.saved_tensors
+        return gradient * y, gradient * x
+
+
+def signs_beside_consumers(x: Tensor, differs: bool) -> Tensor:
+    """A norm, a view, a norm of a view and an in-place operation are recomputed from what a LeakyReLU saves, too."""
+    a, b, c, d = (torch.cumsum(x, dimension) for dimension in range(4))
+    y = F.silu(F.group_norm(a, 2)).tanh() + F.leaky_relu(a)
+    y = y + F.gelu(b.transpose(1, 2)).sin().transpose(1, 2) + F.leaky_relu(b, 0.1)
+    y = y + F.silu(F.instance_norm(c.transpose(1, 2))).transpose(1, 2) * F.leaky_relu(c)
+    y = y + (d * 2).add_(1).sin() + F.leaky_relu(d)
+    return torch.cat([F.gelu(y) if differs else F.relu(y), y], 1)[:, 2:6].relu_().sin()
+
+
+def masked(x: Tensor, differs: bool) -> Tensor:
+    """Another pass needs more than the sign mask of a ReLU's result."""
+    a, b = x * 1.5, x + 1
+    product = Product.apply(a, b)
+    positive = F.relu(product)
+    return product + positive + Product.apply(positive if differs else a, b)
+
+
+def computed_over_another(x: Tensor, differs: bool) -> Tensor:
+    """The ReLU is computed again over its argument, which is another one then, and read more often."""
+    a = torch.cumsum(x, 1)
+    once, twice = F.silu(a), F.gelu(a)
+    if differs:
+        once, twice = twice, once
+    y = F.relu(once)
+    result = y.sin() + twice.sin() + twice.cos()
+    return result + y.cos() + y.cos() if differs else result
+
+
+def kept_for_both(x: Tensor, differs: bool) -> Tensor:
+    """Autograd and a recipe keep a tensor that another pass overwrites, which PyTorch refuses."""
+    x = torch.cumsum(x, 1)
+    y = F.rms_norm(x, (6,))
+    z = (y * 2).sin()
+    torch.ops.aten.relu_((x if differs else y).detach())
+    return z
+
+
+def kept_in_place_of_an_argument(x: Tensor, differs: bool) -> Tensor:
+    """A plan keeps the result of `relu6` in place of its argument. PyTorch keeps the argument."""
+    y = F.relu6(F.silu(x).exp())
+    z = y * 1
+    y.add_(2 if differs else 1)
+    return z + y.sin()
+
+
+def written_over_without_a_gradient(x: Tensor, differs: bool) -> Tensor:
+    """Calls that save nothing work in place, or get `out`, in another pass."""
+    part, other = x.detach().sigmoid(), x.detach().exp()
+    z = F.silu(F.silu(x) + part) - part * other
+    with torch.no_grad():
+        result = F.relu(part, inplace=differs)
+        torch.add(x, 1, **({"out": other} if differs else {}))
+    return F.gelu(z) * z.sin() + result
+
+
+DIFFERING = [signs_beside_consumers, masked, computed_over_another, kept_for_both, kept_in_place_of_an_argument]
+DIFFERING += [written_over_without_a_gradient]
+
+
+class Differing(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function, self.differs = function, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * 1.0, self.differs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_scrambled", [False, True])
+@pytest.mark.parametrize("function", DIFFERING)
+def test_what_a_pass_holds_that_differs_from_earlier_ones(function, is_scrambled, monkeypatch, request):
+    """Sign masks, spare tensors and what is kept are each for one consumer, however the consumers change."""
+    if is_scrambled:
+        request.getfixturevalue("scrambled")
+    keep_by_chance(monkeypatch, Random(0))
+    for budget, steps in product((None, *["1KiB"] * 3), ([False, False, True, False, True], [True, True, False])):
+        plain = Differing(function)
+        ours = recompute_activations(copy.deepcopy(plain), budget=budget)
+        for plain.differs in steps:
+            ours.differs = plain.differs
+            agree(plain, ours, on(torch.randn(2, 4, 6, 6, dtype=torch.float64)))
+
+
+# Right advice: it is found again, wherever calls are missing or new.
+
+
+class Blocks(nn.Module):
+    """Runs its eight blocks in `order`, and makes two more calls after each block in `doubled`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order, self.doubled = range(8), ()
+        self.blocks = nn.ModuleList(nn.Sequential(*self._half(), nn.SiLU(), *self._half(), nn.GELU()) for _ in range(8))
+
+    def _half(self) -> list[nn.Module]:
+        return [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+            if number in self.doubled:
+                x = torch.tanh(x).sigmoid()
+        return x
+
+
+# `order` and `doubled`, and about how many calls the rules decide in the first such pass. Of missing calls nothing is
+# asked, blocks that come earlier are found by their parameters, and a new call is learned at once.
+DIFFERENCES = [([*range(8)], (), 0), ([0, 1, 4, 5, 7], (), 0), ([*range(8)], (4,), 2)]
+DIFFERENCES += [([0, 2, 3, 4, 5, 6, 7], (2, 5), 4), ([0, 3, 2, 1, 4, 5, 6, 7], (), 1)]
+
+
+@pytest.mark.parametrize("budget", [None, 0.5])
+@pytest.mark.parametrize("order, doubled, most", DIFFERENCES)
+def test_the_rules_decide_only_about_new_calls(order, doubled, most, budget, monkeypatch):
+    calls = note_unknown(monkeypatch)
+    plain, x = Blocks(), torch.randn(2, 4, 6, 6)
+    ours = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for parameter in ours.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # passes of one kind
+    for _ in range(4):
+        assert agree(plain, ours, on(x))
+        assert len(calls) <= most
+        for network in (plain, ours):
+            network.order, network.doubled = order, doubled
+    if budget is not None:
+        assert rehearsals(ours) == [1]
+
+
+class Chosen(nn.Module):
+    """Calls those of its layers that are in `chosen`. Number 0, 2 and 13 have parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[int] = []
+        layers = [nn.SiLU(), nn.Sigmoid(), nn.Tanh(), nn.GELU(), nn.Softplus(), nn.ELU(), nn.ReLU(), nn.Hardswish()]
+        layers += [nn.Mish(), nn.LogSigmoid(), nn.CELU(), nn.Hardsigmoid()]
+        for place in (0, 2, 13):
+            layers.insert(place, nn.Conv2d(4, 4, 1))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.chosen:
+            x = self.layers[number](x)
+        return x
+
+
+def test_calls_are_found_by_their_parameters_and_others_among_the_next_ones(monkeypatch):
+    calls, plain = note_unknown(monkeypatch), Chosen()
+    ours, first = recompute_activations(copy.deepcopy(plain)), [0, 1, *range(3, 15)]
+    # The first pass; then one call is missing, another is new, and many are missing.
+    for chosen in (first, [*first[:3], *first[4:]], range(15), [0, 1, 13, 14], [0, 13, 14]):
+        calls.clear()
+        plain.chosen = ours.chosen = chosen
+        assert agree(plain, ours, on(torch.randn(2, 4, 3, 3)))
+        assert len(calls) == (2 in chosen)  # the new one
+
+
+def _of_any_size(x: Tensor) -> Tensor:
+    """Calls whose recipes need shapes, strides or dtypes that no argument gives."""
+    y = F.max_pool2d(F.silu(F.instance_norm(x)), 2).sigmoid()
+    y = torch.cat([y, F.max_pool1d(y.flatten(2).tanh(), 2).tanh().repeat(1, 1, 2).view(y.shape)], 1)
+    y = F.silu(y.transpose(2, 3) * 1.5, inplace=True) + F.adaptive_max_pool2d(y.sigmoid(), 1).sigmoid()
+    y = F.dropout(y.sigmoid(), 0.3).sigmoid().permute(0, 2, 3, 1).sigmoid()
+    return F.linear(F.layer_norm(y, y.shape[-1:]).relu() * y.double().sigmoid().to(y), y.new_ones(2, 6)).sin()
+
+
+def test_without_a_budget_one_step_teaches_for_all_sizes(monkeypatch):
+    plain = nn.Sequential(Blocks(), After(nn.Conv2d(4, 3, 1), _of_any_size))
+    ours, passes = recompute_activations(copy.deepcopy(plain)), note_followed(monkeypatch)
+    for shape in ((2, 4, 8, 16), (5, 4, 16, 16), (1, 4, 12, 8)):
+        assert_like(plain, ours, torch.randn(shape))
+        monkeypatch.setattr(signature, "Advice", None)
+    assert all(passes) and len(passes) >= 2
+
+
+class Repeating(nn.Module):
+    """Takes as many steps as it is told, with one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.steps = nn.Parameter(torch.ones(4)), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.steps):
+            x = F.silu(x * self.weight)
+        return x.sin()
+
+
+def test_a_pass_that_takes_the_same_advice_many_times_makes_no_endless_chain():
+    """A chain of recipes is computed by recursion."""
+    plain = Repeating()
+    ours = recompute_activations(copy.deepcopy(plain))
+    for steps in (2, 2, 800, 2):
+        plain.steps = ours.steps = steps
+        assert agree(plain, ours, on(torch.randn(3, 4)))
+
+
+def test_advice_grows_to_a_few_times_that_of_the_first_pass():
+    plain, orders = Chosen(), Random(0)
+    ours = recompute_activations(copy.deepcopy(plain))
+    for number in range(12):
+        plain.chosen = ours.chosen = orders.sample(range(15), 15) if number else [0, 1, 2]
+        assert agree(plain, ours, on(torch.randn(2, 4, 3, 3)))
+    (one,) = plans_of(ours).known
+    assert one.advice.count == 4 * one.advice.first + 1

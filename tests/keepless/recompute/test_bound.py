@@ -1,6 +1,5 @@
 """The bound: no plan of a step is below it, and it is near the best one of networks."""
 
-import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 from keepless import plan
 from keepless.recompute.step.bound import least_seconds
 from keepless.recompute.step.rehearsal import rehearsed_step
-from keepless.recompute.step.search import Choice, frontier, pareto
-from keepless.recompute.step.simulation import Simulation, plain_peak
+from keepless.recompute.step.search import frontier
+from keepless.recompute.step.simulation import plain_peak
 from keepless.recompute.step.step import Event, Kind, Step
 from tests.keepless.recompute.networks import Attention
 from tests.keepless.recompute.test_recorded_plans import NETWORKS, SHARES, Added, Pooled, bottleneck, dense, fastest
-from tests.keepless.recompute.test_search import random_step
+from tests.keepless.recompute.test_search import best, random_step
 
 
 class Halves(nn.Module):
@@ -90,20 +89,6 @@ def changed_step(seed: int) -> Step:
         backward.insert(draw.randint(0, len(backward)), (Event.HOLD, len(memories) - 1))
     events = [*step.events[: step.forward], *backward, (Event.PASS, 0)]
     return step._replace(values=values, memories=memories, saved=saved, events=events)
-
-
-def best(step: Step) -> list[Choice]:
-    """The front of all plans that there are."""
-    values, simulation, found = step.values, Simulation(step), []
-    free = [one for one, value in enumerate(values) if value.kind == Kind.FREE and value.leader in (-1, one)]
-    assert len(free) <= 14
-    for drawn in itertools.product((True, False), repeat=len(free)):
-        kept = [value.kind == Kind.KEPT for value in values]
-        for number, is_kept in zip(free, drawn, strict=True):
-            kept[number] = is_kept
-        outcome = simulation.run(kept := simulation.led(kept))
-        found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
-    return pareto(found)
 
 
 def shares_of_the_best(step: Step) -> list[float]:

@@ -1,4 +1,4 @@
-"""A simulated step, a recorded one and one that follows entries: they read and recompute the same, in equal memory."""
+"""A simulated step, the first pass and a later one: they read and recompute the same, in equal memory."""
 
 import random
 from typing import Any
@@ -154,7 +154,7 @@ def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]
 
 
 def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Event], ...]:
-    """The events of a simulated step, a recorded one, and one by entries. A `share` of free values is kept."""
+    """The events of a simulated step, the first pass, and a later one. A `share` of free values is kept."""
     torch.manual_seed(0)
     network, x = row[0](), torch.randn(row[1])
     x, draws = x.to(next(network.parameters()).dtype), random.Random(seed)
@@ -229,7 +229,7 @@ def test_a_simulation_and_both_ways_to_run_a_step_agree_event_by_event(row, seed
         passes, share = 1 + seed % 3 // 2, (0.0, 0.5, 0.5, 0.8)[seed % 4]
         print(seed, passes, share)
         simulated, recorded, followed = all_events(row, share, passes, seed)
-        # Autograd itself holds the views of kept tensors that a step saves by its entries.
+        # In later passes, autograd itself holds the views of kept tensors.
         a, b = (
             [(what, held, names) for what, _, held, of_kept, names in one if not of_kept]
             for one in (recorded, followed)

@@ -1,6 +1,5 @@
 """Networks that FSDP2, or FSDP1, shards, or that DDP copies."""
 
-import copy
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from keepless import CheckpointedABN, plan, recompute_activations, share_plans
 from keepless.recompute.passes.plan import ByPlan, Plan
@@ -19,7 +17,6 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step
 from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
-from tests.keepless.recompute.ahead import plans_of
 from tests.ranks import Ranks
 
 CHANNELS = 16
@@ -168,22 +165,3 @@ def _room_of_gradients(rank: int) -> int:
 @FSDP2_ON_CPUS
 def test_budgets_of_a_sharded_network_use_no_room_of_gradients(ranks):
     assert ranks.run(_room_of_gradients) == [0, 0]
-
-
-def _in_ddp(rank: int, has_views: bool) -> tuple[bool, bool]:
-    """Whether gradients in DDP are those of an unprepared network, and whether plans use the room until they come."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(64, 64), nn.GELU())])  # mostly gradients
-    within, x, found = recompute_activations(copy.deepcopy(plain), budget=0.8), torch.ones(64, 64) * (rank + 1), []
-    for _ in range(3):
-        for one in (plain, within):
-            one.zero_grad()
-            DistributedDataParallel(one, gradient_as_bucket_view=has_views)(x).square().mean().backward()
-        found += [torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), within.parameters(), strict=True)]
-    (size,) = plans_of(within).known
-    return all(found), size.coming is not None and size.coming.advice is not None
-
-
-def test_plans_use_the_room_of_gradients_in_ddp_unless_its_buckets_are_the_gradients(ranks):
-    assert ranks.run(_in_ddp, True) == [(True, False)] * 2
-    assert ranks.run(_in_ddp, False) == [(True, True)] * 2

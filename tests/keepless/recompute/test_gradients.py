@@ -235,7 +235,7 @@ def test_a_network_with_tied_parameters_is_planned_once(prepared):
     assert rehearsals(prepared) == [1]
 
 
-def test_each_kind_of_pass_learns_a_script_and_none_plans_again(prepared):
+def test_each_kind_of_pass_has_advice_of_its_own_and_none_plans_again(prepared):
     signatures = plans_of(prepared)
     for _ in range(8):
         prepared.zero_grad()
@@ -252,7 +252,7 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(tmp_path,
     """`zero_grad` sets `.grad` to None in both, but buckets stay: where they are the gradients, those are there."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        within = recompute_activations(convolutions(), budget=0.6)
+        plain, within = convolutions(), recompute_activations(convolutions(), budget=0.6)
         parallel = DistributedDataParallel(within, gradient_as_bucket_view=has_views)
         kinds: list[str] = []
         within[0].register_forward_hook(lambda *_: kinds.append(follows(within)))
@@ -266,6 +266,8 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(tmp_path,
         parallel.zero_grad()
         peak, planned = peak_bytes(step, "cpu"), plans_of(within).known[0].plan
         gradients = 0 if has_views else sum(one.nbytes for one in within.parameters())
+        plain(IMAGES).square().mean().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(within.parameters(), plain.parameters(), strict=True))
         assert {*kinds} == {"there" if has_views else "coming"}
         assert peak <= int(0.6 * planned.plain) + gradients
     finally:
@@ -273,7 +275,7 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(tmp_path,
 
 
 def test_a_path_that_changes_before_the_first_pass_of_the_other_kind_costs_it_a_plan_of_its_own():
-    """Scripts go on after other calls, but none is learned for this kind before its first pass."""
+    """Passes go on after other calls, but this kind has no advice before its first pass."""
     network = convolutions()
     late: list[bool] = []
     network[6].register_forward_hook(lambda _, __, output: output.tanh().sigmoid() if late else None)

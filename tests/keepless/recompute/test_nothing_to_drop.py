@@ -1,6 +1,5 @@
-"""Calls that had nothing to drop when they were learned, and have now: a new plan, or a warning."""
+"""Steps that drop more than earlier ones, because they make longer graphs or larger results: they are planned anew."""
 
-import copy
 import warnings
 
 import pytest
@@ -37,53 +36,11 @@ class Detached(Network):
         return self.convs[1](h)
 
 
-class DetachedEach(Network):
-    """The graph of each block but the last is freed within the pass."""
-
-    def blocks(self, h):
-        for conv in self.convs[1:]:
-            h = block(conv(h if self.late else h.detach()))
-        return h
-
-
-class Attending(Network):
-    def blocks(self, h):
-        h = h.flatten(2).transpose(1, 2)
-        for conv in self.convs[1:]:
-            h = block(h @ conv.weight[:, :, 0, 0])
-            h = h + F.scaled_dot_product_attention(h, h, h, dropout_p=0.2 if self.late else 0.0)
-        return h
-
-
-class DroppingChannels(Network):
-    def blocks(self, h):
-        for conv in self.convs[1:]:
-            h = block(F.feature_alpha_dropout(conv(h), 0.2, self.late))
-        return h
-
-
-class WithoutGradients(Network):
-    def blocks(self, h):
-        with torch.set_grad_enabled(True) if self.late else torch.no_grad():
-            for _ in range(4):
-                h = block(h)
-        return self.convs[1](h)
-
-
 class Dropping(Network):
     def blocks(self, h):
         self.dropout.p = 0.1 if self.late else 0.0
         for conv in self.convs[1:]:
             h = self.dropout(F.silu(self.dropout(conv(h))))
-        return h
-
-
-class LeavingEvaluation(Network):
-    def blocks(self, h):
-        self.dropout.p = 0.1
-        self.dropout.train(self.late)
-        for conv in self.convs[1:]:
-            h = self.dropout(F.silu(F.dropout(conv(h), 0.1, self.late)))
         return h
 
 
@@ -102,20 +59,12 @@ class Tokens(Network):
         return h
 
 
-class Sliced(Network):
-    def blocks(self, h):
-        h = h[:, :, : 16 if self.late else 4]
-        for conv in self.convs[1:]:
-            h = F.silu(F.group_norm(conv(h), 4))
-        return h
+class WithSigns(Network):
+    """Another layer reads an activation of which only the signs were kept."""
 
-
-class Enlarged(Network):
     def blocks(self, h):
-        h = F.interpolate(h, scale_factor=3 if self.late else 2)
-        for conv in self.convs[1:]:
-            h = F.silu(F.group_norm(conv(h), 4))
-        return h
+        h = F.relu(h)
+        return h.mean() + (self.convs[1](h).square().sum() if self.late else 0.0)
 
 
 class Adapted(Network):
@@ -129,9 +78,8 @@ class Adapted(Network):
 
 
 IMAGES = torch.linspace(-1, 1, 8 * 16 * 16 * 16).sin().view(8, 16, 16, 16)
-CHANGES = [(Detached, 0.7), (Dropping, 0.7), (LeavingEvaluation, 0.7), (Checkpointed, 0.55), (Tokens, 0.5)]
-CHANGES += [(WithoutGradients, 0.7), (Sliced, 0.6), (Enlarged, 0.5), (Adapted, 0.8)]
-CHANGES += [(DetachedEach, 0.7), (Attending, 0.7), (DroppingChannels, 0.7)]
+# Longer graphs, larger results, and calls that were hidden in the planned step.
+CHANGES = [(Detached, 0.7), (Dropping, 0.7), (Adapted, 0.8), (Tokens, 0.5), (Checkpointed, 0.55)]
 
 
 def step(network: nn.Module, late: bool) -> None:
@@ -175,7 +123,7 @@ def test_a_budget_holds_after_the_change(kind, share, monkeypatch):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", [Detached, WithoutGradients, Dropping, LeavingEvaluation, Checkpointed])
+@pytest.mark.parametrize("kind", [Detached, Dropping, Checkpointed])
 def test_without_a_budget_a_step_saves_as_little_after_the_change_as_a_new_network(kind):
     """And again before it: states may alternate."""
     changed, fresh = recompute_activations(made(kind)), recompute_activations(made(kind))
@@ -197,33 +145,21 @@ def test_without_a_budget_a_step_saves_as_little_after_the_change_as_a_new_netwo
         assert all(torch.equal(found.grad, expected.grad) for found, expected in pairs)
 
 
-class Scaled(Network):
-    def blocks(self, h):
-        for conv in self.convs[1:]:
-            h = F.silu(conv(h) * self.scale) + self.scale
-        return h
-
-
-def plans(kind, states, caplog) -> tuple[int, list[str]]:
-    """How many plans are made in these steps, and warnings given."""
-    caplog.set_level("INFO", "keepless")
-    caplog.clear()
-    network = recompute_activations(copy.deepcopy(made(kind)), budget=0.7)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for state in states:
-            network.scale = state
-            step(network, bool(state))
-    return len([one for one in caplog.messages if one.startswith("planned")]), [str(one.message) for one in said]
-
-
-def test_constants_that_change_in_every_step_plan_and_warn_no_more(caplog, monkeypatch):
-    monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
-    assert plans(Scaled, [1 / n for n in range(1, 9)], caplog) == plans(Scaled, [0.5], caplog)
+def test_a_value_is_kept_little_more_than_once_if_another_layer_needs_more_than_its_signs():
+    changed, fresh = recompute_activations(made(WithSigns)), recompute_activations(made(WithSigns))
+    for late in (False, False, False, True, True):
+        step(changed, late)
+    assert peak(changed) <= 1.01 * peak(fresh)
 
 
 def test_states_that_alternate_are_planned_twice(caplog, monkeypatch):
     """The longer step's plan holds for both."""
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
-    made, said = plans(Detached, [0, 1, 1] * 4, caplog)
-    assert made == 2 and not [one for one in said if "several paths" in one]
+    caplog.set_level("INFO", "keepless")
+    network = recompute_activations(made(Detached), budget=0.7)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for late in [False, True, True] * 4:
+            step(network, late)
+    assert len([one for one in caplog.messages if one.startswith("planned")]) == 2
+    assert not [one for one in said if "several paths" in str(one.message)]

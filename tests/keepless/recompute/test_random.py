@@ -20,6 +20,7 @@ from tests.keepless.recompute.agreement import (
     agree,
     agrees,
     by_backward,
+    freed_in_part,
     in_another_thread,
     in_parts,
     is_refused,
@@ -29,11 +30,11 @@ from tests.keepless.recompute.agreement import (
     run,
     second_derivatives,
     several,
+    under,
     under_a_checkpoint,
 )
 from tests.keepless.recompute.ahead import plans, rehearsals
 from tests.keepless.recompute.programs import (
-    CALLS,
     CALM,
     CHOICES,
     DEPENDING,
@@ -60,97 +61,54 @@ def slow(seeds: range, *values):
     return pytest.param(*values, seeds, marks=pytest.mark.slow)
 
 
+def take_steps(draws: Random, seed: int, budget, monkeypatch) -> None:
+    """Compare ten steps, each of one of three or four programs that differ in one call, or in an option of all calls.
+
+    Most come twice in a row. A step may have several passes, be under a checkpoint, or under hooks of the program. In a
+    third of the programs calls depend on more than arguments: on modes around a pass or in it, on `.data`, on dropout's
+    p; PyTorch refuses hooks around some of these, too.
+    """
+    depends = seed % 3 == 0
+    moves = drawn(draws, 3, 12, [DEPENDING]) if depends else drawn(draws, 2, 12)
+    wraps = draws.choice([once] * 4 + [several, once if depends else under_a_checkpoint])
+    print(seed, budget, wraps.__name__, moves)
+    if budget == "by chance":
+        keep_by_chance(monkeypatch, draws)
+    plain, within = pair("1KiB" if budget == "by chance" else budget)
+    steps = [(moves, {}), *(changed(moves, draws) for _ in range(draws.randint(2, 3)))]
+    draws.shuffle(steps)
+    for number in [0, 0, 1, 1, 0, 2, 2, 0, -1, -1]:
+        moves, options = steps[number]
+        use, around, passes = draws.choice(USES), draws.choice(AROUND[:1] * 8 + AROUND), wraps
+        choices = {choice for _, choice, *_ in moves}
+        if depends:
+            use, around, options = draws.choice(USES[:2]), nullcontext, {}  # `.data = …` of a subclass is not seen
+            passes = draws.choice([wraps, wraps, partial(under, draws.choice([*MODES.values()]))])
+        if "reentrant" in choices or (wraps is under_a_checkpoint and not choices.isdisjoint(("checkpoint", "vmap"))):
+            use = by_backward  # PyTorch's own checkpoints may not be unpacked twice
+        if "vmap" in choices or use is second_derivatives:
+            around = nullcontext  # with hooks, PyTorch's own sums of second derivatives have another order
+        is_interrupted = KeyboardInterrupt in choices
+        if budget is not None and is_interrupted:
+            continue  # it would end the planning, before the step
+        step, is_unchecked = program(moves, **options), wraps is under_a_checkpoint
+        if is_unchecked and is_refused(run(copy.deepcopy(plain), step, use)):
+            continue  # PyTorch checks no versions under a checkpoint: its gradients are wrong
+        agree(plain, within, step, use, passes, around, hides(moves))
+        assert is_interrupted or current_hooks() is None
+
+
 # Without a budget, within each of three budgets, and by plans that keep a random part.
-SEEDS = [("by chance", range(6)), slow(range(6, 80), "by chance"), (None, range(12)), slow(range(12, 400), None)]
-SEEDS += [(1.0, range(88, 89))]  # a call differs, and what is kept for it is written over by one that drops nothing
+SEEDS = [("by chance", range(6)), slow(range(6, 80), "by chance"), (None, range(15)), slow(range(15, 400), None)]
 for budget in (1.0, 0.7, "1KiB"):
-    SEEDS += [(budget, range(1)), slow(range(1, 40), budget)]
+    SEEDS += [(budget, range(1, 2)), slow(range(2, 40), budget)]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("budget, seeds", SEEDS)
 def test_a_prepared_network_whose_steps_change_is_like_the_plain_one(budget, seeds, monkeypatch):
-    """Each of ten steps is one of three or four programs that differ in one call, or in an option of all calls.
-
-    Most run twice in a row. A step may have several passes, be under a checkpoint, or under hooks of the program.
-    """
     for seed in seeds:
-        draws = Random(seed)
-        moves, wraps = drawn(draws, 2, 12), draws.choice([once] * 4 + [several, under_a_checkpoint])
-        print(seed, budget, wraps.__name__, moves)
-        if budget == "by chance":
-            keep_by_chance(monkeypatch, draws)
-        plain, within = pair("1KiB" if budget == "by chance" else budget)
-        steps = [(moves, {}), *(changed(moves, draws) for _ in range(draws.randint(2, 3)))]
-        draws.shuffle(steps)
-        for number in [0, 0, 1, 1, 0, 2, 2, 0, -1, -1]:
-            moves, options = steps[number]
-            use, around = draws.choice(USES), draws.choice(AROUND[:1] * 8 + AROUND)
-            choices = {choice for _, choice, *_ in moves}
-            if "reentrant" in choices or (
-                wraps is under_a_checkpoint and not choices.isdisjoint(("checkpoint", "vmap"))
-            ):
-                use = by_backward  # PyTorch's own checkpoints may not be unpacked twice
-            if "vmap" in choices or use is second_derivatives:
-                around = nullcontext  # with hooks, PyTorch's own sums of second derivatives have another order
-            is_interrupted = KeyboardInterrupt in choices
-            if budget is not None and is_interrupted:
-                continue  # it would end the planning, before the step
-            step, is_unchecked = program(moves, **options), wraps is under_a_checkpoint
-            if is_unchecked and is_refused(run(copy.deepcopy(plain), step, use)):
-                continue  # PyTorch checks no versions under a checkpoint: its gradients are wrong
-            agree(plain, within, step, use, wraps, around, hides(moves))
-            assert is_interrupted or current_hooks() is None
-
-
-def under(mode, forward):
-    """A pass under a mode."""
-
-    def one():
-        with MODES[mode]():
-            return forward()
-
-    return one
-
-
-FEW = [(None, range(6)), slow(range(6, 120), None), ("by chance", range(1)), slow(range(1, 8), "by chance")]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("budget, seeds", FEW)
-def test_calls_depend_on_modes_on_memory_and_on_where_arguments_come_from(budget, seeds, monkeypatch):
-    """Modes around a pass or in it, writes through `.data`, other addends, dropout's p; in steps that change."""
-    for seed in seeds:
-        draws = Random(seed)
-        moves = drawn(draws, 3, 12, [DEPENDING])
-        if budget == "by chance":
-            keep_by_chance(monkeypatch, draws)
-        plain, within = pair("1KiB" if budget == "by chance" else budget)
-        others = [drawn(draws, 1, 1, [DEPENDING[-9:]]) for _ in range(3)]
-        places = [draws.randrange(len(moves) + 1) for _ in others]
-        steps = [
-            moves,
-            *([*moves[:place], *one, *moves[place + 1 :]] for place, one in zip(places, others, strict=True)),
-        ]
-        for number in [0, 0, 1, 1, 0, 2, 2, 0, 3, 3, 0]:
-            wraps = draws.choice([once] * 3 + [several, partial(under, draws.choice([*MODES]))])
-            print(seed, budget, wraps, steps[number])
-            agree(plain, within, program(steps[number]), draws.choice(USES[:2]), wraps)
-            assert current_hooks() is None
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_script_sees_that_a_call_has_other_arguments(name):
-    """Between equal neighbours. The program then overwrites what a recipe may read, unless an operation needs it."""
-    numbers = range(len(CALLS[name]))
-    for first in numbers:
-        plain, within = pair()
-        for number in [first, first, *numbers, first]:
-            calls = [("call", (name, number), 2, 3), ("call", (name, number), 4, 1)]
-            moves: Moves = [("unary", 4, 0, 0), ("layer", 1, 0, 1), *calls, ("unary", 2, 5, 0)]
-            assert agree(plain, within, program([*moves, ("in place", 4, 1, 0)])) or agree(
-                plain, within, program(moves)
-            )
+        take_steps(Random(seed), seed, budget, monkeypatch)
 
 
 # A part of a concatenation, which a layer saves, is overwritten. PyTorch allows it.
@@ -187,25 +145,29 @@ FOUND: dict[str, tuple[Moves, dict]] = {
         ],
         {"kind": WithMeta},
     ),
+    "a copy of a norm's permuted result is saved, and overwritten twice": (
+        [("unary", 31, 1, 1), ("unary", 1, 2, 3), ("in place", 8, 2, 8), ("in place", 2, 4, 4)],
+        {},
+    ),
     "a checkpoint repeats a pass in another thread": ([("layer", 5, 0, 1), ("unary", 0, 2, 0), ("layer", 0, 3, 1)], {}),
 }
 
 
 @pytest.mark.parametrize("moves, options", FOUND.values(), ids=FOUND)
 def test_programs_that_once_differed(moves, options):
-    for wraps, use in ((once, in_parts), (under_a_checkpoint, in_another_thread)):
+    for wraps, use in ((once, in_parts), (once, freed_in_part), (under_a_checkpoint, in_another_thread)):
         plain, within = pair()
         for _ in range(2):
             agree(plain, within, program(moves, **options), use, wraps)
 
 
 UNPLANNED = {**dict.fromkeys(["checkpoint", "reentrant", "copying hooks"], "a checkpoint"), "vmap": "torch.vmap"}
-# Their steps are recorded. A checkpointed norm may save a view of what only attention has made.
-WITHOUT_SCRIPTS = [{("region", "vmap")}, {("region", "autocast"), ("layer", 7)}, {("unary", 29), ("layer", 5)}]
+# Their steps are recorded anew. A checkpointed norm may save a view of what only attention has made.
+WITHOUT_ADVICE = [{("region", "vmap")}, {("region", "autocast"), ("layer", 7)}, {("unary", 29), ("layer", 5)}]
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 300), marks=pytest.mark.slow)])
-def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(seeds, monkeypatch, request):
+def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_advice(seeds, monkeypatch, request):
     """From the second step on, which takes no more than the first. It is told what a budget cannot plan."""
     request.addfinalizer(gc.enable)
     gc.disable()  # it would free tensors of earlier steps within a measured one
@@ -235,7 +197,7 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(
                 agrees(expected := run(plain, program(moves)), found[0])
         if isinstance(expected, Exception):
             continue
-        has_none = any(ones.issubset(move[:2] for move in moves) for ones in WITHOUT_SCRIPTS)
+        has_none = any(ones.issubset(move[:2] for move in moves) for ones in WITHOUT_ADVICE)
         recorded += not (passes or has_none)
         assert passes in ([True] * 2, []) or has_none
         texts, unplanned = [str(one.message) for one in said], [UNPLANNED.get(choice, "") for _, choice, *_ in moves]

@@ -63,7 +63,7 @@ def test_a_report_says_what_is_kept_for_what_and_why(budget):
     network = recompute_activations(Parts(), budget=budget)
     with pytest.raises(ValueError, match="nothing to report"):
         report(network)
-    for _ in range(3):  # recorded, and by a script
+    for _ in range(3):  # also in passes that have advice
         network(X).sum().backward()
         assert str(report(network)) == repr(report(network)) == TEXTS[budget][1:]  # repr: in a notebook
 
@@ -108,6 +108,6 @@ REASONS = {
 @pytest.mark.parametrize("why", REASONS)
 def test_a_report_names_the_rule_that_keeps_a_tensor(why):
     network = recompute_activations(After(nn.Identity(), REASONS[why]))
-    for _ in range(2):  # recorded, and by a script
+    for _ in range(2):  # also in passes that have advice
         network((torch.randn(4, 4, 8, 8, requires_grad=True) * 1).sin()).sum().backward()
         assert why in {line.why for line in report(network).lines}

@@ -86,15 +86,16 @@ def test_what_one_recipe_computes_is_one_value():
 
 def best(step: Step) -> list[Choice]:
     """The frontier, from all choices that there are."""
-    free = [number for number, node in enumerate(step.values) if node.kind == Kind.FREE]
-    choices = []
+    values, simulation, found = step.values, Simulation(step), []
+    free = [one for one, value in enumerate(values) if value.kind == Kind.FREE and value.leader in (-1, one)]
+    assert len(free) <= 14
     for drawn in itertools.product((True, False), repeat=len(free)):
-        kept = [True] * len(step.values)
+        kept = [value.kind == Kind.KEPT for value in values]
         for number, is_kept in zip(free, drawn, strict=True):
             kept[number] = is_kept
-        outcome = simulate(step, kept)
-        choices.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
-    return pareto(choices)
+        outcome = simulation.run(kept := simulation.led(kept))
+        found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
+    return pareto(found)
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 150), marks=pytest.mark.slow)])

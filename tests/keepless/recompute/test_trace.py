@@ -15,7 +15,6 @@ from keepless import recompute_activations, report
 from keepless.recompute.passes.recipes import random_state
 from keepless.recompute.step.costs import peak_bytes
 from tests.keepless.recompute.ahead import Layers, assert_like, planned_sizes, plans, step
-from tests.keepless.recompute.networks import blocks
 
 X = torch.linspace(-1, 1, 4 * 40 * 32).view(4, 40, 32)
 
@@ -48,50 +47,6 @@ def test_what_is_trained_from_now_on_is_planned_anew():
         for _ in range(4):
             assert peak_bytes(lambda: network(x).sum().backward(), "cpu") < 12.5 * x.nbytes
     assert len(planned_sizes(network)) == 2
-
-
-class Changing(nn.Module):
-    """A network that does something else once it is changed: `parts` are its first and its last layers."""
-
-    def __init__(self, *parts: nn.Module, forward: Callable[["Changing", Tensor], Tensor]):
-        super().__init__()
-        self.parts, self.run, self.is_changed = nn.ModuleList(parts), forward, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
-
-
-def read_by_another(network: Changing, x: Tensor) -> Tensor:
-    """Another layer reads an activation of which only the signs were kept."""
-    y = F.relu(network.parts[0](x))
-    return y.mean() + (network.parts[1](y).square().sum() if network.is_changed else 0.0)
-
-
-def tuned(network: Changing, x: Tensor) -> Tensor:
-    """Only the arguments of calls change."""
-    with torch.set_grad_enabled(network.is_changed):
-        y = network.parts[0](x)
-    return network.parts[1](y).mean()
-
-
-CHANGING = {
-    "read by another": lambda: Changing(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), forward=read_by_another),
-    "tuned": lambda: Changing(blocks(3, nn.BatchNorm2d(8), nn.SiLU()), nn.Conv2d(8, 1, 1), forward=tuned),
-}
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_a_step_that_changes_takes_no_more_than_one_that_is_recorded(name):
-    torch.manual_seed(0)
-    plain, x, found = CHANGING[name](), torch.randn(2, 3, 32, 32), []
-    within = recompute_activations(copy.deepcopy(plain))
-    assert_like(plain, within, x, x, x)
-    plain.is_changed = within.is_changed = True
-    assert_like(plain, within, x, x)  # the first of them makes a longer graph: so the next one is recorded anew
-    later = peak_bytes(lambda: found.extend(step(within, x)), "cpu")
-    assert all(map(torch.equal, found, step(plain, x)))
-    recorded = recompute_activations(copy.deepcopy(plain))
-    assert later <= 1.01 * peak_bytes(lambda: step(recorded, x), "cpu")
 
 
 class Deepened(nn.Module):
@@ -132,7 +87,7 @@ def test_an_output_may_be_overwritten_where_the_activation_is_computed_again(act
     """
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), activation)
     prepared, x = recompute_activations(copy.deepcopy(plain), budget=budget), torch.randn(2, 3, 9, 9)
-    for _ in range(3):  # recorded, and twice by the script
+    for _ in range(3):
         prepared.zero_grad()
         prepared(x).mul_(2).square().mean().backward()
     (plain(x) * 2).square().mean().backward()
