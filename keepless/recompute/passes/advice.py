@@ -6,7 +6,7 @@ site only remembers what the rules or a plan have decided about its calls before
 time, but change no gradient: tests scramble them in every pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,13 +19,16 @@ DROP = 2  # give their results recipes
 SIGNS = 4  # keep only sign masks of the tensors that they save and that no recipe computes
 RULES = 8  # ask the rules, because they drop what a call saves inside
 MASK = 16  # with RULES: draw the mask of a dropout again
-DERIVE = 32  # they save copies that are computed from their arguments
+FLAT = 32  # their results had no gradient; with COUNT
 MEMORY = 64  # note the memory of their results: recipes read it uncopied
 KEEP = 2048  # keep their results themselves: recipes would read copies, or compute them from nodes or bases
-COUNT = 128  # count the bytes of their results: there is a budget, and they save tensors
+COUNT = 128  # count the bytes of their results, as there is a budget
 UNKNOWN = 256  # nothing is known yet: ask the rules, and learn
 HIDDEN = 512  # with UNKNOWN: other hooks or modes have hidden a call
 ADDED = 1024  # the first pass had no such call
+DERIVE = 4096  # they save copies of their first argument that are computed from it; the next bits: of the second, …
+MOST_DERIVED = 8  # arguments
+ANY_DERIVED = DERIVE * (2**MOST_DERIVED - 1)
 
 _NEAR = 8  # a call that does not come next is sought among so many sites, as others may be missing
 _GROWS = 4  # advice grows to at most about so many times the sites of its first pass
@@ -63,7 +66,7 @@ class Advice:
         self.has_hooks = False  # hooks are around the whole pass, as dropped tensors are saved outside of calls
         # Of the first pass: nodes that autograd made, with cuts (see `Site.before`) too, and bytes of counted results
         self.nodes = self.end = self.results = 0
-        self.more_nodes = self.more_results = 0  # of calls that were added later
+        self.more_nodes = 0  # of calls that were added later
 
     def sought(self, at: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
         """The site of a call that does not come next: others may be missing, or new."""
@@ -99,6 +102,11 @@ class Advice:
             self.readers.setdefault(site.parameter, site)
         self.count += 1
         return site
+
+
+def derives(site: Site, arguments: Sequence[Any], argument: object) -> bool:
+    """Whether copies of an argument are computed from it."""
+    return any([one is argument and site.advice & DERIVE << n for n, one in enumerate(arguments[:MOST_DERIVED])])
 
 
 def parameter_of(args: tuple[Any, ...]) -> int:

@@ -24,15 +24,16 @@ from ...torch_internals import (
 )
 from ..held.calls import Call
 from ..held.values import Recipe, Value
-from ..table.functions import GETS_DATA, Row, row_of
+from ..table.functions import EXPOSE, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
 from .advice import (
     ADDED,
+    ANY_DERIVED,
     COUNT,
-    DERIVE,
     DROP,
     END,
+    FLAT,
     HIDDEN,
     HOOKS,
     KEEP,
@@ -85,7 +86,7 @@ class Advised(Recording):
         self.left: ref[nn.Module] | None = None  # the module in which a hidden call was seen
         self.is_learnable = True
         self.has_strayed = False  # some calls were not in the first pass
-        self.is_seen = False  # a call was hidden in earlier passes
+        self.is_seen = False  # a call was hidden in earlier passes, or had no gradient
         self.differences = 0  # new calls, and returns to earlier sites
         self.nodes = self.results = 0  # made in this pass: nodes of autograd; bytes of counted results
         self.cuts = 0  # calls that have cut the graph, such as `detach`
@@ -125,11 +126,11 @@ class Advised(Recording):
         site = self.at.next
         if site.function is function and (not types or PLAIN.issuperset(types)):
             self.at = site
-            if not (site.advice or site.writes):
-                if not kwargs:
-                    return function(*args)
-                if "out" not in kwargs:
-                    return function(*args, **kwargs)
+            if not (site.advice & ~COUNT or site.writes) and not (kwargs and "out" in kwargs):
+                result = function(*args, **kwargs) if kwargs else function(*args)
+                if site.advice:
+                    self.count(result)
+                return result
             return self.advised(site, function, args, kwargs or {})
         if row_of(function).only_asks and not self.around and PLAIN.issuperset(types):
             return function(*args, **kwargs) if kwargs else function(*args)
@@ -139,7 +140,7 @@ class Advised(Recording):
         """Run a call that is not the next one."""
         if self.modes and is_observed():
             return function(*args, **kwargs)
-        if not are_plain or function == GETS_DATA or function == SETS_DATA:
+        if not are_plain or function in EXPOSE or function == SETS_DATA:
             self.is_learnable = self.is_learnable and are_plain
             return self.ask(Call(function, row, args, kwargs))
         at, site = self.at, None
@@ -194,9 +195,20 @@ class Advised(Recording):
                 self._drop(site, args, kwargs, result)
         if advice & KEEP and isinstance(result, Tensor) and not self.known.is_noted(result):
             self.known.kept_later(result)
-        if advice & COUNT and type(result) is Tensor and result.layout is strided:
-            self.results += result.nbytes
+        if advice & COUNT:
+            self.count(result)
         return result
+
+    def count(self, result: Any) -> None:
+        """Count the bytes of a result: of tensors, alone or in tuples."""
+        if type(result) is Tensor:
+            if result.layout is strided:
+                self.results += result.nbytes
+                if self.at.advice & FLAT and result.requires_grad and not self.is_first:
+                    self.is_seen = True
+        elif isinstance(result, (tuple, list)):
+            for one in result:
+                self.count(one)
 
     def _alone(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that drops nothing."""
@@ -218,10 +230,9 @@ class Advised(Recording):
         call = Call(function, site.row, args, kwargs)
         call.site, call.is_advised = site, not site.advice & UNKNOWN
         result = self.ask(call)
-        size = result.nbytes if site.advice & COUNT and isinstance(result, Tensor) and is_ordinary(result) else 0
-        self.results += size
+        if site.advice & COUNT:
+            self.count(result)
         if site.advice & UNKNOWN and site.advice & ADDED:
-            self.advice.more_results += size
             self.advice.more_nodes += next_node_number() - call.first_node
         return result
 
@@ -266,8 +277,8 @@ class Advised(Recording):
         self.left = self.left or (calling_module() if site.advice & HIDDEN else None)
         self.unknown.append(site)
         self.cuts += _cuts(call, result)
-        if self.known.by_plan and call.packed and isinstance(result, Tensor):
-            site.advice |= COUNT
+        if self.known.by_plan and (self.is_first or (call.packed and not call.recipes)):  # a new call that is kept
+            site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
         if (note := note_of(site, call, result, self.known.find)) is not None:
             self.notes.append(note)
 
@@ -276,7 +287,8 @@ class Advised(Recording):
         advice = self.advice
         if self.is_first:
             advice.has_hooks = drops_outside(self.known.saved_outside)
-            advice.nodes, advice.end, advice.results = self.nodes, self.nodes + self.cuts, self.results
+            advice.nodes, advice.end = self.nodes, self.nodes + self.cuts
+            advice.results = self.results
         learn(advice, [] if fits and self.is_first else self.notes, self.unknown)
         self.notes, self.unknown = [], []
 
@@ -295,15 +307,15 @@ class Advised(Recording):
 
     @property
     def growth(self) -> float:
-        """How many times as large results were as in earlier passes; 0.0: not larger."""
-        planned = self.advice.results + (self.advice.more_results if self.has_strayed else 0)
-        return self.results / max(planned, 1) if self.results > MORE * planned else 0.0
+        """How many times as large results were as in the first pass; 0.0: not larger."""
+        growth = self.results / max(self.advice.results, 1)
+        return growth if growth > MORE else 0.0
 
     # Calls that drop their results, or save dropped tensors
 
     def _with_hooks(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.site, self.given = site, args
-        if site.advice & DERIVE:
+        if site.advice & ANY_DERIVED:
             self.known.call = call = Call(function, site.row, args, kwargs)
             call.site, call.is_advised, call.overwrites = site, True, bool(site.writes)
         try:
@@ -361,7 +373,7 @@ class Advised(Recording):
         """Whether a saved tensor may be computed from a dropped base, by its node, or from an argument of the call."""
         if (one := self.known.found.get(id(tensor._base))) is not None:
             return type(one[2].source) is not Kept
-        return bool(self.site.advice & DERIVE) or type(tensor.grad_fn) in DERIVING
+        return bool(self.site.advice & ANY_DERIVED) or type(tensor.grad_fn) in DERIVING
 
     def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may write over tensors."""
@@ -400,8 +412,7 @@ class Advised(Recording):
         if known.dead:
             known.settle_gone()
         is_plain = type(result) in PLAIN and result.layout is strided and not result.is_nested
-        is_flat = is_plain and result.grad_fn is None  # of a frozen layer
-        if is_plain and rule is not None and not (is_flat and (not known.by_plan or result.is_inference())):
+        if is_plain and rule is not None and (result.grad_fn is not None or known.may_drop(site.row, args, result)):
             find.result, find.saves, again = result, self.saves, None
             try:
                 again = rule(find, args, kwargs, result)
@@ -445,5 +456,5 @@ def _is_new(result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _is_number(one: object) -> bool:
-    """Whether a tensor is a number without a gradient or base, such as a count of minibatches: no recipe reads it."""
-    return type(one) in PLAIN and not (one.ndim or one.requires_grad) and one._base is None  # type: ignore[attr-defined]
+    """Whether a tensor is a whole number of its own, such as a count of minibatches: no recipe reads it."""
+    return isinstance(one, Tensor) and one.dtype is torch.int64 and not one.ndim and one._base is None

@@ -11,7 +11,22 @@ from ..held.calls import Call
 from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.rules import attention
-from .advice import ADDED, COUNT, DERIVE, DROP, HOOKS, KEEP, MASK, MEMORY, RULES, SIGNS, Advice, Site
+from .advice import (
+    ADDED,
+    COUNT,
+    DERIVE,
+    DROP,
+    FLAT,
+    HOOKS,
+    KEEP,
+    MASK,
+    MEMORY,
+    MOST_DERIVED,
+    RULES,
+    SIGNS,
+    Advice,
+    Site,
+)
 from .finders import packs_of
 from .plan import Flag
 from .registry import DERIVING, checkpointed_output, is_parameter
@@ -39,7 +54,7 @@ class _Pack(NamedTuple):
     held: Any  # by autograd: a reference to a `Saved`, or None
     is_result: bool
     is_known: bool  # it, or its base, had a value already
-    is_copy: bool  # made inside the call, of an argument
+    derived: int  # the bit of the argument of which it is a copy, made inside the call; 0: it is none
     is_shape: bool  # only its shape is kept
     is_flat: bool  # it has no gradient
 
@@ -47,7 +62,7 @@ class _Pack(NamedTuple):
 def learn(advice: Advice, notes: Sequence[Note], unknown: Sequence[Site]) -> None:
     """Set the advice of sites about which the rules have decided, now that it is certain what the pass drops."""
     for site in unknown:
-        site.advice = site.advice & (COUNT | MEMORY | ADDED)
+        site.advice = site.advice & (COUNT | FLAT | MEMORY | ADDED)
     for note in notes:
         note.site.advice |= _learned(note)
     if advice.is_new:
@@ -67,7 +82,7 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
             weakref.ref(saved) if isinstance(saved, Saved) else None,
             tensor is result,
             is_known,
-            id(tensor) in call.copied or id(tensor._base) in call.copied,
+            _bit_of(call, call.copied.get(id(tensor), call.copied.get(id(tensor._base)))),
             type(saved) is ShapeOnly,
             not tensor.requires_grad,
         )
@@ -79,6 +94,11 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
     recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]
     needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
     return Note(site, _reference(own), _reference(base), is_special, packs, recipes, call.planned, needs_rules, hides)
+
+
+def _bit_of(call: Call, argument: Tensor | None) -> int:
+    places = [n for n, one in enumerate(call.arguments[:MOST_DERIVED]) if argument is not None and one is argument]
+    return DERIVE << places[0] if places else 0
 
 
 def _reference(value: Any) -> Any:
@@ -114,9 +134,9 @@ def _about(pack: _Pack, own: Value | None) -> int:
         return RULES if pack.is_shape else 0
     value, source = saved.value, saved.value.source
     if value is own and not pack.is_result:  # the result serves in its place
-        return RULES | (DERIVE if pack.is_copy else 0)
-    if pack.is_copy and (not _is_kept_view(value) or base_of(value).may_be_read()):
-        return HOOKS | DERIVE
+        return RULES | pack.derived
+    if pack.derived and (not _is_kept_view(value) or base_of(value).may_be_read()):
+        return HOOKS | pack.derived
     if isinstance(source, Signs):
         return HOOKS | SIGNS
     if _is_kept_view(value):  # recipes read it uncopied, because autograd holds it
@@ -142,9 +162,9 @@ def _is_kept_view(value: Value) -> bool:
 
 
 def drops_outside(saved: Sequence[Any]) -> bool:
-    """Whether the program's autograd functions save dropped tensors, or views of them, outside of calls.
+    """Whether the program's autograd functions save tensors outside of calls that are dropped, or that recipes read.
 
     `saved`: references to what autograd holds for tensors saved there.
     """
-    held = [one for one in (reference() for reference in saved) if one is not None]
-    return any([not _is_kept_view(one.value) for one in held])
+    held = [one.value for one in (reference() for reference in saved) if one is not None]
+    return any([not _is_kept_view(value) or base_of(value).may_be_read() for value in held])

@@ -131,7 +131,9 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
     flag = policy.next_flag(call.function, result.nbytes)
     call.planned = Flag.AGAIN | Flag.MASK if flag is None else flag  # if no plan matches this call
     own = give_planned(known, call.planned, rule, call, result, LONGEST if flag is None else LONGEST_PLANNED)
-    own = own or known.find(result) or known.keep(result)
+    if (own := own or known.find(result)) is None and result.grad_fn is None:
+        return  # kept only once a recipe reads it: nothing else says when it is freed
+    own = own or known.keep(result)
     own.number = policy.call
     read_result_instead(known, call, result, own, serves=policy.plan is None or not policy.plan.fits)
 

@@ -22,8 +22,8 @@ Rule 8. A chain has at most `LONGEST` recipes, in a plan `LONGEST_PLANNED`; view
 Rule 9. A value belongs to one version of a tensor. Before a call that may overwrite memory, the values and parameters
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
-    If the program reads or sets `.data` of a tensor that the pass has made, its memory is saved as in PyTorch, and no
-    recipe reads it any more (`KnownValues.expose`).
+    If the program reads or sets `.data` of a tensor that the pass has made, or gets it as an array, its memory is saved
+    as in PyTorch, and no recipe reads it any more (`KnownValues.expose`).
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors. No generator is left before its end while a pass is recorded
@@ -49,8 +49,8 @@ Rule 15. At its end a pass is compared with the first one of its advice: the nod
 What is taken for granted, and not compared:
 - the table's row of a function, which is found by its identity: what its rule repeats, and whether it may write;
 - that a value is found by the identity, version and (where rules have noted it) storage of its tensor. Writes that
-  change no version are seen where the program reads or sets `.data`; through NumPy, DLPack or C++ they are not (rule
-  9);
+  change no version are seen where the program gets `.data` or an array of a tensor. Those of code in C++ are not, nor
+  is `.data` of a parameter between the forward and the backward pass (rule 9);
 - that PyTorch's own modes, of which it has a list (`changing_mode`), change no results;
 - in the first pass of its advice, that a plan was made on a copy of the network (step/rehearsal.py) for equal inputs.
 
@@ -104,7 +104,7 @@ from ...torch_internals import (
     unwrapped,
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
-from ..table.functions import GETS_DATA, Row, body, row_of
+from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
 from ..table.writes import declares_writes, may_overwrite, overwritten
 from .plan import ByPlan
@@ -243,7 +243,7 @@ class Recording(TorchFunctionMode):
         """Run a call, and let the rules decide about it."""
         function, args, kwargs = call.function, call.args, call.kwargs
         self.known.settle_gone()
-        if function == GETS_DATA:
+        if function in EXPOSE:
             if is_ordinary(args[0]):
                 self.known.expose(args[0])
             return function(*args, **kwargs)
@@ -349,7 +349,7 @@ class Recording(TorchFunctionMode):
             rule is not None
             and isinstance(result, Tensor)
             and is_ordinary(result)
-            and known.may_drop(call.arguments, result)
+            and known.may_drop(row, call.arguments, result)
         ):
             if call.inside:
                 leave_own_inside(known, call, result)

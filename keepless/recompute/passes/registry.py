@@ -40,7 +40,7 @@ from ..held.values import (
     saved_value,
 )
 from ..table.functions import Row
-from .advice import DERIVE, MEMORY
+from .advice import MEMORY, derives
 from .report import Log
 
 _SHORT = 2**12  # entries: with a plan, vectors from this size on get values
@@ -147,10 +147,14 @@ class KnownValues:
         """Whether a tensor has a value, or may change unseen."""
         return not is_ordinary(tensor) or self.is_exposed(tensor) or self.find(tensor) is not None
 
-    def may_drop(self, arguments: Sequence[Any], result: Tensor) -> bool:
-        """Whether a call's result may be recomputed. One without a gradient only by a plan, from a frozen parameter."""
-        is_frozen = self.by_plan and any([isinstance(one, nn.Parameter) for one in arguments])
-        return result.grad_fn is not None or (is_frozen and torch.is_grad_enabled())
+    def may_drop(self, row: Row, arguments: Sequence[Any], result: Tensor) -> bool:
+        """Whether a call's result may be recomputed. One without a gradient only by a plan, if a layer is frozen."""
+        if result.grad_fn is not None:
+            return True
+        if not (self.by_plan and row.is_slow and torch.is_grad_enabled()) or result.is_inference():
+            return False
+        given = tensors_in(arguments)
+        return any([isinstance(one, nn.Parameter) for one in given]) and not any([one.requires_grad for one in given])
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this forward pass."""
@@ -245,7 +249,7 @@ class KnownValues:
             self.exposed.put(other.untyped_storage(), True)
 
     def expose(self, tensor: Tensor) -> None:
-        """The program gets access to a made tensor's memory that changes no version, as `.data` does.
+        """The program gets access to a made tensor's memory that changes no version, as `.data` and `.numpy()` do.
 
         Whatever autograd saves of it, before or after, is the memory itself, as in PyTorch. Recipes get copies of what
         they have read from it, and read it no more.
@@ -253,8 +257,7 @@ class KnownValues:
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter) or self.exposed.get(storage):
             return
-        sharing = [tensor, *self._known_in(storage).values()]
-        if not any([self.is_made(one) or self.has_made(one) for one in sharing]):
+        if not (self._known_in(storage) or self.is_made(tensor) or self.has_made(tensor)):
             return
         self.exposed.put(storage, True)
         self.note_memories()
@@ -425,7 +428,7 @@ class KnownValues:
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
         """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
         value = self.value_of(argument)
-        if self.call is not None and self.call.is_advised and self.call.site.advice & DERIVE:
+        if self.call is not None and self.call.is_advised and derives(self.call.site, self.call.arguments, argument):
             # An earlier pass has found that it is worth while.
             is_kept_here = value is None and not (is_parameter(argument) or self.call.overwrites)
             return self.keep(argument) if is_kept_here else value

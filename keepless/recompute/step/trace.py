@@ -63,6 +63,7 @@ class Trace(KnownValues):
     def __init__(self, inputs: Sequence[Tensor], made_here: Callable[[Tensor], int | None]) -> None:
         super().__init__(inputs, None, copy_parameters=False, by_plan=True)
         self.short_rows = 0  # statistics of rows have values
+        self.hold = Saved  # also where recomputed tensors are compared: originals are not kept here
         self.made_here = made_here
         self.sizes: list[int] = []  # bytes of each memory
         self.values: list[StepValue] = []

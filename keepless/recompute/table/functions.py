@@ -26,7 +26,8 @@ from . import rules
 from .rules import Function, Rule
 from .writes import NEVER, may_write, overloads_of
 
-GETS_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # writes through it change no version
+# Writes through what these return change no version.
+EXPOSE: frozenset[Any] = frozenset([Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])  # type: ignore[attr-defined]
 
 Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
@@ -72,7 +73,7 @@ def row_of(function: Function) -> Row:
         _learn_own(function)
     row = TABLE.get(function, Row())
     return row._replace(
-        only_asks=row.only_asks or (getattr(function, "__name__", "") == "__get__" and function != GETS_DATA),
+        only_asks=row.only_asks or (getattr(function, "__name__", "") == "__get__" and function not in EXPOSE),
         is_opened=function in _CALL_OTHERS and row.again is None,
         writes=may_write(function),
     )

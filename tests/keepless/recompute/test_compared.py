@@ -1,5 +1,6 @@
 """`checking_repetitions(recomputed=True)`: each recomputed tensor is compared with the one PyTorch would have read."""
 
+import ctypes
 import weakref
 
 import pytest
@@ -26,7 +27,7 @@ def test_what_is_recomputed_is_equal(budget):
 
 
 class Unseen(nn.Module):
-    """NumPy changes what the recipe of a GELU reads."""
+    """Code in C changes what the recipe of a GELU reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Unseen(nn.Module):
         y = self.first(x)
         z = self.last(F.gelu(y))
         if self.writes:
-            y.detach().numpy()[:] = 1
+            ctypes.memset(y.data_ptr(), 0, y.nbytes)
         return z
 
 
