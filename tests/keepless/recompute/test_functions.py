@@ -248,7 +248,7 @@ def _copy_in_inference_mode(x: Tensor) -> Tensor:
 def _read_memory_of_others(x: Tensor, join: Callable[[Tensor, Tensor], Tensor], is_storage: bool = False) -> Tensor:
     """It is filled again before the backward pass, without a new version. Autograd does not keep it."""
     y = torch.full(x.shape, 0.5, dtype=x.dtype)
-    array = y.numpy()
+    array = None if is_storage else y.numpy()  # what becomes an array is read by no recipe
     result = join(F.silu(x), y if is_storage else torch.from_numpy(array)).sin()
     y.untyped_storage().fill_(63) if is_storage else array.fill(5.0)
     return result
