@@ -4,6 +4,7 @@ import copy
 from itertools import product
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,8 +146,16 @@ def written_over_without_a_gradient(x: Tensor, differs: bool) -> Tensor:
     return F.gelu(z) * z.sin() + result
 
 
+def memory_of_others(x: Tensor, differs: bool) -> Tensor:
+    """NumPy's, which is filled again before the backward pass, without a new version."""
+    array = np.full(x.shape, 0.5)
+    y = torch.cat([F.silu(x), torch.from_numpy(array) if differs else torch.from_numpy(array) * 1], 1).sin()
+    array.fill(5.0)
+    return y
+
+
 DIFFERING = [signs_beside_consumers, masked, computed_over_another, kept_for_both, kept_in_place_of_an_argument]
-DIFFERING += [written_over_without_a_gradient]
+DIFFERING += [written_over_without_a_gradient, memory_of_others]
 
 
 class Differing(nn.Module):
