@@ -4,7 +4,6 @@ import copy
 from itertools import product
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,9 +146,10 @@ def written_over_without_a_gradient(x: Tensor, differs: bool) -> Tensor:
 
 
 def memory_of_others(x: Tensor, differs: bool) -> Tensor:
-    """NumPy's, which is filled again before the backward pass, without a new version."""
-    array = np.full(x.shape, 0.5)
-    y = torch.cat([F.silu(x), torch.from_numpy(array) if differs else torch.from_numpy(array) * 1], 1).sin()
+    """It is shared with NumPy, and filled again before the backward pass, without a new version."""
+    other = torch.full(x.shape, 0.5, dtype=x.dtype)
+    array = other.numpy()
+    y = (F.silu(x) + (other if differs else other * 1)).sin() + (F.gelu(x) + other.view_as(x)).sin()
     array.fill(5.0)
     return y
 
