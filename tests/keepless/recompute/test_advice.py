@@ -157,8 +157,17 @@ def written_over_without_a_gradient(x: Tensor, differs: bool) -> Tensor:
     return F.gelu(z) * z.sin() + result
 
 
+def memory_of_others(x: Tensor, differs: bool) -> Tensor:
+    """It is shared with NumPy, and filled again before the backward pass, without a new version."""
+    other = torch.full(x.shape, 0.5, dtype=x.dtype)
+    array = other.numpy()
+    y = (F.silu(x) + (other if differs else other * 1)).sin() + (F.gelu(x) + other.view_as(x)).sin()
+    array.fill(5.0)
+    return y
+
+
 DIFFERING = [signs_beside_consumers, masked, computed_over_another, kept_for_both, kept_in_place_of_an_argument]
-DIFFERING += [written_over_without_a_gradient]
+DIFFERING += [written_over_without_a_gradient, memory_of_others]
 
 
 class Differing(nn.Module):

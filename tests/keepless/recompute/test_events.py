@@ -209,7 +209,7 @@ FEW = {
     # It saves the root mean squares twice.
     "RMS norm": (lambda: nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8)), (2, 64, 8)),
     "over an input": (OverInput, (16, 32)),
-    "distances": COUNTED["distances"],
+    **{name: COUNTED[name] for name in ("distances", "over views", "copies")},
 }
 MANY = FEW | COUNTED | {f"ours, {name}": ours(name) for name in OURS}
 # Each time that its backward function asks for one of `ctx.saved_tensors`, all are read.

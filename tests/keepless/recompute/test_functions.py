@@ -185,11 +185,12 @@ def _change_a_factor(x: Tensor) -> Tensor:
     return y
 
 
-def _look_and_mark(x: Tensor) -> Tensor:
-    """Looks at a value that is overwritten then, and marks a detached copy: no reasons for an error."""
+def _look_and_mark(x: Tensor, overwrites: bool = False) -> Tensor:
+    """Looks at a value that is perhaps overwritten then, and marks a detached copy: no reasons for an error."""
     y = F.silu(x)
     y.abs().mean().item()
-    y *= 0.5
+    if overwrites:
+        y *= 0.5
     z = (y * 2).sin()
     z.marked = y.detach().requires_grad_()
     return z
@@ -323,7 +324,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "relu over results that are views": (_relus_over_results_that_are_views, 2),
     "einsum of a list": (_change_a_factor, 2),
     "loss by tiles": (lambda x: upsampled_cross_entropy(F.silu(x), torch.ones(2, 12, 12, dtype=torch.uint8)), 1),
-    "looks, overwrites and marks": (_look_and_mark, 0),
+    "looks and marks": (_look_and_mark, 0),
+    "looks, overwrites and marks": (partial(_look_and_mark, overwrites=True), 0),
     # `F.normalize` calls itself with out=None: nothing is written over.
     "normalised": (lambda x: x.sin() * F.normalize(x, dim=1), 3),
     "signs packed in inference mode": (_signs_in_inference_mode, 0),

@@ -189,8 +189,35 @@ def by_an_alias_alone(net, x):
     return F.gelu(y)
 
 
+def given_without_a_gradient(net, x):
+    h = F.silu(net.conv(x))
+    mask, y = (h.detach() > 0).to(h.dtype), F.gelu(h * net.table)
+    y = F.gelu(y * mask)
+    mask.data, net.table.data = mask * 0.5, net.table * 1.1
+    return y * mask * net.table
+
+
+def given_what_is_saved(net, x):
+    q = F.silu(net.conv(x))
+    other = torch.exp(q)
+    y, q = torch.sigmoid(other) * other, q + 1
+    q.data = other
+    with torch.no_grad():
+        q.mul_(0.5)
+    return F.gelu(q) * y
+
+
+def of_a_leaf_of_the_pass(net, x):
+    h = F.silu(net.conv(x))
+    leaf = h.detach().exp().requires_grad_()
+    y = F.gelu(h * leaf)
+    leaf.data.mul_(0.5)
+    return y * leaf
+
+
 THROUGH_DATA = [by_an_alias, of_a_norms_input, of_what_a_result_serves_for, of_a_buffer_between, given_late]
-THROUGH_DATA += [of_a_norms_input_whose_output_is_gone, by_an_alias_alone]
+THROUGH_DATA += [of_a_norms_input_whose_output_is_gone, by_an_alias_alone, given_without_a_gradient]
+THROUGH_DATA += [given_what_is_saved, of_a_leaf_of_the_pass]
 
 
 @pytest.mark.parametrize("budget", [None, 0.6])
