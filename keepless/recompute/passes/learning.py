@@ -120,7 +120,7 @@ def _learned(note: Note) -> int:
         advice |= RULES
     for pack in note.packs:
         advice |= _about(pack, own)
-    if note.is_special and own is not None and type(own.source) is Kept and not own.unread:
+    if note.is_special and own is not None and type(own.source) is Kept and own.may_be_read():
         advice |= KEEP
     if makes and note.planned is not None:
         advice &= -1 if note.planned & Flag.AGAIN else ~DROP

@@ -5,12 +5,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations, report
+from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
+from tests.keepless.recompute.ahead import assert_like
 
 C = 4  # channels
 
@@ -69,3 +72,74 @@ def test_the_gradient_where_a_value_is_not_a_number(activations):
     x[0, :, 0, 0] = torch.nan
     found = [torch.autograd.grad(network(x).sum(), network[0].bias)[0] for network in (prepared, plain)]
     assert found[0].isfinite().all() and torch.equal(*found)
+
+
+def tuned(frozen: int, trained: int) -> nn.Sequential:
+    """Frozen layers before trained ones."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.SiLU()) for _ in range(frozen + trained)]
+    return nn.Sequential(nn.Sequential(*layers[:frozen]).requires_grad_(False), *layers[frozen:])
+
+
+def test_results_of_frozen_layers_are_freed_in_the_first_step_too():
+    """Before the first trained layer, nothing but the program holds them."""
+    network, x = tuned(20, 6), torch.randn(512, 64)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    plain = peak_bytes(lambda: network(x).square().mean().backward(), "cpu")
+    recompute_activations(network, budget=plain // 2, example=x)
+    for _ in range(3):
+        assert peak_bytes(lambda: network(x).square().mean().backward(), "cpu") <= plain // 2
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a small trained one side by side, as in LoRA. The first ones have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.main = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)).requires_grad_(False)
+        self.down, self.up = (nn.ModuleList(nn.Linear(*one) for _ in range(4)) for one in ((64, 2), (2, 64)))
+        self.changes, self.mask = None, nn.Parameter(torch.ones(256, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sigmoid()
+        mask = torch.ones_like(self.mask)
+        for main, down, up in zip(self.main, self.down, self.up, strict=True):
+            y = main(x)
+            if self.changes is not None and not y.requires_grad:
+                self.changes(y)
+                self.changes(mask)
+            x = F.gelu(y + up(down(x))) * mask
+        return x
+
+
+def _through_an_array(y: Tensor) -> None:
+    y.numpy()[::2] = 0
+
+
+def _through_dlpack(y: Tensor) -> None:
+    torch.from_dlpack(y)[::2] = 0
+
+
+@pytest.mark.filterwarnings("ignore:no plan keeps")
+@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize(
+    "changes", [lambda y: y.data.mul_(2), lambda y: y.mul_(2), _through_an_array, _through_dlpack], ids=range(4)
+)
+def test_the_program_may_write_over_what_a_frozen_layer_has_made(changes, late):
+    """A plan may recompute it, but not from memory that has changed."""
+    plain, x = Adapted(), torch.randn(256, 64)
+    within = recompute_activations(copy.deepcopy(plain), budget=0.3)
+    assert_like(plain, within, *[x] * late)
+    plain.changes = within.changes = changes
+    assert_like(plain, within, x, x)
+
+
+def test_a_part_that_is_only_logged_later_may_run_in_inference_mode():
+    plain, x = tuned(2, 6), torch.randn(256, 64)
+    within = recompute_activations(copy.deepcopy(plain), budget=0.3)
+    assert_like(plain, within, x, x)
+    with torch.inference_mode():
+        assert torch.equal(plain(x), within(x))
+    assert_like(plain, within, x)

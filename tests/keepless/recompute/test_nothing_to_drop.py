@@ -79,6 +79,50 @@ class Adapted(Network):
 
 IMAGES = torch.linspace(-1, 1, 8 * 16 * 16 * 16).sin().view(8, 16, 16, 16)
 # Longer graphs, larger results, and calls that were hidden in the planned step.
+class Longer(Network):
+    """A function that returns several tensors, for a longer part."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+    def blocks(self, h):
+        h = h.flatten(2).transpose(1, 2)
+        return self.lstm(h[:, : 256 if self.late else 64])[0][:, :64].sin()
+
+
+class Exchanged(Network):
+    """One path loses its gradients, and another one, that cannot be recomputed, gets some."""
+
+    def blocks(self, h):
+        with torch.set_grad_enabled(self.late):
+            a = h.cumprod(1).cumprod(2).cumprod(3)
+        with torch.set_grad_enabled(not self.late):
+            b = F.silu(F.silu(F.silu(h)))
+        return a + b
+
+
+class Branching(Network):
+    """A branch of a few large calls that cannot be recomputed."""
+
+    def blocks(self, h):
+        for conv in self.convs[1:]:
+            h = block(conv(h))
+        return h + h.repeat(4, 1, 1, 1).cumprod(1).cumprod(2)[:8] if self.late else h
+
+
+@pytest.mark.filterwarnings("ignore:no plan keeps|this step is within")
+@pytest.mark.parametrize("kind", [Longer, Exchanged, Branching])
+def test_a_step_that_grows_beyond_its_budget_is_said(kind):
+    """In whichever way: nothing depends on the names of functions."""
+    budget = int(0.9 * peak_bytes(lambda: step(made(kind), False), IMAGES.device))
+    network = recompute_activations(made(kind), budget=budget)
+    for _ in range(3):
+        step(network, False)
+    with pytest.warns(UserWarning, match="planned may have exceeded its budget"):
+        step(network, True)
+
+
 CHANGES = [(Detached, 0.7), (Dropping, 0.7), (Adapted, 0.8), (Tokens, 0.5), (Checkpointed, 0.55)]
 
 
