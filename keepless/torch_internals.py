@@ -328,6 +328,14 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def node_of(tensor: Tensor) -> Any:
+    """The node that has made a tensor. None: a leaf, or a view made under no_grad whose base was written over since."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # PyTorch forbids to differentiate such a view, but not to have it
+        return None
+
+
 # The number of a node: see `next_node_number`.
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 

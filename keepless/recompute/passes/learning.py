@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...saved import Kept, ShapeOnly, view
+from ...torch_internals import node_of
 from ..held.calls import Call
 from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
@@ -74,7 +75,8 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
     own, base, is_special = None, None, False
     if isinstance(result, Tensor) and not result.is_nested:
         own, base = find(result), None if result._base is None else find(result._base)
-        is_special = result._base is not None or result.grad_fn is None or type(result.grad_fn) in DERIVING
+        node = node_of(result)
+        is_special = result._base is not None or node is None or type(node) in DERIVING
     if not (call.packed or call.recipes or own is not None):
         return None
     packs = [
@@ -88,7 +90,7 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
         )
         for tensor, saved, is_known in call.packed
     ]
-    held = packs_of(result.grad_fn) if isinstance(result, Tensor) else ()
+    held = packs_of(node_of(result)) if isinstance(result, Tensor) else ()
     parameters = [one for one, _, _ in call.packed if one.requires_grad and (one.is_leaf or is_parameter(one))]
     hides = not all([any([one is other for other in held]) for one in parameters])
     recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]

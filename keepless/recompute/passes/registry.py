@@ -22,6 +22,7 @@ from ...torch_internals import (
     next_node_number,
     node_class,
     node_number,
+    node_of,
     packed_by_function,
     without_function_modes,
 )
@@ -158,7 +159,7 @@ class KnownValues:
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this forward pass."""
-        node = tensor.grad_fn
+        node = node_of(tensor)
         if node is None or node_number(node) < self.start or not is_ordinary(tensor):
             return False
         return not self.outside or address(tensor.untyped_storage()) not in self.outside

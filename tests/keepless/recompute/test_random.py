@@ -89,6 +89,7 @@ def take_steps(draws: Random, seed: int, budget, monkeypatch) -> None:
         if "vmap" in choices or use is second_derivatives:
             around = nullcontext  # with hooks, PyTorch's own sums of second derivatives have another order
         is_interrupted = KeyboardInterrupt in choices
+        passes = wraps if is_interrupted else passes  # a mode's exit would remove ours, which Ctrl-C has left on top
         if budget is not None and is_interrupted:
             continue  # it would end the planning, before the step
         step, is_unchecked = program(moves, **options), wraps is under_a_checkpoint
