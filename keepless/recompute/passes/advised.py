@@ -277,7 +277,8 @@ class Advised(Recording):
         self.left = self.left or (calling_module() if site.advice & HIDDEN else None)
         self.unknown.append(site)
         self.cuts += _cuts(call, result)
-        if self.known.by_plan and (self.is_first or (call.packed and not call.recipes)):  # a new call that is kept
+        is_view = isinstance(result, Tensor) and result._is_view()
+        if self.known.by_plan and not is_view and (self.is_first or (call.packed and not call.recipes)):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
         if (note := note_of(site, call, result, self.known.find)) is not None:
             self.notes.append(note)
