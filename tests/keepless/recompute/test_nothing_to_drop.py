@@ -78,6 +78,8 @@ class Adapted(Network):
 
 
 IMAGES = torch.linspace(-1, 1, 8 * 16 * 16 * 16).sin().view(8, 16, 16, 16)
+
+
 # Longer graphs, larger results, and calls that were hidden in the planned step.
 class Longer(Network):
     """A function that returns several tensors, for a longer part."""
