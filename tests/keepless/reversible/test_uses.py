@@ -30,6 +30,7 @@ def test_compiled_as_one_graph_with_a_warning_that_the_compiler_decides(form):
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_branches(backend):
+    torch.compiler.reset()  # modules share a limit of 8 compilations, which earlier tests may have reached
     blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)), additive())
     plain = copy.deepcopy(nn.Sequential(*blocks))
     blocks[0].Fm = torch.compile(blocks[0].Fm, backend=backend)
