@@ -96,7 +96,7 @@ class Advised(Recording):
         # The running call
         self.site: Site = END
         self.saves: list[Tensor] = []  # leaves that it has saved, such as parameters
-        self.own: list[tuple[Tensor, Value]] = []  # those that may be its result
+        self.own: list[tuple[Tensor, Value]] = []  # saved tensors that may be its result, and values
         self.given: tuple[Any, ...] = ()  # its arguments
 
     def __enter__(self) -> "Advised":

@@ -1,1 +1,1 @@
-"""What a pass follows: the script, and within a budget the plan, for the signature of its inputs."""
+"""What a pass gets, by the signature of its inputs: advice, and within a budget a plan."""

@@ -1,4 +1,4 @@
-"""Signatures of a network's inputs, and what passes with such inputs follow: a script, and with a budget a plan."""
+"""Signatures of a network's inputs, and what passes with such inputs get: advice, and within a budget a plan."""
 
 import weakref
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ _Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and
 
 
 class Signature:
-    """Inputs whose passes follow the same script, and with a budget, where they have one size, the same plan.
+    """Inputs whose passes share advice, and with a budget, where they have one size, the same plan.
 
-    While it is due, the next pass is an attempt: it gets a plan, is recorded, and is learned as a script, which further
-    passes follow. If one diverges, the signature is due again; but for the third time only after 100 passes, for the
+    While it is due, the next pass is an attempt: it gets a plan, and its calls are learned as advice for further passes.
+    If one makes more or other calls, the signature is due again; but for the third time only after 100 passes, for the
     fourth after 10,000, because a network may take several paths at random.
     """
 
@@ -114,7 +114,7 @@ def _backward_of(outputs: object) -> "weakref.ref[_Backward]":
 class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
 
-    Inputs of a new size borrow the plan and the script of the smallest planned size that has at least their bytes,
+    Inputs of a new size borrow the plan and the advice of the smallest planned size that has at least their bytes,
     and at most 1.5 times as many. If their results are larger than planned, they get a plan of their own. Where sizes
     grow, a larger one than has come is planned, for further ones to borrow: see `Planner.plan_larger`.
     """
@@ -130,7 +130,7 @@ class Signatures:
     def recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Recording:
-        """The context of the next forward pass, called by this frame: the pass follows a script, or is recorded."""
+        """The context of the next forward pass, called by this frame: with advice, or by the rules alone."""
         is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
         inputs, has_shards = [*args] if is_simple else tensors_in((args, kwargs)), is_sharded(module)
         if current_hooks() is not None:  # hooks around the network decide what is kept
@@ -224,7 +224,7 @@ class Signatures:
         self.known = [*others, one]
 
     def _to_borrow_from(self, one: Signature) -> Signature | None:
-        """The smallest planned size whose plan and script a new one may borrow."""
+        """The smallest planned size whose plan and advice a new one may borrow."""
         bytes = sum(one.size[1])
         alike = [other for other in self.known if other.is_own and other.kind == one.kind]
         larger = [other for other in alike if bytes <= sum(other.size[1]) <= _LARGER * bytes]
@@ -249,7 +249,7 @@ class Signatures:
         return larger
 
     def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
-        """Learn from a pass: a script, or the calls that differed from it. `output`: None if it raised an error."""
+        """Learn advice from a pass, or that its plan no longer holds. `output`: None if it raised an error."""
         one, policy = recording.signature, recording.policy
         if self._planner is not None and self._planner.must_plan_again(has_raised=output is None) and one is not None:
             one.is_due = True

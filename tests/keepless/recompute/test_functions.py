@@ -346,7 +346,7 @@ WITHOUT_ADVICE = ["view changed", "looks, overwrites and marks"]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, followed):
-    """Advice of the first step fits those that follow."""
+    """Later steps use the first step's advice."""
     function, kept = FUNCTIONS[name]
     plain, x = After(nn.Identity(), lambda x: function(x * 1.0)), torch.randn(2, 4, 6, 6, dtype=torch.float64)
     like_plain(plain, on(x), (None,))

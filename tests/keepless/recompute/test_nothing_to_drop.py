@@ -116,7 +116,7 @@ class Branching(Network):
 @pytest.mark.filterwarnings("ignore:no plan keeps|this step is within")
 @pytest.mark.parametrize("kind", [Longer, Exchanged, Branching])
 def test_a_step_that_grows_beyond_its_budget_is_said(kind):
-    """In whichever way: nothing depends on the names of functions."""
+    """However it grows: no list of functions is asked."""
     budget = int(0.9 * peak_bytes(lambda: step(made(kind), False), IMAGES.device))
     network = recompute_activations(made(kind), budget=budget)
     for _ in range(3):
