@@ -44,8 +44,8 @@ _Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and
 class Signature:
     """Inputs whose passes share advice, and with a budget, where they have one size, the same plan.
 
-    While it is due, the next pass is an attempt: it gets a plan, and its calls are learned as advice for further passes.
-    If one makes more or other calls, the signature is due again; but for the third time only after 100 passes, for the
+    While it is due, the next pass is an attempt: it gets a plan, and its calls are learned as advice for further ones.
+    If a pass makes more, or other calls, the signature is due again; but for the third time only after 100 passes, the
     fourth after 10,000, because a network may take several paths at random.
     """
 
