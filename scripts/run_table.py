@@ -7,7 +7,7 @@
 Lists each training with its command, and with the evaluations that the table needs of it besides its own. Without
 dry_run it then runs the trainings in RUNS/EXPERIMENT/seedN: the same command continues after a stop, and if a training
 fails, the others still run. Rows that are the same training run once. Evaluate when they have ended; for the page:
-`python -m scripts.evidence.tables runs=[RUNS] out=OUT`. `weights` are our checkpoints, run directories or the authors'
+`python -m benchmarks.tables runs=[RUNS] out=OUT`. `weights` are our checkpoints, run directories or the authors'
 files.
 """
 
@@ -47,7 +47,7 @@ class RunTable:
     # norms then see as many crops at a time as in the row.
     devices: int | None = key(None, above=0)
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
-    overrides: list[str] = field(default_factory=list)  # of every training; scripts.evidence.tables prints them
+    overrides: list[str] = field(default_factory=list)  # of every training; benchmarks.tables prints them
 
     def check(self) -> None:
         for name in ("roots", "weights"):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import documents, frame
 from engine.configuration import command_line, sweep
 from scripts import plan_memory, run_table
-from scripts.evidence import documents
-from scripts.reports import frame, papers
+from scripts.reports import papers
 from scripts.reports.markdown import unfolded
 from tests import runs
 from tests.runs import REPOSITORY
@@ -20,8 +20,8 @@ from tests.runs import REPOSITORY
 DOCS, RESULTS = REPOSITORY / "docs", REPOSITORY / "docs" / "results"
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), RESULTS / "README.md"]
 RECORDS = sorted(set(RESULTS.glob("*.md")) - {*PAGES})
-PROGRAMS = [path for folder in ("", "scripts") for path in sorted((REPOSITORY / folder).glob("[!_]*.py"))]
-EVIDENCE = sorted((REPOSITORY / "scripts" / "evidence").glob("[!_]*.py"))
+FOLDERS = ("", "scripts", "benchmarks", "tools")
+PROGRAMS = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).glob("[!_]*.py"))]
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONAL = re.compile(r"(?<= )\[((?:[^][]|\[[^][]*\])*)\]")  # [key=value]; before a list there is no space
@@ -63,7 +63,14 @@ def checked(words: list[str]) -> object:
     if program == "make":
         assert TARGETS >= {word for word in rest if "=" not in word}, f"expected some of {TARGETS}"
         return None
-    place = next((number for number, word in enumerate(rest) if re.search(r"(^scripts\.|\.py$|\.sbatch$)", word)), -1)
+    place = next(
+        (
+            number
+            for number, word in enumerate(rest)
+            if re.search(r"(^(scripts|benchmarks|tools)\.|\.py$|\.sbatch$)", word)
+        ),
+        -1,
+    )
     module, keys = rest[place].removesuffix(".py"), rest[place + 1 :]
     if "=" in program or module.endswith(".sbatch"):
         module, keys = "train_seg", [word for word in words if "=" in word]
@@ -105,7 +112,7 @@ QUICK = [REPOSITORY / name for name in ("README.md", "docs/data.md", "eval.py")]
     "page",
     [
         pytest.param(page, marks=[pytest.mark.slow] * (page not in QUICK), id=page.relative_to(REPOSITORY).as_posix())
-        for page in (*PAGES, *PROGRAMS, *EVIDENCE, *RECORDS)
+        for page in (*PAGES, *PROGRAMS, *RECORDS)
     ],
 )
 def test_every_command_of_the_documents_composes(page):

@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from scripts.evidence import documents, facts, numbers, steps, tables
-from scripts.evidence.sentences import QUOTED, SENTENCES
-from scripts.evidence.steps import DEFAULT, GROUPS
+from benchmarks import documents, steps, tables
+from benchmarks.rows import ratio_of
+from benchmarks.steps import DEFAULT, GROUPS
 from scripts.reports import papers
-from scripts.reports.markdown import ratio_of
 from tests.test_structure import built_by
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
 CPU_PARTS = ("switches", "norms", "allocation", "recompute", "compile")  # of GROUPS; others are for GPUs
-ROOMS = ("engine", "models", "keepless", "datasets", "scripts")
+ROOMS = ("engine", "models", "keepless", "datasets", "scripts", "benchmarks", "tools")
 # They trace whole networks, or compose every experiment; test_tables.py makes one of these tables.
-WRITE = "the page is not what its records give: python -m scripts.evidence.documents writes it again"
+WRITE = "the page is not what its records give: python -m benchmarks.documents writes it again"
 SLOW_BLOCKS = {"bodies", "recomputation", "printed", tables.LEFT_OUT, *papers.TABLES}
 
 
@@ -41,31 +40,6 @@ def test_every_marked_block_is_what_the_scripts_make_and_every_page_has_its_pict
 
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-
-
-@pytest.mark.parametrize("name", SENTENCES)
-def test_numbers_in_prose_are_their_records(name):
-    text = (REPOSITORY / name).read_text()
-    assert numbers.written(SENTENCES[name], text) == text, WRITE
-    unknown = numbers.without_source(SENTENCES[name], QUOTED[name], text) if name in QUOTED else []
-    advice = "give them in scripts/evidence/sentences.py, or write the sentence without a measured number"
-    assert not unknown, f"{name}: {unknown}: {advice}"
-
-
-def test_wrong_numbers_are_found():
-    page = "It takes\n**1,234** ms, and 5 % of `7 ms` in 2026."
-    takes = numbers.Sentence("takes **{:,.0f}** ms", lambda: (4321.0,))
-    assert numbers.written([takes], page) == page.replace("1,234", "4,321")
-    (left,) = numbers.without_source([takes], [], page)
-    assert left.startswith("5 in ") and not numbers.without_source([takes], ["5 % of"], page)
-    with pytest.raises(ValueError, match="' occurs 0 times, expected once; nearest: "):
-        numbers.written([numbers.Sentence("took {:.0f} ms", lambda: (1.0,))], page)
-    with pytest.raises(ValueError, match="2 values for 1 formats"):
-        numbers.written([takes._replace(values=lambda: (1.0, 2.0))], page)
-    with pytest.raises(ValueError, match="0 rows, expected one"):
-        facts.row("networks", "h200", "resnet50/bfloat16", method="no method")
-    with pytest.raises(ValueError, match="'| no words {}' in the block networks: 0 times, expected at least 1"):
-        facts.in_block("networks", "| no words {}")
 
 
 def commits_of(record: object) -> Iterator[str]:
@@ -143,10 +117,8 @@ def test_every_block_is_marked_and_every_switch_is_measured():
     known = {each for own in GROUPS.values() for each in own}
     on_cpus = {each for part in CPU_PARTS for each in GROUPS[part]}
     measured = {name for call in calls for name in steps.switches_of(call)}
-    assert on_cpus <= measured, (
-        f"{on_cpus - measured}: measure them (scripts.evidence.steps), or take them out of GROUPS"
-    )
-    assert measured <= known, f"{measured - known}: name them in GROUPS of scripts/evidence/steps.py, or drop the call"
+    assert on_cpus <= measured, f"{on_cpus - measured}: measure them (benchmarks.steps), or take them out of GROUPS"
+    assert measured <= known, f"{measured - known}: name them in GROUPS of benchmarks/steps.py, or drop the call"
     assert DEFAULT in on_cpus, f"GROUPS lacks {DEFAULT!r}, with which the others are compared"
     recomputed = next(steps.switches_of(call) for call in calls if call["arguments"]["parts"] == ["recompute"])
     ours, default = (recomputed[name][0]["saved_bytes"] for name in ("norm=std trainer.recompute=activations", DEFAULT))

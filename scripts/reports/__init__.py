@@ -1,1 +1,1 @@
-"""Parts of reports, for commands and for scripts.evidence: runs, published scores, charts and tables."""
+"""Parts of reports, for commands and for benchmarks: runs, published scores, charts and tables."""

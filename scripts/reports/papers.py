@@ -1,20 +1,24 @@
 """The papers' experiments: their published scores, and the training of each row."""
 
-import importlib
 from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
 from engine.configuration.choices import CONFIGS, PAPER, choices, command_of, paper_of, settings_of, weights_of
 from engine.configuration.command_line import checked
+from engine.configuration.config import register
 from engine.configuration.help import as_text
 from engine.schema.commands import RUNS
+from engine.schema.evaluation import Evaluation
 from engine.schema.keys import Keys, as_list, declared_in, leaves
 from engine.schema.training import TrainingRun
 from scripts.reports.runs import with_numbers
 
 REPOSITORY = CONFIGS.parent
 SCHEMAS = {run.entry: run for run in RUNS.values()}
+register("eval", Evaluation)  # as eval.py does, which need not be imported
+for _entry, _schema in SCHEMAS.items():
+    register(_entry, _schema)
 TABLES = {  # which experiments name in their files
     "table1": "In-Place ABN, Table 1: ImageNet with exchanged activations",
     "table2": "In-Place ABN, Table 2: ImageNet",
@@ -86,7 +90,6 @@ def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
 @cache
 def _composed(experiment: str | None, *overrides: str) -> TrainingRun:
     entry = all_experiments().get(experiment or "", "train_seg")
-    importlib.import_module(entry)  # declares its command
     chosen = () if experiment is None else (f"experiment={experiment}",)
     return checked(entry, "run_dir=unused", *chosen, *overrides)
 
@@ -110,7 +113,6 @@ def published(experiment: str) -> list[Published]:
 
 def results_of(evaluation: str, config: TrainingRun) -> str:
     """The name, without .json, of the results that eval.py writes with these words for a training that has ended."""
-    importlib.import_module("eval")  # declares its command
     options = checked("eval", "checkpoint=checkpoints/last.pt", *evaluation.split())
     return options.default_results_file(config).stem
 

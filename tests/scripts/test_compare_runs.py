@@ -21,8 +21,8 @@ from scripts.reports import charts
 from scripts.reports.markdown import unfolded
 from scripts.reports.runs import Run, found_runs
 from tests import trees
+from tests.benchmarks.records import CIFAR, changed, copied
 from tests.runs import SHORT, checked
-from tests.scripts.evidence.records import CIFAR, changed, copied
 from train_seg import train
 
 

@@ -1,0 +1,108 @@
+"""Tables of docs/results/memory_plan.md, estimated when `benchmarks.documents` writes them.
+
+They show what each strategy of the paper's Figure 2 saves in whole networks of the release, and what checkpointed
+blocks save. Networks run on fake tensors: little time and memory.
+"""
+
+from collections.abc import Callable
+from itertools import starmap
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.measuring import operations_of
+from engine.assemble.contracts import builder
+from engine.schema.keys import CHOICES
+from keepless.made_tensors import MadeTensors
+from keepless.saved import kept_bytes
+from keepless.torch_internals import FakeTensorMode
+from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
+from models.heads import DeepLabV3
+from models.recomputation import RECOMPUTE, choose_recomputation
+from models.segmentation import SegmentationNetwork, upsampled
+from scripts.reports.markdown import table
+
+TITLES = {
+    "std": "standard",
+    "checkpoint": "checkpointing",
+    "checkpoint_xhat": "checkpointing (proposed)",
+    "inplace_1": "in-place ABN I",
+    "inplace": "in-place ABN II",
+}
+BODIES: dict[str, Callable[..., Body]] = {
+    "ResNeXt-101": resnext101,
+    "WideResNet-38": wider_resnet38_a2,
+    "DenseNet-264": densenet264,
+    "ResNet-101": resnet101,
+}
+CROP_SIZE = 512
+
+
+def segmentation_network(
+    build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str = "none"
+) -> SegmentationNetwork:
+    """A body at output stride 8 with a DeepLabV3 head, for 19 classes."""
+    features = build(norm_act, output_stride=8)
+    network = SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
+    choose_recomputation(network, features, recompute)
+    return network
+
+
+def _loss_of(network: nn.Module, crops: int, side: int) -> Callable[[], Tensor]:
+    """The loss on upsampled logits of square images, as in the paper."""
+    images, labels = torch.zeros(crops, 3, side, side), torch.zeros(crops, side, side, dtype=torch.long)
+    return lambda: F.cross_entropy(upsampled(network(images).main.logits, labels.shape[1:], None), labels)
+
+
+def cost(build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str) -> tuple[int, int, int]:
+    """Bytes per input pixel after the forward pass and at the peak, without parameters; and operations of convolutions.
+
+    Of a step of a `segmentation_network` in float32, on fake tensors. The peak includes the parameters' gradients.
+    """
+    crops, side = 2, CROP_SIZE
+    with FakeTensorMode():
+        network = segmentation_network(build, norm_act, recompute)
+        with MadeTensors() as made:
+            result = _loss_of(network, crops, side)()
+            kept = made.bytes
+            result.backward()
+        network.zero_grad()
+        loss = _loss_of(network, crops, side)
+        operations = operations_of(lambda: loss().backward())  # separately, because counting keeps tensors
+    return round(kept / (crops * side**2)), round(made.peak / (crops * side**2)), operations
+
+
+def bytes_per_pixel(norm: str, body: str) -> int:
+    """Bytes per input pixel that a whole network saves for the backward pass in float32, images included."""
+    crops = 2
+    with FakeTensorMode():
+        network = segmentation_network(BODIES[body], _layer(norm))
+        return round(kept_bytes(network, _loss_of(network, crops, CROP_SIZE), []) / (crops * CROP_SIZE**2))
+
+
+def _layer(norm: str) -> Callable[[int], nn.Module]:
+    return builder("norm", CHOICES["norm"][norm]())
+
+
+def bodies_table() -> str:
+    of_bodies = [{norm: bytes_per_pixel(norm, body) for norm in TITLES} for body in BODIES]
+    rows = ([title, norm, *(_relative(own[norm], own["std"]) for own in of_bodies)] for norm, title in TITLES.items())
+    return table(["strategy", "`norm=`", *BODIES], rows, left=2 + len(BODIES))
+
+
+def recomputation_table() -> str:
+    """The cost of a ResNeXt-101 with every choice, for two norms."""
+    rows = []
+    for norm in ("std", "inplace"):
+        costs = {recompute: cost(resnext101, _layer(norm), recompute) for recompute in RECOMPUTE}
+        for name, own in costs.items():
+            *memory, operations = zip(own, costs["none"], strict=True)
+            rows.append([norm, name, *starmap(_relative, memory), f"{operations[0] / operations[1]:.2f}"])
+    return table(["`norm=`", "`trainer.recompute=`", "saved", "peak", "operations"], rows, left=2)
+
+
+def _relative(value: int, stored: int) -> str:
+    if value == stored:
+        return f"{value:,}"
+    return f"{value:,} ({stored / value:.2f}x less)" if value < stored else f"{value:,} ({value / stored:.2f}x more)"

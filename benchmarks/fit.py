@@ -1,0 +1,150 @@
+"""The largest training steps that really fit into a CUDA device, compared with the plan:
+
+    python -m benchmarks.fit out=FILE.json
+    python -m benchmarks.fit only=[cityscapes_resnext101] out=FILE.json
+    python -m benchmarks.fit limits=[24GiB] out=FILE.json
+
+For each network and dataset of the paper's Table 3: the most crops of the first row's size with standard and with
+in-place norms, and the largest crops with in-place norms; and RevNet's claims on 224x224 images. Three float32 steps
+must fit. A 12GiB device is emulated by a limit on PyTorch's allocator, less CUDA's context.
+"""
+
+import gc
+import itertools
+import os
+import re
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from benchmarks import frame
+from benchmarks.rows import GIB, MIB, Rows
+from benchmarks.steps import ENDLESS
+from engine import assemble
+from engine.assemble.tasks import TASKS
+from engine.process.allocations import is_out_of_memory
+from engine.process.distributed import World
+from engine.training import build, loop, planner
+from keepless.fit.sizes import largest
+from keepless.units import bytes_of
+from scripts.reports import papers
+
+TABLE3 = [f"{data}_{body}" for body in ("resnext101", "wrn38") for data in ("cityscapes", "coco_stuff")]
+ROWS = {"std": "std", "inplace": "inplace_fixed_crop", "inplace/size": "inplace_fixed_batch"}  # of Table 3
+# The claims of RevNet's section 7.2: experiment, overrides. A unit has six layers: 2 + 6 * 100 are 602.
+CLAIMS = {
+    "ResNet-101": ("revnet/imagenet_resnet101", "trainer.accumulation_steps=1"),
+    "RevNet-104": ("revnet/imagenet_revnet104",),
+    "RevNet-602": ("revnet/imagenet_revnet104", "body.structure=[2,2,94,2]"),
+}
+FEWEST, SMALLEST, STRIDE = 2, 256, 8  # crops: the head's pooled branch needs two; pixels
+TINY = {  # smaller networks of the same kind
+    "resnext101": ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8"),
+    "RevNet-104": ("body=revnet_tiny",),
+}
+
+
+@dataclass
+class FitArguments(frame.DeviceArguments):
+    device: str = "cuda"
+    limits: list[str] = field(default_factory=lambda: ["12GiB"])  # or card: all of the device's memory
+    tiny: bool = False  # tiny networks of `TINY`, and no limit: a rehearsal of every line, also on a CPU
+
+
+def items(arguments: FitArguments) -> dict[str, tuple]:
+    found = list(itertools.product(TABLE3, ROWS, arguments.limits))
+    found += [(network, "std", arguments.limits[0]) for network in CLAIMS]
+    return {"/".join(item): item for item in found}
+
+
+class Trained:
+    """A training on random images; their number and size may change from step to step."""
+
+    def __init__(self, arguments: FitArguments, network: str, kind: str):
+        row, *words = CLAIMS.get(network) or (f"table3/{network}_{ROWS[kind]}",)
+        if arguments.tiny:
+            body = network.split("_")[-1]
+            words += ["data.crop_size=48", "norm.backend=eager", *TINY[body]]
+        trainer = (f"trainer.device={arguments.device}", "trainer.precision=float32", "trainer.accumulation_steps=1")
+        self.config = papers.configured_as(row, *words, *trainer, "trainer.capture=false")
+        self.row_crops = self.config.data.crops_per_minibatch // papers.devices_of(row)
+        assemble.arithmetic(self.config.trainer)
+        self.task, self.world = TASKS[self.config.task], World(device=torch.device(arguments.device))
+        make = partial(assemble.network_of, self.config, planner.classes_of(self.config.data))
+        self.learner = build.learner(self.config, make, ENDLESS, self.world)
+        self.loss = self.task.loss(self.config, self.learner.network)
+
+    def steps_peak(self, crops: int, size: int, allowed: int) -> int:
+        """Bytes that the allocator takes for three steps; more than `allowed` if they do not fit."""
+        device = self.world.device
+        self.learner.network.zero_grad()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        images = torch.randint(256, (crops, 3, size, size), dtype=torch.uint8, device=device)
+        minibatch = {"image": images, "label": self.task.labels(crops, (size, size)).to(device)}
+        try:
+            for _ in range(3):
+                loop.train_step(self.learner, self.loss, minibatch, crops, self.world)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return 2 * allowed
+        return torch.cuda.max_memory_reserved() if device.type == "cuda" else crops * size**2 * 6000  # about
+
+
+def measure(arguments: FitArguments, network: str, kind: str, limit: str) -> Rows:
+    """The largest number or size of crops with which three steps run in `limit`.
+
+    {"network", "norm", "limit", "grows": crops or pixels, "the row's": of Table 3, on one of four devices, "most":
+    that fit, "planned GiB": of the step found, "allocated GiB": its peak, "reserved GiB": of the allocator}
+    """
+    trained, cuda = Trained(arguments, network, kind), arguments.device == "cuda"
+    allowed = _limited(limit, trained) if cuda else 200 * MIB
+    data, in_size = trained.config.data, kind == "inplace/size"
+    row: dict = {"network": network, "norm": trained.config.norm.name, "limit": limit}
+    row["grows"] = "pixels" if in_size else "crops"
+    row["the row's"] = data.crop_size if in_size else trained.row_crops
+
+    def shape(value: int) -> tuple[int, int]:
+        return (trained.row_crops, value) if in_size else (value, data.crop_size)
+
+    smallest, step, power = (48 if arguments.tiny else SMALLEST, STRIDE, 2) if in_size else (FEWEST, 1, 1)
+    found = largest(lambda value: trained.steps_peak(*shape(value), allowed), allowed, smallest, step, power)
+    if found is None:
+        return [{**row, "reason": f"not even {smallest} fit"}]
+    trained.steps_peak(*shape(found), allowed)  # the device's counters are of this step
+    counted = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    planned = planner.step_memory(trained.config, *shape(found)).peak
+    sizes = zip(("planned", "allocated", "reserved"), (planned, *counted), strict=True)
+    return [{**row, "most": found, **{f"{name} GiB": round(size / GIB, 3) for name, size in sizes}}]
+
+
+def _limited(limit: str, trained: Trained) -> int:
+    """Limit this process to what a device of `limit` would leave after CUDA's context; return the bytes left."""
+    trained.steps_peak(FEWEST, trained.config.data.crop_size // 2, 0)  # loads the libraries
+    free, total = torch.cuda.mem_get_info()
+    context = (_own_bytes() or total - free) - torch.cuda.memory_reserved()
+    allowed = min(total if limit == "card" else bytes_of(limit) or 0, total) - context
+    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    return allowed
+
+
+def _own_bytes() -> int | None:
+    """Bytes of the device that this process has, if the driver lists processes; others may share the device."""
+    listed = re.findall(r"process +(\d+) uses +([\d.]+) MB", torch.cuda.list_gpu_processes())
+    return next((int(float(megabytes) * MIB) for pid, megabytes in listed if int(pid) == os.getpid()), None)
+
+
+def about(arguments: dict) -> tuple[str, str]:
+    words = "`keepless.fit` should take off what is allocated beyond the plan, and what is reserved beyond that"
+    return "What fits into a device", words
+
+
+BENCHMARK = frame.Benchmark("fit", FitArguments, items, measure, about)
+run, main = frame.command(BENCHMARK, __doc__)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Plan the memory of all experiments of the papers' tables, without a GPU:
+
+    python -m benchmarks.memory_plan table=table3 out=FILE.json
+    python -m benchmarks.memory_plan table=all out=FILE.json
+    python -m benchmarks.memory_plan table=table3 only=[one_device] out=FILE.json
+
+table is one that experiments name (all: each). For Table 3, the columns fixed crop and fixed batch are filled
+too, beside the paper's, on which the deductions from a device's memory are calibrated, and README's minibatch on one
+device. Steps of tables have the paper's loss, with full-resolution logits (loss.tiles=false). What fits for any other
+experiment is shown by scripts.plan_memory.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from omegaconf import MISSING
+
+from benchmarks import frame
+from benchmarks.rows import GIB, Columns, Rows, columns, compared, section
+from engine.schema.keys import key
+from engine.schema.memory import Memory, deductions, device_memory
+from engine.schema.segmentation import CrossEntropyLoss, SegmentationRun
+from engine.schema.training import TrainingRun
+from engine.training import planner
+from keepless.recompute.step.costs import times_of
+from scripts.plan_memory import FITS
+from scripts.reports import papers
+
+COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
+ALL, BUDGET, DEVICES = "all", "12GiB", 4  # the papers' devices, four for Table 3
+# README's minibatch on one device: a row of Table 3, with these overrides.
+README = "table3/cityscapes_resnext101_std"
+RECOMPUTED = "trainer.precision=bfloat16 trainer.recompute=sqrt"
+ON_ONE_DEVICE = ("norm=std", "norm=inplace", f"norm=std {RECOMPUTED}", f"norm=inplace {RECOMPUTED}")
+
+
+@dataclass
+class PlanArguments(frame.Arguments):
+    table: str = key(MISSING, one_of=(ALL, *papers.TABLES))  # as experiments name it; all: each
+
+
+def items(arguments: PlanArguments) -> dict[str, tuple]:
+    """{name of an item: (part of the page, arguments of its measurement)}"""
+    own = [table for table in papers.TABLES if arguments.table in (ALL, table)]
+    chosen: list[tuple] = [("experiments", name) for table in own for name in papers.experiments_of(table)]
+    if "table3" in own:
+        chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
+        chosen += [("one_device", words) for words in ON_ONE_DEVICE]
+    return {"/".join(item): item for item in chosen}
+
+
+def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
+    with times_of("meta"):  # the same on every machine
+        return [{"part": part, **row} for row in PARTS[part](*what)]
+
+
+def planned(experiment: str) -> Iterator[dict]:
+    """Memory of a training step of an experiment, on each of its devices."""
+    tiled, devices = papers.configured_as(experiment), papers.devices_of(experiment)
+    config, share, size = in_full(tiled), planner.share_of(tiled, devices), tiled.data.crop_size
+    trace = planner.step_memory(config, share, size, devices)
+    crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
+    memory = {"peak": trace.peak, "kept": trace.kept, "place": trace.place}
+    by_tiles = None if config is tiled else planner.step_memory(tiled, share, size, devices).peak
+    yield {"experiment": experiment, "devices": devices, **crops, **memory, "by_tiles": by_tiles}
+
+
+def in_full(config: TrainingRun) -> TrainingRun:
+    """The configuration with the paper's loss, on logits at label resolution; classifiers are unchanged."""
+    if isinstance(config, SegmentationRun):
+        assert isinstance(config.loss, CrossEntropyLoss), config.loss
+        return replace(config, loss=replace(config.loss, tiles="false"))
+    return config
+
+
+def fit_of(column: str, fit: str, norm: str) -> Iterator[dict]:
+    """The planner's choice for Table 3, and the paper's."""
+    memory = (f"memory.budget={BUDGET}", f"memory.gpus={DEVICES}", f"memory.fit={fit}")
+    config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory)
+    chosen = planner.fitting(in_full(config), DEVICES).data
+    paper = papers.configured_as(experiment_of(column, fit, norm)).data
+    yield {
+        **{"column": column, "fit": fit, "norm": norm},
+        **{"crops": chosen.crops_per_minibatch, "crop_size": chosen.crop_size},
+        **{"paper_crops": paper.crops_per_minibatch, "paper_crop_size": paper.crop_size},
+    }
+
+
+def experiment_of(column: str, fit: str, norm: str) -> str:
+    """The row of Table 3."""
+    return f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{FITS[fit]}"
+
+
+def on_one_device(words: str) -> Iterator[dict]:
+    """Memory of a device for README's whole minibatch."""
+    config = papers.configured_as(README, *words.split())
+    needed = planner.needed(config, config.data.crops_per_minibatch, config.data.crop_size)
+    yield {"overrides": words, "GiB": _gib(device_memory(needed))}
+
+
+PARTS: dict[str, Callable[..., Iterator[dict]]] = {
+    "experiments": planned,
+    "fits": fit_of,
+    "one_device": on_one_device,
+}
+
+
+def about(arguments: dict) -> tuple[str, str]:
+    title = "Every experiment" if arguments["table"] == ALL else papers.TABLES[arguments["table"]]
+    return title, f"{DEVICES} devices of {BUDGET}"
+
+
+def sections(call: dict, _: str) -> Iterator[str]:
+    """The page's last section discusses the numbers."""
+    by_part = {part: frame.rows_of(call, part) for part in PARTS}
+    if fits := by_part["fits"]:
+        standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
+        shown = ({**row, "standard": standard.get((row["column"], row["fit"]))} for row in fits)
+        free = _gib(Memory(budget=BUDGET).available(DEVICES) or 0)
+        left = f"{BUDGET}, less {deductions(DEVICES)}, leave {free} GiB for tensors."
+        yield section("Table 3: what fits", columns(shown, FIT, left=3), left)
+    if rows := by_part["one_device"]:
+        yield section(f"{README} on one device", compared([rows]))
+    if experiments := by_part["experiments"]:
+        ordered = sorted(experiments, key=lambda row: row["experiment"])
+        yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f}"
+
+
+EXPERIMENT: Columns = [
+    ("experiment", "{experiment}"),
+    ("devices", "{devices}"),
+    ("crops on each", "{share} x {crop_size}²"),
+    ("memory", lambda row: _gib(row["peak"])),
+    ("saved", lambda row: _gib(row["kept"])),
+    ("by tiles", lambda row: row["by_tiles"] and _gib(row["by_tiles"]) or ""),
+    ("most in", "{place}"),
+]
+FIT: Columns = [
+    ("", "{column}"),
+    ("", lambda row: FITS[row["fit"]].replace("_", " ")),
+    ("norm", "{norm}"),
+    ("estimated", "{crops} x {crop_size}²"),
+    ("/ std", lambda row: _more(row, row["standard"])),
+    ("published", "{paper_crops} x {paper_crop_size}²"),
+    ("/ std", lambda row: _more(row, row["standard"], "paper_")),
+    ("estimated / published", lambda row: f"{_pixels(row) / _pixels(row, 'paper_') - 1:+.0%}"),
+]
+
+
+def _pixels(row: dict, by: str = "") -> int:
+    return row[f"{by}crops"] * row[f"{by}crop_size"] ** 2
+
+
+def _more(row: dict, standard: dict | None, by: str = "") -> str:
+    """How many more pixels a minibatch has than with standard norms, if those were estimated too."""
+    return f"{_pixels(row, by) / _pixels(standard, by) - 1:+.0%}" if standard else ""
+
+
+BENCHMARK = frame.Benchmark("memory_plan", PlanArguments, items, measure, about, sections)
+_, main = frame.command(BENCHMARK, __doc__)
+
+if __name__ == "__main__":
+    main()

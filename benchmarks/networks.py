@@ -1,0 +1,215 @@
+"""Measure `recompute_activations` on known networks, with and without byte budgets, against other memory savers:
+
+    python -m benchmarks.networks [device=cpu|cuda] out=FILE.json
+    python -m benchmarks.networks only=[resnet50,densenet121] images=4 out=FILE.json
+    python -m benchmarks.networks only=[vit_b_16] gradients=freed out=FILE.json
+    python -m benchmarks.networks only=[resnet50] shares=[.3,.4,.5,.6,.8] precisions=[bfloat16] out=FILE.json
+
+FILE.png shows memory against time.
+"""
+
+import copy
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from benchmarks import frame, methods, zoo
+from benchmarks.measuring import PRECISIONS, Steps, autocast, reason, timed
+from benchmarks.methods import BLOCKS, BUDGET, COMPILED, NOT_CAPTURED, ON_CPU, PLAIN, RECOMPUTED, WithLoss
+from benchmarks.rows import Rows, compared, medians, ratio_of, without_reasons
+from benchmarks.zoo import NETWORKS
+from engine.schema.keys import key
+from keepless import plan, recompute_activations
+from keepless.recompute.signatures.plans import FEWEST
+from scripts.reports import charts
+
+AS_BLOCKS, IN_TIME_OF_BLOCKS = "peak of the checkpoints", "time of the checkpoints"
+LEAST = "the least"
+TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the baseline's peak to try for plans within a time
+HOST = 0.04  # of a baseline step's time: estimate of a plan's overhead in Python
+
+
+@dataclass
+class NetworksArguments(frame.CapturedArguments):
+    rounds: int = key(5, above=0)  # each measures every network and method once
+    images: int = key(8, least=2)  # per step (an eighth as many texts); some norms have one value per image
+    image_size: int = key(224, above=0)  # pixels
+    precisions: list[str] = key(["float32"], one_of=PRECISIONS)  # bfloat16 is autocast
+    shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the baseline's peak: budgets
+    compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
+    # Before a step, zeroed in place (kept), or freed, as zero_grad() does: then all bytes, also those of budgets, are
+    # with those that have come.
+    gradients: str = key("kept", one_of=("kept", "freed"))
+
+    @property
+    def frees(self) -> bool:
+        return self.gradients == "freed"
+
+
+def items(arguments: NetworksArguments) -> dict[str, tuple]:
+    several = len(arguments.precisions) > 1
+    return {f"{name}/{each}" if several else name: (name, each) for each in arguments.precisions for name in NETWORKS}
+
+
+def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
+    """A row for each method and budget of a network, or the reason why it fails.
+
+    {"network", "precision", "method", "peak_bytes", "times_ms", "kept_bytes": of known methods, "deviation": largest
+    of a gradient from the baseline's, relative to the largest, "budget_bytes", "planned_bytes": of budgets}
+    """
+    plain, inputs = zoo.made(name, arguments.device, arguments.images, arguments.image_size)
+    steps = Steps(arguments.device, "method", network=name, precision=precision)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        reference = methods.gradients_of(WithLoss(plain), inputs, precision)
+        counted = partial(
+            methods.counted, inputs=inputs, precision=precision, reference=reference, frees=arguments.frees
+        )
+        for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
+            network = copy.deepcopy(plain)
+            trained = WithLoss(network, methods.forward_of(network, method, arguments.compiler))
+            steps.add(method, partial(counted, trained, method))
+        try:
+            within_budgets(arguments, precision, steps, counted, plain, inputs)
+        except Exception as error:  # e.g. a network without a plan
+            steps.rows["budgets"] = {**steps.common, "method": "budgets", "reason": reason(error)}
+        graphs = [method for method in steps.rows if arguments.captured and method not in NOT_CAPTURED]
+        return steps.timed(arguments.rounds, graphs=graphs)
+
+
+def within_budgets(
+    arguments: NetworksArguments, precision: str, steps: Steps, counted: Callable, plain: nn.Module, inputs: Tensor
+) -> None:
+    """Add the network with budgets: shares of its peak, and the peak and time of activation checkpointing."""
+    checkpoints = steps.rows.get(BLOCKS, {}).get("peak_bytes")
+    network = WithLoss(copy.deepcopy(plain))
+    for parameter in [] if arguments.frees else network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with autocast(arguments.device, precision):
+        first = plan(network, inputs, 1.0)
+        asked = {f"{share:.0%} of plain": int(share * first.plain) for share in arguments.shares}
+        asked |= {AS_BLOCKS: checkpoints} if checkpoints else {}
+        wanted = [*asked.values(), *(int(share * first.plain) for share in TRIED)]
+        planned = plan(network, inputs, [*filter(FEWEST.__lt__, (one - first.gradients for one in wanted)), 1.0])
+    if checkpoints:
+        both = {method: steps.steps[method] for method in (PLAIN, BLOCKS)}
+        plain_ms, blocks_ms = map(statistics.median, timed(both, arguments.rounds, arguments.device).values())
+        fast = [row.peak for row in planned.rows if row.seconds <= max(0.0, blocks_ms / plain_ms - 1 - HOST)]
+        asked[IN_TIME_OF_BLOCKS] = min(fast, default=planned.plain)
+    least = planned.least + planned.gradients
+    for label, limit in {**asked, LEAST: least}.items():
+        if limit < least and label != AS_BLOCKS:
+            continue  # no plan reaches this share
+        limit = max(limit, least)
+        budget = max(limit - planned.gradients, FEWEST)
+        # The budget for a limit of time is the peak of the plan.
+        peak = next((row.peak for row in planned.rows if budget == row.budget or limit == row.peak), least)
+        trained = WithLoss(copy.deepcopy(plain))
+        recompute_activations(trained, budget=budget)
+        steps.add(label, partial(counted, trained, label, budget_bytes=limit, planned_bytes=peak))
+
+
+def about(arguments: dict) -> tuple[str, str]:
+    images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
+    title = f"Memory and time of known networks, on {arguments['device'].upper()}"
+    freed = "; gradients are freed before each step, and bytes include those that have come"
+    return title, f"{arguments['rounds']} rounds; {images}" + freed * (arguments.get("gradients") == "freed")
+
+
+def sections(call: dict, picture: str) -> Iterator[str]:
+    networks = call["items"].values()
+    yield "Medians over networks, with the least and the most:"
+    yield medians(networks, "method", PLAIN)
+    plans = [row for rows in networks for row in rows if "planned_bytes" in row]
+    if plans:
+        over = max(0.0, *(row["peak_bytes"] / max(row["budget_bytes"], row["planned_bytes"]) - 1 for row in plans))
+        yield f"{len(plans)} plans: measured peaks are at most {over:.1%} above budgets. Relative to *{BLOCKS}*:"
+        yield medians(networks, "method", BLOCKS)
+    if drawn_of(call):
+        drawn = f"![peak and time of a step under byte budgets, and of activation checkpointing]({picture}.png)"
+        yield f"{drawn}\n*{DRAWN}: lower left is better.*"
+    yield compared(networks, "method", PLAIN)
+
+
+STYLES = {  # method: its name in charts.OF_METHODS, and its marker
+    PLAIN: ("std", "*"),
+    RECOMPUTED: ("recomputed", "D"),
+    BLOCKS: ("checkpoint", "s"),
+    ON_CPU: ("other", "P"),
+    COMPILED: ("compiled", "^"),
+    BUDGET: ("compiled_budget", "v"),
+}
+SHOWN_AS = {PLAIN: "baseline", BLOCKS: "activation checkpointing of every block"}  # in the picture
+DRAWN = "resnet50"
+SLOWEST = 3  # times the baseline's: slower methods are outside of the picture
+
+
+def drawn_of(call: dict) -> dict[str, dict]:
+    """The rows of the network that is drawn, in the first precision, if it has budgets."""
+    rows = without_reasons(next((rows for name, rows in call["items"].items() if name.split("/")[0] == DRAWN), []))
+    return {row["method"]: row for row in rows} if any("planned_bytes" in row for row in rows) else {}
+
+
+def picture(call: dict) -> Figure | None:
+    """The picture for the README: peak and time of a network's budgets, as a line, beside the other methods.
+
+    With both regimes: hollow without CUDA graphs, filled with them.
+    """
+    rows, arguments = drawn_of(call), call["arguments"]
+    if not rows:
+        return None
+    figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
+    regimes = [key for key in ("times_ms", "captured_ms") if rows[PLAIN].get(key)]
+    for regime in regimes:
+        is_hollow = regime != regimes[-1]
+        filling: Any = {"markerfacecolor": "white"} if is_hollow else {}
+        points = {
+            method: (
+                row["peak_bytes"] / rows[PLAIN]["peak_bytes"],
+                ratio_of(row[regime], rows[PLAIN][regime]).median,
+            )
+            for method, row in rows.items()
+            if row.get(regime)
+        }
+        plans = best([points[method] for method in points if "planned_bytes" in rows[method]])
+        label = None if is_hollow else "recompute_activations, best budgets"
+        axes.plot(
+            *zip(*plans, strict=True), "o-", color=charts.OF_METHODS["recomputed"], label=label, markersize=5, **filling
+        )
+        axes.annotate(f" {plans[-1][1]:.2f}", plans[-1], va="center", fontsize=8)
+        for method, (name, marker) in STYLES.items():
+            if method in points and points[method][1] < SLOWEST and (method != PLAIN or not is_hollow):
+                label = None if is_hollow else SHOWN_AS.get(method, method)
+                axes.plot(*points[method], marker, color=charts.OF_METHODS[name], label=label, markersize=6, **filling)
+                if method != PLAIN:
+                    axes.annotate(f"  {points[method][1]:.2f}", points[method], va="center", fontsize=8)
+    images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
+    title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {device.upper()}"
+    title += "\nfilled: with CUDA graphs, hollow: without" * (len(regimes) > 1)
+    axes.set(title=title, xlabel="peak memory, relative to the baseline", ylabel="time, relative to the baseline")
+    axes.axhline(1, color=charts.GREY, linewidth=0.8)
+    left, right = axes.get_xlim()
+    axes.set(xlim=(min(0.2, left), max(1.03, right)))
+    charts.legend(figure, columns=2)
+    return figure
+
+
+def best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that none beats in both memory and time, by memory."""
+    found: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not found or point[1] < found[-1][1]:
+            found.append(point)
+    return found
+
+
+BENCHMARK = frame.Benchmark("networks", NetworksArguments, items, measure, about, sections, picture)
+run, main = frame.command(BENCHMARK, __doc__)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Compare a step that repeats parts of its forward pass with the baseline: gradients, and statistics that move:
+
+    python -m benchmarks.repetition out=FILE.json
+    python -m benchmarks.repetition only=[RReLU] out=FILE.json
+    python -m benchmarks.repetition compile=false out=FILE.json
+
+`recompute_activations` within four budgets, activation checkpointing of every block, and the compiler's memory budget.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchvision.models import ResNet
+from torchvision.models.resnet import BasicBlock
+
+from benchmarks import frame
+from benchmarks.methods import WithLoss, deviation
+from benchmarks.rows import Rows, without_reasons
+from benchmarks.zoo import blocks_of
+from keepless import recompute_activations
+from keepless.torch_internals import compiling
+from scripts.reports.markdown import table
+
+SHARES = (0.9, 0.8, 0.7, 0.6)  # of the baseline's peak: budgets
+OURS = "recompute_activations"
+Forward = Callable[[nn.Module], Callable]  # of a network
+
+
+@dataclass
+class RepetitionArguments(frame.Arguments):
+    compile: bool = True  # needs a C++ compiler
+
+
+def resnet(activation: nn.Module) -> nn.Module:
+    """A small ResNet with another activation."""
+    network = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
+    for block in (network, *blocks_of(network)):
+        block.relu = activation
+    return network
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+class Block(nn.Sequential):
+    """It counts as a block, see `blocks_of`."""
+
+
+def perceptron() -> nn.Module:
+    layers = (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.2))
+    return nn.Sequential(*(Block(*copy.deepcopy(layers)) for _ in range(4)))
+
+
+IMAGES, TEXTS = (8, 3, 128, 128), (4, 64, 64)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BatchNorm": (lambda: resnet(nn.ReLU()), IMAGES),
+    "RReLU": (lambda: resnet(nn.RReLU()), IMAGES),
+    "dropout": (perceptron, (512, 64)),
+    "transformer": (encoder, TEXTS),
+}
+COMPILED = ("dropout",)  # others take minutes to compile
+
+
+def items(arguments: RepetitionArguments) -> dict[str, tuple]:
+    return {name: (name,) for name in NETWORKS}
+
+
+def measure(arguments: RepetitionArguments, name: str) -> Rows:
+    """A row for each method; "moved": how often running statistics move at most.
+
+    {"network", "method", "deviation": largest of a gradient from the baseline's, relative to the largest, None if it
+    is not a number, "moved", "identical": whether gradients and buffers are, bitwise}
+    """
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    plain, inputs = make(), torch.randn(shape, requires_grad=True)
+    reference = after_step(copy.deepcopy(plain), inputs)
+    rows = []
+    for method, (change, budget) in methods(arguments, name).items():
+        gradients, buffers = after_step(copy.deepcopy(plain), inputs, change, budget)
+        wrong = deviation(gradients, reference[0])
+        row: dict = {"network": name, "method": method, "deviation": wrong if isfinite(wrong) else None}
+        if moved := [int(value) for key, value in buffers.items() if key.endswith("num_batches_tracked")]:
+            row["moved"] = max(moved)
+        same = all(torch.equal(value, reference[1][key]) for key, value in buffers.items())
+        rows.append({**row, "identical": same and torch.equal(gradients, reference[0])})
+    return rows
+
+
+def methods(arguments: RepetitionArguments, name: str) -> dict[str, tuple[Forward, float]]:
+    """By name: what makes the forward pass of a network, and may change it; the compiler's budget."""
+    found: dict[str, tuple[Forward, float]] = {}
+    for share in SHARES:
+        found[f"{OURS}, budget={share}"] = partial(recompute_activations, budget=share), 1.0
+    for reentrant in (False, True):
+        found[f"checkpoint, use_reentrant={reentrant}"] = partial(by_blocks, use_reentrant=reentrant), 1.0
+    for budget in (1.0, 0.5) if arguments.compile and name in COMPILED else ():
+        found[f"torch.compile, activation_memory_budget={budget}"] = torch.compile, budget
+    return found
+
+
+def by_blocks(network: nn.Module, use_reentrant: bool) -> nn.Module:
+    """Checkpointing of every block. Reentrant, it takes no arguments by name."""
+
+    def repeated(forward: Callable, *args: Tensor, **options: Any) -> Tensor:
+        return checkpoint(partial(forward, **options), *args, use_reentrant=use_reentrant)
+
+    for block in blocks_of(network):
+        block.forward = partial(repeated, block.forward)
+    return network
+
+
+def after_step(
+    network: nn.Module, inputs: Tensor, change: Forward = lambda network: network, budget: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradients and buffers of the first step."""
+    torch.compiler.reset()
+    trained = WithLoss(network, change(network))
+    torch.manual_seed(1)
+    with compiling(budget):
+        trained(inputs).backward()
+    found = [torch.zeros_like(one) if one.grad is None else one.grad for one in network.parameters()]
+    return torch.cat([one.flatten() for one in found]), dict(network.named_buffers())
+
+
+def about(arguments: dict) -> tuple[str, str]:
+    return "What a repeated forward pass changes", "The first step, in float32, with the random numbers of the baseline"
+
+
+def sections(call: dict, _: str) -> Iterator[str]:
+    """A row for each method; those of one function with several budgets are one row."""
+    networks, rows = call["items"], defaultdict[str, list[dict]](list)
+    for row in without_reasons(frame.rows_of(call)):
+        rows[OURS if row["method"].startswith(OURS) else row["method"]].append(row)
+    cells = []
+    for method, own in rows.items():
+        worst = [[row["deviation"] for row in own if row["network"] == name] for name in networks]
+        moved = max((row["moved"] for row in own if "moved" in row), default=0)
+        equal = f"{sum(row['identical'] for row in own)} of {len(own)}"
+        cells.append([f"`{method}`", *map(_text, worst), f"{moved}" * bool(moved), equal])
+    yield (
+        "Largest error of a gradient, relative to the largest; how often running statistics move; steps bitwise "
+        f"identical to the baseline's, with all buffers. `{OURS}` within {len(SHARES)} budgets, "
+        f"{min(SHARES)} to {max(SHARES)} of the baseline's peak."
+    )
+    yield table(["method", *networks, "moves", "identical"], cells)
+
+
+def _text(deviations: list[float | None]) -> str:
+    """The largest of a network; empty if there is none, and None is not a number."""
+    found = [one for one in deviations if one is not None]
+    if len(found) < len(deviations):
+        return "NaN"
+    return f"{max(found):.0e}" if any(found) else "0" if found else ""
+
+
+BENCHMARK = frame.Benchmark("repetition", RepetitionArguments, items, measure, about, sections)
+run, main = frame.command(BENCHMARK, __doc__)
+
+if __name__ == "__main__":
+    main()

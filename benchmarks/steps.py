@@ -1,0 +1,312 @@
+"""Measure speed and memory of training steps under every switch:
+
+    python -m benchmarks.steps [device=cpu|cuda] out=FILE.json
+    python -m benchmarks.steps rounds=3 starts=1 out=FILE.json
+    python -m benchmarks.steps parts=[recompute] device=cuda out=FILE.json
+
+`parts` chooses groups of switches.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from benchmarks import frame
+from benchmarks.measuring import interleaved, process, reason
+from benchmarks.rows import Columns, Rows, columns, mib, ratio_of, section, without_reasons
+from datasets import synthetic
+from engine import assemble
+from engine.process.allocations import forget_peak, keep_freed_memory, peak_memory_mib
+from engine.process.distributed import World, device_of
+from engine.process.transfers import prefetched
+from engine.schema.keys import key
+from engine.schema.schedule import Schedule
+from engine.schema.segmentation import SegmentationRun
+from engine.training import build, loop
+from keepless.recompute.step.costs import peak_bytes
+from keepless.saved import kept_bytes
+from scripts.reports import papers
+
+# What a training is measured with: overrides of train_seg.py, or one of these two.
+DEFAULT, GIVEN_BACK = "default", "freed memory given back"  # see engine.process.allocations.keep_freed_memory
+LONG = 100_000  # steps, more than a benchmark takes
+COMPILE, STANDARD, BFLOAT16 = "trainer.compile=true", "norm=std", "trainer.precision=bfloat16"
+CAPTURE, FULL_FLOAT32 = "trainer.capture=true", "trainer.tf32=false"
+EAGER = "trainer.capture=false"  # without a switch, so that records compare
+RECOMPUTE = [f"trainer.recompute={choice}" for choice in ("activations", "blocks", "sqrt")]
+GROUPS: dict[str, tuple[str, ...]] = {
+    "switches": (
+        DEFAULT,
+        BFLOAT16,
+        "trainer.precision=float16",
+        "trainer.channels_last=false",
+        "optim.fused=false",
+        "trainer.ema_decay=0.999",
+        "optim.max_gradient_norm=1",
+        "trainer.accumulation_steps=2",
+        "trainer.accumulation_steps=4",
+        "trainer.deterministic=true",
+    ),
+    "norms": (DEFAULT, STANDARD, BFLOAT16, f"{STANDARD} {BFLOAT16}"),
+    "allocation": (DEFAULT, GIVEN_BACK),
+    "recompute": (DEFAULT, STANDARD, f"{STANDARD} {RECOMPUTE[0]}", *RECOMPUTE),
+    "compile": (
+        *(DEFAULT, COMPILE, f"{COMPILE} trainer.accumulation_steps=3"),
+        *(BFLOAT16, f"{BFLOAT16} {COMPILE}", STANDARD, f"{STANDARD} {COMPILE}"),
+    ),
+    "card": (  # what a CUDA device is for: matrix units, and a host that does not hold it back
+        *(DEFAULT, CAPTURE, BFLOAT16, f"{BFLOAT16} {CAPTURE}", f"{STANDARD} {FULL_FLOAT32}", STANDARD),
+        *(f"{STANDARD} {BFLOAT16}", f"{STANDARD} {BFLOAT16} {CAPTURE}"),
+        *(f"{BFLOAT16} {RECOMPUTE[1]}", f"{BFLOAT16} {RECOMPUTE[1]} {CAPTURE}", f"{STANDARD} {BFLOAT16} {COMPILE}"),
+        f"{BFLOAT16} trainer.channels_last=false",
+    ),
+    "capture": (DEFAULT, "trainer.capture=auto", CAPTURE),
+    "arms": (  # of camvid_table3_trained, in the memory of its standard norms with crops of 240 pixels
+        DEFAULT,
+        "data.crop_size=352 norm=inplace norm.activation=leaky_relu",
+        f"data.crop_size=376 {RECOMPUTE[0]}",
+    ),
+}
+
+
+def overrides_of(switch: str) -> list[str]:
+    return [] if switch in (DEFAULT, GIVEN_BACK) else switch.split()
+
+
+MINIBATCHES = 4  # different ones, repeated
+ENDLESS = Schedule(LONG, steps_per_epoch=LONG, evaluate_every=None, checkpoint_every=LONG, log_every=LONG)
+
+
+class Training:
+    """One training, step by step.
+
+    Args:
+        common: overrides of train_seg.py that hold for every switch.
+        switch: what is different here, of `GROUPS`.
+        threads: of PyTorch on the CPU.
+    """
+
+    def __init__(self, common: tuple[str, ...], switch: str, threads: int):
+        torch.set_num_threads(threads)
+        self.config = papers.configured_as(None, *common, *overrides_of(switch))
+        assert isinstance(self.config, SegmentationRun)
+        trainer = self.config.trainer
+        assemble.arithmetic(trainer, fixed_sizes=True)  # as in a training
+        self.world = World(device=device_of(trainer.device))
+        if self.world.device.type == "cpu" and switch != GIVEN_BACK:
+            keep_freed_memory()
+        self.dataset = synthetic(None, "train")
+        make = partial(assemble.network_of, self.config, len(self.dataset.classes))
+        self.learner = build.learner(self.config, make, ENDLESS, self.world)
+        self.loss = assemble.loss(self.config.loss, network=self.learner.network)
+        self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
+        self.minibatches = iter(
+            prefetched(itertools.cycle(self.in_memory), self.world.device)
+        )  # as the training loop's
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Milliseconds of one more step."""
+        started_s = time.perf_counter()
+        minibatch = next(self.minibatches)
+        crops = self.config.data.crops_per_minibatch
+        loss, *_ = self.learner.read(loop.train_step(self.learner, self.loss, minibatch, crops, self.world))
+        self.losses.append(loss)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return round(1e3 * (time.perf_counter() - started_s), 3)
+
+    def warm_up(self, steps: int) -> dict:
+        """Seconds of the first step, which compiles; then micro-batches are captured, if the switch says so."""
+        first_step_s = round(self.step() / 1e3, 2)
+        for _ in range(steps - 1):
+            self.step()
+        forget_peak(self.world.device)  # of cuDNN's search for algorithms
+        if self.learner.captured is not None:
+            self.learner.captured.begin()
+            self.step()
+        return {"first_step_s": first_step_s}
+
+    def facts(self) -> dict:
+        """Everything but times: memory, and the mean loss of all minibatches after the first step."""
+        process_mib = round(peak_memory_mib(torch.device("cpu")), 1)
+        is_cuda, captured = self.world.device.type == "cuda", self.learner.captured is not None
+        reserved = {"reserved_bytes": torch.cuda.max_memory_reserved()} if is_cuda else {}
+        if not captured:
+            self.learner.network.zero_grad()  # so that the step's own gradients are in its peak
+        return {
+            "saved_bytes": None if captured else self.saved_bytes(),
+            "peak_bytes": None if captured else peak_bytes(self.step, self.world.device),  # a graph has its own pool
+            **reserved,
+            "process_mib": process_mib,
+            "loss": round(statistics.mean(self.losses[1 : 1 + MINIBATCHES]), 5),
+        }
+
+    def saved_bytes(self) -> int:
+        """Bytes that autograd saves of the first micro-batch for its backward pass, without parameters."""
+        minibatch = next(self.minibatches)
+        parts = self.config.trainer.accumulation_steps
+        images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
+        self.learner.network.train()
+        labels = labels.to(self.world.device)
+        return kept_bytes(self.learner.network, lambda: self.loss(self.learner.forward(images), labels))
+
+
+@cache
+def own_training(common: tuple[str, ...], switch: str, threads: int) -> Training:
+    """The training of this process."""
+    return Training(common, switch, threads)
+
+
+def call(training: tuple, method: str, *given: object) -> Any:
+    """Call a method of the training of this process."""
+    return getattr(own_training(*training), method)(*given)
+
+
+@dataclass
+class TrainingArguments(frame.TimedArguments):
+    recipe: str | None = "camvid/resnext_small"  # experiment whose network is trained; null: the default network
+    threads: int = key(2, above=0)  # of PyTorch
+    crop_size: int = key(240, above=0)  # pixels
+    crops: int = key(8, above=0)  # per step
+    starts: int = key(2, above=0)  # of all processes; their memory is laid out differently each time
+    rounds: int = key(10, above=0)  # of each start
+    warm_up: int = key(3, above=0)  # steps
+    parts: list[str] = key(["switches", "allocation"], one_of=tuple(GROUPS))  # what is measured
+    overrides: list[str] = field(default_factory=list)  # further ones of train_seg.py, for everything
+
+    def words(self) -> tuple[str, ...]:
+        """The overrides of train_seg.py shared by everything measured: float32, synthetic street scenes."""
+        experiment = () if self.recipe is None else (f"experiment={self.recipe}",)
+        # With CamVid's crops, as wide as its pictures.
+        data = ("data=synthetic", f"data.base_size={2 * self.crop_size}", f"data.crop_size={self.crop_size}")
+        own = ("data.workers=0", f"data.crops_per_minibatch={self.crops}", f"trainer.device={self.device}")
+        return (*experiment, *data, *own, "trainer.precision=float32", EAGER, *self.overrides)
+
+
+def items(arguments: TrainingArguments) -> dict[str, tuple]:
+    """Each start of all switches. On CUDA by norm, for its memory, and compiled ones apart."""
+    found: dict[str, tuple] = {}
+    switches = dict.fromkeys(switch for part in arguments.parts for switch in GROUPS[part])
+    for start in range(1, 1 + arguments.starts):
+        for switch in switches:
+            share = "standard" if STANDARD in switch else "in-place"
+            share = "compiled" if COMPILE in switch else share
+            item = f"start{start}/{share}" if arguments.device == "cuda" else f"start{start}"
+            found[item] = (start, (*found.get(item, (start, ()))[1], switch))
+    return found
+
+
+def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...]) -> Rows:
+    """Time steps in rounds, with a process for each switch. A row for each, with the reason if it cannot run here.
+
+    Raises if the default fails, because the others are compared with it.
+    """
+    synthetic(None, "train")  # written once, before the processes ask for it
+    common = arguments.words()
+    failed: dict[str, str] = {}
+    with ExitStack() as stack:
+        running = {name: stack.enter_context(process(arguments.threads)) for name in switches}
+
+        def ask(name: str, method: str, *given: object) -> Any:
+            if name in failed:
+                return 0.0
+            try:
+                training = common, name, arguments.threads
+                return running[name].submit(call, training, method, *given).result()
+            except Exception as error:  # e.g. of a compiler: the others can still be measured
+                if name == DEFAULT:
+                    raise
+                failed[name] = reason(error)
+                return 0.0
+
+        begun = {name: ask(name, "warm_up", arguments.warm_up) for name in switches}
+        times_ms = interleaved({name: partial(ask, name, "step") for name in switches}, arguments.rounds)
+        facts = {name: ask(name, "facts") for name in switches}
+
+    own = {
+        name: {"reason": failed[name]} if name in failed else {**begun[name], **facts[name], "times_ms": times_ms[name]}
+        for name in switches
+    }
+    return [{"switch": name, "start": start, **row} for name, row in own.items()]
+
+
+def about(arguments: dict) -> tuple[str, str]:
+    crops = f"minibatches of {arguments['crops']} crops of {arguments['crop_size']} pixels in float32"
+    starts, rounds = (
+        f"{arguments[noun]} {noun}"[: None if arguments[noun] != 1 else -1] for noun in ("starts", "rounds")
+    )
+    network = arguments["recipe"] or "the default network"
+    title = ", ".join(arguments["parts"]) + ("" if arguments["device"] == "cpu" else f" of {network}, on CUDA")
+    return title[0].upper() + title[1:], f"{network}, {crops}, {starts} of {rounds}"
+
+
+Starts = list[dict]  # the rows of a switch, one per start
+
+
+def switches_of(call: dict) -> dict[str, Starts]:
+    found: dict[str, Starts] = {}
+    for row in without_reasons(frame.rows_of(call)):
+        found.setdefault(row["switch"], []).append(row)
+    return found
+
+
+def sections(call: dict, _: str) -> Iterator[str]:
+    if found := switches_of(call):
+        rows = [{"name": name, "own": own, "default": found.get(DEFAULT)} for name, own in found.items()]
+        yield section("Switches", columns(rows, SWITCHES))
+
+
+def median_of_starts(own: Starts) -> str:
+    return f"{statistics.median(ms for row in own for ms in row['times_ms']):.0f}"
+
+
+def ratio(own: Starts, default: Starts) -> float:
+    """Median ratio of a training's time to the default's, over the rounds of all starts; slow ones skip rounds."""
+    pairs = [
+        pair
+        for rows in zip(own, default, strict=True)
+        for pair in zip(*(row["times_ms"] for row in rows), strict=False)
+    ]
+    return ratio_of(*zip(*pairs, strict=True)).median
+
+
+def spread(row: dict) -> str:
+    """The ratio; if there are several starts, each one's ratio in brackets."""
+    own, default = row["own"], row["default"]
+    if default is None or own is default:
+        return "" if default is None else "1"
+    each = [f"{ratio([ours], [others]):.2f}" for ours, others in zip(own, default, strict=True)]
+    return f"{ratio(own, default):.2f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
+
+
+def code(name: str) -> str:
+    """A switch's name in the tables."""
+    return f"`{name}`" if "=" in name and "," not in name else name
+
+
+SWITCHES: Columns = [
+    ("switch", lambda row: code(row["name"])),
+    ("step, ms", lambda row: median_of_starts(row["own"])),
+    ("time / default", spread),
+    ("saved, MiB", lambda row: mib(row["own"][0]["saved_bytes"])),
+    ("peak, MiB", lambda row: mib(row["own"][0]["peak_bytes"])),
+    ("reserved, MiB", lambda row: mib(row["own"][0].get("reserved_bytes"))),
+    ("process, MiB", lambda row: f"{row['own'][0]['process_mib']:.0f}"),
+    ("first step, s", lambda row: " and ".join(f"{own['first_step_s']:.0f}" for own in row["own"])),
+    ("loss", lambda row: f"{row['own'][0]['loss']:.4f}"),
+]
+
+
+BENCHMARK = frame.Benchmark("steps", TrainingArguments, items, measure, about, sections)
+run, main = frame.command(BENCHMARK, __doc__)
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Benchmarks: a file for each question, on one frame."""

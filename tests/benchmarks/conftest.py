@@ -1,0 +1,34 @@
+"""Benchmarks' trainings are measured in this process."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import frame, steps
+
+
+@pytest.fixture
+def in_process(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(steps, "process", here)
+    monkeypatch.setattr(frame, "keep_freed_memory", lambda: True)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)  # which benchmarks set: convolutions of more threads take more memory
+
+
+def here(threads: int) -> AbstractContextManager:
+    """`benchmarks.measuring.process` without a process."""
+    return nullcontext(SimpleNamespace(submit=submit))
+
+
+def submit(function: Callable[..., object], *given: object) -> Future:
+    future: Future = Future()
+    try:
+        future.set_result(function(*given))
+    except Exception as error:
+        future.set_exception(error)
+    return future

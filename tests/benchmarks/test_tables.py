@@ -1,0 +1,268 @@
+"""The papers' tables: what was published, which runs count, and the commands for the rest."""
+
+import itertools
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import documents, tables
+from benchmarks.frame import RESULTS
+from benchmarks.tables import Tables
+from scripts import run_table
+from scripts.reports import papers
+from scripts.reports.runs import Run, by_configuration, titles_of
+from scripts.run_table import RunTable
+from tests.benchmarks.records import changed, copied
+from tests.runs import checked
+
+pytestmark = pytest.mark.slow
+
+PAPERS = [table for table, title in papers.TABLES.items() if title.startswith(("In-Place ABN", "RevNet", "MemCNN"))]
+
+
+def written(tmp_path: Path, *runs: Path) -> str:
+    """The page that `tables` makes of runs."""
+    return tables.write(Tables(runs=[str(run) for run in runs], out=str(tmp_path / "out"))).read_text()
+
+
+@pytest.fixture
+def of_few_tables(monkeypatch):
+    """Composing every experiment takes ten seconds."""
+    known = {name: entry for name, entry in papers.all_experiments().items() if name.startswith("cifar10/")}
+    monkeypatch.setattr(papers, "all_experiments", lambda: known)
+    monkeypatch.setattr(papers, "TABLES", {"cifar10": papers.TABLES["cifar10"]})
+
+
+def test_every_row_has_a_published_score_and_a_command():
+    for name in {*itertools.chain(*map(papers.experiments_of, PAPERS))}:
+        is_row = papers.published(name) and f"experiment={name}" in papers.command_of(name).split()
+        assert is_row, (
+            f"{name}: a row of a paper has a score and a command beside `table`; one's own leaves `table` out"
+        )
+
+
+@pytest.mark.parametrize(
+    "said, message",
+    [
+        ("{table: table3", "is no YAML mapping: while parsing a flow mapping"),
+        ("table3", "is no YAML mapping: "),
+        ("{miou: good}", "paper: miou=good: expected a score in percent, or one of table, row, command, "),
+        ("{tabel: table3}", "paper: tabel=table3: expected a score"),
+        ("{table: table5}", "paper: table=table5: expected one of table1, .*, or none$"),
+    ],
+)
+def test_what_a_head_cannot_say_is_named(said, message, tmp_path, monkeypatch):
+    """An entry is optional, and so is the mapping."""
+    (tmp_path / "experiment").mkdir()
+    monkeypatch.setattr("engine.configuration.choices.CONFIGS", tmp_path)
+    head = "# Mine.\n# paper: {miou: 7.5,\n#   table: table3}\n# More.\n"
+    for name, text in (("wrong", f"# paper: {said}\n"), ("right", head), ("without", "# Mine.\n")):
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(f"{text}defaults: []\n")
+    with pytest.raises(ValueError, match=f"experiment/wrong.yaml: .*{message}"):
+        papers.tables_of("wrong")
+    assert papers.tables_of("right") == ["table3"] and papers.published("right")[0].percent == 7.5
+    assert papers.tables_of("without") == papers.published("without") == papers.weights_of("without") == []
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_the_table_of_a_page_is_what_the_records_give():
+    """The slow test of tests/test_docs.py makes all tables."""
+    pages = "".join(page.read_text() for page in documents.DOCUMENTS)
+    (block,) = re.findall(r"(?s)<!-- cifar10 start -->\n(.*?)\n<!-- cifar10 end", pages)
+    assert tables.tables_of([str(RESULTS / "cifar")], RESULTS)["cifar10"] == block
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_a_seed_counts_once_from_the_folder_with_most_seeds(tmp_path):
+    copied(tmp_path / "runs" / "again" / "one", 0.70, seed=0)
+    copied(tmp_path / "runs" / "seeds" / "first", 0.88, seed=0)
+    copied(tmp_path / "runs" / "seeds" / "second", 0.90, seed=1)
+    text = written(tmp_path, tmp_path / "runs")
+    (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
+    assert " 89.00 ± 1.41 |" in row
+    assert "- ../runs/again/one: it repeats ../runs/seeds/first\n" in text
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_a_run_without_tf32_says_so_if_it_was_on_cuda(tmp_path):
+    """The records of CPUs, where it has no effect, are from before it became the default."""
+    cpu, cuda = copied(tmp_path / "runs" / "cpu", 0.90), copied(tmp_path / "runs" / "cuda", 0.92, seed=1)
+    assert "`trainer.tf32=false`" not in written(tmp_path, cpu, cuda)
+    config = cuda / "config.yaml"
+    config.write_text(config.read_text().replace("# 1 x cpu", "# 1 x cuda"))
+    assert " 90.00; 92.00, with `trainer.tf32=false` |" in written(tmp_path, cpu, cuda)
+    assert len({*titles_of(by_configuration([Run(cpu), Run(cuda)]))}) == 2
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_what_is_in_no_row_is_named(tmp_path):
+    with pytest.raises(ValueError, match="runs: .*nowhere is not a folder"):
+        written(tmp_path, tmp_path / "nowhere")
+    run, other = copied(tmp_path / "runs" / "one"), copied(tmp_path / "runs" / "two", 0.8, seed=1)
+    changed(other, lambda results: results.update(accuracy={"cat": 1.0}))
+    with pytest.raises(ValueError, match=f"runs: {run} and {other} are both cifar10/resnet14, but of other classes"):
+        written(tmp_path, tmp_path / "runs")
+    (other / "results.json").unlink()
+    config = copied(tmp_path / "runs" / "mine", optim={"lr": 1e-9}) / "config.yaml"
+    config.write_text("# python train_imagenet.py\n" + config.read_text().partition("\n")[2])
+    text = written(tmp_path, tmp_path / "runs")
+    assert "- ../runs/two: it has not ended (step 7800)\n- ../runs/mine: it is of no experiment\n" in text
+
+
+def test_rows_without_runs_are_in_one_line_with_their_published_scores():
+    rows = [tables.Row(f"table1/{name}", {}, {}, [], 5) for name in ("resnext101_relu", "resnext101_relu")]
+    score = "`resnext101_relu` 77.74 / 93.86"
+    text = tables.as_markdown("table1", rows, Path("."))
+    assert " ".join(text.split()).startswith(f"Not run, with their published scores: {score}, {score}. Their commands:")
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch):
+    commands, calls = [], []
+
+    def run_jobs(jobs, console, ended_before, folder):
+        calls.append((len(jobs), ended_before))
+        return sum(failed(command) for command in jobs.values())
+
+    def failed(command):
+        commands.append(command)
+        run_dir = Path(next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir="))
+        if "preact_resnet32" in str(run_dir) and len(commands) < 4:
+            return True
+        name = run_dir.parent.name
+        source = {"resnet14": "cifar/norms/inplace", "revnet38": "cifar/short/revnet38_seed0"}
+        shutil.copytree(RESULTS / source.get(name, "cifar/short/resnet32_seed0"), run_dir, dirs_exist_ok=True)
+        (run_dir / "config.yaml").write_text(f"# {shlex.join(['python', *command[1:]])}\n# 1 x cpu\n")
+        return False
+
+    monkeypatch.setattr(run_table, "run_jobs", run_jobs)
+    arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "/a/DIR"}, seeds=[0])
+    arguments["overrides"] = ["init.weights=/a b.pt"]
+    assert run_table.run(RunTable(**arguments, dry_run=True)) == 0 and not commands
+    assert run_table.run(RunTable(**arguments)) == 1
+    assert [command[2] for command in commands] == [f"experiment={name}" for name in papers.experiments_of("cifar10")]
+    assert all({"seed=0", "data.root=/a/DIR", "resume=auto"} <= set(command) for command in commands)
+    assert run_table.run(RunTable(**arguments)) == 0 and len(commands) == 4
+    assert calls == [(3, 0), (1, 2)]
+    assert not any(job.has_ended for job in run_table.trainings_of(RunTable(**arguments, devices=2)))
+    assert run_table.run(RunTable(**{**arguments, "overrides": ["trainer.steps=1"]})) == 0
+    assert calls == [(3, 0), (1, 2), (3, 0)]  # other commands: each training refuses what it cannot continue
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_a_wrong_override_of_a_table_is_named():
+    with pytest.raises(ValueError, match=r"^optim.learning_rate=3: there is no such key; give optim.lr=3$"):
+        run_table.trainings_of(RunTable(table="cifar10", overrides=["optim.learning_rate=3"]))
+
+
+def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_path):
+    arguments = RunTable(table="table3", runs=str(tmp_path), roots={"cityscapes": "DIR"}, weights={"wrn38": "FILE"})
+    job = run_table.training_of("table3/cityscapes_wrn38_std", 0, arguments)
+    assert job.command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "4", "train_seg.py"]
+    assert "init.weights=FILE" in job.command and not job.missing and job.steps == 360 * (2975 // 20)
+    job = run_table.training_of("table3/coco_stuff_resnext101_std", 0, arguments)
+    assert job.missing == ["roots={coco_stuff: DIR}", "weights={resnext101_std: FILE}"]
+    assert {"data.root=DIR", "init.weights=FILE"} <= {*job.command}
+    arguments.overrides = ["data.root=/data", "init.weights=/net.pt"]
+    job = run_table.training_of("table3/coco_stuff_resnext101_std", 0, arguments)
+    assert not job.missing and {"data.root=DIR", "init.weights=FILE"}.isdisjoint(job.command)
+
+
+def test_a_dry_run_prints_the_evaluations_that_rows_need(tmp_path, capsys):
+    """Table 1 has twelve numbers of two trainings, each of which evaluates its network as trained."""
+    assert run_table.run(RunTable(table="table1", runs=str(tmp_path), dry_run=True)) == 0
+    words = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if " eval.py " in line]
+    assert words == [
+        ["eval.py", f"checkpoint={tmp_path}/{experiment}/seed0", *options.split()]
+        for experiment, other in (("table1/resnext101_relu", "leaky_relu"), ("table2/resnext101_std_256", "relu"))
+        for activation in ("", f"activation={other} ")
+        for options in (f"{activation}{view}" for view in ("", "view=ten_crop", "crop=320"))
+        if options
+    ]
+    row = papers.published("table1/resnext101_relu")[-1]
+    config = papers.configured_as("table1/resnext101_relu")
+    assert papers.results_of(row.evaluation, config) == "results_leaky_relu_crop320"
+
+
+@pytest.mark.parametrize(
+    "experiment, devices, overrides, added, changed",
+    [
+        ("std", 2, [], ["trainer.accumulation_steps=2"], []),
+        ("std", 8, [], [], ["processes=8 trainer.accumulation_steps=1"]),
+        ("std", 1, ["trainer.accumulation_steps=2"], [], ["processes=1 trainer.accumulation_steps=2"]),
+        ("inplace_sync_fixed_batch", 1, [], [], []),
+    ],
+)
+def test_norms_see_as_many_crops_on_fewer_devices(tmp_path, experiment, devices, overrides, added, changed):
+    arguments = RunTable(table="table3", runs=str(tmp_path), devices=devices, overrides=overrides)
+    job = run_table.training_of(f"table3/cityscapes_resnext101_{experiment}", 0, arguments)
+    assert [each for each in job.command if "accumulation" in each] == [*added, *overrides]
+    assert job.changed == changed
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, monkeypatch, capsys):
+    options = ["roots={cifar10: DIR, cifar100: DIR}", f"weights={{resnet: {tmp_path}}}"]  # or a file
+    values = checked("run_table", "table=cifar10", "dry_run=true", f"runs={tmp_path}", *options)
+    assert run_table.run(values) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("data.root=DIR") == 3 and "cifar10/resnet14, seed 0" in printed
+    for option, message in (
+        ("roots={citiscapes: DIR}", "roots={citiscapes: …}: expected one of camvid, cifar10, "),
+        ("weights={xyz: b}", "weights={xyz: …}: no experiment has"),
+        ("weights={resnet: b}", "weights={resnet: b}: there is no such file"),
+        ("overrides=[trainer.steps=9,seed=3]", r"overrides=\[seed=3\]: a table sets these itself; give seeds="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_table.run(checked("run_table", "table=cifar10", option))
+    with pytest.raises(ValueError, match=r"table=cifar10.?needs roots=\{cifar10: DIR\}"):  # before anything runs
+        run_table.run(RunTable(table="cifar10", runs=str(tmp_path)))
+
+
+FAST = {
+    **{"trainer.precision": "bfloat16", "trainer.channels_last": "false", "trainer.capture": "true"},
+    **{"trainer.tf32": "false", "trainer.deterministic": "true", "optim.fused": "false", "norm.backend": "triton"},
+    "trainer.evaluate_batch_size": "8",
+}
+ON_FOUR, SMALL = "table3/cityscapes_resnext101_std", "camvid/resnext_small"
+
+
+@pytest.mark.parametrize(
+    "name, overrides, processes, changed",
+    [
+        (ON_FOUR, ["init.weights=FILE"], 4, []),
+        (ON_FOUR, ["init.weights=FILE", "init.format=released", "seed=3", "trainer.recompute=sqrt"], 4, []),
+        (ON_FOUR, [], 4, ["init.weights=null"]),
+        (ON_FOUR, ["init.weights=FILE"], 1, ["processes=1 trainer.accumulation_steps=1"]),
+        (ON_FOUR, ["init.weights=FILE", "trainer.accumulation_steps=4"], 1, []),
+        (ON_FOUR, ["init.weights=FILE", "norm.sync=true"], 4, ["norm.sync=true"]),
+        (ON_FOUR, ["init.weights=FILE", *(f"{key}={value}" for key, value in FAST.items())], 4, []),
+        (SMALL, ["data.antialias=false"], 1, []),  # its images never shrink so far that it would change a pixel
+        (SMALL, ["data.antialias=false", "data.base_size=100"], 1, ["data.base_size=100", "data.antialias=false"]),
+    ],
+)
+def test_what_makes_a_run_another_than_the_row(name, overrides, processes, changed):
+    assert papers.changed_keys(papers.configured_as(name, *overrides), name, processes) == changed
+
+
+@pytest.mark.parametrize("capture, said", [("auto", {}), ("false", {}), ("true", {"trainer.capture": "true"})])
+def test_a_row_says_whether_steps_were_captured(capture, said):
+    """Results hold what auto has decided; runs of the time before auto hold false."""
+    assert papers.differing(papers.configured_as(SMALL, f"trainer.capture={capture}"), SMALL) == said
+
+
+def test_a_training_of_two_tables_has_the_name_of_the_first():
+    first = "revnet/cifar10_resnet32"
+    assert papers.first_of("memcnn/cifar10_resnet32") == papers.first_of(first) == first
+
+
+def test_experiments_are_the_same_training_if_their_files_set_the_same():
+    """Composing them says the same, but takes a fifth of a second each."""
+    names = list(papers.all_experiments())
+    trainings = {name: papers._training(name) for name in names}
+    for name in names:
+        same = [other for other in names if other != name and trainings[other] == trainings[name]]
+        assert papers.sharing(name) == same
