@@ -23,11 +23,11 @@ from engine.classification import accuracy
 from engine.classification.accuracy import evaluate_split
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
-from engine.process.forward import Forward
 from engine.schema.keys import refuse_other_tasks
 from eval import evaluate
 from keepless import ABN
 from models.bodies import resnext101
+from models.forward import Forward
 from tests.datasets import classification_trees
 from tests.datasets.classification_trees import WNIDS
 from tests.faults.runs import last_of

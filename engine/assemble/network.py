@@ -10,10 +10,10 @@ from torch import nn
 from datasets.reading import COLOURS
 from engine.assemble.contracts import builder
 from engine.process.console import logger
-from engine.process.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import Trainer, TrainingRun
 from models import bodies
+from models.forward import Forward
 
 
 def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Module]:
@@ -54,8 +54,11 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if dtype == torch.bfloat16 and emulated:
         logger.warning("precision=bfloat16: this device only emulates it, which takes longer: give float16 or float32")
-    advice = config.trainer.overflow_advice(), config.evaluation_memory_advice
-    return Forward(network, mean, std, memory_format, autocast, *advice)
+    if config.trainer.precision == "float16":
+        overflow = "precision=float16 overflows: use bfloat16 or float32"
+    else:
+        overflow = f"the network's values are too large even for precision={config.trainer.precision}"
+    return Forward(network, mean, std, memory_format, autocast, overflow, config.evaluation_memory_advice)
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:

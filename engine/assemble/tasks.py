@@ -19,7 +19,6 @@ from engine.assemble.network import body, norm_act
 from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
-from engine.process.forward import Forward
 from engine.process.output_files import WrittenBehind, check_outside, claim_folder, short_name
 from engine.records.added_scores import AddedScores
 from engine.records.evaluated import Evaluated
@@ -34,6 +33,7 @@ from engine.segmentation.cross_entropy import SummedLoss, inverse_frequencies
 from engine.segmentation.inference import Views
 from engine.segmentation.pictures import write_predictions
 from engine.segmentation.scores import ImageScores
+from models.forward import Forward
 from models.freezing import freeze
 from models.heads import FCN
 from models.recomputation import choose_recomputation

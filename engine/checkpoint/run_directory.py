@@ -4,6 +4,7 @@ import fcntl
 import os
 import platform
 import re
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +20,8 @@ from engine.process.console import logger
 from engine.process.output_files import NO_ROOM, explained, untouched
 from engine.process.plugins import name_of
 from engine.process.transfers import HostCopy
-from engine.schema.keys import named_after
+from engine.schema.keys import named_after, override
 from engine.schema.training import TrainingRun
-from models.checkpoints.published import IMAGENET
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
 _ANOTHER = "give another run_dir to start a new run"
@@ -140,7 +140,7 @@ class RunDirectory:
         except FloatingPointError as error:
             path, step = checkpoint.last_good(self.last, self.previous) or (None, None)
             kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
-            raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
+            raise FloatingPointError(f"{error}. {kept}: {_after_divergence(path)}") from error
         except OSError as error:
             self.check_in_place()
             file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
@@ -177,14 +177,11 @@ class RunDirectory:
             raise self._error(" already holds a run: give resume=auto to continue it, or another run_dir")
         state = self._newest_good()
         if not {*checkpoint.OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
-            advice = config.new_run_advice(self.last)
+            advice = _new_run_from(self.last)
             raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
         if state["task"] != config.task:
             raise self._error(f" is for the task {state['task']}: expected {config.task}")
         recorded = of_checkpoint(state, f"run_dir={self.path}")
-        default = config.body.name == "torchvision" and config.data.normalisation() == config.body.normalisation()
-        if default and recorded.data.normalisation() == IMAGENET:  # the default of earlier versions
-            config.data.mean, config.data.std = recorded.data.mean, recorded.data.std
         if config.data.is_measured:  # when the run began
             config.data.mean = config.data.mean or recorded.data.mean
             config.data.std = config.data.std or recorded.data.std
@@ -198,7 +195,7 @@ class RunDirectory:
             )
             advice = f"Give the same values to continue it, or {_ANOTHER}"
             if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
-                advice = f"The run has ended. To train its weights for longer, {config.new_run_advice(self.last)}"
+                advice = f"The run has ended. To train its weights for longer, {_new_run_from(self.last)}"
             raise self._error(f" holds a run with another configuration: {listed}. {advice}")
         if state["step"] > total_steps:  # also of a run of as many steps
             steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
@@ -255,3 +252,16 @@ class RunDirectory:
         self.resumed = self.previous
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state
+
+
+def _new_run_from(checkpoint: Path) -> str:
+    """How to start from the weights of a checkpoint."""
+    return f"start a new run: another run_dir, and {shlex.quote(override('init.weights', checkpoint))}"
+
+
+def _after_divergence(checkpoint: Path | None) -> str:
+    """How to go on after divergence from `checkpoint`, the last good one."""
+    if checkpoint is None:
+        return "try a lower optim.lr"
+    start = shlex.quote(override("init.weights", checkpoint))
+    return f"with another run_dir, {start} starts from its weights, for example with a lower optim.lr"

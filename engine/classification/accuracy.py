@@ -12,11 +12,11 @@ from datasets import ClassificationDataset
 from engine.process.allocations import memory_errors
 from engine.process.console import table_of, tracked
 from engine.process.distributed import World
-from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
 from engine.records.added_scores import NOTHING_ADDED, AddedScores
 from engine.records.evaluated import Evaluated
+from models.forward import Forward
 
 MOST_LISTED = 100  # most classes for which a table and a confusion matrix are legible
 

@@ -16,7 +16,6 @@ from engine.configuration.config import PluginsNeeded, of_checkpoint
 from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
 from engine.process.distributed import device_of
-from engine.process.forward import Forward
 from engine.process.plugins import changed_since
 from engine.schema.classification import ImageNetData
 from engine.schema.evaluation import TEN_CROP, Prediction, TrainedNetwork
@@ -24,6 +23,7 @@ from engine.schema.keys import refuse_other_tasks
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from keepless import from_released, to_standard
+from models.forward import Forward
 
 
 def trained_forward(

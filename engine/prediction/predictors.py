@@ -13,11 +13,11 @@ from datasets import channels as of_channels
 from datasets.reading import ALL_16, COLOURS, Range16
 from engine.classification.accuracy import class_logits
 from engine.process.allocations import memory_errors, return_freed_memory
-from engine.process.forward import Forward
 from engine.process.transfers import HostCopy
 from engine.segmentation import inference
 from engine.segmentation.batches import AtOnce
 from keepless.torch_internals import FakeTensor, assert_on_device
+from models.forward import Forward
 
 Picture = np.ndarray | Image.Image | str | Path
 TRIMMED_EVERY = 8  # changes of image size; trimming takes a few milliseconds

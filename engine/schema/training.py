@@ -1,15 +1,13 @@
 """Keys of training runs of any task, with their rules and the messages that name them."""
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from datasets.reading import COLOURS
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.data import Data
-from engine.schema.keys import MOST_SECONDS, group, key, override, several
+from engine.schema.keys import MOST_SECONDS, group, key, several
 from engine.schema.memory import Memory
 from engine.schema.network import MOMENTUM, Body, InPlaceNorm, Norm, ReleasedNorm
 from engine.schema.optim import LRSchedule, Optim
@@ -68,12 +66,6 @@ class Trainer:
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
     # How long one process waits for another.
     timeout_seconds: int = key(1800, above=0, most=MOST_SECONDS, per_machine=True)
-
-    def overflow_advice(self) -> str:
-        """The end of a message about scores that are infinite or NaN."""
-        if self.precision == "float16":
-            return "precision=float16 overflows: use bfloat16 or float32"
-        return f"the network's values are too large even for precision={self.precision}"
 
 
 @dataclass
@@ -214,19 +206,6 @@ class TrainingRun:
         """The score for the console."""
         return f"{self.score_label} {100 * score:.2f} %"
 
-    def ended_early(self, evaluations: int, best: list | None) -> str:
-        """Why a run ended before its last step. `best`: step and score of the best evaluation."""
-        than = f"step {best[0]:,}'s {self.score_text(best[1])}" if best else "no number"
-        return f"{evaluations} evaluations were not better than {than} (trainer.patience={self.trainer.patience})"
-
-    def evaluation_command(self, checkpoint: Path) -> str:
-        """The command that evaluates a checkpoint, from the folder that this process was started in."""
-        entry = Path(__file__).resolve().parents[2] / "eval.py"
-        here = entry.parent == Path.cwd()
-        plugins = [f"plugins=[{','.join(self.plugins)}]"] if self.plugins else []
-        words = ["python", entry.name if here else str(entry), *plugins, override("checkpoint", checkpoint)]
-        return shlex.join(words)
-
     def apply_options(self, options: Any) -> None:
         """Take over this task's options of eval.py or scripts.predict (`schema.evaluation.TrainedNetwork`).
 
@@ -276,15 +255,6 @@ class TrainingRun:
                 f"trainer.precision={self.trainer.precision} with norm={self.norm.name}: {self.norm.only_float32}; "
                 f"give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
             )
-
-    def precision_advice(self) -> str | None:
-        """A line for the log of float32 trainings on a device that computes bfloat16 (docs/results/steps.md)."""
-        if self.trainer.precision != "float32" or self.norm.only_float32:
-            return None
-        return (
-            "this device computes bfloat16: trainer.precision=bfloat16 takes about half of the memory, and a step of "
-            "Table 3's ResNeXt-101 on an H100 79 ms instead of 97, with trainer.capture 39 instead of 69"
-        )
 
     def without_released_norm(self) -> float | None:
         """Replace norm=package by the equivalent in-place norm; return the eps of its scales |weight| + eps."""
@@ -344,51 +314,3 @@ class TrainingRun:
         over = f" over {processes} processes" if processes > 1 else ""
         over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""
         return f"data.crops_per_minibatch={self.data.crops_per_minibatch}{over}"
-
-    def memory_advice(self, processes: int, captured: bool = False) -> str:
-        """For messages: changes that each roughly halve a training step's memory, and are not made already."""
-        trainer, norm, crops = self.trainer, self.norm, self.data.crops_per_minibatch
-        at_a_time = crops // (processes * trainer.accumulation_steps)
-        ways = ["twice the trainer.accumulation_steps or processes"] * (at_a_time >= 2 * self.fewest_on_each(processes))
-        ways.append(f"data.crop_size={int(self.data.crop_size / 2**0.5)}")
-        if norm.name == "std" and norm.activation != "relu" and trainer.recompute == "none":
-            ways.append("norm=inplace")
-        if trainer.recompute in ("none", "activations") and not self.body.is_reversible():
-            ways.append("trainer.recompute=blocks")
-        if trainer.precision == "float32" and not norm.only_float32:
-            ways.append("trainer.precision=bfloat16")
-        fit = "" if self.memory.fit else ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
-        graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if captured else ""
-        halves = f"Each of these roughly halves the memory for crops: {', '.join(ways)}"
-        return f"({self.division(processes)}). {halves}{fit}{graph}"
-
-    def other_scale(self, variance: float) -> str:
-        """A warning if initial weights see `variance` times the variance that they were trained on."""
-        return (
-            f"init.weights={self.init.weights}: in training images the first norm sees {variance:.1e} times the "
-            f"variance that it was trained on, so the weights seem to expect another scale: check data.mean and "
-            f"data.std (networks from Caffe take levels of 0 to 255: data.std=[0.00392,0.00392,0.00392]; most of them "
-            f"also take BGR: reverse the input channels of the first convolution in the file)"
-        )
-
-    def lacks_weights(self, experiment: str) -> str:
-        """A warning if a run of an experiment that starts from trained weights has none."""
-        return (
-            f"experiment={experiment} starts from a pretrained backbone, and this run from random weights: it will "
-            f"count for no row of a table. Give init.weights=FILE; see the head of configs/experiment/{experiment}.yaml"
-        )
-
-    def new_run_advice(self, checkpoint: Path) -> str:
-        """For messages: how to start from the weights of `checkpoint`."""
-        return f"start a new run: another run_dir, and {shlex.quote(override('init.weights', checkpoint))}"
-
-    def patience_advice(self) -> str:
-        """For messages: how to continue a run that has ended early."""
-        return "a larger trainer.patience continues it, and null to its last step"
-
-    def divergence_advice(self, checkpoint: Path | None) -> str:
-        """For messages: how to continue from `checkpoint`, the last good one, after divergence."""
-        if checkpoint is None:
-            return "try a lower optim.lr"
-        start = shlex.quote(override("init.weights", checkpoint))
-        return f"with another run_dir, {start} starts from its weights, for example with a lower optim.lr"

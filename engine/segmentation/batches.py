@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.process.allocations import is_out_of_memory
 from engine.process.console import logger
-from engine.process.forward import Forward
 from engine.segmentation.inference import Views, grid, resolution
+from models.forward import Forward
 
 _MOST_LOGITS = 2**28  # of a pass that is sized by pixels, at full resolution: 1 GiB in float32
 _MOST_WAITING = 4  # batches' worth of images that wait for others of their size

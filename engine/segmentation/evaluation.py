@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from datasets import SegmentationDataset
 from engine.process.console import logger, speed_of, table_of, tracked
 from engine.process.distributed import World
-from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
 from engine.records.added_scores import NOTHING_ADDED, AddedScores
@@ -21,6 +20,7 @@ from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce, of_equal_size
 from engine.segmentation.inference import Views, predict
 from engine.segmentation.scores import PER_CLASS, Counts, segmentation_scores
+from models.forward import Forward
 
 
 def evaluate_split(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from datasets.transforms import base_scale, scaled
 from engine.process.allocations import memory_errors
-from engine.process.forward import Forward
+from models.forward import Forward
 from models.segmentation import EXACT, STRETCHED, SegmentationNetwork, upsampled
 
 _MOST_SCORES = 2**26  # class scores of a single pass; more are interpolated in parts

@@ -8,13 +8,13 @@ from torch import nn
 from engine.assemble import optimization
 from engine.assemble.network import forward
 from engine.process.distributed import World, data_parallel
-from engine.process.forward import Forward
 from engine.schema.schedule import Schedule
 from engine.schema.training import CAPTURE_ADVICE, Trainer, TrainingRun
 from engine.training.capture import CapturedMicroBatches, drawing, listed_few
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
 from models.dilated_groups import correct_gradients, dilated_groups
+from models.forward import Forward
 
 
 def learner(

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from datasets import ClassificationDataset, SegmentationDataset
-from engine.process.forward import Forward
+from models.forward import Forward
 
 _IMAGES = 4
 _FACTOR = 30.0  # far more than images of other scenes differ; levels of 0 to 255 make 3,000

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
 from engine.process.console import logger
-from engine.process.forward import Forward
 from engine.training.capture import CapturedMicroBatches, MicroBatch, NotCaptured
 from engine.training.saved_moments import check_scaler, load_moments
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import move_towards, norms_of
 from models.checkpoints.loading import not_finite
+from models.forward import Forward
 from models.freezing import training_mode
 
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large

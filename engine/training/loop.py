@@ -17,6 +17,7 @@ from engine.process.stopping import Preempted
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import PLANNED_STEPS
+from engine.training import advice
 from engine.training.learner import Learner, Outcome
 from engine.training.run import Config, Run, Split
 from keepless import checking_repetitions
@@ -140,8 +141,8 @@ def _explain(error: Exception, step: int, minibatch: dict, run: Run[Config, Spli
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         images, parts = minibatch["image"], run.learner.accumulation_steps
         crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
-        advice = run.config.memory_advice(run.world.size, captured=run.learner.captured is not None)
-        raise MemoryError(f"{cause_of(error)} in step {step} with {crops} on this device {advice}") from error
+        smaller = advice.on_memory(run.config, run.world.size, captured=run.learner.captured is not None)
+        raise MemoryError(f"{cause_of(error)} in step {step} with {crops} on this device {smaller}") from error
     if isinstance(error, (RuntimeError, ValueError)) and run.stop.requested:
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
         raise Preempted(f"stopped in step {step}, which did not end and will be repeated") from error

@@ -35,7 +35,7 @@ from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import deciding
 from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
-from engine.training import build
+from engine.training import advice, build
 from engine.training.input_scale import other_scale
 from engine.training.learner import Learner
 from keepless import share_plans
@@ -84,13 +84,13 @@ class Run(Generic[Config, Split]):
         had_ended = self.resumed is not None and has_ended(self.resumed)
         if self.resumed is not None:
             self._resume(learner, self.resumed)
-            known = self.resumed.get("scores") or list(filter(None, [self.resumed["best"]]))  # of earlier versions
+            known = self.resumed["scores"]
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
             if self.config.init.format is not None:  # our own files say how images were normalised
                 forward, side = learner.forward.through(learner.network), max(self.config.data.crop())
                 if (ratio := other_scale(forward, self.train_set, side)) is not None and self.world.first:
-                    logger.warning(self.config.other_scale(ratio))
+                    logger.warning(advice.on_scale(self.config, ratio))
         self.resumed = None  # frees the memory of a network and its momentum
         self._announce(learner)
         self.learner = learner
@@ -113,26 +113,27 @@ class Run(Generic[Config, Split]):
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
         if had_ended and self.start_step < self.schedule.total_steps:
             if self.metrics.ends_early:
+                longer = "a larger trainer.patience continues it, and null to its last step"
                 place = f"{self.directory.path} has ended early, after step {self.start_step:,}"
-                logger.info(f"{place}: {self._why_ended()}. It is evaluated again; {self.config.patience_advice()}")
+                logger.info(f"{place}: {self._why_ended()}. It is evaluated again; {longer}")
             elif self.world.first:
                 self.directory.results.unlink(missing_ok=True)  # the run goes on
 
     def _resume(self, learner: Learner, state: dict) -> None:
         """ValueError: the checkpoint has other classes or does not fit the learner."""
-        advice = "Restore the checkpoint"
+        cure = "Restore the checkpoint"
         if changed := plugins.changed_since(state.get("plugins", {})):
             logger.warning(f"since {self.directory.resumed} these files of plugins have changed: {', '.join(changed)}")
         try:
             if state["classes"] != list(self.train_set.classes):
-                advice = "Give the dataset's classes their names and order again"
+                cure = "Give the dataset's classes their names and order again"
                 raise ValueError(f"its classes differ: {first_difference(state['classes'], self.train_set.classes)}")
             learner.load_state_dict(state)
             restore_random_states(state.get("random"), self.world)
         except ValueError as error:
             raise ValueError(
                 f"run_dir={self.directory.path} cannot be continued from {self.directory.resumed}, of step "
-                f"{self.start_step}: {error}. {advice}, or give another run_dir to start a new run"
+                f"{self.start_step}: {error}. {cure}, or give another run_dir to start a new run"
             ) from error
 
     def ended(self, status: str) -> None:
@@ -144,7 +145,7 @@ class Run(Generic[Config, Split]):
                 logger.warning(f"logger={name}: {type(error).__name__}: {error}")
 
     def _why_ended(self) -> str:
-        return self.config.ended_early(self.metrics.without_better, self.metrics.best)
+        return advice.ended_early(self.config, self.metrics.without_better, self.metrics.best)
 
     def share_plans(self) -> None:
         """Make all ranks follow rank 0's plans, because ranks measure different times. Every rank must call it."""
@@ -173,8 +174,8 @@ class Run(Generic[Config, Split]):
         if self.config.trainer.compile or self.config.compiles_norms(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
         if self.world.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-            if (advice := self.config.precision_advice()) is not None:
-                logger.info(advice)
+            if (line := advice.on_precision(self.config)) is not None:
+                logger.info(line)
 
     def _applied(self, learner: Learner) -> str:
         """For the log: initial weights, how a step computes, what is frozen, each group's rate and decay."""
@@ -265,7 +266,7 @@ class Run(Generic[Config, Split]):
         images, whole = evaluated.images, len(self.val_set)
         of = f" on {images} of {whole} images" if images < whole else ""
         print_results(self.console, evaluated, f"{self.val_set.name} {self.val_set.split}, last checkpoint{of}")
-        evaluate = self.config.evaluation_command(self.directory.last)
+        evaluate = advice.evaluation_command(self.config, self.directory.last)
         last, best = self.directory.last, self.directory.best
         summary = self.metrics.summary(last, best, lambda score: self.config.score_text(score) + of, evaluate)
         self.console.print(summary, soft_wrap=True)
@@ -310,7 +311,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                     logger.warning(f"{kind} split {split.split}: {sentence}")
             chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
             if config.init.weights is None and any(map(weights_of, chosen)) and world.first:
-                logger.warning(config.lacks_weights(chosen[-1]))
+                logger.warning(advice.on_random_weights(chosen[-1]))
             _write_config(run, command)
             with world.first_goes_ahead() as first:
                 if data.verify and first:

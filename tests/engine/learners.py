@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from engine import assemble
-from engine.process.forward import Forward
 from engine.schema.data import Data
 from engine.schema.training import Trainer, TrainingRun
 from engine.training.learner import Learner
+from models.forward import Forward
 
 
 def forward_of(

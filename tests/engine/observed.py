@@ -25,7 +25,6 @@ from engine import assemble
 from engine.configuration import config as configuration
 from engine.prediction import opening
 from engine.process.distributed import World
-from engine.process.forward import Forward
 from engine.records.evaluated import Evaluated
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import refuse_other_tasks
@@ -34,6 +33,7 @@ from engine.training import build, loop, planner
 from engine.training import run as running
 from engine.training.learner import Learner
 from models import recomputation
+from models.forward import Forward
 
 OURS = ("datasets.", "engine.", "keepless.", "models.", "tests.")
 RATES = ("lr", "initial_lr", "weight_decay", "momentum", "nesterov", "betas", "fused")  # of groups of an optimiser

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.process.forward import Forward
 from engine.segmentation.inference import Views, predict, windows_along
 from keepless import InPlaceABN
 from models.bodies import resnext101
+from models.forward import Forward
 from models.heads import DeepLabV3
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork, features_read, upsampled

@@ -16,12 +16,12 @@ from engine.configuration import config as cfg
 from engine.prediction import predictors
 from engine.prediction.opening import open_checkpoint, open_network, predictor
 from engine.prediction.programs import exported
-from engine.process.forward import Forward
 from engine.schema.evaluation import Prediction, Window
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from engine.segmentation.batches import AtOnce
 from keepless import InPlaceABN
+from models.forward import Forward
 from tests import trees
 from tests.checkpoints import saved
 from tests.host_reads import host_reads

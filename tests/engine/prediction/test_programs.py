@@ -8,8 +8,8 @@ from torch import nn
 
 from engine.prediction.predictors import Predictor
 from engine.prediction.programs import FromLevels, exported, largest_difference, whole_paddings
-from engine.process.forward import Forward
 from keepless import ABN, InPlaceABN
+from models.forward import Forward
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
 from tests.bodies import SMALL_BODIES, trained

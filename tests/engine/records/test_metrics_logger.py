@@ -24,6 +24,7 @@ from engine.checkpoint.run_directory import RunDirectory
 from engine.process import start
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
+from engine.training import advice
 from tests.runs import NARROW_A2, REPOSITORY, SHORT, checked, run_config, same
 from train_seg import train
 
@@ -55,7 +56,7 @@ def evaluated(**scores) -> Evaluated:
 def summary_of(running: MetricsLogger, directory: RunDirectory) -> list[str]:
     """The lines of a segmentation run's summary."""
     config = run_config()
-    evaluate = config.evaluation_command(directory.last)
+    evaluate = advice.evaluation_command(config, directory.last)
     return running.summary(directory.last, directory.best, config.score_text, evaluate).splitlines()
 
 

@@ -12,12 +12,12 @@ from datasets import SegmentationDataset, cityscapes
 from engine import assemble
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
-from engine.process.forward import Forward
 from engine.records.evaluated import Evaluated
 from engine.segmentation import evaluation
 from engine.segmentation.batches import AtOnce, of_equal_size
 from engine.segmentation.evaluation import evaluate_split
 from engine.segmentation.inference import WHOLE_IMAGE, Views, predict
+from models.forward import Forward
 from tests import trees
 from tests.engine.learners import forward_of
 from tests.engine.segmentation.test_inference import SmallBody, pictures, without_head

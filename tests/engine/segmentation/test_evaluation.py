@@ -18,7 +18,6 @@ from datasets import SegmentationDataset, WholeImages, cityscapes
 from datasets.workers import Loader
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
-from engine.process.forward import Forward
 from engine.process.output_files import WrittenBehind
 from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.evaluated import Evaluated
@@ -26,6 +25,7 @@ from engine.segmentation.batches import AtOnce
 from engine.segmentation.evaluation import evaluate_split, iou_table
 from engine.segmentation.inference import WHOLE_IMAGE, Views
 from engine.segmentation.pictures import PictureCollector, overlay, write_predictions
+from models.forward import Forward
 from tests import trees
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import forward_of

@@ -60,7 +60,7 @@ def test_a_step_that_fails_after_a_request_to_stop_is_a_stop(requested):
     """Signals of a scheduler end the compilers that a step has started; what is not finite stays an error."""
     run = SimpleNamespace(
         learner=learner_of(nn.Conv2d(3, 5, 1)),
-        config=SimpleNamespace(memory_advice=lambda devices, captured: ""),
+        config=None,
         stop=SimpleNamespace(requested=requested),
         world=World(),
     )

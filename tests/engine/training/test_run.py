@@ -13,6 +13,7 @@ from engine import assemble
 from engine.assemble.network import forward
 from engine.configuration import config as configuration
 from engine.process.distributed import World
+from engine.training import advice
 from engine.training.run import Run, opened
 from tests import trees
 from tests.engine.learners import learner_of
@@ -131,7 +132,7 @@ def test_the_first_line_says_why_a_run_is_not_captured(device, because, said):
 
 def test_a_float32_training_on_a_device_for_bfloat16_is_told_what_it_gains():
     """The message quotes docs/results/steps.md; this compares the two."""
-    said = run_config().precision_advice()
+    said = advice.on_precision(run_config())
     table = (REPOSITORY / "docs" / "results" / "steps.md").read_text()
     part = table[table.index("## Card of table3/cityscapes_resnext101_inplace_fixed_crop") :]
     half = "trainer.precision=bfloat16"
@@ -140,8 +141,8 @@ def test_a_float32_training_on_a_device_for_bfloat16_is_told_what_it_gains():
             rf"(?m)^\| {re.escape(switch)} \| (\d+) \|", part[: part.index("### Not measured")]
         )[:1]
         assert re.search(rf"\b{milliseconds}\b", said)
-    assert half in said and run_config(half).precision_advice() is None
-    assert run_config("norm=package").precision_advice() is None
+    assert half in said and advice.on_precision(run_config(half)) is None
+    assert advice.on_precision(run_config("norm=package")) is None
 
 
 def test_a_record_says_whether_steps_were_captured_and_the_configuration_stays():
@@ -158,7 +159,7 @@ def test_the_log_says_what_bfloat16_gains_where_a_device_computes_it(computes, m
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: computes)
     monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(info=said.append))
     Run._announce(own, learner_of(nn.Conv2d(3, 5, 1)))
-    assert len(said) > 1 and (own.config.precision_advice() in said) is computes
+    assert len(said) > 1 and (advice.on_precision(own.config) in said) is computes
 
 
 @pytest.mark.parametrize("computes, precision", [(False, "bfloat16"), (True, "bfloat16"), (False, "float16")])
@@ -182,10 +183,10 @@ def test_bfloat16_that_a_device_only_emulates_gets_a_warning(computes, precision
 )
 def test_advice_against_too_little_memory_leaves_out_what_is_set(words, crops, ways):
     config = run_config("norm=std", *words, f"data.crops_per_minibatch={crops}")
-    found = re.search("memory for crops: (.*?)[.] memory.budget=… memory.fit=batch", config.memory_advice(1))
+    found = re.search("memory for crops: (.*?)[.] memory.budget=… memory.fit=batch", advice.on_memory(config, 1))
     assert re.fullmatch(ways, found[1])
     config.memory.fit = "batch"
-    assert "memory.fit" not in config.memory_advice(1)
+    assert "memory.fit" not in advice.on_memory(config, 1)
 
 
 def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):

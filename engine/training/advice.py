@@ -1,0 +1,68 @@
+"""What a training's log and errors advise: the command that evaluates, smaller settings, other weights."""
+
+import shlex
+from pathlib import Path
+
+from engine.schema.keys import override
+from engine.schema.training import TrainingRun
+
+
+def evaluation_command(config: TrainingRun, checkpoint: Path) -> str:
+    """The command that evaluates a checkpoint, from the folder that this process was started in."""
+    entry = Path(__file__).resolve().parents[2] / "eval.py"
+    here = entry.parent == Path.cwd()
+    plugins = [f"plugins=[{','.join(config.plugins)}]"] if config.plugins else []
+    words = ["python", entry.name if here else str(entry), *plugins, override("checkpoint", checkpoint)]
+    return shlex.join(words)
+
+
+def ended_early(config: TrainingRun, evaluations: int, best: list | None) -> str:
+    """Why a run ended before its last step. `best`: step and score of the best evaluation."""
+    than = f"step {best[0]:,}'s {config.score_text(best[1])}" if best else "no number"
+    return f"{evaluations} evaluations were not better than {than} (trainer.patience={config.trainer.patience})"
+
+
+def on_precision(config: TrainingRun) -> str | None:
+    """A line for the log of float32 trainings on a device that computes bfloat16 (docs/results/steps.md)."""
+    if config.trainer.precision != "float32" or config.norm.only_float32:
+        return None
+    return (
+        "this device computes bfloat16: trainer.precision=bfloat16 takes about half of the memory, and a step of "
+        "Table 3's ResNeXt-101 on an H100 79 ms instead of 97, with trainer.capture 39 instead of 69"
+    )
+
+
+def on_memory(config: TrainingRun, processes: int, captured: bool = False) -> str:
+    """Changes that each roughly halve a training step's memory, and are not made already."""
+    trainer, norm, crops = config.trainer, config.norm, config.data.crops_per_minibatch
+    at_a_time = crops // (processes * trainer.accumulation_steps)
+    ways = ["twice the trainer.accumulation_steps or processes"] * (at_a_time >= 2 * config.fewest_on_each(processes))
+    ways.append(f"data.crop_size={int(config.data.crop_size / 2**0.5)}")
+    if norm.name == "std" and norm.activation != "relu" and trainer.recompute == "none":
+        ways.append("norm=inplace")
+    if trainer.recompute in ("none", "activations") and not config.body.is_reversible():
+        ways.append("trainer.recompute=blocks")
+    if trainer.precision == "float32" and not norm.only_float32:
+        ways.append("trainer.precision=bfloat16")
+    fit = "" if config.memory.fit else ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
+    graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if captured else ""
+    halves = f"Each of these roughly halves the memory for crops: {', '.join(ways)}"
+    return f"({config.division(processes)}). {halves}{fit}{graph}"
+
+
+def on_scale(config: TrainingRun, variance: float) -> str:
+    """A warning that initial weights see `variance` times the variance that they were trained on."""
+    return (
+        f"init.weights={config.init.weights}: in training images the first norm sees {variance:.1e} times the "
+        f"variance that it was trained on, so the weights seem to expect another scale: check data.mean and "
+        f"data.std (networks from Caffe take levels of 0 to 255: data.std=[0.00392,0.00392,0.00392]; most of them "
+        f"also take BGR: reverse the input channels of the first convolution in the file)"
+    )
+
+
+def on_random_weights(experiment: str) -> str:
+    """A warning that a run of an experiment that starts from trained weights has none."""
+    return (
+        f"experiment={experiment} starts from a pretrained backbone, and this run from random weights: it will "
+        f"count for no row of a table. Give init.weights=FILE; see the head of configs/experiment/{experiment}.yaml"
+    )
