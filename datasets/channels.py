@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps, TiffImagePlugin
 
 from datasets import file_formats as formats
+from datasets.file_formats import Tags
 from datasets.file_list import readable, unfit
 from datasets.reading import (
     ALL_16,
@@ -43,7 +44,7 @@ _ARRAY_MARK = b"\x93NUMPY"
 _OF_PNG = {formats.GRAY: 1, formats.COLOUR: 3, 4: 2, 6: 4}  # channels of the colour types, except a palette
 _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _INTERPRETATION = 256, 257, 258, 259, 262  # tags of TIFF files
 _CHANNELS, _PLANES, _KIND = 277, 284, 339
-_FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH, _SUBFILE = 266, 274, 317, 322, 254
+_FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH = 266, 274, 317, 322
 _PLACES = 273, 278, 279, 323, 324, 325  # tags of where strips or tiles lie, and of their heights
 _LOSSLESS = {1, 5, 8, 32_773, 32_946, 34_925, 50_000}  # none, LZW, deflate, PackBits, deflate, LZMA, Zstandard
 _WHITE_IS_0, _PALETTE, _AS_STORED = 0, 3, (0, 1, 2, 5)  # interpretations: gray, gray, RGB, CMYK
@@ -51,8 +52,6 @@ _EXPECTED = {
     "TIFF": "a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved or each a page, without JPEG inside",
     "array": "an array (H, W, channels) of uint8 or uint16",
 }
-
-Tags = Mapping[int, Any]
 
 
 def read_file(path: Path, photograph: bool, channels: int) -> Stored:
@@ -118,7 +117,10 @@ def further_channels(file: Stored) -> int:
     Such are alpha, an infrared channel, or black in a CMYK TIFF: reading as RGB drops them, or mixes them in.
     """
     try:
-        if not (file.data.startswith(formats.PNG) or is_tiff(file)) or (number := count(file)) in (1, COLOURS):
+        if not (file.data.startswith(formats.PNG) or _is_tiff(file)) or (number := count(file)) in (
+            1,
+            COLOURS,
+        ):
             return 0
         further = _values(file, number, EVERYTHING)[..., 1 if number == 2 else COLOURS :]
     except ValueError:  # of a kind that is read as RGB only
@@ -128,7 +130,7 @@ def further_channels(file: Stored) -> int:
 
 def pages_if_one_is_read(file: Stored, channels: int) -> int:
     """Number of pages of an image whose first page alone is read. 1 if all of its pages are read."""
-    return 1 if channels != COLOURS and is_tiff(file) else pages(file)
+    return 1 if channels != COLOURS and _is_tiff(file) else pages(file)
 
 
 def visible(channels: int, shown: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -146,8 +148,8 @@ def picture(image: np.ndarray, shown: Sequence[int] | None = None) -> np.ndarray
     return image if places == (*range(image.shape[2]),) else np.ascontiguousarray(image[..., places])
 
 
-def is_tiff(file: Stored) -> bool:
-    return bytes(file.data[:4]) in TiffImagePlugin.PREFIXES
+def _is_tiff(file: Stored) -> bool:
+    return formats.is_tiff(file.data)
 
 
 def is_array(file: Stored) -> bool:
@@ -162,7 +164,7 @@ def count(file: Stored) -> int:
         return shape[2] if len(shape) == 3 else 1
     if data.startswith(formats.PNG):
         number = _OF_PNG.get(data[25], 0)
-    elif is_tiff(file):
+    elif _is_tiff(file):
         its = _pages(file)
         number = 0 if _PALETTE in (tags.get(_INTERPRETATION) for tags in its) else sum(map(_channels_of, its))
     else:
@@ -176,7 +178,7 @@ def count(file: Stored) -> int:
 
 def check_number(file: Stored, channels: int) -> None:
     """ValueError if a file has another number of channels; one may be stored as three equal ones of one page."""
-    as_colours = channels == 1 and not (is_tiff(file) and len(_pages(file)) > 1)
+    as_colours = channels == 1 and not (_is_tiff(file) and len(_pages(file)) > 1)
     if (found := count(file)) != channels and not (found == COLOURS and as_colours):
         raise ValueError(
             f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number of "
@@ -191,7 +193,7 @@ def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
     if is_array(file):
         pixels = _array(file)[window]
         return pixels.astype(pixels.dtype.newbyteorder("="))  # a copy
-    if is_tiff(file) and channels > 1:
+    if _is_tiff(file) and channels > 1:
         return _tiff(file)[window]
     if channels == 1:
         return _gray(file, window)
@@ -239,21 +241,9 @@ def _array(file: Stored) -> np.ndarray:
 
 
 def _pages(file: Stored) -> list[Tags]:
-    """The tags of a TIFF's pages of the first one's size, without reduced copies and masks."""
-    path, data = file
-    with decoding(path, f"an image; expected {_EXPECTED['TIFF']}"):
-        header, found, seen = data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8], list[Tags](), set[int]()
-        place = TiffImagePlugin.ImageFileDirectory_v2(header).next
-        while place and place not in seen:
-            seen.add(place)
-            tags = TiffImagePlugin.ImageFileDirectory_v2(header)
-            content = BytesIO(data)
-            content.seek(place)
-            tags.load(content)
-            found.append({**tags})
-            place = tags.next
-        sizes = [(tags[_WIDTH], tags[_HEIGHT]) for tags in found]
-    return [tags for tags, its in zip(found, sizes, strict=True) if its == sizes[0] and not tags.get(_SUBFILE, 0) & 5]
+    """The tags of a TIFF's pages, see `tiff_pages`."""
+    with decoding(file.path, f"an image; expected {_EXPECTED['TIFF']}"):
+        return formats.tiff_pages(file.data)
 
 
 def _channels_of(tags: Tags) -> int:

@@ -1,15 +1,20 @@
-"""The structure of PNG and JPEG files. Functions take the bytes of a file and decode no pixels."""
+"""The structure of PNG, JPEG and TIFF files. Functions take the bytes of a file and decode no pixels."""
 
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from typing import Any
+
+from PIL import TiffImagePlugin
 
 PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
 JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
 GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
 _PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
 PNG_PIXELS, PNG_ANIMATION = (_PIXELS, b"fdAT"), (b"acTL", b"fcTL", b"fdAT")  # kinds of chunks
+_WIDTH, _HEIGHT, _SUBFILE = 256, 257, 254  # tags of TIFF files; the last: 1 a reduced copy, 4 a mask
 _HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing
 _CHANNELS = {GRAY: 1, COLOUR: 3, PALETTE: 1, 4: 2, 6: 4}
 # First column, first row, and the steps to the next ones, of the parts in which a PNG stores its pixels; interlaced: 7.
@@ -21,6 +26,8 @@ _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a JPEG marker, except 
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
 _SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top
 _JPEG_MARGIN = 16  # rows of the largest JPEG block: a row may be interpolated with rows below it
+
+Tags = Mapping[int, Any]  # of a TIFF's page
 
 
 def png_chunks(data: bytes) -> Iterator[memoryview]:
@@ -108,3 +115,23 @@ def jpeg_down_to(data: bytes, rows: int) -> bytes | None:
         return None
     height = min(int.from_bytes(frame[5:7], "big"), rows + _JPEG_MARGIN)
     return data[: offset + 5] + height.to_bytes(2, "big") + data[offset + 7 :]
+
+
+def is_tiff(data: bytes) -> bool:
+    return bytes(data[:4]) in TiffImagePlugin.PREFIXES
+
+
+def tiff_pages(data: bytes) -> list[Tags]:
+    """The tags of a TIFF's pages of the first one's size, without reduced copies and masks. Raises as Pillow does."""
+    header, found, seen = data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8], list[Tags](), set[int]()
+    place = TiffImagePlugin.ImageFileDirectory_v2(header).next
+    while place and place not in seen:
+        seen.add(place)
+        tags = TiffImagePlugin.ImageFileDirectory_v2(header)
+        content = BytesIO(data)
+        content.seek(place)
+        tags.load(content)
+        found.append({**tags})
+        place = tags.next
+    size = found[0][_WIDTH], found[0][_HEIGHT]
+    return [tags for tags in found if (tags[_WIDTH], tags[_HEIGHT]) == size and not tags.get(_SUBFILE, 0) & 5]

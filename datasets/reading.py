@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, ImageSequence, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
 from datasets.file_list import readable, unfit
@@ -21,7 +21,6 @@ _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
-_SUBFILE = 254  # a tag: 1 a reduced copy, 4 a mask
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
 _BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
 # Kinds of PNGs: depth, colour type (4 and 6 have alpha). Decoders stretch gray of 2 and 4 bits.
@@ -208,14 +207,14 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
 def _decode_tiff_label(file: Stored) -> np.ndarray:
     """The values in a TIFF: (H, W) of 1, 8 or 16 bits, or uint8 (H, W, channels)."""
     path, data = file
-    if data[:4] not in TiffImagePlugin.PREFIXES:
+    if not formats.is_tiff(data):
         raise Unreadable(f"{path}: is neither PNG nor TIFF (starts with {data[:4]!r}); expected one of them.")
     expected = f"a label; expected {_TIFF}, black as 0, unturned, one page"
     with decoding(path, expected), Image.open(BytesIO(data), formats=["TIFF"]) as image:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         turned, inverted = orientation(data) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
-        if not exact or turned or inverted or _is_misread(image, tags) or getattr(image, "n_frames", 1) > 1:
+        if not exact or turned or inverted or _is_misread(image, tags) or pages(file) > 1:
             raise UnidentifiedImageError("another kind of TIFF")
         return np.asarray(image)
 
@@ -233,21 +232,19 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
 
 
 def pages(file: Stored) -> int:
-    """How many pages or frames of its first one's size a TIFF, GIF, WebP or AVIF has, without reduced copies, masks."""
+    """How many pages a TIFF has (see `tiff_pages`), or frames a GIF, WebP or AVIF."""
     with suppress(Exception):
+        if formats.is_tiff(file.data):
+            return len(formats.tiff_pages(file.data))
         if not file.has_end_mark:
-            image = Image.open(BytesIO(file.data), formats=PHOTOGRAPHS)
-            shown = [
-                (each.size, getattr(each, "tag_v2", {}).get(_SUBFILE, 0)) for each in ImageSequence.Iterator(image)
-            ]
-            return sum(size == shown[0][0] and not kind & 5 for size, kind in shown)
+            return getattr(Image.open(BytesIO(file.data), formats=PHOTOGRAPHS), "n_frames", 1)
     return 1
 
 
 def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
     """`decode_values` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
-    known, is_tiff = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel", data[:4] in TiffImagePlugin.PREFIXES
+    known, is_tiff = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel", formats.is_tiff(data)
     with decoding(path, f"an image; expected {_TIFF if is_tiff else known}", converts=is_tiff):
         with _opened(data) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF

@@ -29,7 +29,7 @@ NEEDED = ("task", "step", "config", "classes", "network")
 # palette, label_ids: segmentation. unnamed_classes: `classes` are numbers, because a converted file had no names.
 # mean_image: was subtracted from the images.
 OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
-OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
+OF_TRAINING = ("total_steps", "best", "scores", "data")  # only to resume a run
 
 
 _ALONE = "scripts.convert_checkpoint"

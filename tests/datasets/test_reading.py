@@ -524,3 +524,9 @@ def test_pages_of_the_first_one_s_size_count(tmp_path):
         assert pages(stored(tmp_path / f"a{suffix}", photograph=True)) == count
     one.save(tmp_path / "a.png")
     assert pages(stored(tmp_path / "a.png")) == 1
+    ids = Image.fromarray(photograph()[..., 0] % 3)
+    ids.save(tmp_path / "label.tif", save_all=True, append_images=[ids.resize((2, 2))])  # a label beside its thumbnail
+    assert np.array_equal(decode_mask(tmp_path / "label.tif"), np.asarray(ids))
+    ids.save(tmp_path / "label.tif", save_all=True, append_images=[ids])
+    with pytest.raises(ValueError, match="label.tif: .*one page"):
+        decode_mask(tmp_path / "label.tif")
