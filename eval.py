@@ -23,7 +23,7 @@ from engine.prediction.opening import checkpoint_of, trained_forward
 from engine.process.console import log_to, make_console
 from engine.process.distributed import World, joined
 from engine.process.output_files import writable_file
-from engine.records.evaluated import are_results, print_results, write_results
+from engine.records.evaluated import print_results, write_results
 from engine.schema.evaluation import Evaluation
 from engine.schema.training import TrainingRun
 from engine.training.run import verify_with_progress
@@ -67,7 +67,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         )
     assemble.arithmetic(config.trainer)
     forward = trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
-    writable_file("results", results_file, path, ours=are_results)
+    writable_file("results", results_file, path, kind="results")
     with world.first_goes_ahead() as first:  # last, as it takes long for many files
         if config.data.verify and first:
             verify_with_progress(dataset, console)

@@ -23,7 +23,7 @@ from engine.configuration.choices import CONFIGS
 from engine.configuration.command_line import configured
 from engine.process.allocations import keep_freed_memory
 from engine.process.distributed import device_of
-from engine.process.output_files import marked, writable_file, write_file
+from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts
@@ -95,7 +95,7 @@ def carry_out(benchmark: Benchmark, arguments: Any) -> str:
     out = Path(arguments.out)
     if out.suffix != ".json":
         raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
-    writable_file("out", out, ours=marked(rb'\A\{\s*"calls": \['))
+    writable_file("out", out, kind="record")
     record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
     measure(benchmark, arguments, record, out)
     for number, call in written_here(record):

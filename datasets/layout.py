@@ -11,7 +11,7 @@ from datasets.file_list import list_files, readable, unfit
 from datasets.segmentation import Files
 
 # Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image. Files
-# with a `RARE` one, which earlier versions passed over, count where no other has their name.
+# with a `RARE` one count where no other has their name.
 PHOTOGRAPHS = tuple(".png .jpg .jpeg .bmp .jfif .tif .tiff .webp .avif .gif .heic .heif".split())
 RARE = tuple(".jpe .mpo .apng .ppm .pgm .pbm .pnm .jp2 .j2k .jpf .jpx .jpc .j2c .tga .vda .icb .vst .qoi".split())
 
@@ -146,6 +146,6 @@ def remarks_on(
     """Sentences on labels without an image, on other files that are left out, and on `images` with a RARE suffix."""
     rare = [path for path in map(str, images) if path.lower().endswith(RARE)]
     kinds = {"left out {} labels without an image": alone, "left out {} files that are not read as images": others}
-    kinds |= {"read {} images with suffixes that earlier versions passed over": rare}
+    kinds |= {"read {} images with rare suffixes": rare}
     found = {kind.format(len(of)): min(map(str, of)) for kind, of in kinds.items() if of}
     return tuple(f"{kind}, such as {first_of([example])}" for kind, example in found.items())

@@ -26,7 +26,7 @@ from omegaconf import MISSING
 
 from datasets.file_list import printable
 from engine.configuration.command_line import configured
-from engine.process.output_files import marked, writable_file, write_file
+from engine.process.output_files import is_ours, writable_file, write_file
 from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
 from scripts.reports.markdown import conditions, escaped, in_lines, mean_of, table
@@ -192,12 +192,11 @@ def compare(config: Comparison) -> Path:
     folders = {(out / named_after([run.name])).resolve(): run for group in groups for run in group.runs}
     if any(run.folder.resolve() in folders for run in folders.values() if not run.is_copy):
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
-    is_copy = marked(rb'"run_dir": "DIR"')
     for folder in filter(Path.is_dir, folders):
-        if any(folder.iterdir()) and not is_copy(folder / "results.json"):
+        if any(folder.iterdir()) and not is_ours(folder / "results.json", "copy of a run"):
             raise ValueError(f"out={out}: {folder} holds no copy of a run, and would be overwritten: give another path")
     page, picture = Path(f"{out}.md"), Path(f"{out}.png")
-    writable_file("out", page, ours=marked(rb"python -m scripts\.compare_runs"))
+    writable_file("out", page, kind="comparison")
     if not page.is_file():
         writable_file("out", picture)
     for folder, run in folders.items():

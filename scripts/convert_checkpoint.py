@@ -76,7 +76,7 @@ def convert(options: Conversion) -> list[str]:
     for key_name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
         if ours and given is not None:
             raise ValueError(f"{key_name}={given} has no effect on {name}, a checkpoint of ours: leave it out")
-    writable_file("output", output, source, ours=checkpoint.was_written_alone)
+    writable_file("output", output, source, kind="network")
     if ours and options.format == "checkpoint":
         lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
     elif ours:

@@ -38,7 +38,7 @@ from engine.prediction.opening import Opened, open_checkpoint
 from engine.prediction.predictors import Segmenter
 from engine.prediction.programs import exported, largest_difference
 from engine.process.console import logger, make_console
-from engine.process.output_files import marked, writable_file, write_file
+from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.evaluation import Prediction
 from engine.schema.keys import key
@@ -75,7 +75,7 @@ def export(options: Export) -> dict:
     source = checkpoint.file_of(options.checkpoint)
     found = open_checkpoint(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
     about = metadata(found, options)
-    writable_file("output", output, source, ours=marked(rb'"ignore_index": ', rb'"range16": '))
+    writable_file("output", output, source, kind="program")
     program = exported(found.network, options.size, getattr(torch, options.precision), options.argmax)
     content = onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)
     loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()

@@ -39,7 +39,7 @@ from engine.process.console import log_to, logger, make_console, progress_bar, s
 from engine.process.output_files import (
     WrittenBehind,
     check_outside,
-    marked,
+    is_ours,
     npy,
     png,
     short_name,
@@ -49,12 +49,11 @@ from engine.process.output_files import (
 )
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
-from scripts.reports.predictions import MARK, Page
+from scripts.reports.predictions import Page
 
 KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
 SUFFIXES = {"probabilities": "npy"}  # of the others png
 # Whether the files that exist are ours: classes.json is the list of an output's pictures, see `check_written`.
-are_classes, is_table = marked(rb'\A\[\n\{"id": \d+, "name": '), marked(rb"\Aimage(,class1,probability1|\n)")
 
 
 def predict(options: Prediction) -> list[Path]:
@@ -222,12 +221,12 @@ def check_written(options: Prediction, output: Path, images: Iterable[Path], seg
     A classes.json of ours stands for the pictures beside it.
     """
     if options.report:
-        writable_file("report", Path(options.report), file_of(options.checkpoint), *images, ours=marked(MARK))
+        writable_file("report", Path(options.report), file_of(options.checkpoint), *images, kind="page of predictions")
     if not segments:
-        writable_file("output", output / TABLE, ours=is_table)
+        writable_file("output", output / TABLE, kind="likeliest classes")
         return
     file = writable_folder("output", output) / CLASSES
-    if are_classes(file):
+    if is_ours(file, "class list"):
         return
     if os.path.lexists(file) and not (file.is_file() and not file.stat().st_size):
         raise ValueError(f"output={output} has a dataset's {CLASSES}, which would be lost: give another folder")

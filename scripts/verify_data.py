@@ -29,7 +29,7 @@ from datasets.verify import first_lines
 from engine import assemble
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, table_of
-from engine.process.output_files import marked, writable_file, write_file
+from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
@@ -53,7 +53,7 @@ def verify_data(config: VerifyData) -> dict[str, dict]:
     """
     console = make_console()
     if config.out is not None:
-        writable_file("out", Path(config.out), ours=marked(rb'\A\{\s*"dataset": "[^"]*",\s*"problems": '))
+        writable_file("out", Path(config.out), kind="problems")
     official = assemble.official_images(config.data) or {"train": None}  # whose error shows the layout
     unknown = [split for split in config.splits or () if split not in official]
     if unknown or config.splits == []:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from datasets.class_names import check_order
 from engine.process.console import logger
-from engine.process.output_files import NO_INODES, NO_ROOM, explained, marked, partial_file, partial_path
+from engine.process.output_files import NO_INODES, NO_ROOM, explained, partial_file, partial_path
 from engine.schema.training import OF_OTHERS
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
@@ -33,7 +33,6 @@ OF_TRAINING = ("total_steps", "best", "scores", "data")  # only to resume a run
 
 
 _ALONE = "scripts.convert_checkpoint"
-was_written_alone = marked(_ALONE.encode())  # whether a file is one of `write_alone`
 _COUNT, _BYTE = range(2**63), range(256)
 # What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
 _PARTS: dict[str, tuple[Any, str]] = {
@@ -76,8 +75,7 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
     OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
     for name in (path.name, *RESUMED, BEST):
-        for left in (path.with_name(f"{name}.partial"), partial_path(path.with_name(name))):  # before, and now
-            left.unlink(missing_ok=True)
+        partial_path(path.with_name(name)).unlink(missing_ok=True)
 
     def not_written(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB

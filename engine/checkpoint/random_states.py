@@ -23,7 +23,7 @@ def restore_random_states(states: Any, world: World) -> None:
     is logged, as for another number of threads on CPUs. ValueError: `states` are not from `random_states`.
     """
     try:
-        cpu, cuda = states["cpu"], states["cuda"]
+        cpu, cuda, then = states["cpu"], states["cuda"], states["threads"]
         before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)
         torch.set_rng_state(cpu[world.rank if before == now else 0])
         if before == now and cuda:
@@ -32,7 +32,7 @@ def restore_random_states(states: Any, world: World) -> None:
         raise ValueError("it has no states of random number generators") from error
     if before == now:
         threads = torch.get_num_threads()
-        if world.first and not cuda and (then := states.get("threads", threads)) != threads:
+        if world.first and not cuda and then != threads:
             advice = f"OMP_NUM_THREADS={then} keeps it bitwise identical"
             logger.warning(f"the run was on {then} threads and continues on {threads}: it rounds otherwise; {advice}")
         return

@@ -27,6 +27,21 @@ from PIL import Image
 LIST = "written.json"  # of the pictures that a command wrote into a folder
 _ABOUT = "the files below were written by a command, which may replace them"  # in the list
 NO_INODES, CHECK_DISK = "No inodes left on device", "Check the disk or the connection to it"
+# What a command may replace, because one of ours wrote it: by kind, regular expressions that are all in the file.
+_OURS = {
+    "list of files": (_ABOUT.encode(),),
+    "results": (rb'\A\{\s*"dataset": "[^"]*",\s*"split": ', rb'"environment": \{'),
+    "scores of images": (rb"\Aname,miou_of_image,",),
+    "problems": (rb'\A\{\s*"dataset": "[^"]*",\s*"problems": ',),  # of verify_data
+    "network": (b"scripts.convert_checkpoint",),
+    "program": (rb'"ignore_index": ', rb'"range16": '),  # of export
+    "copy of a run": (rb'"run_dir": "DIR"',),
+    "comparison": (rb"python -m scripts\.compare_runs",),
+    "class list": (rb'\A\[\n\{"id": \d+, "name": ',),
+    "likeliest classes": (rb"\Aimage(,class1,probability1|\n)",),
+    "page of predictions": (rb"\A<!doctype html>\n[^\n]*\n<style>\n:root \{ --opacity: ",),
+    "record": (rb'\A\{\s*"calls": \[',),  # of a benchmark
+}
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_ACCESS = "Make the folder and its files writable (or readable: owner, permissions, chattr -i, how it is mounted)"
 _CURES = {
@@ -56,10 +71,11 @@ def writable_folder(key: str, folder: Path) -> Path:
     return folder
 
 
-def writable_file(key: str, file: Path, *sources: Path, ours: Callable[[Path], bool] = lambda file: False) -> None:
+def writable_file(key: str, file: Path, *sources: Path, kind: str | None = None) -> None:
     """Create a file's folder if needed. ValueError, naming `key`: not writable, or what is there would be lost.
 
-    `sources`: the command's inputs. `ours`: whether the command wrote a file, which it may replace, as an empty one.
+    `sources`: the command's inputs. `kind`: what the command writes; it may replace such a file (see `is_ours`), and
+    an empty one.
     """
     if os.path.lexists(file):
         is_source = file.exists() and any(source.exists() and file.samefile(source) for source in sources)
@@ -67,23 +83,19 @@ def writable_file(key: str, file: Path, *sources: Path, ours: Callable[[Path], b
         what = what if file.exists() else "a link that leads nowhere"
         if what:
             raise ValueError(f"{key}={file} is {what}: give another file")
-        if file.stat().st_size and not ours(file):
+        if file.stat().st_size and not (kind and is_ours(file, kind)):
             raise ValueError(
                 f"{key}={file} was not written by this command, and would be lost: give another file, or remove it"
             )
     writable_folder(key, file.parent)
 
 
-def marked(*marks: bytes) -> Callable[[Path], bool]:
-    """A function that says whether all `marks`, regular expressions, are found in a file."""
-
-    def is_marked(file: Path) -> bool:
-        if not (file.is_file() and file.stat().st_size):
-            return False
-        with open(file, "rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return all(re.search(mark, view) for mark in marks)
-
-    return is_marked
+def is_ours(file: Path, kind: str) -> bool:
+    """Whether a file is of a kind that our commands write."""
+    if not (file.is_file() and file.stat().st_size):
+        return False
+    with open(file, "rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return all(re.search(mark, view) for mark in _OURS[kind])
 
 
 def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
@@ -92,13 +104,12 @@ def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
     ValueError, naming `key`: it is not writable, or holds some of them although they are not in its list.
     """
     there, file = [name for name in names if os.path.lexists(folder / name)], folder / LIST
-    writable_file(key, file, ours=marked(_ABOUT.encode()))  # another rank may have written it, and files since `there`
+    writable_file(key, file, kind="list of files")  # another rank may have written it, and files since `there`
     known = {*json.loads(file.read_text())["files"]} if file.is_file() else set()
     if foreign := [name for name in there if name not in known]:
         raise ValueError(
             f"{key}={folder} holds {foreign[0]}{f' and {len(foreign) - 1} others' if foreign[1:] else ''}, which would "
-            f"be replaced: no {LIST} says that a command wrote them (earlier versions wrote none). Give another "
-            f"folder, or remove them"
+            f"be replaced: no {LIST} says that a command wrote them. Give another folder, or remove them"
         )
     if not known.issuperset(names):
         write_file(file, json.dumps({"about": _ABOUT, "files": sorted(known.union(names))}, indent=0) + "\n")

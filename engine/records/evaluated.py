@@ -12,12 +12,11 @@ from rich.table import Table
 
 from datasets import ClassificationDataset, SegmentationDataset
 from engine.process.console import table_of
-from engine.process.output_files import marked, write_file
+from engine.process.output_files import write_file
 from engine.records.provenance import provenance
 from keepless.torch_internals import tree_map
 
 # Whether a file is one of an evaluation's results.
-are_results = marked(rb'\A\{\s*"dataset": "[^"]*",\s*"split": ', rb'"environment": \{')
 Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
 
 

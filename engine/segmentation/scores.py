@@ -13,7 +13,7 @@ from torch import Tensor
 
 from datasets import IGNORED, ClassTable
 from engine.process.distributed import World
-from engine.process.output_files import marked, writable_file, write_file
+from engine.process.output_files import writable_file, write_file
 
 CPU = torch.device("cpu")
 PER_CLASS = ("iou", "accuracy")  # scores of each class
@@ -106,7 +106,7 @@ class ImageScores:
     takes_name = True
 
     def __init__(self, classes: Sequence[str], file: Path, key: str = "file"):
-        writable_file(key, file, ours=marked(rb"\Aname,miou_of_image,"))
+        writable_file(key, file, kind="scores of images")
         self.classes, self.file, self.counts = classes, file, np.zeros((2, len(classes)), np.int64)
         self.rows: list[tuple[str, np.ndarray]] = []  # name, and counts of this image
 

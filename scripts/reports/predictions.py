@@ -10,7 +10,6 @@ from PIL import Image
 
 from datasets.file_list import printable
 
-MARK = rb"\A<!doctype html>\n[^\n]*\n<style>\n:root \{ --opacity: "  # by which a page is known
 LARGEST = (800, 800)  # pixels of an image on the page
 _HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>

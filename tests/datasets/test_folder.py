@@ -344,7 +344,7 @@ def test_images_of_other_formats_are_not_passed_over(root):
 
 
 def test_what_is_left_out_is_counted_and_what_trained_before_trains(root):
-    """A suffix that earlier versions did not read counts where no other file has its name, and with a label."""
+    """A rare suffix counts where no other file has its name, and with a label."""
     before, image = folder(root, "train"), next((root / "train/images/b").iterdir())
     assert before.remarks == ()
     for name in (f"{image.stem}.ppm", "unlabelled.tga", "x.png.part", ".hidden", "Thumbs.db"):
@@ -360,7 +360,7 @@ def test_what_is_left_out_is_counted_and_what_trained_before_trains(root):
     assert [sentence.partition(", such as ")[0] for sentence in after.remarks] == [
         "left out 1 labels without an image",
         "left out 4 files that are not read as images",  # beside another of the name, without a label, of other kinds
-        "read 2 images with suffixes that earlier versions passed over",
+        "read 2 images with rare suffixes",
     ]
     assert after.remarks[0].endswith("train/labels/b/without.png") and joined([after, after]).remarks == after.remarks
     assert {entry.image.name for entry in after.files} >= {"new.jp2", "z.ppm", image.name}

@@ -22,7 +22,6 @@ from engine.process import output_files
 from engine.process.output_files import (
     WrittenBehind,
     claim_folder,
-    marked,
     png,
     writable_file,
     writable_folder,
@@ -81,23 +80,23 @@ def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
 
 def test_a_file_is_replaced_only_if_a_mark_says_whose_it_is(tmp_path):
     """Links, to a file or to nowhere, count as what they lead to."""
-    ours = marked(rb"\A<!doctype", rb"mine")
-    contents = {"ours": b"<!doctype mine", "empty": b"", "other": b"<!doctype", "labels.png": b"\x89PNG mine"}
+    mine = b'{"dataset": "d", "split": "val", "environment": {}}'
+    contents = {"ours": mine, "empty": b"", "other": mine[:30], "labels.png": b"\x89PNG" + mine}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "link").symlink_to("other")
     (tmp_path / "gone").symlink_to("nowhere")
     for name in ("ours", "empty", "new"):
-        writable_file("report", tmp_path / name, ours=ours)
+        writable_file("report", tmp_path / name, kind="results")
     for name, reason in (
         *((name, "was not written by this command") for name in ("other", "labels.png", "link")),
         *(("gone", "is a link that leads nowhere"), (".", "is a folder")),
     ):
         with pytest.raises(ValueError, match=f"^report={tmp_path / name} {reason}"):
-            writable_file("report", tmp_path / name, ours=ours)
+            writable_file("report", tmp_path / name, kind="results")
     os.link(tmp_path / "ours", tmp_path / "input")
     with pytest.raises(ValueError, match="is the input: give another file"):
-        writable_file("report", tmp_path / "ours", tmp_path / "input", ours=ours)
+        writable_file("report", tmp_path / "ours", tmp_path / "input", kind="results")
 
 
 def test_a_folder_takes_pictures_beside_others_but_replaces_only_those_on_its_list(tmp_path):
@@ -117,7 +116,7 @@ def test_a_folder_takes_pictures_beside_others_but_replaces_only_those_on_its_li
         claim_folder("overlays", folder, names)
     (old := tmp_path / "old").mkdir()
     (old / "a.png").symlink_to("nowhere")
-    with pytest.raises(ValueError, match="holds a.png, .*earlier versions wrote none"):
+    with pytest.raises(ValueError, match="holds a.png, .*no written.json says that a command wrote them"):
         claim_folder("overlays", old, names)
     assert [path.name for path in old.iterdir()] == ["a.png"]
 
