@@ -29,6 +29,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import initial_weights
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
+from engine.prediction.authors_networks import of_released
 from engine.process.console import make_console
 from engine.process.output_files import writable_file
 from engine.schema.classification import ClassFoldersData, ClassificationRun
@@ -116,7 +117,7 @@ def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
 
 def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, source: Path, output: Path) -> list[str]:
     """Write an ordinary checkpoint of step 0. Returns lines that describe it."""
-    config, state, architecture = assemble.of_released(file, f"input={source}")
+    config, state, architecture = of_released(file, f"input={source}")
     segments, unnamed = isinstance(config, SegmentationRun), options.classes is None and options.data.root is None
     config.data.root = options.data.root
     if isinstance(config.data, ClassFoldersData):

@@ -1,6 +1,5 @@
 """Build objects from configuration keys. Besides, only the entries, `training` and `prediction` handle both."""
 
-from engine.assemble.authors_networks import of_released
 from engine.assemble.classification import (
     classified_crops,
     classified_images,

@@ -5,6 +5,7 @@ import torch
 
 from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.prediction.authors_networks import of_released
 from keepless import ABN, InPlaceABN
 from models.checkpoints.released import weights_in
 from tests import released_files as files
@@ -26,7 +27,7 @@ def test_a_classifier_from_its_file_alone(tmp_path, kind):
     released = Released(plain=scale == "raw")
     expected = released.classified(describe(released, IMAGES, **options), 3)
     path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors)
-    config, state, _ = assemble.of_released(weights_in(torch.load(path), path, "it", scale), "it")
+    config, state, _ = of_released(weights_in(torch.load(path), path, "it", scale), "it")
     assert (state["step"], state["classes"], getattr(config.body, "stem", None)) == (0, ["0", "1", "2"], stem)
     assert state["unnamed_classes"]
     assert (config.norm.name, config.norm.activation, config.norm.activation_param) == (norm, "leaky_relu", 0.01)
@@ -43,7 +44,7 @@ def test_a_classifier_from_its_file_alone(tmp_path, kind):
 
 def test_the_segmentation_network_has_the_release_s_options(tmp_path):
     path, _ = files.small_vistas(tmp_path / "vistas.pth.tar", dtype=torch.float32)
-    config, state, _ = assemble.of_released(weights_in(torch.load(path), path, "it", "released"), "it")
+    config, state, _ = of_released(weights_in(torch.load(path), path, "it", "released"), "it")
     assert (config.body.output_stride, config.body.downsampling, config.head.pooling_size) == (8, "stride", [84, 84])
     data = config.data
     assert (data.name, data.base_size, data.antialias) == ("vistas", 2048, True)
