@@ -1,11 +1,13 @@
 """Checkpoint files: all that resuming or evaluating a run needs, as tensors in plain containers."""
 
+import errno
 import os
 import reprlib
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,7 @@ NEEDED = ("task", "step", "config", "classes", "network")
 # mean_image: was subtracted from the images.
 OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "scores", "data")  # only to resume a run
-
-
+_NOT_FLUSHED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EBADF  # of folders on network disks
 _ALONE = "scripts.convert_checkpoint"
 _COUNT, _BYTE = range(2**63), range(256)
 # What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
@@ -116,11 +117,7 @@ def _replace(path: Path, content: dict, message: Callable[[OSError], str], previ
             if previous is not None and path.exists():
                 os.replace(path, previous)
             os.replace(file.name, path)
-        folder = os.open(path.parent, os.O_RDONLY)  # flush the renames too
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _flush_renames(path.parent)
     except BaseException as error:
         reason: BaseException | None = error  # torch.save may report an unexpected file position instead
         while reason is not None and not isinstance(reason, OSError):
@@ -128,6 +125,31 @@ def _replace(path: Path, content: dict, message: Callable[[OSError], str], previ
         if reason is None or not isinstance(error, (OSError, RuntimeError)):
             raise
         raise OSError(message(reason)) from error
+
+
+def _flush_renames(folder: Path) -> None:
+    """Flush a folder. Where it cannot be flushed a warning says so: the file itself is on the disk."""
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            logger.warning(f"{folder} cannot be flushed to its disk ({error.strerror}): check the disk")
+        elif error.errno in _NOT_FLUSHED:
+            _warn_once(folder, error.strerror)
+        else:
+            raise
+
+
+@cache
+def _warn_once(folder: Path, why: str) -> None:
+    logger.warning(
+        f"the disk of {folder} does not flush folders ({why}): after a power failure a checkpoint may have its earlier "
+        f"name"
+    )
 
 
 def what_is_left(reason: OSError, folder: Path, *checkpoints: Path | None) -> str:

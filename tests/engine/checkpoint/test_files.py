@@ -82,6 +82,25 @@ def test_a_quota_keeps_the_checkpoint(path_and_previous, monkeypatch, call):
     check_that_step_2_is_not_written(path_and_previous[0], None, message="Disk quota exceeded")
 
 
+@pytest.mark.parametrize("number, times", [(errno.EINVAL, 1), (errno.EACCES, 1), (errno.EIO, 2)])
+def test_a_disk_that_cannot_flush_folders_is_named_and_the_checkpoint_stays(
+    path_and_previous, monkeypatch, caplog, number, times
+):
+    """As CIFS, 9p or a virtual machine's shared folders. That the bytes of the file cannot be flushed is an error."""
+    flush = os.fsync
+
+    def of_files(opened: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{opened}"):
+            raise OSError(number, os.strerror(number))
+        flush(opened)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    for step in (2, 3):
+        checkpoint.save(path_and_previous[0], state_of(step))
+    assert checkpoint.load(path_and_previous[0])["step"] == 3
+    assert len(caplog.messages) == times and os.strerror(number) in caplog.text
+
+
 @pytest.mark.parametrize(
     "number, cure", [(errno.EPERM, "Make the folder and its files writable"), (errno.EIO, "Check the")]
 )
