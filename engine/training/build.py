@@ -13,7 +13,7 @@ from engine.schema.training import CAPTURE_ADVICE, Trainer, TrainingRun
 from engine.training.capture import CapturedMicroBatches, drawing, listed_few
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
-from models.dilated_groups import correct_gradients, dilated_groups
+from models.cpu_gradients import KINDS, correct_gradients, wrong_gradients
 from models.forward import Forward
 
 
@@ -30,18 +30,27 @@ def learner(
     """
     torch.manual_seed(config.seed)
     plain = forward(config, make(), world.device)
-    if world.device.type == "cpu" and config.trainer.precision == "bfloat16":
-        # TorchInductor chooses memory formats itself.
-        wrong = dilated_groups(plain.network) if config.trainer.compile else correct_gradients(plain.network)
-        if wrong:
-            raise ValueError(
-                f"trainer.precision=bfloat16, trainer.compile={str(config.trainer.compile).lower()}: on a CPU PyTorch "
-                f"computes wrong gradients of {wrong[0]}, a dilated convolution with groups; give "
-                f"trainer.precision=float32{' or trainer.compile=false' if config.trainer.compile else ''}"
-            )
+    if world.device.type == "cpu" and (config.trainer.channels_last or config.trainer.precision == "bfloat16"):
+        _correct_on_cpu(config.trainer, plain.network)
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
     return learner_of(config, plain, schedule, world, eager_because)
+
+
+def _correct_on_cpu(trainer: Trainer, network: nn.Module) -> None:
+    """ValueError: PyTorch would compute wrong gradients of a convolution, and they cannot be corrected."""
+    if trainer.compile:  # TorchInductor chooses memory formats itself
+        wrong = wrong_gradients(network, "bfloat16") if trainer.precision == "bfloat16" else []
+    else:
+        wrong = correct_gradients(network, trainer.precision)
+    if wrong:
+        cure = "trainer.compile=false" if trainer.compile else "trainer.channels_last=false"
+        if trainer.precision == "bfloat16":
+            cure = "trainer.precision=float32" + f" or {cure}" * trainer.compile
+        raise ValueError(
+            f"trainer.precision={trainer.precision}, trainer.compile={str(trainer.compile).lower()}: on a CPU PyTorch "
+            f"computes wrong gradients of {wrong[0]}, {KINDS[trainer.precision]}; give {cure}"
+        )
 
 
 def learner_of(

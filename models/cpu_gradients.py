@@ -1,8 +1,12 @@
-"""Train convolutions with groups and dilation in bfloat16 on a CPU, where PyTorch's own gradients are wrong.
+"""Train convolutions on a CPU whose weights' gradients PyTorch computes wrongly in the memory format channels_last.
 
-In the memory format channels_last, the gradient of their weights is off by more than its own size, or NaN, if an image
-has some 28 columns (torch 2.14, a processor with AVX-512; the contiguous format and float32 are right). Such layers are
-the depthwise convolutions of MobileNets and EfficientNets at a stride below 32, and ResNeXt's grouped ones.
+Groups and dilation in bfloat16: the gradient is off by more than its own size, or NaN, if an image has some 28 columns
+(torch 2.14, a processor with AVX-512). Such layers are the depthwise convolutions of MobileNets and EfficientNets at a
+stride below 32, and ResNeXt's grouped ones.
+
+1x1 kernels with a stride and fewer input channels than a vector has numbers (8 with AVX2, 16 with AVX-512) in float32:
+oneDNN writes outside of its buffers, and the process is killed sooner or later (oneDNN#6035). timm's RepVGG begins with
+one. In the contiguous format both are right.
 """
 
 from typing import Any
@@ -12,33 +16,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-
-def dilated_groups(network: nn.Module) -> list[str]:
-    """Names of the convolutions with groups and dilation."""
-    return [
-        name
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Conv2d) and module.groups > 1 and max(module.dilation) > 1
-    ]
+KINDS = {"bfloat16": "a dilated convolution with groups", "float32": "a 1x1 convolution with a stride"}  # by precision
+_VECTOR = 16  # float32 numbers
 
 
-def correct_gradients(network: nn.Module) -> list[str]:
-    """Correct the gradients of the network's `dilated_groups`.
+def wrong_gradients(network: nn.Module, precision: str) -> list[str]:
+    """Names of the convolutions whose gradients are wrong in float32 or bfloat16, see above."""
+
+    def is_wrong(conv: nn.Conv2d) -> bool:
+        if precision == "bfloat16":
+            return conv.groups > 1 and max(conv.dilation) > 1
+        is_strided = conv.kernel_size == (1, 1) and max(conv.stride) > 1
+        return precision == "float32" and is_strided and conv.groups == 1 and 1 < conv.in_channels < _VECTOR
+
+    return [name for name, module in network.named_modules() if isinstance(module, nn.Conv2d) and is_wrong(module)]
+
+
+def correct_gradients(network: nn.Module, precision: str) -> list[str]:
+    """Correct the gradients of the network's `wrong_gradients`.
 
     Returns the names of the convolutions that stay wrong: those with their own forward pass, with a padding mode other
     than zeros, or with padding given as a word.
     """
     left = []
-    for name in dilated_groups(network):
+    for name in wrong_gradients(network, precision):
         module = network.get_submodule(name)
         if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
-            module.__class__ = DilatedGroups
-        elif not isinstance(module, DilatedGroups):
+            module.__class__ = FromCopies
+        elif not isinstance(module, FromCopies):
             left.append(name)
     return left
 
 
-class DilatedGroups(nn.Conv2d):
+class FromCopies(nn.Conv2d):
     """`nn.Conv2d` with zero padding, in the dtype of `torch.autocast`; second derivatives raise an error."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients of dilated convolutions with groups in bfloat16 on a CPU."""
+"""Gradients of convolutions that PyTorch computes wrongly on a CPU."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from keepless.saved import kept_bytes
-from models.dilated_groups import correct_gradients
+from models.cpu_gradients import FromCopies, correct_gradients, wrong_gradients
 
 
 @pytest.mark.parametrize("channels, groups, kernel, bias", [(64, 64, 3, False), (64, 16, 3, True), (64, 64, 5, False)])
@@ -18,7 +18,7 @@ def test_gradients_equal_float64_s_and_nothing_more_is_kept(channels, groups, ke
     exact, before = copy.deepcopy(network).double(), copy.deepcopy(network)
     for each in (network, before):
         each.to(memory_format=torch.channels_last)
-    assert correct_gradients(network) == [] and [*network.state_dict()] == [*before.state_dict()]
+    assert correct_gradients(network, "bfloat16") == [] and [*network.state_dict()] == [*before.state_dict()]
     image = torch.randn(2, channels, 30, 30).contiguous(memory_format=torch.channels_last).requires_grad_()
     double, dy = image.detach().double().requires_grad_(), torch.randn(2, channels, 30, 30)
     with torch.autocast("cpu", torch.bfloat16):
@@ -38,4 +38,19 @@ def test_other_kinds_of_convolutions_are_named():
 
     kinds = [nn.Conv2d(4, 4, 3, padding="same", dilation=2, groups=4), Own(4, 4, 3, dilation=2, groups=2)]
     network = nn.Sequential(*kinds, nn.Conv2d(4, 4, 3, dilation=2), nn.Conv2d(4, 4, 3, groups=4))
-    assert correct_gradients(network) == ["0", "1"]
+    assert correct_gradients(network, "bfloat16") == ["0", "1"]
+
+
+def test_strided_1x1_convolutions_of_few_channels_train_in_float32():
+    """PyTorch's own backward pass writes outside of its buffers, which kills the process now or later."""
+    network = nn.Sequential(nn.Conv2d(3, 16, 1, stride=2), nn.Conv2d(16, 4, 1, stride=2), nn.Conv2d(4, 4, 1))
+    assert wrong_gradients(network, "float32") == ["0"] and correct_gradients(network, "float32") == []
+    assert isinstance(network[0], FromCopies) and not isinstance(network[1], FromCopies)
+    exact = copy.deepcopy(network).double()
+    for _ in range(30):  # without the correction, some of these kill the process
+        image = torch.randn(2, 3, 64, 64).contiguous(memory_format=torch.channels_last)
+        network.zero_grad()
+        network.to(memory_format=torch.channels_last)(image).square().sum().backward()
+    exact(image.double()).square().sum().backward()
+    for ours, right in zip(network.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), right.grad, rtol=1e-5, atol=1e-5)
