@@ -117,6 +117,25 @@ def hear_again(before: dict[int, Any]) -> None:
         signal.signal(number, handler)
 
 
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Context that raises TimeoutError in code that takes longer, such as a service's. Only the main thread can."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise TimeoutError(f"did not return within {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, in case the code catches the error and waits on
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _end_within_seconds(status: int) -> None:
     """An exit handler: end with `status` even if a library's handler hangs, as PyTorch's may on its compilers.
 

@@ -48,6 +48,7 @@ def train(
     minibatch_size = run.config.data.crops_per_minibatch
     if run.config.trainer.profile and world.first:
         minibatches = _profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
+    run.begin()
     run.stop.training = True
     with run.metrics as metrics:
         evaluated, was_stopped = None, schedule.evaluates(run.start_step) and run.start_step not in metrics.scores

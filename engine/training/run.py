@@ -1,9 +1,10 @@
 """A training run of any task on one rank, from its configuration to its results."""
 
+import copy
 import math
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -29,7 +30,7 @@ from engine.process.allocations import forget_peak, keep_freed_memory, peak_memo
 from engine.process.console import counted, log_to, logger, make_console
 from engine.process.distributed import World, cores_per_rank, joined
 from engine.process.output_files import write_file
-from engine.process.stopping import Preempted, StopRequest
+from engine.process.stopping import SECONDS_TO_END, Preempted, StopRequest, at_most
 from engine.records.evaluated import Dataset, Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import deciding
@@ -62,6 +63,7 @@ class Run(Generic[Config, Split]):
     start_step: int = 0  # of that checkpoint
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
+    random: Any = None  # of a resumed run: the states of its random numbers, see `begin`
     loggers: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -96,7 +98,9 @@ class Run(Generic[Config, Split]):
         self.learner = learner
         for name, own in self.config.logger.items() if self.world.first else ():
             try:
-                self.loggers[name] = builder("logger", own)(self.directory.path, config=self.plain_config)
+                with self._same_random_numbers():
+                    made = builder("logger", own)(self.directory.path, config=copy.deepcopy(self.plain_config))
+                self.loggers[name] = made
             except (Exception, SystemExit) as error:  # anything, from a service that is not ours
                 raise ValueError(f"logger={name} cannot begin: {type(error).__name__}: {error}") from error
         self.metrics = MetricsLogger(
@@ -129,18 +133,28 @@ class Run(Generic[Config, Split]):
                 cure = "Give the dataset's classes their names and order again"
                 raise ValueError(f"its classes differ: {first_difference(state['classes'], self.train_set.classes)}")
             learner.load_state_dict(state)
-            restore_random_states(state.get("random"), self.world)
         except ValueError as error:
-            raise ValueError(
-                f"run_dir={self.directory.path} cannot be continued from {self.directory.resumed}, of step "
-                f"{self.start_step}: {error}. {cure}, or give another run_dir to start a new run"
-            ) from error
+            raise _not_continued(self, error, cure) from error
+        self.random = state.get("random")
+
+    def begin(self) -> None:
+        """Continue the random numbers of a resumed run. Called last, as constructors of one's own may draw some."""
+        if self.start_step:
+            try:
+                restore_random_states(self.random, self.world)
+            except ValueError as error:
+                raise _not_continued(self, error, "Restore the checkpoint") from error
+
+    def _same_random_numbers(self) -> AbstractContextManager:
+        """Context whose code, which is not ours, changes none of the numbers that training draws."""
+        return torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else [])
 
     def ended(self, status: str) -> None:
         """Tell the run's own loggers how it ended: finished, stopped or failed. Their errors change nothing."""
         for name, own in self.loggers.items():
             try:
-                own.end(status)
+                with at_most(SECONDS_TO_END):
+                    own.end(status)
             except (Exception, SystemExit) as error:  # anything, from a service that is not ours
                 logger.warning(f"logger={name}: {type(error).__name__}: {error}")
 
@@ -235,7 +249,8 @@ class Run(Generic[Config, Split]):
         if self.learner.captured is not None:
             self.learner.captured.release()
         arithmetic(self.config.trainer)  # or cuDNN would search for kernels for every size of an image
-        evaluated = evaluate()
+        with self._same_random_numbers():  # scores of one's own may draw some
+            evaluated = evaluate()
         arithmetic(self.config.trainer, fixed_sizes=True)
         self.directory.check_in_place()
         forget_peak(self.world.device)  # an evaluation may need more than training
@@ -356,6 +371,13 @@ def _agree(
     world.check_equal(found, f"every machine needs the same data, and all must share the folder {directory.path}")
     console, start_step = make_console(world.rank), resumed["step"] if resumed else 0
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
+
+
+def _not_continued(run: Run, error: ValueError, cure: str) -> ValueError:
+    return ValueError(
+        f"run_dir={run.directory.path} cannot be continued from {run.directory.resumed}, of step {run.start_step}: "
+        f"{error}. {cure}, or give another run_dir to start a new run"
+    )
 
 
 def _write_config(run: Run, command: str) -> None:

@@ -1,6 +1,7 @@
 """A run, until its first step."""
 
 import re
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -99,6 +100,34 @@ def test_what_a_logger_does_at_the_end_changes_nothing(problem, monkeypatch):
     run = MagicMock(loggers={"bad": MagicMock(end=MagicMock(side_effect=problem)), "good": MagicMock(end=told.append)})
     Run.ended(run, "finished")
     assert told == ["finished"] and said == [f"logger=bad: {type(problem).__name__}: {problem}"]
+
+
+def test_a_logger_that_never_ends_is_given_up_and_named(monkeypatch):
+    told, said = [], []
+    monkeypatch.setattr("engine.training.run.SECONDS_TO_END", 0.01)
+    monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=said.append))
+    endless = SimpleNamespace(end=lambda status: threading.Event().wait())
+    Run.ended(MagicMock(loggers={"stuck": endless, "good": MagicMock(end=told.append)}), "finished")
+    assert told == ["finished"] and said == ["logger=stuck: TimeoutError: did not return within 0.01 s"]
+
+
+def test_a_logger_changes_neither_the_configuration_nor_random_numbers(tmp_path, monkeypatch):
+    def meddle(folder, config):
+        config["optim"]["lr"] = 7.0
+        torch.rand(3)
+
+    monkeypatch.setattr("engine.training.run.builder", lambda *_: meddle)
+    states = []
+    for names in ([], ["mine"]):
+        config = run_config(*SHORT, f"run_dir={tmp_path}/{len(names)}", "data.verify=false")
+        with opened(config, "train_seg.py", assemble.labelled_splits) as run:
+            assert run.plain_config["logger"] == {}
+            config.logger = dict.fromkeys(names)
+            run.start(lambda config=config: assemble.network_of(config, 19))
+            run.loggers.clear()
+            states.append(torch.get_rng_state())
+            assert run.recorded_config()["optim"]["lr"] == config.optim.lr
+    assert torch.equal(*states)
 
 
 def test_a_run_computes_with_the_arithmetic_of_its_keys(tmp_path):
