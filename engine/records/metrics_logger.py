@@ -225,11 +225,13 @@ class MetricsLogger:
         self.tensorboard.flush()
         logger.info(f"step {step:,} of {self.total_steps:,}  val {evaluated.summary}{self._time_left()}")
 
-    def summary(self, last_file: Path, best_file: Path, score_text: Callable[[float], str], evaluate: str) -> str:
+    def summary(
+        self, last_file: Path, best_file: Path, score_text: Callable[[float], str], evaluate: Callable[[Path], str]
+    ) -> str:
         """The run's cost, its files, and the next commands, one per line. The first steps do not count as speed.
 
-        `last_file`, `best_file`: its checkpoints. `score_text` formats a score; `evaluate` is the command that
-        evaluates the last checkpoint.
+        `last_file`, `best_file`: its checkpoints. `score_text` formats a score; `evaluate` makes the command that
+        evaluates a checkpoint: the last one, and the best one of a run that ended early.
         """
         speed, counted = "", (self.all - self.planned) or self.all
         if seconds := counted["seconds"]:
@@ -245,7 +247,8 @@ class MetricsLogger:
             **({"ended": f"early: {self.why_ended}"} if self.why_ended else {}),
             "last": f"{last_file}, step {last}, {score_text(self.scores[last])}",
             "best": f"{best_file}{gone}, step {best[0]}, {score_text(best[1])}" if best else "none",
-            "evaluate": evaluate,
+            "evaluate": evaluate(last_file),
+            **({"or best": evaluate(best_file)} if self.why_ended and best and not gone else {}),
             "curves": shlex.join(["tensorboard", "--logdir", str(run_dir / "tensorboard")]),
         }
         return "\n".join(f"{name:<9} {line}" for name, line in lines.items())

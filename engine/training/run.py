@@ -281,7 +281,7 @@ class Run(Generic[Config, Split]):
         images, whole = evaluated.images, len(self.val_set)
         of = f" on {images} of {whole} images" if images < whole else ""
         print_results(self.console, evaluated, f"{self.val_set.name} {self.val_set.split}, last checkpoint{of}")
-        evaluate = advice.evaluation_command(self.config, self.directory.last)
+        evaluate = partial(advice.evaluation_command, self.config)
         last, best = self.directory.last, self.directory.best
         summary = self.metrics.summary(last, best, lambda score: self.config.score_text(score) + of, evaluate)
         self.console.print(summary, soft_wrap=True)

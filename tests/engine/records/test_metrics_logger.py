@@ -56,7 +56,7 @@ def evaluated(**scores) -> Evaluated:
 def summary_of(running: MetricsLogger, directory: RunDirectory) -> list[str]:
     """The lines of a segmentation run's summary."""
     config = run_config()
-    evaluate = advice.evaluation_command(config, directory.last)
+    evaluate = partial(advice.evaluation_command, config)
     return running.summary(directory.last, directory.best, config.score_text, evaluate).splitlines()
 
 

@@ -1,6 +1,7 @@
 """A run that ends early, by trainer.patience: its end is a fact of its checkpoint."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def test_a_run_ends_after_evaluations_that_are_not_better(tmp_path, capsys):
     assert best["step"] == 4 and not best["finished"] and state.keys() - best.keys() == set() and "ema" in best
     why = "2 evaluations were not better than step 4's top-1 50.00 % (trainer.patience=2)"
     assert f"the run ends after step 8 of 12: {why}" in (tmp_path / "log.txt").read_text()
-    assert f"ended     early: {why}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"ended     early: {why}" in said
+    for name in ("evaluate ", "or best  "):
+        assert re.search(rf"(?m)^{name} python eval.py checkpoint=\S*{'best' if 'best' in name else 'last'}.pt$", said)
     assert val_records(tmp_path) == [2, 4, 6, 8]
     options = Evaluation(checkpoint=str(last_of(tmp_path)))
     file = options.default_results_file(classification_config(*KEYS), None if has_ended(state) else 8)
