@@ -32,11 +32,11 @@ from benchmarks import (
     tables,
 )
 from benchmarks.frame import RESULTS, Benchmark, calls_text
-from benchmarks.summaries import SUMMARIES
+from benchmarks.summaries import SUMMARIES, picture
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from scripts.compare_runs import compared, report
-from scripts.reports import papers
+from scripts.reports import charts, papers
 from scripts.reports.markdown import table, unfolded
 
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # name, mark, text
@@ -131,6 +131,7 @@ class NoKeys:
 def main(_: NoKeys) -> None:
     for document in DOCUMENTS:
         write_file(document, written(document.read_text()))
+    charts.save(picture(), papers.REPOSITORY / "docs" / "memory.png")
 
 
 if __name__ == "__main__":

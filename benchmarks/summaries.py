@@ -1,4 +1,4 @@
-"""The small tables of README.md and docs/results/camvid.md, from the records: each is a block of its page."""
+"""The small tables and the picture of README.md, and tables of docs/results/camvid.md, from the records."""
 
 import json
 from collections.abc import Iterator
@@ -6,8 +6,11 @@ from functools import cache
 from statistics import mean, median
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from benchmarks.frame import RESULTS
 from benchmarks.rows import GIB, MIB, ratio_of, relative
+from scripts.reports import charts
 from scripts.reports.markdown import mean_of, table
 
 STD, BFLOAT16, GRAPHS = "norm=std", "trainer.precision=bfloat16", "trainer.capture=true"
@@ -22,10 +25,12 @@ PROTOCOL = {  # run: norms, side of a crop
     "std_crop_376": ("control of memory: standard norms", "376²"),
 }
 SHOWN = {  # of these, in the README
-    "std": "standard norms",
-    "inplace_larger_crops": "in-place ABN, larger crops",
-    "recompute_larger_crops": "recomputed activations, larger crops",
-    "std_equal_time": "standard norms, more steps",
+    "std": "standard norms, crops of 240²",
+    "inplace_larger_crops": "in-place ABN, crops of 352²",
+    "recompute_larger_crops": "recomputed activations, crops of 376²",
+    "std_crop_352": "control: standard norms, crops of 352²",
+    "std_crop_376": "control: standard norms, crops of 376²",
+    "std_equal_time": "standard norms, crops of 240², 800 steps instead of 300",
 }
 ABLATIONS = {  # run of 400 steps: what it changes
     "random": "random weights",
@@ -68,48 +73,47 @@ def miou(folder: str, digits: int = 2) -> str:
     return mean_of([100 * score for score in runs(folder, "miou")], digits)
 
 
-def readme_step() -> str:
-    """Memory and time of a step of Table 3's network with standard and with in-place norms."""
+def step_of_table3(norms: str, *switches: str) -> dict[str, Any]:
+    """A step of Table 3's network in bfloat16 on an H100, with standard or in-place norms."""
+    switch = " ".join([STD, BFLOAT16, *switches] if norms == "standard" else [BFLOAT16, *switches])
+    items = next(call["items"] for call in record("steps")["calls"] if call["name"] == "h100")
+    return next(row for row in items[f"start1/{norms}"] if row["switch"] == switch)
 
-    def own(norms: str, *switches: str) -> dict[str, Any]:
-        switch = " ".join([STD, BFLOAT16, *switches] if norms == "standard" else [BFLOAT16, *switches])
-        items = next(call["items"] for call in record("steps")["calls"] if call["name"] == "h100")
-        return next(row for row in items[f"start1/{norms}"] if row["switch"] == switch)
 
-    both = [(own(norms), own(norms, GRAPHS)) for norms in ("standard", "in-place")]
-    times = [[f"{median(row['times_ms']):.0f} ms" for row in regimes] for regimes in both]
-    lines = [
-        ["peak memory, without CUDA graphs", *(f"{eager['peak_bytes'] / GIB:.1f} GiB" for eager, _ in both)],
-        ["time, without CUDA graphs", *(eager for eager, _ in times)],
-        ["reserved memory, with CUDA graphs", *(f"{graphs['reserved_bytes'] / GIB:.1f} GiB" for _, graphs in both)],
-        ["time with CUDA graphs, the default on one GPU", *(graphs for _, graphs in times)],
-    ]
-    return table(["", "standard batch norm", "in-place ABN"], lines)
+def step_on_h200(network: str, method: str) -> tuple[dict[str, Any], float, float]:
+    """A step in bfloat16 on an H200; its time without and with CUDA graphs, relative to the baseline's."""
+    found = {row["method"]: row for row in rows("networks", "h200", network=network, precision="bfloat16")}
+    ours, base = found[method], found["plain"]
+    eager, graphs = (ratio_of(ours[key], base[key]).median for key in ("times_ms", "captured_ms"))
+    return ours, eager, graphs
+
+
+METHODS = ["", "checkpointing every block", "`keepless` with a budget"]
 
 
 def readme_networks() -> str:
-    """Times of checkpointing, and of a plan within its memory, relative to the baseline."""
+    """Times of checkpointing, and of a plan within its memory, relative to the baseline, on an H200."""
+    lines = []
+    for name, title in {"resnet50": "ResNet-50", "densenet121": "DenseNet-121"}.items():
+        eager, graphs = zip(*(step_on_h200(name, method)[1:] for method in (CHECKPOINTED, PLANNED)), strict=True)
+        lines.append([title, *(f"{time:.2f}" for time in eager)])
+        lines.append([f"{title} with CUDA graphs", *(f"{time:.2f}" for time in graphs)])
+    return table(METHODS, lines)
 
-    def on_h200(network: str, method: str) -> str:
-        found = {row["method"]: row for row in rows("networks", "h200", network=network, precision="bfloat16")}
-        ours, base = found[method], found["plain"]
-        eager, graphs = (ratio_of(ours[key], base[key]).median for key in ("times_ms", "captured_ms"))
-        return f"{eager:.2f} and {graphs:.2f}"
 
-    def on_cpu(call: str, method: str) -> list[float]:
+def readme_networks_cpu() -> str:
+    """The same as medians over networks, on a CPU."""
+
+    def ratios(call: str, method: str) -> list[float]:
         base = {row["network"]: row for row in rows("networks", call, method="plain")}
-        ratios = (relative(row, base[row["network"]], "times_ms") for row in rows("networks", call, method=method))
-        return [ratio.median for ratio in ratios if ratio is not None]
+        found = (relative(row, base[row["network"]], "times_ms") for row in rows("networks", call, method=method))
+        return [ratio.median for ratio in found if ratio is not None]
 
-    titles = {"resnet50": "ResNet-50", "densenet121": "DenseNet-121"}
-    lines = [
-        [f"{title}, without and with CUDA graphs", *(on_h200(name, method) for method in (CHECKPOINTED, PLANNED))]
-        for name, title in titles.items()
-    ]
+    lines = []
     for call, kind in (("cpu", "image networks"), ("transformers", "transformers")):
-        both = [on_cpu(call, method) for method in (CHECKPOINTED, PLANNED)]
+        both = [ratios(call, method) for method in (CHECKPOINTED, PLANNED)]
         lines.append([f"median of {len(both[0])} {kind}", *(f"{median(own):.2f}" for own in both)])
-    return table(["", "checkpointing every block", "`keepless` with a budget"], lines)
+    return table(METHODS, lines)
 
 
 def readme_camvid() -> str:
@@ -118,7 +122,7 @@ def readme_camvid() -> str:
     for name, title in SHOWN.items():
         folder = f"{CAMVID}/{name}"
         memory_mib = mean(runs(folder, "training", "peak_memory_mib"))
-        lines.append([title, f"{memory_mib:.0f} MiB", miou(folder, digits=1)])
+        lines.append([title, f"{memory_mib:,.0f} MiB", miou(folder, digits=1)])
     return table(["", "memory", "mIoU"], lines)
 
 
@@ -145,4 +149,37 @@ def ablations() -> str:
     return table(["change", "mIoU %", f"against {100 * base:.2f}"], lines)
 
 
-SUMMARIES = {own.__name__: own for own in (readme_step, readme_networks, readme_camvid, protocol, ablations)}
+def picture() -> Figure:
+    """Peak memory of a step: the paper's network with both norms, and an unchanged network in four ways."""
+    shown: dict[str, list[tuple[str, float, str, str]]] = {}  # title: name, bytes, times, colour
+    of_norms = {"standard": ("standard batch norm", charts.BLACK), "in-place": ("in-place ABN", charts.ORANGE)}
+    own = shown.setdefault("ResNeXt-101 + DeepLabV3, 4 crops of 512², H100", [])
+    for norms, (name, colour) in of_norms.items():
+        eager, graphs = (median(step_of_table3(norms, *given)["times_ms"]) for given in ((), (GRAPHS,)))
+        times = f"{eager:.0f} ms ({graphs:.0f} with CUDA graphs)"
+        own.append((name, step_of_table3(norms)["peak_bytes"], times, colour))
+    of_methods = {
+        "plain": ("baseline", charts.BLACK),
+        CHECKPOINTED: ("activation checkpointing", charts.VERMILION),
+        "recompute_activations": ("keepless", charts.BLUE),
+        "the least": ("keepless, lowest budget", charts.BLUE),
+    }
+    own = shown.setdefault("ResNet-50, unchanged, 128 images of 224², H200", [])
+    for method, (name, colour) in of_methods.items():
+        row, eager, graphs = step_on_h200("resnet50", method)
+        times = "1.00" if method == "plain" else f"{eager:.2f} ({graphs:.2f} with CUDA graphs)"
+        own.append((name, row["peak_bytes"], f"time {times}", colour))
+    figure, panels = charts.panels(1, len(shown), (13, 2.4))
+    for axes, (title, bars) in zip(panels, shown.items(), strict=True):
+        names, peaks, texts, colours = zip(*bars, strict=True)
+        drawn = axes.barh(names, [peak / GIB for peak in peaks], color=colours, height=0.65)
+        labels = [f"{peak / GIB:.1f} GiB, {text}" for peak, text in zip(peaks, texts, strict=True)]
+        axes.bar_label(drawn, labels, padding=4)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.set_xlim(0, 2.6 * max(peaks) / GIB)  # room for the labels
+        axes.set(title=title, xlabel="peak memory of a step in bfloat16, GiB")
+    return figure
+
+
+SUMMARIES = {own.__name__: own for own in (readme_networks, readme_networks_cpu, readme_camvid, protocol, ablations)}
