@@ -80,14 +80,14 @@ def segment(
     if len({*places}) < len(places):
         raise ValueError(f"predictions={options.predictions} is also the folder of overlays: give two folders")
     names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
-    added, images = added_scores(config, dataset), None
+    images = None
     if options.per_image is not None:
         if not dataset.has_labels:
             raise ValueError(f"per_image={options.per_image}: split {dataset.split} of {dataset.name} has no labels")
         images = ImageScores(dataset.classes, Path(options.per_image), "per_image")
-        added.by_name |= {"per_image=": images}  # no other has a name with "="
     predictions, overlays = (path and folder_for_pictures(key, path, dataset, names) for key, path in given.items())
     with progress_bar(console) as progress, WrittenBehind() as files:
+        written = partial(write_predictions, dataset, predictions or None, overlays or None, files)
         evaluated = segmentation.evaluate_split(
             forward,
             dataset,
@@ -95,13 +95,18 @@ def segment(
             views=replace(views(options, config.data), upsampling=options.upsampling),
             world=world,
             progress=progress,
-            on_prediction=partial(write_predictions, dataset, predictions or None, overlays or None, files),
+            on_prediction=written if images is None else partial(_in_turn, [written, images.add]),
             at_once=at_once(config, world.device, processes),
-            added=added,
+            added=added_scores(config, dataset),
         )
     if images is not None:
         images.write(world)
     return evaluated
+
+
+def _in_turn(functions: Collection[Callable[..., None]], *given: Any) -> None:
+    for function in functions:
+        function(*given)
 
 
 def classify(

@@ -96,29 +96,26 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
 
 
 class ImageScores:
-    """Writes a CSV table of the IoU in every image; one of `engine.records.added_scores`, without scores of its own.
+    """Writes a CSV table of the IoU in every image.
 
     Columns: name; miou_of_image, over the classes in its label or prediction; of each class iou_CLASS, empty if the
-    image lacks it, and the pixels intersection_CLASS and union_CLASS. `counts`: sums of these pixels over the images,
-    int64 (2, classes). ValueError, naming `key`: another command wrote the file, or it is not writable.
+    image lacks it, and the pixels intersection_CLASS and union_CLASS. ValueError, naming `key`: another command wrote
+    the file, or it is not writable.
     """
-
-    takes_name = True
 
     def __init__(self, classes: Sequence[str], file: Path, key: str = "file"):
         writable_file(key, file, kind="scores of images")
-        self.classes, self.file, self.counts = classes, file, np.zeros((2, len(classes)), np.int64)
-        self.rows: list[tuple[str, np.ndarray]] = []  # name, and counts of this image
+        self.classes, self.file = classes, file
+        self.rows: list[tuple[str, np.ndarray]] = []  # name, and the two counts of each class in this image
 
-    def add(self, prediction: np.ndarray, label: np.ndarray, name: str) -> None:
-        known = label != IGNORED
-        ids = (label[known & (label == prediction)], label[known], prediction[known])
-        both, labelled, predicted = (np.bincount(each, minlength=len(self.classes)) for each in ids)
-        self.rows.append((name, counts := np.stack([both, labelled + predicted - both])))
-        self.counts += counts
-
-    def scores(self) -> dict[str, float]:
-        return {}
+    def add(self, minibatch: dict, predictions: Tensor) -> None:
+        """Count the images of a minibatch with labels. On a GPU the host waits for it."""
+        columns = minibatch["name"], predictions.cpu().numpy(), minibatch["label"].cpu().numpy()
+        for name, prediction, label in zip(*columns, strict=True):
+            known = label != IGNORED
+            ids = (label[known & (label == prediction)], label[known], prediction[known])
+            both, labelled, predicted = (np.bincount(each, minlength=len(self.classes)) for each in ids)
+            self.rows.append((name, np.stack([both, labelled + predicted - both])))
 
     def write(self, world: World) -> None:
         """Write the images of all ranks, sorted by name. Every rank must call it."""
