@@ -27,6 +27,7 @@ from omegaconf import MISSING
 from datasets.file_list import printable
 from engine.configuration.command_line import configured
 from engine.process.output_files import is_ours, writable_file, write_file
+from engine.schema.additions import Plugins
 from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
 from scripts.reports.markdown import conditions, escaped, in_lines, mean_of, table
@@ -34,8 +35,7 @@ from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs
 
 
 @dataclass
-class Comparison:
-    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
+class Comparison(Plugins):
     runs: Any = key(MISSING, names=True)  # a folder, or a list of folders: run directories, or folders that hold some
     out: str = key(MISSING, written=True)  # path of the report, without suffix
     title: str = "Comparison of runs"  # title of the page

@@ -32,6 +32,7 @@ from engine.configuration.command_line import configured
 from engine.prediction.authors_networks import of_released
 from engine.process.console import make_console
 from engine.process.output_files import writable_file
+from engine.schema.additions import Plugins
 from engine.schema.classification import ClassFoldersData, ClassificationRun
 from engine.schema.keys import key
 from engine.schema.network import BatchNorm
@@ -46,13 +47,12 @@ Colours = list[tuple[int, int, int]]
 
 @dataclass
 class ConversionData:
-    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     root: str | None = None  # folder of ImageNet or Vistas, whose classes the network has
     class_order: str | None = key(None, one_of=ORDERS)  # how ImageNet's class folders are sorted, see train_imagenet.py
 
 
 @dataclass
-class Conversion:
+class Conversion(Plugins):
     input: str = MISSING  # the file to convert, or a run directory
     output: str = key(MISSING, written=True)  # the file to write
     format: str = key("checkpoint", one_of=("checkpoint", "standard_bn"))  # of the output

@@ -40,6 +40,7 @@ from engine.prediction.programs import exported, largest_difference
 from engine.process.console import logger, make_console
 from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
+from engine.schema.additions import Plugins
 from engine.schema.evaluation import Prediction
 from engine.schema.keys import key
 
@@ -50,8 +51,7 @@ LARGEST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}  # differences of
 
 
 @dataclass
-class Export:
-    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
+class Export(Plugins):
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
     output: str = key(MISSING, written=True)  # the file to write, such as n.pt2 or n.onnx
     format: str = key("exported", one_of=("exported", "onnx"))

@@ -27,6 +27,7 @@ from engine.configuration.texts import as_typed
 from engine.process import plugins
 from engine.process.console import make_console, table_of
 from engine.process.jobs import has_ended, run_jobs
+from engine.schema.additions import Plugins
 from engine.schema.keys import CHOICES, key, override
 from engine.training import planner
 from models.checkpoints.released_files import released_file
@@ -36,8 +37,7 @@ DATA = sorted(name for name, kind in CHOICES["data"].items() if not imported("da
 
 
 @dataclass
-class RunTable:
-    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
+class RunTable(Plugins):
     table: str = key(MISSING, one_of=tuple(papers.TABLES))  # as experiments name it
     dry_run: bool = False  # only list the commands
     runs: str = "runs/tables"  # folder for the run directories

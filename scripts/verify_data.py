@@ -31,14 +31,14 @@ from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, table_of
 from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
+from engine.schema.additions import Plugins
 from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import MOST_WORKERS, group, key
 
 
 @dataclass
-class VerifyData:
-    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
+class VerifyData(Plugins):
     # Only timeout_seconds and the keys that choose images and classes matter.
     data: Data = group()
     splits: list[str] | None = None  # null: all

@@ -120,12 +120,13 @@ MADE_UP = {
 TRY = """
 import importlib, sys
 from dataclasses import replace
-from engine.configuration import importing
+from engine.process import plugins
+from engine.schema.keys import CHOICES
 from engine.training import planner
 from engine.configuration.command_line import checked
 from scripts.verify_data import verify_data
 
-importing.load(["plugins=[leaves,flowers]"])
+plugins.load(["plugins=[leaves,flowers]"], CHOICES)
 for entry, task, name, root in (argument.split("=") for argument in sys.argv[1:]):
     train = importlib.import_module(entry).train
     data = ("plugins=[leaves,flowers]", f"data={name}", f"data.root={root}")

@@ -12,8 +12,8 @@ import torch
 
 from engine.configuration import config as cfg
 from engine.configuration.choices import about_choice, choices
-from engine.configuration.importing import load
 from engine.process import plugins
+from engine.schema.keys import CHOICES
 from engine.schema.segmentation import SegmentationRun
 from tests import runs
 from tests.choices import forgotten
@@ -52,6 +52,23 @@ class Darken:
     def __call__(self, image, label, rng):
         return (image * rng.uniform(self.least, 1)).astype("uint8"), label
 '''
+NADAM = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from engine.schema.keys import choice, key
+from engine.schema.optim import Optim
+
+
+@choice("optim")
+@dataclass
+class NAdam(Optim):
+    name: str = "nadam"
+    lr: float = key(2e-3, above=0)
+    builds: ClassVar[type] = torch.optim.NAdam
+"""
 EXPERIMENT = """# @package _global_
 defaults:
   - override /loss: focal
@@ -65,6 +82,10 @@ trainer:
 """
 
 
+def load(words: list[str]) -> None:
+    plugins.load(words, CHOICES)
+
+
 def code_of(name: str) -> str:
     """A plugin of the page."""
     return re.search(rf"<!-- {name} start -->\n```python\n(.*?)```\n<!-- {name} end -->", PAGE, re.DOTALL)[1]
@@ -75,7 +96,7 @@ def folder(tmp_path) -> Path:
     """A folder of the user's own files."""
     sources = {"mine": code_of("plugin"), "tracked": code_of("logger"), "boundaries": code_of("scores")}
     sources["plus"] = code_of("head")
-    for name, text in (sources | {"wandb": WANDB, "darker": DARKER}).items():
+    for name, text in (sources | {"wandb": WANDB, "darker": DARKER, "nesterov": NADAM}).items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "configs" / "experiment").mkdir(parents=True)
     (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(EXPERIMENT)
@@ -93,7 +114,8 @@ def command(folder: Path, *words: str) -> str:
 
 def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder(folder):
     assert len(code_of("plugin").splitlines()) <= 40
-    own = ("plugins=[mine,tracked,boundaries,darker,plus]", "experiment=mine", "logger=wandb", "augmentations=[darker]")
+    own = ("plugins=[mine,tracked,boundaries,darker,plus,nesterov]", "experiment=mine", "logger=wandb")
+    own += ("augmentations=[darker]", "optim=nadam")
     head = ("head=deeplabv3plus", "head.hidden_channels=8", "head.out_channels=16", "head.auxiliary_weight=0.4")
     least = "augmentations.darker.least=0.9"
     said = command(folder, str(REPOSITORY / "train_seg.py"), *own, *head, "run_dir=run", least, *SHORT)
@@ -105,19 +127,21 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
     assert state["plugins"] == results["environment"]["plugins"]
     assert f"# plugin mine: mine.py {state['plugins']['mine']['mine.py']}" in (folder / "run/config.yaml").read_text()
     (evaluate,) = re.findall(r"evaluate +(python .*)", said)
-    assert "'plugins=[mine,tracked,boundaries,darker,plus]'" in evaluate
+    assert "'plugins=[mine,tracked,boundaries,darker,plus,nesterov]'" in evaluate
     shapes = {name: values.shape for name, values in state["network"].items()}
     assert shapes["head.reduce.0.weight"][0] == 48 and shapes["head.auxiliary.classifier.weight"][0] == 19
 
     with pytest.raises(ValueError) as error:  # a checkpoint imports nothing
         cfg.of_checkpoint(state, "checkpoint=last.pt")
-    assert str(error.value).startswith("checkpoint=last.pt: augmentations=darker: registered by plugins=[mine,tracked,")
+    assert str(error.value).startswith("checkpoint=last.pt: optim=nadam: registered by plugins=[mine,tracked,")
     assert str(error.value).endswith("which is not given") and "mine" not in sys.modules
 
     words = ("checkpoint=run", "device=cpu", f"input={next((REPOSITORY / 'docs').rglob('*.png'))}", "output=predicted")
     with (folder / "mine.py").open("a") as file:
         file.write("# changed\n")
-    paths = ",".join(str(folder / f"{name}.py") for name in ("mine", "tracked", "boundaries", "darker", "plus"))
+    paths = ",".join(
+        str(folder / f"{name}.py") for name in ("mine", "tracked", "boundaries", "darker", "plus", "nesterov")
+    )
     said = command(
         folder.parent, "-m", "scripts.predict", f"plugins=[{paths}]", f"checkpoint={folder / 'run'}", *words[1:]
     )

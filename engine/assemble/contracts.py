@@ -4,10 +4,11 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 from datasets.row import Row
+from engine.process.plugins import hidden_library
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.data import Data, Sampler, SegmentationData
@@ -18,42 +19,31 @@ from engine.schema.segmentation import Loss
 
 
 class Contract(NamedTuple):
-    """What `builds` names is called with the arguments `given`, and with the choice's own keys by name."""
+    """What `builds` names is called as the first base's `called_with` says, and with the choice's own keys by name."""
 
-    bases: tuple[type, ...]  # the program reads their keys; a choice's own keys are the others
-    given: tuple[str, ...]  # the first is positional, the others have these names
+    bases: tuple[type[Any], ...]  # the program reads their keys; a choice's own keys are the others
     gives: str  # what the call returns
     methods: tuple[str, ...] = ()  # methods of the result
+    optional: tuple[str, ...] = ()  # of `called_with`: handed on to what takes them
 
 
 CONTRACTS: Mapping[str, Contract] = {
-    "norm": Contract((Norm,), ("channels", "activation", "momentum"), "a module, (N, channels, …) -> the same shape"),
-    "body": Contract((Body,), ("norm_act", "classes", "output_stride"), "a models.bodies.body.Body"),
+    "norm": Contract((Norm,), "a module, (N, channels, …) -> the same shape"),
+    "body": Contract((Body,), "a models.bodies.body.Body"),
     # If what is built has `reads`, in_channels and features are lists: see `models.segmentation.features_read`.
-    "head": Contract((Head,), ("in_channels", "norm_act"), "a module with out_channels, features -> features"),
-    "loss": Contract((Loss,), ("ignore_index", "weights", "stride"), "a module, logits, labels -> scalar"),
+    "head": Contract((Head,), "a module with out_channels, features -> features"),
+    "loss": Contract((Loss,), "a module, logits, labels -> scalar"),
     "data": Contract(
         (Data, SegmentationData, ClassificationData, ImageNetData, SmallImagesData),
-        ("root", "split"),
         "a SegmentationDataset or ClassificationDataset",
     ),
-    "sampler": Contract(
-        (Sampler,),
-        ("source", "crops_per_minibatch", "seed", "steps", "start_step", "rank", "world_size"),
-        "an iterable of minibatches, lists of (epoch, number) or datasets.Draw",
-    ),
-    "optim": Contract((Optim,), ("params", "lr", "weight_decay", "fused"), "a torch.optim.Optimizer"),
-    "lr_schedule": Contract(
-        (LRSchedule,), ("optimizer", "steps", "steps_per_epoch", "warmup"), "a torch.optim.lr_scheduler.LRScheduler"
-    ),
-    "augmentations": Contract((Augmentation,), (), "a function: crop, label or None, np.random.Generator -> both"),
-    "logger": Contract((Logger,), ("folder", "config"), "an object with end(status)", ("end",)),
-    "scores": Contract(
-        (Score,),
-        ("classes", "ignore_index"),
-        "an object with add(prediction, label), counts and scores()",
-        ("add", "scores"),
-    ),
+    "sampler": Contract((Sampler,), "an iterable of minibatches, lists of (epoch, number) or datasets.Draw"),
+    # The groups of parameters have lr and weight_decay, too.
+    "optim": Contract((Optim,), "a torch.optim.Optimizer", optional=("lr", "weight_decay", "fused")),
+    "lr_schedule": Contract((LRSchedule,), "a torch.optim.lr_scheduler.LRScheduler"),
+    "augmentations": Contract((Augmentation,), "a function: crop, label or None, np.random.Generator -> both"),
+    "logger": Contract((Logger,), "an object with end(status)", ("end",)),
+    "scores": Contract((Score,), "an object with add(prediction, label), counts and scores()", ("add", "scores")),
 }
 
 
@@ -77,17 +67,20 @@ def check_choices(config: Keys) -> None:
 
 
 def imported(group: str, kind: type[Any]) -> Any:
-    """What the class attribute `builds` of a choice names. ValueError, naming the choice: it cannot be imported."""
+    """What the class attribute `builds` of a choice is or names. ValueError, naming the choice: no such name."""
+    if not isinstance(kind.builds, str):
+        return kind.builds
     module, _, name = kind.builds.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{_named(group, kind)}, which cannot be imported: {error}") from error
+        advice = hidden_library(error)
+        raise ValueError(f"{_named(group, kind)}, which cannot be imported: {error}{advice}") from error
 
 
 def own_keys(group: str, choice: Keys) -> dict[str, Any]:
-    """Arguments that a choice hands on: its own keys, without its group's and the contract's, and what `more` adds."""
-    shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)} | {*CONTRACTS[group].given}
+    """Arguments that a choice hands on: its own keys, without its group's, and what `more` adds."""
+    shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)}
     own = [entry for entry in fields(choice) if entry.name not in shared and entry.metadata.get("is_argument", True)]
     found = {entry.name: getattr(choice, entry.name) for entry in own}
     if group == "data" and found:
@@ -97,15 +90,25 @@ def own_keys(group: str, choice: Keys) -> dict[str, Any]:
 
 def check_arguments(group: str, kind: type[Any], made: Callable[..., Any], own: Iterable[str]) -> None:
     """Raise ValueError if what a choice builds does not take the arguments of its contract and the choice's keys."""
-    first, given = CONTRACTS[group].given[:1], CONTRACTS[group].given[1:]
+    bases, gives, methods, optional = CONTRACTS[group]
+    given = [name for name in bases[0].called_with if name not in optional or takes(made, name)]
+    first, others = given[:1], [*given[1:], *own]
     try:
-        signature(made).bind(*first, **dict.fromkeys((*given, *own)))
+        signature(made).bind(*first, **dict.fromkeys(others))
     except TypeError as error:
-        taken = ", ".join([*first, *(f"{name}=" for name in (*given, *own))])
+        taken = ", ".join([*first, *(f"{name}=" for name in others)])
         raise ValueError(f"{_named(group, kind)}, which must take ({taken}): {error}") from error
-    if lacking := [name for name in CONTRACTS[group].methods if isinstance(made, type) and not hasattr(made, name)]:
-        raise ValueError(f"{_named(group, kind)}, which has no {lacking[0]}(): expected {CONTRACTS[group].gives}")
+    if lacking := [name for name in methods if isinstance(made, type) and not hasattr(made, name)]:
+        raise ValueError(f"{_named(group, kind)}, which has no {lacking[0]}(): expected {gives}")
+
+
+def takes(made: Callable[..., Any], name: str) -> bool:
+    """Whether a function or class takes an argument of this name."""
+    own = signature(made).parameters
+    return name in own or any(each.kind is Parameter.VAR_KEYWORD for each in own.values())
 
 
 def _named(group: str, kind: type[Any]) -> str:
-    return f"{group}={kind.name} builds {kind.builds}"
+    made = kind.builds
+    place = made if isinstance(made, str) else f"{made.__module__}.{getattr(made, '__qualname__', made)}"
+    return f"{group}={kind.name} builds {place}"

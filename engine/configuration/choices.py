@@ -8,11 +8,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from engine.configuration.config import flat
 from engine.process.plugins import LOADED
-from engine.schema.keys import CHOICES, CONFIGS, groups_of
+from engine.schema.keys import CHOICES, CONFIGS, Keys, declared_in, groups_of
 
 # Entries of an experiment's `# paper:` mapping, besides scores. `eval` and `source` belong to the scores beside them.
 PAPER = ("table", "row", "command", "hardware", "steps", "planned", "eval", "source", "also")
@@ -35,6 +36,16 @@ def file_of(group: str, choice: str) -> Path | None:
     """The file of a choice; None if it has none."""
     files = (folder / group / f"{choice}.yaml" for folder in folders())
     return next((file for file in files if file.is_file()), None)
+
+
+def store_choices(schema: type[Keys]) -> None:
+    """Make a schema's choices known to Hydra that have no file here: those that plugins have registered."""
+    for group, known in groups_of(schema).items():
+        is_list = "is_list" in declared_in(schema)[group].metadata
+        for name, own in known.items():
+            places = [f"schema/{group}"] * is_list + [group] * (file_of(group, name) is None and not own.is_base)
+            for place in places:
+                ConfigStore.instance().store(name, own, place, f"{group}.{name}" if is_list else group)
 
 
 def about_choice(group: str, choice: str) -> str:

@@ -17,14 +17,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration import importing, sweep
-from engine.configuration.choices import CONFIGS, folders
+from engine.configuration import sweep
+from engine.configuration.choices import CONFIGS, folders, store_choices
 from engine.configuration.config import Schema, register, typed
 from engine.configuration.help import help_text
 from engine.configuration.texts import value_of
+from engine.process import plugins
 from engine.process.distributed import launched, world_size
 from engine.process.stopping import errors_for_users
-from engine.schema.keys import Keys, declared_in, groups_of, quoted
+from engine.schema.keys import CHOICES, Keys, declared_in, groups_of, quoted
 
 HELP = ("--help", "-h")
 SHOW = ("--cfg", "-c", "--cfg=job")  # Hydra's option `--cfg job`
@@ -55,7 +56,7 @@ def configured(
             flags = {*HELP, *SHOW, *sweep.FLAGS, *["job"] * shows}
             words = [word for word in sys.argv[1:] if word not in flags]
             with errors_for_users("start it again" if sweeps else _again(words, schema)):
-                importing.load(words)
+                plugins.load(words, CHOICES)
                 if helps:
                     text = about or sys.modules[main.__module__].__doc__ or name
                     print(help_text(text, name, schema, composed(name, *words)))
@@ -135,6 +136,7 @@ def schema_of(name: str) -> type[Keys]:
 
 def _of_choices(name: str, choices: list[str]) -> DictConfig:
     """Compose the choices of a command, also inside a program of Hydra's. Hydra makes no folders and writes no logs."""
+    store_choices(schema_of(name))
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     _, *own = (quoted(f"file://{folder}") for folder in folders())

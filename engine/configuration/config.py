@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.process.plugins import LOADED, name_of
 from engine.schema.commands import RUNS
-from engine.schema.keys import LISTS, Keys, alternative, check_values, groups_of, leaves, without_interpolation
+from engine.schema.keys import Keys, alternative, check_values, declared_in, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
 
@@ -86,11 +86,12 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
         for group, known in groups_of(schema).items():
             given = values.get(group)
             given = given if isinstance(given, dict) else {}
-            names = [*given] if group in LISTS else [given.get("name")]
+            is_list = "is_list" in declared_in(schema)[group].metadata
+            names = [*given] if is_list else [given.get("name")]
             if absent and (unknown := [name for name in names if name not in known]):
                 raise PluginsNeeded(f"{source}: {group}={unknown[0]}", absent)
             made = {name: OmegaConf.structured(alternative(group, known, name)) for name in names}
-            merged[group] = made if group in LISTS else made[names[0]]
+            merged[group] = made if is_list else made[names[0]]
         # Without interpolations: a checkpoint must not read this machine's environment variables.
         literal = tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, values)
         config = OmegaConf.to_object(OmegaConf.merge(merged, literal))

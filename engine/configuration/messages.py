@@ -14,7 +14,7 @@ from engine.configuration.choices import choices, groups_in
 from engine.configuration.texts import fits
 from engine.process.plugins import LOADED
 from engine.schema.commands import RUNS
-from engine.schema.keys import LISTS, Declared, Keys, declared_in, expected, groups_of
+from engine.schema.keys import Declared, Keys, declared_in, expected, groups_of
 
 OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
 QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
@@ -152,9 +152,10 @@ class Messages:
 
     def _about_choice(self, group: str, choice: str) -> str:
         """What is wrong with a choice; "" if nothing is, or if only Hydra's error can say more."""
-        if group in LISTS and "," in choice.strip("[]"):
-            return next(filter(None, (self._about_choice(group, each) for each in choice.strip("[]").split(","))), "")
-        choice = choice.strip("[]") if group in LISTS else choice
+        if group in self.declared and "is_list" in self.declared[group].metadata:
+            choice = choice.strip("[]")
+            if "," in choice:
+                return next(filter(None, (self._about_choice(group, each) for each in choice.split(","))), "")
         choice, known = choice.removesuffix(".yaml"), choices(group, self.schema)
         none = ["null"] * (self.groups[group] is None)
         if choice in (*known, *none) or choice.startswith(("[", "{")):

@@ -1,8 +1,16 @@
-"""Keys of what a training may have several of, or none: augmentations, loggers and further scores."""
+"""Keys of what users add: plugins; and augmentations, loggers and further scores, of which there may be several."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from omegaconf import MISSING
+
+from engine.schema.keys import key
+
+
+@dataclass
+class Plugins:
+    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
 
 
 @dataclass
@@ -10,6 +18,7 @@ class Augmentation:
     """Changes of a training crop, in the data worker."""
 
     name: str = MISSING
+    called_with: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass
@@ -17,6 +26,7 @@ class Logger:
     """Another place for a training's records, such as a service. It is made on rank 0 of trainings alone."""
 
     name: str = MISSING
+    called_with: ClassVar[tuple[str, ...]] = ("folder", "config")
 
 
 @dataclass
@@ -24,3 +34,4 @@ class Score:
     """Further scores of an evaluation, from each image's prediction and label."""
 
     name: str = MISSING
+    called_with: ClassVar[tuple[str, ...]] = ("classes", "ignore_index")

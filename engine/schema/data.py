@@ -43,6 +43,7 @@ class Data:
     verify: bool = key(True, per_machine=True)
     # The run stops if its workers deliver nothing in this time; with data.workers=0 reads have no limit.
     timeout_seconds: int = key(300, above=0, most=MOST_SECONDS, per_machine=True)
+    called_with: ClassVar[tuple[str, ...]] = ("root", "split")
 
     channels = COLOURS  # of an image; a key of data=folder
 
@@ -224,6 +225,9 @@ class Sampler:
     """How training crops are drawn."""
 
     name: str = MISSING
+    called_with: ClassVar[tuple[str, ...]] = (
+        *("source", "crops_per_minibatch", "seed", "steps", "start_step", "rank", "world_size"),
+    )
     # It draws from the class index of the training split, not from the number of its images.
     needs_class_index: ClassVar[bool] = False
     folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from datasets.class_names import ORDERS
-from engine.schema.additions import Score
+from engine.schema.additions import Plugins, Score
 from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key, several
 from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
@@ -64,10 +64,9 @@ class TestTimeAugmentation:
 
 
 @dataclass
-class TrainedNetwork:
+class TrainedNetwork(Plugins):
     """A checkpoint, and how its network predicts."""
 
-    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
     averaged: bool = True  # the EMA weights, if the checkpoint has them
     head: TrainedHead = field(default_factory=TrainedHead)

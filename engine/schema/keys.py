@@ -88,7 +88,7 @@ def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any
         value, name = getattr(config, entry.name), prefix + entry.name
         if isinstance(value, Keys):
             yield from leaves(value, f"{name}.")
-        elif entry.name in LISTS:
+        elif entry.metadata.get("is_list"):
             yield name, [*value], entry
             for place, one in chosen(name, value):
                 for below, each, own in leaves(one, f"{place}."):
@@ -110,20 +110,20 @@ def refuse_other_tasks(config: Keys, task: str, source: str) -> None:
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # a YAML file there comes first
 CHOICES: dict[str, dict[str, type[Any]]] = {}  # {group: {name: dataclass}}, which only `choice` fills
-LISTS = ("augmentations", "logger", "scores")  # groups of which a command may choose several: see `several`
 
 
 def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]:
     """Class decorator: makes a dataclass of keys the choice GROUP=NAME, NAME being the default of its key `name`.
 
-    Its class attribute `builds` names what is built from it, as "package.module.Name". How that is called, by group:
-    `engine.assemble.contracts`.
+    Its class attribute `builds` is what is built from it, a class or function, or names it, as "package.module.Name".
+    How that is called, by group: `engine.assemble.contracts`.
 
     Args:
         group: the key that a command has for such choices.
         is_base: only YAML files build on it; GROUP=NAME alone is no choice.
 
-    ValueError: the group has another choice of this name, or the class names nothing that it builds.
+    ValueError: the group has another choice of this name, the class names nothing that it builds, or a key of its own
+    has the name of an argument that every choice of the group is given.
     """
 
     def register(made: type[T]) -> type[T]:
@@ -134,20 +134,30 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
             raise ValueError(f'{own.__name__}: give it a name, such as name: str = "mine", of letters, digits and _')
         if "__dataclass_fields__" not in vars(own):
             raise ValueError(f"{group}={name}: {own.__name__} is no dataclass: write @dataclass below @choice")
-        if not re.fullmatch(r"[\w.]+\.\w+", getattr(own, "builds", "")):
+        builds = getattr(own, "builds", "")
+        if isinstance(builds, str) and not re.fullmatch(r"[\w.]+\.\w+", builds):
             raise ValueError(f'{group}={name}: {own.__name__} needs builds: ClassVar[str] = "module.Name"')
+        if hidden := _hidden_keys(own):
+            raise ValueError(
+                f"{group}={name}: its key {hidden[0]} has the name of an argument that every {group} is given: rename "
+                f"it, or declare it by key(…, is_argument=False), which does not hand it on"
+            )
         if _place(other := known.get(name, own)) != _place(own):
             raise ValueError(f"{group}={name} is registered twice: in {_file(other)} and in {_file(own)}; rename one")
         own.is_base = is_base
         known[name] = own
-        package = f"{group}.{name}" if group in LISTS else group
-        ConfigStore.instance().store(name, own, f"schema/{group}", package)
-        if not is_base and not (CONFIGS / group / f"{name}.yaml").is_file():
-            ConfigStore.instance().store(name, own, group, package)
+        ConfigStore.instance().store(name, own, f"schema/{group}", group)
         declared_in.cache_clear()
         return made
 
     return register
+
+
+def _hidden_keys(own: type[Any]) -> list[str]:
+    """The keys of a choice's own that it would hand on under the name of another argument."""
+    base = next((each for each in own.__mro__ if "called_with" in vars(each)), own)
+    taken = {*getattr(base, "called_with", ())} - {entry.name for entry in fields(base)}
+    return [each.name for each in fields(own) if each.name in taken and each.metadata.get("is_argument", True)]
 
 
 def _place(own: type) -> tuple[str, str]:
@@ -169,13 +179,13 @@ def group(used: tuple[str, ...] = ()) -> Any:
 
 
 def several(*, free_on_resume: bool = False) -> Any:
-    """A group of LISTS: {name: choice} of all that are chosen, in this order. Its type is dict[str, base class]."""
-    return field(default_factory=dict, metadata={"is_group": True, "free_on_resume": free_on_resume})
+    """A group that may have several choices: {name: choice}, in this order. Its type is dict[str, base class]."""
+    return field(default_factory=dict, metadata={"is_group": True, "is_list": True, "free_on_resume": free_on_resume})
 
 
 def chosen(group: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """("norm", choice), or ("scores.NAME", choice) of each that a group of LISTS has: where its keys are."""
-    return [(f"{group}.{name}", one) for name, one in value.items()] if group in LISTS else [(group, value)]
+    """("norm", choice), or ("scores.NAME", choice) of each of `several`: where its keys are."""
+    return [(f"{group}.{name}", one) for name, one in value.items()] if isinstance(value, dict) else [(group, value)]
 
 
 def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Any]]]:
@@ -184,7 +194,7 @@ def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Any]]]:
     for entry in fields(schema):
         if "is_group" in entry.metadata:
             kind = get_type_hints(schema)[entry.name]
-            known, base = CHOICES.get(entry.name, {}), get_args(kind)[1] if entry.name in LISTS else kind
+            known, base = CHOICES.get(entry.name, {}), get_args(kind)[1] if "is_list" in entry.metadata else kind
             found[entry.name] = {name: own for name, own in known.items() if issubclass(own, base)}
     return found
 
@@ -204,7 +214,7 @@ def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
     for entry in fields(schema):
         name = prefix + entry.name
         of_entry = groups.get(entry.name, {"": hints[entry.name]}).items()
-        prefixes = {own: f"{name}.{own}." if entry.name in LISTS else f"{name}." for own, _ in of_entry}
+        prefixes = {own: f"{name}.{own}." if "is_list" in entry.metadata else f"{name}." for own, _ in of_entry}
         below = [declared_in(k, prefixes[own]) for own, k in of_entry if isinstance(k, type) and is_dataclass(k)]
         for key, declared in (pair for each in below for pair in each.items()):
             same = found.get(key, declared).kind == declared.kind

@@ -27,6 +27,7 @@ class Norm:
     # trained with it (body=torchvision, body=timm, init.format=torchvision), else leaky_relu.
     activation: str | None = None
 
+    called_with: ClassVar[tuple[str, ...]] = ("channels", "activation", "momentum")
     in_library_bodies: ClassVar[bool] = False  # whether it can take the place of norms of torchvision and timm
     inverts_activation: ClassVar[bool] = False  # in the backward pass, so that the activation cannot be relu
     # Why it cannot be captured in a CUDA graph, be compiled, or compute in 16 bits; empty if it can.
@@ -59,7 +60,7 @@ class Norm:
 class BatchNorm(Norm):
     # Weight of the newest minibatch in the running statistics; null: what the network's library gives each norm of a
     # body=torchvision or body=timm, else 0.1.
-    momentum: float | None = key(None, above=0, most=1)  # type: ignore[assignment]  # null: not given
+    momentum: float | None = key(None, above=0, most=1, is_argument=False)  # type: ignore[assignment]  # null: not given
     activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
     eps: float = key(1e-5, above=0)  # added to the variance
 
@@ -176,6 +177,7 @@ class Body:
     # crops that are too few for statistics of their own.
     frozen_norms: str = key("none", one_of=FROZEN_NORMS)
 
+    called_with: ClassVar[tuple[str, ...]] = ("norm_act", "classes", "output_stride")
     in_library: ClassVar[bool] = False  # it is a network of torchvision or timm, or works like one
 
     def check(self) -> None:
@@ -326,6 +328,7 @@ class Head:
     # network, and evaluations leave it out.
     auxiliary_weight: float = key(0.0, least=0)
 
+    called_with: ClassVar[tuple[str, ...]] = ("in_channels", "norm_act")
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images that it needs; why
 
     def pool(self, size: list[int] | None) -> None:

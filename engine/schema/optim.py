@@ -22,6 +22,7 @@ class Optim:
     head_lr_factor: float = key(1.0, above=0)  # learning rate of head and classifier, relative to the body's
     max_gradient_norm: float | None = key(None, above=0)  # clip the gradient to this norm; null: never
     fused: bool = True  # fused kernels, which pass over each parameter once
+    called_with: ClassVar[tuple[str, ...]] = ("params", "lr", "weight_decay", "fused")
 
     def moments(self) -> tuple[str, ...]:
         """Names of what the optimiser holds for each parameter: step is its number of steps, others have its shape."""
@@ -73,6 +74,7 @@ class LRSchedule:
     # Epochs of warm-up, in which the rate rises linearly from lr / 100 to lr; or give warmup_steps.
     warmup_epochs: int | None = key(None, above=0)
     warmup_steps: int | None = key(None, above=0)  # steps of warm-up; or give warmup_epochs
+    called_with: ClassVar[tuple[str, ...]] = ("optimizer", "steps", "steps_per_epoch", "warmup")
 
     def check(self) -> None:
         _check_one_of("warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
@@ -108,7 +110,7 @@ class MultiStep(LRSchedule):
     name: str = "multistep"
     factor: float = key(0.1, above=0, most=1)  # multiplies the rate after each of these epochs or steps
     epochs: list[int] | None = key(None, above=0)  # epochs after which the rate changes; or give steps
-    steps: list[int] | None = key(None, above=0)  # steps after which the rate changes
+    steps: list[int] | None = key(None, above=0, is_argument=False)  # steps after which the rate changes
     builds: ClassVar[str] = "engine.assemble.lr_schedules.multistep"
 
     def more(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ class Loss:
     name: str = MISSING
     # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average.
     class_weights: str = key("none", one_of=("none", "frequency"))
+    called_with: ClassVar[tuple[str, ...]] = ("ignore_index", "weights", "stride")
 
     @property
     def needs_class_index(self) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from datasets.reading import COLOURS
-from engine.schema.additions import Augmentation, Logger, Score
+from engine.schema.additions import Augmentation, Logger, Plugins, Score
 from engine.schema.data import Data
 from engine.schema.keys import MOST_SECONDS, group, key, several
 from engine.schema.memory import Memory
@@ -93,7 +93,7 @@ class Init:
 
 
 @dataclass
-class TrainingRun:
+class TrainingRun(Plugins):
     """One training run. Each task sets the class attributes."""
 
     task: ClassVar[str]  # its name in checkpoints
@@ -104,7 +104,6 @@ class TrainingRun:
     fewest_at_a_time = (1, "every micro-batch needs an image")  # images that a micro-batch needs, and why
     evaluation_memory_advice: ClassVar[str] = ""  # for messages
 
-    plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
     # null: runs/DATASET-NORM/OVERRIDES/DATE. With -m, the folder of all jobs' run directories.
     run_dir: str | None = key(None, free_on_resume=True)
     # auto: resume the run in run_dir if there is one, else start it

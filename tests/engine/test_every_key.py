@@ -23,7 +23,7 @@ from omegaconf import MISSING as NEEDED
 
 from engine.schema.commands import RUNS
 from engine.schema.evaluation import Evaluation, Prediction
-from engine.schema.keys import LISTS, Keys, check_values, groups_of, leaves
+from engine.schema.keys import Keys, check_values, declared_in, groups_of, leaves
 from engine.schema.training import TrainingRun
 from tests import trees
 from tests.datasets import classification_trees
@@ -139,7 +139,8 @@ def made(group: str, name: str, cls: type[Any], roots: dict[str, str]) -> Keys:
 
 def configuration(task: str, roots: dict[str, str], **choices: str) -> TrainingRun:
     """A small training, not yet checked."""
-    groups = {group: known for group, known in groups_of(RUNS[task]).items() if group not in LISTS}
+    keys = declared_in(RUNS[task])
+    groups = {group: known for group, known in groups_of(RUNS[task]).items() if "is_list" not in keys[group].metadata}
     names = {group: choices.get(group) or USUAL.get(group) or next(iter(groups[group])) for group in groups}
     config = RUNS[task](**{group: made(group, name, groups[group][name], roots) for group, name in names.items()})
     vars(config.trainer).update(SMALL["trainer"])

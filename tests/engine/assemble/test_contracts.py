@@ -12,12 +12,13 @@ from torch import nn
 from datasets import ClassificationDataset, SegmentationDataset
 from datasets.row import Row
 from engine.assemble import network
-from engine.assemble.contracts import CONTRACTS, builder, check_arguments, imported, own_keys
+from engine.assemble.contracts import CONTRACTS, builder, check_arguments, imported, own_keys, takes
 from engine.assemble.network import norm_act
 from engine.schema import network as schema
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES, choice, groups_of, key
 from engine.schema.network import Head, Norm
+from engine.schema.optim import Optim
 from engine.schema.segmentation import Loss, SegmentationRun
 from keepless import ABN
 from models.bodies import Body
@@ -190,6 +191,45 @@ def test_a_norm_without_running_statistics_has_no_momentum(registry):
     with pytest.raises(ValueError, match="norm.momentum is for norm=std and .*; another norm is chosen"):
         run_config("norm=in_groups", "norm.momentum=0.5")
     assert norm_act(run_config("norm=std", "norm.momentum=0.5").norm)(4).momentum == 0.5
+
+
+class Sgd(torch.optim.SGD):
+    def __init__(self, params, lr, nesterov):
+        super().__init__(params, lr, momentum=0.5, nesterov=nesterov)
+
+
+def test_builds_may_be_the_class_itself_and_optimisers_take_what_they_know(registry):
+    @choice("optim")
+    @dataclass
+    class Own(Optim):
+        name: str = "own"
+        lr: float = 0.1
+        nesterov: bool = True
+        builds: ClassVar[type] = Sgd
+
+    made = builder("optim", Own())
+    assert imported("optim", Own) is Sgd and takes(Sgd, "lr") and not takes(Sgd, "fused")
+    assert made([nn.Parameter(torch.zeros(2))], lr=0.1).defaults["nesterov"]
+    Own.builds = nn.Linear
+    with pytest.raises(
+        ValueError, match=r"^optim=own builds torch.nn.modules.linear.Linear, which must take \(params, n"
+    ):
+        builder("optim", Own())
+
+
+def test_a_key_that_would_hide_an_argument_is_refused_by_name(registry):
+    """It was left out without a word."""
+    message = "^loss=narrow: its key stride has the name of an argument that every loss is given: rename it, or declare"
+    with pytest.raises(ValueError, match=message):
+
+        @choice("loss")
+        @dataclass
+        class Hides(Loss):
+            name: str = "narrow"
+            stride: int = 2
+            builds: ClassVar[str] = "mine.Narrow"
+
+    assert "narrow" not in CHOICES["loss"]
 
 
 def test_a_class_that_is_no_choice_is_refused(registry):
