@@ -1,12 +1,15 @@
 """Configuration keys -> optimiser, learning rates, and the schedule of a run."""
 
+from inspect import Parameter, signature
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from datasets import minibatches_per_epoch
-from engine.assemble.contracts import builder
+from engine.assemble.contracts import builder, takes
 from engine.schema import optim as schema
 from engine.schema.schedule import Schedule, in_steps
 from engine.schema.training import TrainingRun
@@ -16,6 +19,7 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     """The optimiser over all parameters that are not frozen, with their names, which checkpoints hold.
 
     head: top-level modules whose learning rate is `head_lr_factor` times the body's.
+    ValueError: its step needs a closure.
     """
     by_rate: dict[tuple[float, float], list] = {}  # parameters, by factor of the learning rate and weight decay
     for name, parameter in network.named_parameters():
@@ -25,17 +29,40 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
             by_rate.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
     body_first = sorted(by_rate.items(), key=lambda group: group[0][0] != 1.0)
     groups = [{"params": own, "lr": config.lr * factor, "weight_decay": w} for (factor, w), own in body_first]
-    options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused}
-    made = builder("optim", config)(groups, **options)
-    # Zeros, which PyTorch would leave uninitialised if a fused optimiser skips its first step. Checkpoints have
-    # them for every parameter, also for one without a gradient so far.
-    for parameter in network.parameters() if config.moments() else ():
-        if parameter.requires_grad:
-            for name in config.moments():
-                made.state[parameter][name] = torch.zeros_like(parameter)
-                if name == "step":  # not `zeros`: a plan on fake tensors reads the count, which only a constant allows
-                    made.state[parameter][name] = torch.tensor(0.0, device=parameter.device if config.fused else None)
+    make, options = builder("optim", config), ("lr", "weight_decay", "fused")
+    made = make(groups, **{name: getattr(config, name) for name in options if takes(make, name)})
+    closure = signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise ValueError(
+            f"optim={config.name}: {type(made).__name__}.step needs a closure that computes the loss again, which "
+            f"trainings do not give; choose an optimiser that steps by its gradients alone, such as optim=adamw"
+        )
+    if made.defaults.get("dampening"):  # SGD's first gradient is not dampened, but would be with the momentum below
+        for group in (made.defaults, *made.param_groups):
+            group["fused"] = False
+    if made.defaults.get("fused") and not made.param_groups[0]["params"][0].is_meta:
+        # Its flag skips this step. Later, SGD's kernel would leave momentum uninitialised if it skips the first step,
+        # and PyTorch would refuse a parameter that gets its first gradient after others.
+        made.found_inf, made.grad_scale = torch.ones(()), None
+        for state in states_after_a_step(made).values():
+            if "momentum_buffer" in state:
+                state["momentum_buffer"].zero_()
+        del made.found_inf, made.grad_scale
     return made
+
+
+def states_after_a_step(optimizer: Optimizer) -> dict[Any, Any]:
+    """The states in an optimiser's state dict after a step with zeros for weights and gradients. The weights stay."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    weights = [parameter.data for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.data, parameter.grad = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data, parameter.grad = weight, None
+    return optimizer.state_dict()["state"]
 
 
 def lr_schedule(

@@ -10,7 +10,11 @@ from engine.schema.keys import choice, key
 
 @dataclass
 class Optim:
-    """Options of every optimiser."""
+    """Options of every optimiser.
+
+    One with `fused=True` in its `defaults` skips a step by PyTorch's flag `found_inf`; for others the host waits to
+    know whether the gradient is finite.
+    """
 
     name: str = MISSING
     # The highest learning rate, which lr_schedule lowers. SGD: 0.0025 from trained weights, 0.05 to 0.1 from random
@@ -24,10 +28,6 @@ class Optim:
     fused: bool = True  # fused kernels, which pass over each parameter once
     called_with: ClassVar[tuple[str, ...]] = ("params", "lr", "weight_decay", "fused")
 
-    def moments(self) -> tuple[str, ...]:
-        """Names of what the optimiser holds for each parameter: step is its number of steps, others have its shape."""
-        return ()
-
 
 @choice("optim")
 @dataclass
@@ -37,9 +37,6 @@ class SGD(Optim):
     nesterov: bool = False  # Nesterov's form of momentum
 
     builds: ClassVar[str] = "torch.optim.SGD"
-
-    def moments(self) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self.momentum else ()
 
     def check(self) -> None:
         if self.nesterov and not self.momentum:
@@ -57,9 +54,6 @@ class AdamW(Optim):
 
     def more(self) -> dict[str, Any]:
         return {"betas": tuple(self.betas)}
-
-    def moments(self) -> tuple[str, ...]:
-        return "step", "exp_avg", "exp_avg_sq"
 
     def check(self) -> None:
         if 1 in self.betas:

@@ -82,7 +82,6 @@ class Learner:
     max_gradient_norm: float | None = None  # gradients are clipped to it; None: never
     captured: CapturedMicroBatches | None = None  # runs micro-batches as a CUDA graph; None: eagerly
     eager_because: str = ""  # why trainer.capture=auto does not capture
-    reads_flag: bool = True  # before an unfused optimiser, whether the step is finite; False for fake tensors
     parameters: list[nn.Parameter] = field(init=False)  # of the network
 
     def __post_init__(self) -> None:
@@ -141,7 +140,7 @@ class Learner:
         if optimizer.defaults.get("fused"):
             optimizer.found_inf, optimizer.grad_scale = (~finite).float(), None
             optimizer.step()
-        elif not self.reads_flag or finite:
+        elif finite:
             optimizer.step()
         self.scaler.update()
         # float16 may skip the first optimiser steps. (In float16 only, as catch_warnings makes Python repeat warnings.)

@@ -35,7 +35,7 @@ from keepless.made_tensors import bytes_of_tensors
 from keepless.recompute.signatures.plans import FEWEST, plan
 from keepless.recompute.step.costs import times_of
 from keepless.saved import kept_bytes, size_text
-from keepless.torch_internals import FakeTensorMode, before_capture, tree_map
+from keepless.torch_internals import FakeTensorMode, TorchDispatchMode, before_capture, tree_map
 
 Config = TypeVar("Config", bound=TrainingRun)
 
@@ -93,7 +93,6 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # to copy the average's weights
         learner = learner_of(uncompiled, plain, _STEPS, World())
     learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read the gradients' values
-    learner.reads_flag = False
     for group in learner.optimizer.param_groups:
         group["foreach"] = not config.optim.fused
     for parameter in learner.parameters:
@@ -113,9 +112,17 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     return learner, task.loss(config, network), {"image": images, "label": labels}, resident
 
 
+class _NumbersRead(TorchDispatchMode):
+    """A number that is read from a fake tensor, such as an optimiser's count of steps, is 0.5: 1 less is not 0."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return 0.5 if function is torch.ops.aten._local_scalar_dense.default else function(*args, **kwargs or {})
+
+
 def update(learner: Learner) -> None:
     """The optimiser's step."""
-    learner.step(*torch.zeros(2, dtype=torch.float64))
+    with _NumbersRead():
+        learner.step(*torch.zeros(2, dtype=torch.float64))
 
 
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> StepMemory:
