@@ -27,7 +27,6 @@ from datasets.channels import picture
 from datasets.file_list import printable
 from datasets.levels import measured
 from engine import assemble
-from engine.assemble.tasks import folder_for_pictures
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console
 from engine.process.distributed import World
@@ -36,7 +35,7 @@ from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import group, key
 from engine.schema.segmentation import SegmentationRun
-from engine.segmentation.pictures import labelled
+from engine.segmentation.pictures import folder_for_pictures, labelled
 from scripts.reports import charts
 
 ROWS, COLUMNS, INCHES, DPI = 4, 2, 2.8, 130  # crops on a sheet, their size

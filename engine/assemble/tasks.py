@@ -1,9 +1,7 @@
 """The tasks: how a split is evaluated, and what eval.py, the planner and the papers' tables need from each."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ from engine.assemble.network import body, norm_act
 from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
-from engine.process.output_files import WrittenBehind, check_outside, claim_folder, short_name
 from engine.records.added_scores import AddedScores
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
@@ -31,8 +28,6 @@ from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
 from engine.segmentation.cross_entropy import SummedLoss, inverse_frequencies
 from engine.segmentation.inference import Views
-from engine.segmentation.pictures import write_predictions
-from engine.segmentation.scores import ImageScores
 from models.forward import Forward
 from models.freezing import freeze
 from models.heads import FCN
@@ -71,42 +66,20 @@ def segment(
     console: Console,
     processes: int,
 ) -> Evaluated:
-    """Predict and score this rank's images, and write predictions, pictures and each image's scores if asked.
-
-    `processes`: of the training.
-    """
-    given = {"predictions": options.predictions, "overlays": options.overlays}
-    places = [Path(path).resolve() for path in given.values() if path is not None]
-    if len({*places}) < len(places):
-        raise ValueError(f"predictions={options.predictions} is also the folder of overlays: give two folders")
-    names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
-    images = None
-    if options.per_image is not None:
-        if not dataset.has_labels:
-            raise ValueError(f"per_image={options.per_image}: split {dataset.split} of {dataset.name} has no labels")
-        images = ImageScores(dataset.classes, Path(options.per_image), "per_image")
-    predictions, overlays = (path and folder_for_pictures(key, path, dataset, names) for key, path in given.items())
-    with progress_bar(console) as progress, WrittenBehind() as files:
-        written = partial(write_predictions, dataset, predictions or None, overlays or None, files)
-        evaluated = segmentation.evaluate_split(
-            forward,
-            dataset,
-            evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
-            views=replace(views(options, config.data), upsampling=options.upsampling),
-            world=world,
-            progress=progress,
-            on_prediction=written if images is None else partial(_in_turn, [written, images.add]),
-            at_once=at_once(config, world.device, processes),
-            added=added_scores(config, dataset),
-        )
-    if images is not None:
-        images.write(world)
-    return evaluated
-
-
-def _in_turn(functions: Collection[Callable[..., None]], *given: Any) -> None:
-    for function in functions:
-        function(*given)
+    """Predict and score this rank's images, see `evaluate_into_files`. `processes`: of the training."""
+    return segmentation.evaluate_into_files(
+        forward,
+        dataset,
+        evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
+        views=replace(views(options, config.data), upsampling=options.upsampling),
+        world=world,
+        console=console,
+        at_once=at_once(config, world.device, processes),
+        added=added_scores(config, dataset),
+        predictions=options.predictions,
+        overlays=options.overlays,
+        per_image=options.per_image,
+    )
 
 
 def classify(
@@ -137,23 +110,6 @@ def added_scores(config: TrainingRun, dataset: SegmentationDataset | Classificat
     """The run's own scores, for one evaluation."""
     given = {"classes": dataset.classes, "ignore_index": IGNORED}
     return AddedScores({name: builder("scores", own)(**given) for name, own in config.scores.items()})
-
-
-def folder_for_pictures(
-    key: str, path: str, dataset: SegmentationDataset | ClassificationDataset, names: Collection[str]
-) -> Path:
-    """The folder for pictures, see `claim_folder`. ValueError: they would become images, or replace labels."""
-    folder = Path(path).resolve()
-    if isinstance(dataset, ClassificationDataset):
-        check_outside(key, folder, [dataset.files.root] if dataset.pixels is None else [])
-        return claim_folder(key, folder, names)
-    # Names are paths below the folder of images.
-    images = {file.image.parents[file.name.count("/")] for file in dataset.files if file.image is not None}
-    check_outside(key, folder, images)
-    labels = {file.label.parents[file.name.count("/")] for file in dataset.files if file.label is not None}
-    if folder in {place.resolve() for place in labels}:
-        raise ValueError(f"{key}={folder} holds labels of the dataset, which would be replaced: give another folder")
-    return claim_folder(key, folder, names)
 
 
 def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.Module:

@@ -1,6 +1,6 @@
 """Pictures of labels and predictions, and files for the official evaluation scripts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from datasets import IGNORED, SegmentationDataset
+from datasets import IGNORED, ClassificationDataset, SegmentationDataset
 from datasets.channels import visible
-from engine.process.output_files import WrittenBehind, png, short_name, write_file
+from engine.process.output_files import WrittenBehind, check_outside, claim_folder, png, short_name, write_file
 from engine.process.transfers import HostCopy
 
 OVERLAY_OPACITY = 0.6
@@ -36,6 +36,23 @@ class PictureCollector:
     def pictures(self) -> dict[str, np.ndarray]:
         """{name: uint8 (H, 3 W, 3)}; H and W are at most `LONGEST_SIDE`."""
         return {name: _picture(self.dataset, *map(_small, copied.wait())) for name, copied in self.shown.items()}
+
+
+def folder_for_pictures(
+    key: str, path: str, dataset: SegmentationDataset | ClassificationDataset, names: Collection[str]
+) -> Path:
+    """The folder for pictures, see `claim_folder`. ValueError: they would become images, or replace labels."""
+    folder = Path(path).resolve()
+    if isinstance(dataset, ClassificationDataset):
+        check_outside(key, folder, [dataset.files.root] if dataset.pixels is None else [])
+        return claim_folder(key, folder, names)
+    # Names are paths below the folder of images.
+    images = {file.image.parents[file.name.count("/")] for file in dataset.files if file.image is not None}
+    check_outside(key, folder, images)
+    labels = {file.label.parents[file.name.count("/")] for file in dataset.files if file.label is not None}
+    if folder in {place.resolve() for place in labels}:
+        raise ValueError(f"{key}={folder} holds labels of the dataset, which would be replaced: give another folder")
+    return claim_folder(key, folder, names)
 
 
 def write_predictions(
