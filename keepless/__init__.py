@@ -23,6 +23,7 @@ from .prepared import (
     undo,
 )
 from .recompute.signatures.plans import plan
+from .recompute.step.costs import peak_bytes
 from .reversible.checks import checking_repetitions
 from .reversible.couplings import (
     AdditiveCoupling,
@@ -52,6 +53,7 @@ __all__ = [
     "fit",
     "from_released",
     "is_invertible_module",
+    "peak_bytes",
     "plan",
     "recompute_activations",
     "recomputing",

@@ -27,7 +27,7 @@ from .torch_internals import call_at_compilation, current_hooks, hooks_are_allow
 
 def recompute_activations(
     network: Network,
-    *,
+    *others: object,
     checkpointed_only: bool = False,
     budget: Budget | None = None,
     example: Any = None,
@@ -72,7 +72,11 @@ def recompute_activations(
         ValueError: the network's own forward pass is never called, e.g. it is an `nn.ModuleList`; it has lazy modules;
             the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget, or the
             network does not run on it.
+        TypeError: an option is given without its name.
     """
+    if others:
+        given = f'"{others[0]}"' if isinstance(others[0], str) else others[0]
+        raise TypeError(f"recompute_activations takes its options by name: write budget={given}")
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
     _check_not_lazy(network)

@@ -1,7 +1,7 @@
 """Find out which training step of a network fits on a device:
 
-    python -m keepless.fit MODULE:FUNCTION --device 12GiB --optimizer momentum --autocast bfloat16
-    python -m keepless.fit MODULE:FUNCTION --device 24GiB --grow batch --time 1.15
+    python -m keepless.fit MODULE:FUNCTION --memory 12GiB --optimizer momentum --autocast bfloat16
+    python -m keepless.fit MODULE:FUNCTION --memory 24GiB --grow batch --time 1.15
 
 FUNCTION takes no arguments, and returns a network and an example of its input: a tensor, a tuple of arguments, or a
 dictionary of keyword arguments. It is called under torch.device("meta"), where tensors have no values and take no
@@ -31,7 +31,7 @@ def main(given: list[str]) -> Fit:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m keepless.fit", description=__doc__, formatter_class=raw)
     parser.add_argument("function", metavar="MODULE:FUNCTION")
-    parser.add_argument("--device", required=True, help="memory of the device, such as 12GiB")
+    parser.add_argument("--memory", required=True, help="memory of the device, such as 12GiB")
     names = ", ".join(OPTIMIZERS)
     parser.add_argument("--optimizer", default="adamw", help=f"{names}, or bytes of its states per weight (adamw)")
     parser.add_argument(
@@ -45,7 +45,7 @@ def main(given: list[str]) -> Fit:
     of_step: dict[str, Any] = {"optimizer": options.optimizer, "grow": options.grow, "time": options.time}
     with suppress(ValueError):
         of_step["optimizer"] = float(options.optimizer)
-    limits(options.device, **of_step)  # raises before the network is made
+    limits(options.memory, **of_step)  # raises before the network is made
     network, example = _made(options.function)
     device = next((parameter.device.type for parameter in network.parameters()), "cpu").replace("meta", "cpu")
     if options.grow:
@@ -54,7 +54,7 @@ def main(given: list[str]) -> Fit:
         logging.getLogger("keepless.fit").setLevel(logging.INFO)  # each way as it is found
     with torch.autocast(device, getattr(torch, options.autocast)) if options.autocast else nullcontext():
         try:
-            found = fit(network, example, options.device, **of_step)
+            found = fit(network, example, options.memory, **of_step)
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
             raise _in_a_line(error, f"a step of {options.function}'s network on its example") from error
     print(found)

@@ -15,14 +15,14 @@ FRAGMENTATION = 0.05  # share of the rest that stays unused
 OPTIMIZERS = {"none": (0, 0), "sgd": (0, 1), "momentum": (1, 1), "adam": (2, 1), "adamw": (2, 1)}
 
 
-def bytes_for_tensors(device: int | str) -> int:
-    """Bytes that a device, e.g. "12GiB", leaves for tensors. ValueError: it is not a size, or nothing is left."""
-    memory: Any = bytes_of(device) if isinstance(device, str) else device
+def bytes_for_tensors(given: int | str) -> int:
+    """Bytes that a device of this memory, e.g. "12GiB", leaves for tensors. ValueError: no size, or nothing is left."""
+    memory: Any = bytes_of(given) if isinstance(given, str) else given
     left = memory - (bytes_of(CONTEXT) or 0) - (bytes_of(WORKSPACE) or 0) if is_number(memory) else 0
     if not 0 < left < math.inf:
         raise ValueError(
-            f"device={shown(device)}: expected its memory, such as '12GiB' ({', '.join(UNITS)}), of which CUDA takes "
-            f"{CONTEXT} and convolutions {WORKSPACE}"
+            f"memory={shown(given)}: expected a device's memory, such as '12GiB' ({', '.join(UNITS)}), of which CUDA "
+            f"takes {CONTEXT} and convolutions {WORKSPACE}"
         )
     return int(left * (1 - FRAGMENTATION))
 

@@ -23,7 +23,7 @@ _TIME = 1.15
 class Fit(NamedTuple):
     """What fits on a device; print it. Bytes are of tensors; times are estimated."""
 
-    device: int | str  # as given
+    memory: int | str  # of the device, as given
     available: int  # bytes of the device left for tensors
     weights: int  # bytes of parameters and buffers
     gradients: int  # bytes
@@ -41,7 +41,7 @@ class Fit(NamedTuple):
             cells.append((way.name, size_of(way.shape), size_text(way.peak), verdict, f"{way.time:.2f}"))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        left = f"{self.device} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
+        left = f"{self.memory} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
         parts = {"weights": self.weights, "gradients": self.gradients, "optimiser": self.states}
         held = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
         return "\n".join([f"{left}convolutions, {FRAGMENTATION:.0%} of the rest", held, *rows, self.line])
@@ -50,7 +50,7 @@ class Fit(NamedTuple):
 def fit(
     network: nn.Module,
     example: Any,
-    device: int | str,
+    memory: int | str,
     *,
     optimizer: str | float = "adamw",
     grow: str | None = None,
@@ -73,7 +73,7 @@ def fit(
     Args:
         network: any that runs on fake tensors; it is counted in training mode.
         example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
-        device: its memory, such as "12GiB" or a number of bytes.
+        memory: of the device, such as "12GiB" or a number of bytes.
         optimizer: "sgd", "momentum", "adam", "adamw", "none", or bytes of optimiser states per trained weight.
         grow: find the largest example that fits: "batch" grows dimension 0, "size" the sides of images or the length
             of texts; see `keepless.fit.sizes.growth`.
@@ -86,16 +86,16 @@ def fit(
     """
     check_module(network, "fit")
     check_has_forward(network, "fit")
-    check_one_example(device, "fit")
-    available, longest = limits(device, optimizer, grow, time)
+    check_one_example(memory, "fit")
+    available, longest = limits(memory, optimizer, grow, time)
     growth(arguments := arguments_of(example), grow)  # raises before the network is copied
 
     def counted(copied: nn.Module, *given: Any) -> Fit:
         with torch.enable_grad():
             steps = Steps(copied, growth(given, grow), available, optimizer, longest)
             ways = steps.ways()
-        line = _line(steps, ways, device)
-        return Fit(device, available, steps.weights, steps.gradients, steps.states, ways, line)
+        line = _line(steps, ways, memory)
+        return Fit(memory, available, steps.weights, steps.gradients, steps.states, ways, line)
 
     try:
         with times_of("cuda"):
@@ -107,21 +107,21 @@ def fit(
         ) from error
 
 
-def limits(device: int | str, optimizer: str | float, grow: str | None, time: float | None) -> tuple[int, float]:
+def limits(memory: int | str, optimizer: str | float, grow: str | None, time: float | None) -> tuple[int, float]:
     """Bytes for tensors, and the longest step within a budget. ValueError: one of the arguments is not valid."""
     optimizer_bytes(optimizer, 0, 0)
     if time is not None and (grow is None or not is_number(time) or time is True or not time >= 1):
         raise ValueError(f"time={shown(time)}, grow={shown(grow)}: expected at least 1.0, with grow='batch' or 'size'")
-    return bytes_for_tensors(device), math.inf if grow is None else time or _TIME
+    return bytes_for_tensors(memory), math.inf if grow is None else time or _TIME
 
 
-def _line(steps: Steps, ways: list[Way], device: int | str) -> str:
+def _line(steps: Steps, ways: list[Way], memory: int | str) -> str:
     """See `Fit.line`. ValueError: nothing fits."""
     fitting = [way for way in ways if way.fits and way.time <= steps.time]
     if not fitting:
         least = min(ways, key=attrgetter("peak"))
         raise ValueError(
-            f"device={device}: nothing fits; a step on {size_of(least.shape)} takes at least {size_text(least.peak)} "
+            f"memory={memory}: nothing fits; a step on {size_of(least.shape)} takes at least {size_text(least.peak)} "
             f"({least.name}), and {size_text(steps.available)} are left for tensors"
         )
     best = max(fitting, key=lambda way: (math.prod(way.shape), -way.time))

@@ -362,6 +362,8 @@ def plan(
     """
     check_module(network, "plan")
     check_one_example(budgets, "plan")
+    if not network.training:
+        warn("plan got a network in eval mode, whose step holds less than a training step: call network.train() first")
     bound_of = _bounds() if bound else None
     if isinstance(budgets, (str, int, float, Real)):
         budgets = [budgets]

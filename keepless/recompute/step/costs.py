@@ -126,7 +126,7 @@ def computing_device(tensors: "Iterable[Tensor | TensorSpec]") -> torch.device:
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
-    """Peak bytes of tensors during a step, beyond those allocated before it.
+    """Peak bytes of tensors during a step, beyond those allocated before it. On CPUs PyTorch's profiler counts them.
 
     `device`: the tensors' device; "cuda" is the current one, and resets the peak statistics of PyTorch's allocator.
     """

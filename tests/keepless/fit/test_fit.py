@@ -241,9 +241,12 @@ def test_what_is_wrong_is_said(options, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"device": "12"}, "device='12': expected its memory, such as '12GiB'"),
+        ({"device": "12"}, "memory='12': expected a device's memory, such as '12GiB'"),
         ({"device": "1GiB"}, "of which CUDA takes 0.5GiB and convolutions 0.7GiB"),
-        *(({"device": one}, "^device=.*: expected its mem") for one in (torch.device("cpu"), ["2GiB"], nan, inf, True)),
+        *(
+            ({"device": one}, "^memory=.*: expected a device")
+            for one in (torch.device("cpu"), ["2GiB"], nan, inf, True)
+        ),
         ({"optimizer": "lion"}, "optimizer='lion': expected one of none, sgd, momentum, adam, adamw, or bytes"),
         *(
             ({"optimizer": one}, "^optimizer=.*: expected one")
@@ -297,7 +300,7 @@ def module(tmp_path, monkeypatch):
 
 def test_the_command_prints_what_fits(module, capsys):
     path = f"{REPOSITORY}"
-    given = ["my_networks:example", "--device", "2GiB", "--optimizer", "4"]
+    given = ["my_networks:example", "--memory", "2GiB", "--optimizer", "4"]
     run = [sys.executable, "-W", "error:::runpy", "-m", "keepless.fit", *given]
     done = subprocess.run(run, cwd=module, env={"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr
@@ -307,7 +310,7 @@ def test_the_command_prints_what_fits(module, capsys):
 
 
 def test_the_search_says_what_it_tries_and_finds(module, caplog):
-    found = command.main(["my_networks:example", "--device", "2GiB", "--grow", "batch"])
+    found = command.main(["my_networks:example", "--memory", "2GiB", "--grow", "batch"])
     said = [record.getMessage() for record in caplog.records]
     assert [line for line in said if line.endswith("fits")] == [
         f"{way.name}: {size_of(way.shape)} fits" for way in found.ways
@@ -315,15 +318,15 @@ def test_the_search_says_what_it_tries_and_finds(module, caplog):
     assert any(line.startswith("within a budget: trying ") for line in said)
 
 
-@pytest.mark.parametrize("wrong", ["--device 12", "--optimizer=", "--optimizer 2x", "--optimizer nan", "--time 2"])
+@pytest.mark.parametrize("wrong", ["--memory 12", "--optimizer=", "--optimizer 2x", "--optimizer nan", "--time 2"])
 def test_a_wrong_option_is_named_before_the_function_is_called(wrong):
     with pytest.raises(ValueError, match=f"^{wrong.strip('-').split()[0].strip('=')}="):
-        command.main(["nowhere:example", "--device", "2GiB", *wrong.split()])
+        command.main(["nowhere:example", "--memory", "2GiB", *wrong.split()])
 
 
 @pytest.mark.parametrize("name", ["asks", "asks_by_numpy"])
 def test_functions_that_need_values_are_called_without_meta(module, name):
-    assert command.main([f"my_networks:{name}", "--device", "2GiB", "--autocast", "bfloat16"]).weights == 12
+    assert command.main([f"my_networks:{name}", "--memory", "2GiB", "--autocast", "bfloat16"]).weights == 12
 
 
 @pytest.mark.parametrize(
@@ -339,5 +342,5 @@ def test_functions_that_need_values_are_called_without_meta(module, name):
 )
 def test_wrong_functions_are_named(module, given, message):
     with pytest.raises(ValueError, match=message) as caught:
-        command.main([given, "--device", "2GiB"])
+        command.main([given, "--memory", "2GiB"])
     assert "\n" not in str(caught.value)
