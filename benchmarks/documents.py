@@ -100,7 +100,8 @@ def functions(_: str) -> str:
         if not inspect.isfunction(function) or function.__doc__ is None:
             continue  # __version__
         signature = inspect.signature(function)
-        parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        own = (each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL)
+        parameters = [each.replace(annotation=each.empty) for each in own]
         given = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
         about = re.split(r"(?<=\.) (?=[A-Z])", " ".join(function.__doc__.split()).replace("|", r"\|"))[0]
         given = re.sub("<function (.*?) at .*?>", r"\1", given)  # a default

@@ -71,10 +71,11 @@ def run(program: str, folder: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_the_examples_of_its_page_run():
+def test_the_examples_of_its_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     page = (REPOSITORY / "docs" / "keepless.md").read_text()
     examples = re.findall(r"(?ms)^```python\n(.*?)^```", page)
-    assert len(examples) == 5
+    assert len(examples) == 6
     exec("\n".join(examples), {})
 
 
