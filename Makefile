@@ -27,7 +27,7 @@ test-all: $(INSTALLED)  ## run the slow tests too (half an hour on two cores)
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu" $(PYTEST)
 
 mutants: $(INSTALLED)  ## change the code in 200 places, one at a time, and list what no test notices (half an hour on two cores)
-	$(SCALAR) $(VENV)/bin/python -m tests.mutants $(MUTANTS)
+	$(SCALAR) $(VENV)/bin/python -m tools.mutants $(MUTANTS)
 
 peer: $(INSTALLED)  ## build the released inplace_abn against the installed PyTorch and compare with it (6 minutes, a C++ compiler)
 	@test -d $(PEER)/inplace_abn || $(VENV)/bin/python -m pip install --quiet --no-deps --target $(PEER)/tools setuptools-scm vcs-versioning

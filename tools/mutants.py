@@ -66,7 +66,7 @@ def swapped(node: ast.AST) -> Iterator[tuple[str, Change]]:
             yield f"{type(node.op).__name__} -> {new.__name__}", put("op", new())
     elif isinstance(node, ast.Constant) and type(node.value) is bool:
         yield f"{node.value} -> {not node.value}", put("value", not node.value)
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         yield f"{node.value} -> {node.value + 1}", put("value", node.value + 1)
     elif isinstance(node, (ast.If, ast.IfExp)):
         yield "the condition negated", put("test", ast.UnaryOp(ast.Not(), node.test))
@@ -232,9 +232,9 @@ class Runner:
 
     def run(self, numbers: list[int], until: float = float("inf")) -> Iterator[int]:
         """Run tests by number; yields each when it has ended."""
-        for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-            item = self.session.items[number]
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following and self.session.items[following])
+        items = [self.session.items[number] for number in numbers]
+        for number, item, following in zip(numbers, items, [*items[1:], None], strict=False):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             yield number
             if time.perf_counter() > until:
                 return

@@ -1,0 +1,17 @@
+"""A run of `make mutants`, whose tests lie in one file: the second worker has none."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tools.mutants import REPOSITORY, WORKERS
+
+
+@pytest.mark.slow
+def test_mutants_of_a_file_are_killed_by_its_tests():
+    given = ["count=4", "room=keepless/units.py", "tests=tests/keepless/test_units.py"]
+    command = [sys.executable, "-m", "tools.mutants", *given]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert WORKERS > 1 and ended.returncode == 0, ended.stdout + ended.stderr
+    assert "; failed: []" in ended.stdout and "of 4 mutants {'killed': 4}" in ended.stdout, ended.stdout
