@@ -20,10 +20,10 @@ demo: $(INSTALLED)  ## train and evaluate a small network on synthetic street sc
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 	@echo "look at $$(ls -d $(DEMO)/overlays/* | head -n 1) (image, label, prediction); next: $(VENV)/bin/python train_seg.py norm=std"
 
-test: $(INSTALLED)  ## run the tests (5 to 12 minutes on two cores); PYTEST="-k name" adds options
+test: $(INSTALLED)  ## run the tests, of large tables and slow ones a part (4 to 10 minutes on two cores); PYTEST="-k name" adds options
 	$(SCALAR) $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
-test-all: $(INSTALLED)  ## run the slow tests too (half an hour on two cores)
+test-all: $(INSTALLED)  ## run all tests: whole tables and the slow ones (half an hour on two cores)
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu" $(PYTEST)
 
 mutants: $(INSTALLED)  ## change the code in 200 places, one at a time, and list what no test notices (half an hour on two cores)

@@ -4,8 +4,10 @@ import atexit
 import ctypes
 import gc
 import os
+import random
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 # The machine's environment does not decide a test. Threads: two test processes share two cores, where second OpenMP
@@ -24,6 +26,7 @@ from hypothesis import settings  # noqa: E402
 from datasets.synthetic import write_streets  # noqa: E402
 from engine.process import stopping  # noqa: E402
 from engine.process.allocations import keep_freed_memory  # noqa: E402
+from engine.records.provenance import provenance  # noqa: E402
 from tests.ranks import Ranks  # noqa: E402
 from tests.runs import hasten  # noqa: E402
 
@@ -35,6 +38,44 @@ settings.load_profile("same")
 
 # A shell starts background processes with SIGINT ignored, and whatever they start ignores it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Decides which part of the suite `make test` runs: the commit, or any word. xdist's workers inherit it.
+os.environ.setdefault("DRAW", (provenance()["commit"] or "no commit").removesuffix("-dirty"))
+DRAWN_OF_A_TABLE = 0.25  # of its parameters; at least one
+DRAWN_SLOW = 4  # tests of at most half a minute of processor time each, most of a few seconds: less than 60 in all
+
+
+def pytest_report_header() -> str:
+    return (
+        f"a part of all tables and {DRAWN_SLOW} slow tests are drawn; to draw the same again: DRAW={os.environ['DRAW']}"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `drawn` what `make test` runs: a part of each table, all of other tests, and a few slow ones.
+
+    Where all tests lie in one file, tables are whole, and no slow ones are drawn.
+    """
+    groups = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if not any(map(item.get_closest_marker, ("gpu", "peer"))):
+            groups[item.nodeid.partition("[")[0]].append(item)
+    whole = len({item.path for item in items}) == 1
+    slow = []
+    for name, group in groups.items():
+        draw = random.Random(f"{os.environ['DRAW']} {name}")
+        if rare := [each for each in group if (mark := each.get_closest_marker("slow")) and not mark.args]:
+            slow.append(draw.choice(rare))
+        group = [each for each in group if not each.get_closest_marker("slow")]
+        if group[:1] and group[0].get_closest_marker("table") and not whole:
+            group = draw.sample(group, max(1, round(DRAWN_OF_A_TABLE * len(group))))
+        for each in group:
+            each.add_marker("drawn")
+    if not whole:
+        for each in random.Random(os.environ["DRAW"]).sample(slow, min(DRAWN_SLOW, len(slow))):
+            each.add_marker("drawn")
 
 
 def pytest_collection_finish() -> None:

@@ -80,7 +80,7 @@ def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
     return commands
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many commands")
 def test_every_command_of_the_tour(tmp_path, capsys):
     """CamVid's files under other names train and evaluate as data=camvid does, to the digit."""
     camvid, own = trees.camvid_folders(tmp_path / "camvid"), tmp_path / "DIR"

@@ -71,6 +71,7 @@ def test_a_classifier_learns_and_leaves_a_run_directory(trained):
     assert {"top1", "top5"} <= next(record for record in records if record["kind"] == "val").keys()
 
 
+@pytest.mark.slow
 def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained):
     found = []
     for batch_size in (200, 10):

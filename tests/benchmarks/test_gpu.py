@@ -53,6 +53,7 @@ def test_a_page_can_be_written_from_any_item_alone(benchmark):
             assert frame.calls_text(benchmark, {"calls": [call | {"items": {name: rows}}]}, benchmark.name)
 
 
+@pytest.mark.slow("whole measurements")
 @pytest.mark.parametrize("program", ["networks", "steps", "fit", "layers"])
 def test_every_benchmark_runs_rehearsed(program, tmp_path):
     (call, text) = measured(program, tmp_path, *shlex.split(gpu_evidence.REHEARSED[program]))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.runs import Run, children, says, stopped, survived
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("kills processes")
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,7 @@ def step(body: nn.Module, images: torch.Tensor, recompute: str = "none") -> list
     return [*maps, *(parameter.grad for parameter in body.parameters()), *body.buffers()]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", [*BODIES, *LIBRARY])
 def test_gradients_are_the_same_to_the_bit_however_activations_are_saved(name):
     """A block that is repeated ends where a feature does; statistics move once."""

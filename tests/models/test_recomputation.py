@@ -75,6 +75,7 @@ def assert_equal_steps(found: dict[str, torch.Tensor], expected: dict[str, torch
         torch.testing.assert_close(found[key], values, rtol=0, atol=1e-10 * scale, msg=key)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "name, norm", [*product(BODIES, ["inplace"]), *zip(BODIES, cycle(norm for norm in NORMS if norm != "inplace"))]
 )

@@ -113,6 +113,7 @@ HIDDEN = {"gpus"}
 SAMPLES = ("true", "false", "0", "1", "8", "0.5", "[1,2]", "auto", "null")  # texts may have any value
 
 
+@pytest.mark.slow
 def test_no_entry_hides_what_exists(monkeypatch):
     """A key with a right value, or its last part: an entry may only give a key that ends so."""
     hidden = set()

@@ -67,7 +67,11 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
 
 
 def compiled(norm: str, recompute: str):
-    return pytest.param(norm, ("trainer.compile=true", f"trainer.recompute={recompute}"), marks=pytest.mark.slow)
+    return pytest.param(
+        norm,
+        ("trainer.compile=true", f"trainer.recompute={recompute}"),
+        marks=pytest.mark.slow("compiles on three ranks"),
+    )
 
 
 COMPILED = [compiled("inplace", "none"), compiled("std", "blocks"), compiled("inplace", "sqrt")]
@@ -127,7 +131,7 @@ def backward_events(rank: int, compiled: bool) -> str:
     return "".join(letters[event.name] for event in events if event.name in letters)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow("compiles on three ranks"))])
 def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
     """DDP wraps the compiled network, and PyTorch splits its graph at DDP's buckets."""
     for events in ranks.run(backward_events, compiled):

@@ -36,6 +36,7 @@ def test_an_interrupted_import_ends_in_a_line(tmp_path, words):
     assert loaded(words, PYTHONPATH=str(tmp_path)) == (-signal.SIGINT, "interrupted\n")
 
 
+@pytest.mark.slow
 def test_the_environment_chooses_no_window_for_figures():
     check = "import engine.process.start, matplotlib; print(matplotlib.get_backend())"
     assert loaded([sys.executable, "-c", check], MPLBACKEND="nonsense", MPLCONFIGDIR=str(Path("/nowhere"))) == (0, "")
@@ -52,6 +53,7 @@ print(folder, oct(os.stat(folder).st_mode & 0o777), os.environ["TORCHINDUCTOR_CP
 """
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("has_home", [True, False])
 def test_commands_compile_into_a_folder_of_their_user_alone(tmp_path, has_home):
     """PyTorch loads pickles from a folder for temporary files, whose name everybody knows. The package sets nothing."""
@@ -75,6 +77,7 @@ with open(sys.argv[1], "w") as file:
 """
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("first, end", [(0, 3), (0, 1), (1, 2)])
 def test_nothing_printed_gets_into_a_file_if_the_standard_descriptors_are_closed(tmp_path, first, end):
     words, env = [sys.executable, "-c", CLOSED, str(tmp_path / "file")], {"PATH": "/usr/bin:/bin"}

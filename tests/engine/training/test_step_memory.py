@@ -36,6 +36,7 @@ def tracked(config) -> dict[str, int]:
     return {getattr(kind, "value", kind): size for kind, size in of_device.items()}
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -62,6 +63,7 @@ def test_pytorch_s_tracker_finds_the_same_peak_to_the_byte(overrides, monkeypatc
     assert (trace.at_peak["momentum"], trace.at_peak["images"]) == (judged["Optstate"], judged["Other"])
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("body, norm", [("resnext_tiny", "checkpoint"), ("revnet_tiny", "inplace")])
 def test_a_real_step_saves_what_a_trace_says(body, norm):
     config = runs.run_config(f"norm={norm}", f"body={body}", "norm.backend=eager")

@@ -84,6 +84,7 @@ def assert_same_function(network: nn.Module, reference: nn.Module, x: Tensor) ->
     torch.testing.assert_close(list(network.buffers()), list(reference.buffers()))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("norm, build", list(zip(NORMS, cycle(NETWORKS))))
 def test_networks_of_ours_keep_their_outputs_and_gradients(norm, build):
     """`to_standard` leaves PyTorch's modules only; the Parameters stay, and `bn.weight` becomes `bn.0.weight`."""

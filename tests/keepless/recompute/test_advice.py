@@ -78,6 +78,7 @@ SEEDS += [pytest.param(None, range(20, 500), marks=pytest.mark.slow)]
 SEEDS += [pytest.param("by chance", range(3, 60), marks=pytest.mark.slow)]
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("budget, seeds", SEEDS)
 def test_random_programs_with_scrambled_advice_are_like_plain_ones(budget, seeds, scrambled, monkeypatch):
@@ -179,6 +180,7 @@ class Differing(nn.Module):
         return self.function(x * 1.0, self.differs)
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_scrambled", [False, True])
 @pytest.mark.parametrize("function", DIFFERING)
@@ -223,6 +225,7 @@ DIFFERENCES = [([*range(8)], (), 0), ([0, 1, 4, 5, 7], (), 0), ([*range(8)], (4,
 DIFFERENCES += [([0, 2, 3, 4, 5, 6, 7], (2, 5), 4), ([0, 3, 2, 1, 4, 5, 6, 7], (), 1)]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("budget", [None, 0.5])
 @pytest.mark.parametrize("order, doubled, most", DIFFERENCES)
 def test_the_rules_decide_only_about_new_calls(order, doubled, most, budget, monkeypatch):

@@ -102,6 +102,7 @@ def shares_of_the_best(step: Step) -> list[float]:
     return sorted(shares)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", TINY)
 def test_no_plan_of_a_network_is_below_the_bound_and_some_are_near_it(name):
     """With few values to keep, some budgets are between two plans, and their bounds are low."""
@@ -109,6 +110,7 @@ def test_no_plan_of_a_network_is_below_the_bound_and_some_are_near_it(name):
     assert len(shares) >= 2 and shares[-1] >= 0.6
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name, near", [("ResNet", 0.8), ("DenseNet", 0.7), ("transformer", 0.7), ("pools", 0.7)])
 def test_plans_that_are_found_are_near_the_bound(name, near):
     """At 0.75, 0.55 and 0.4 of the baseline's peak, if a plan reaches that."""

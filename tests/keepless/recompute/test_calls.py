@@ -121,6 +121,7 @@ class Called(nn.Module):
         return self.function(self.w * x).exp().sum()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_computed_again_to_the_bit_from_little(name, device, monkeypatch):

@@ -216,6 +216,7 @@ MANY = FEW | COUNTED | {f"ours, {name}": ours(name) for name in OURS}
 del MANY["custom operators"]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("row", "seeds"),
     [

@@ -64,6 +64,7 @@ for family in FAMILIES:
     CASES.append(pytest.param(make, size, 1.0, id=name, marks=marks))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("make, pixels, share", CASES)
 def test_families(make, pixels, share):
     torch.manual_seed(0)

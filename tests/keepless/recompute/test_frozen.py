@@ -27,6 +27,7 @@ def chain(norm: bool, inplace: bool = False, slope: float = 0.0) -> nn.Sequentia
     return nn.Sequential(*layers)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu])
 @pytest.mark.parametrize("slope", [0.0, 0.1])
@@ -122,6 +123,7 @@ def _through_dlpack(y: Tensor) -> None:
     torch.from_dlpack(y)[::2] = 0
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:no plan keeps")
 @pytest.mark.parametrize("late", [0, 3])
 @pytest.mark.parametrize(

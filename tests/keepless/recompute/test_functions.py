@@ -122,6 +122,7 @@ def followed(monkeypatch) -> list[bool]:
     return note_followed(monkeypatch)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms_with_frozen_parameters_and_statistics(norm, followed):
     frozen = [(), ("weight",), ("bias",), ("weight", "bias")]
@@ -139,6 +140,7 @@ def values_kept(network: nn.Module, x: Tensor) -> list[int]:
     return sorted(size for size in sizes if size > 8)
 
 
+@pytest.mark.slow
 def test_the_images_and_the_input_of_the_norm_are_kept_and_nothing_else(followed):
     """Whatever the norm and the activation, but for masks, indices and what no recipe is known for."""
     for norm, activation in [*product(NORMS, ["relu_"]), *product(["batch"], ACTIVATIONS)]:
@@ -343,6 +345,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 WITHOUT_ADVICE = ["view changed", "looks, overwrites and marks"]
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, followed):

@@ -113,6 +113,7 @@ def convolutions() -> nn.Module:
 IMAGES, TEXTS = torch.linspace(-1, 1, 3072).view(1, 3, 32, 32), torch.linspace(-1, 1, 3072).sin().view(6, 16, 32)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("make", "x", "share"),
     [(transformer, TEXTS, 0.75), (half_frozen, TEXTS, 0.75), (convolutions, IMAGES, 0.6)],

@@ -34,6 +34,7 @@ def layers_of_ours() -> list:
     return cases
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("make", "shape", "is_known", "share"),
     [
@@ -86,6 +87,7 @@ SHARES = [("mixed", 0.9), ("mixed", None), ("chain", 0.9), ("chain", None), ("co
 SHARES += [("over views, then a layer", 0.7), ("orthogonal", 1.01), ("I", 0.5), ("II", 0.5), ("residual blocks", 0.8)]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name, share", SHARES)
 def test_steps_are_within_their_budget_from_the_first_on_exact_and_silent(name, share):
     """A share of None is a budget near the least, which varies with measured times. The first step is recorded."""

@@ -150,6 +150,7 @@ def made(kind: type[Network]) -> Network:
     return network
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("kind, share", CHANGES, ids=lambda one: getattr(one, "__name__", None))
 def test_a_budget_holds_after_the_change(kind, share, monkeypatch):
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)

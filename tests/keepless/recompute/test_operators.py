@@ -42,7 +42,7 @@ def on(sample: Any) -> Setup:
     return setup
 
 
-@pytest.mark.slow
+@pytest.mark.slow("hundreds of operators")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("budget", [None, 0.5, "by chance"])
 @pytest.mark.parametrize("variant", ["op", "method_variant", "inplace_variant"])

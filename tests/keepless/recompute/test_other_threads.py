@@ -102,6 +102,7 @@ class Turning(nn.Module):
         return self.last(self.function(self.first(x)))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_rehearsal_takes_no_items_of_iterators(name):
     """Those in collections may be copied. There are three functions, so all networks begin with the same one."""

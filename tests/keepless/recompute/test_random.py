@@ -107,6 +107,7 @@ for budget in (1.0, 0.7, "1KiB"):
     SEEDS += [(budget, range(1, 2)), slow(range(2, 40), budget)]
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("budget, seeds", SEEDS)
 def test_a_prepared_network_whose_steps_change_is_like_the_plain_one(budget, seeds, monkeypatch):
@@ -119,6 +120,7 @@ PARTS_ARE_JOINED: Moves = [("unary", 0, 0, 0), ("layer", 0, 0, 1), ("binary", 3,
 WRITES = [(kind, choice, 3, 0) for kind in ("operator", *HIDING) for choice in CHOICES[kind]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_writes_by_operators_are_seen_and_others_refused(monkeypatch):
     """Hooks and checkpoints change nothing, although autograd checks no versions there."""

