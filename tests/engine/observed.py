@@ -37,15 +37,6 @@ from models.forward import Forward
 
 OURS = ("datasets.", "engine.", "keepless.", "models.", "tests.")
 RATES = ("lr", "initial_lr", "weight_decay", "momentum", "nesterov", "betas", "fused")  # of groups of an optimiser
-# Newer keys at their defaults add no line: it would be in the record of every value that is refused, which lacks all.
-LATER = (
-    ("patience", None),
-    ("auxiliary_weight", 0),
-    ("shown", None),
-    ("channels", 3),
-    ("channels_key", None),
-    ("channels_key", "data.channels"),
-)
 FEW = 8  # entries of a list or tensor that are shown
 
 
@@ -141,8 +132,7 @@ def _of_list(things: list | tuple, place: str) -> Iterator[str]:
 
 def _of_dict(things: dict, place: str) -> Iterator[str]:
     for key, value in things.items():
-        if (str(key).rpartition(".")[2], value) not in LATER:
-            yield from described(value, f"{place}.{key}")
+        yield from described(value, f"{place}.{key}")
 
 
 def _as_text(thing: Any, place: str) -> Iterator[str]:
@@ -322,9 +312,3 @@ def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Coun
 def _checkpoint(options: Any, state: dict, config: TrainingRun) -> tuple[Path, dict, TrainingRun]:
     refuse_other_tasks(options, config.task, "it")
     return Path("run/checkpoints/last.pt"), state, config
-
-
-def differences(before: Counter[str], after: Counter[str]) -> list[str]:
-    """The lines of each that the other lacks, with their numbers."""
-    signs = (("-", before - after), ("+", after - before))
-    return [f"{sign} {line} x{count}" for sign, lines in signs for line, count in sorted(lines.items())]
