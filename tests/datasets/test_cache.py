@@ -102,13 +102,6 @@ def test_what_another_user_has_put_in_the_place_of_the_cache_is_not_used(trap, s
     assert not (folder / "class-index").exists()
 
 
-def test_a_home_that_cannot_be_written_is_named(tmp_path, camvid_folders, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    (tmp_path / "home").touch()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    goes_on_without(camvid_folders, f"cannot be written to {tmp_path}/home/.cache/.*")
-
-
 def drawn_once(_: int) -> Path:
     return synthetic(None, "train", images=(1, 1)).files[0].image
 

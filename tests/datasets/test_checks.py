@@ -226,16 +226,6 @@ def test_finds_sizes_and_ids_in_one_pass(camvid_folders):
     ]
 
 
-@pytest.mark.parametrize("count", [5, 6])
-def test_names_five_offenders_in_order_and_counts_the_rest(camvid_folders, count):
-    for path in sorted((camvid_folders / "train" / "labels").iterdir())[:count]:
-        path.write_bytes(b"")
-    message = refusal(camvid(camvid_folders, "train"), workers=2)
-    named = [line.split("/")[-1].split(":")[0] for line in message.splitlines() if line.startswith("  /")]
-    assert named == [f"0001TP_{index:06d}.png" for index in range(5)]
-    assert f"{count} problem(s) in 6 images" in message and ("\n  … and 1 more\n" in message) == (count == 6)
-
-
 def test_copies_of_training_images_are_counted_by_their_bytes(tmp_path, monkeypatch):
     """Each file is read once, by the check; without it only files of a size that both splits have."""
     root = trees.folder(tmp_path / "boards")

@@ -92,28 +92,6 @@ def test_splits_with_different_classes_are_refused_by_name(root):
             imagenet(root, split)
 
 
-@pytest.mark.parametrize(
-    "given, split, message",
-    [
-        (lambda root: root / "nowhere", "train", "is not an existing folder"),
-        (lambda root: root / "train", "train", "the folder .* is missing[^$]*Fix: unpack "),
-        (lambda root: root / "without", "train", "no images in split 'train', looked for .*/train/"),
-    ],
-)
-def test_wrong_folders_and_splits_are_named(root, given, split, message):
-    (root / "without" / "train" / "empty").mkdir(parents=True)
-    with pytest.raises(ValueError, match=message):
-        imagenet(given(root), split)
-
-
-@pytest.mark.parametrize("called, fix", [("valid", "rename {root}/valid to val"), ("held_out", "move each image")])
-def test_a_folder_with_another_name_of_the_split_is_to_be_renamed(root, called, fix):
-    (root / "val").rename(root / called)
-    problem = f"^image_folder: the folder {root}/val is missing.\nFound in {root}: "
-    with pytest.raises(ValueError, match=f"{problem}[^$]*\nFix: {fix.format(root=root)}"):
-        image_folder(root, "val")
-
-
 def test_all_suffixes_of_own_images_are_read_and_others_counted(root):
     folder = root / "train" / WNIDS[1]
     before = image_folder(root, "train")
@@ -130,14 +108,8 @@ def test_all_suffixes_of_own_images_are_read_and_others_counted(root):
     assert published.startswith("left out 5 files that are not read as images, such as") and before.remarks == ()
 
 
-def test_classes_of_own_images_that_are_not_read_or_empty_are_named(root):
+def test_classes_of_own_images_that_are_empty_are_named(root):
     first, second, third = ((root / "train" / wnid) for wnid in WNIDS)
-    for file in second.iterdir():
-        file.rename(file.with_suffix(".HEIC")).write_bytes(b"\0\0\0\x18ftypheic")
-    (second / "notes.txt").write_text("of another program")
-    unread = f"2 problem.s. in 6 images:[^$]*{WNIDS[1]}_0.HEIC: cannot be decoded as an image; expected AVIF, BMP, GIF"
-    with pytest.raises(ValueError, match=unread):
-        verify(image_folder(root, "train"), workers=0)
     for file in second.iterdir():
         file.unlink()
     (doubt,) = verify(image_folder(root, "train"), workers=0)

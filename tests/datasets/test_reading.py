@@ -121,11 +121,9 @@ def test_what_lies_below_a_window_is_not_decoded(suffix, tmp_path, capfd):
     [
         (None, "cannot be read (No such file or directory); expected a readable file"),
         (b"", "the file is empty"),
-        (b"GIF89a", "is neither PNG nor JPEG (starts with b'GIF8')"),
         (b"\x89PNG\r\n\x1a\n", "the PNG file is truncated"),
         (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IEND\xaeB`\x82", "the PNG file is truncated or damaged"),
         (b"\xff\xd8\xff\xe0\xff\xff\xff", "the JPEG file is truncated"),
-        (b"\xff\xd8\xff\xd9\x00\x02\xff", "cannot be decoded as an image"),
         (b"\xff\xd8" + b"\xff" * 20 + b"\xff\xd9", "cannot be decoded as an image"),
     ],
 )

@@ -76,17 +76,11 @@ def one_label(colour: str) -> str:
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "{}", "[]", '{"labels": [1]}', '{"labels": []}', '{"labels": [{"readable": "Bird"}]}'),
-        *map(one_label, ("[300, 2, 1]", "[-1, 2, 1]", "[1, 2]", "[1, 2, 3, 4]", "[0.5, 2, 1]", "3", "null", '"abc"')),
+        *("", "[]", '{"labels": [1]}', '{"labels": []}', '{"labels": [{"readable": "Bird"}]}'),
+        *map(one_label, ("[300, 2, 1]", "[1, 2]", "[0.5, 2, 1]", "null")),
     ],
 )
 def test_a_broken_config_file_is_named(vistas_root, content):
     (vistas_root / "config.json").write_text(content)
     with pytest.raises(ValueError, match="config.json: .*expected.*Restore the file"):
         vistas(vistas_root, "train")
-
-
-def test_a_missing_config_file_is_named(vistas_root):
-    (vistas_root / "config.json").unlink()
-    with pytest.raises(ValueError, match="neither .*config.json nor config_v1.2.json"):
-        vistas(vistas_root, "test")

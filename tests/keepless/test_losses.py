@@ -202,10 +202,8 @@ def test_wrong_arguments_are_refused():
         ({"fraction": 0.0}, "fraction=0.0: expected a share"),
         ({"fraction": 0.5, "reduction": "mean"}, "fraction with reduction='mean'"),
         ({"weight": torch.ones(5, requires_grad=True)}, "with a gradient: expected"),
-        ({"weight": torch.ones(4)}, r"weight of shape \(4,\): expected \(5,\)"),
         ({"stride": 4}, r"\(2, 5, 4, 5\) and labels of shape \(2, 29, 33\) with stride=4: expected 8x9 cells"),
         ({"stride": 0}, "stride=0: expected a number of pixels per cell, such as 8"),
-        ({"stride": 8.0}, "stride=8.0: expected"),
     ):
         with pytest.raises(ValueError, match=message):
             upsampled_cross_entropy(logits, labels, **wrong)

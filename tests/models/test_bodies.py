@@ -171,6 +171,7 @@ def with_norms(names: list[str]) -> list[tuple[str, str]]:
     return [*((name, "inplace") for name in names), *others]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name, norm", with_norms(list(SMALL_BODIES)))
 def test_every_parameter_gets_a_gradient_and_every_norm_the_same_one(name, norm):
     network, logits = a_step(name, norm)
@@ -258,13 +259,10 @@ def test_a_seed_fixes_the_weights_and_their_scale_is_xavier():
         (resnet50, dict(base_channels=(8,)), r"channels=\(8,\): expected two values .* or three"),
         (resnet34, dict(output_stride=4), "output_stride=4: expected 8, 16 or 32 after a stem of stride 4"),
         (resnext101, dict(structure=(1, 0, 1, 1)), "0 blocks.*at least 1"),
-        (resnext101, dict(base_channels=(8, 8)), "groups=64 with channels=.*three channel values"),
         (resnext101, dict(groups=48), "in_channels must be divisible by groups"),
         (SMALL_BODIES["revnet"], dict(channels=((8, 8), (16, 16))), "one entry per stage, and structure=.* has 3"),
         (SMALL_BODIES["revnet"], dict(channels=[(8, 8)] * 2 + [(9, 9)]), r"channels=\(9, 9\) after 8 channels.*even"),
-        (SMALL_BODIES["revnet"], dict(channels=[(16, 16)] * 2 + [(8, 8)]), "4 channels less than the one before"),
         (bodies.wider_resnet38, dict(output_stride=8), "output_stride=8 .*expected 32.*wider_resnet38_a2"),
-        (bodies.wider_resnet38_a2, dict(output_stride=64), "output_stride=64: expected 8"),
         (bodies.wider_resnet38_a2, dict(structure=(1, 1)), r"structure=\(1, 1\): expected six"),
     ],
 )

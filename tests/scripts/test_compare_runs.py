@@ -16,8 +16,7 @@ import pytest
 from datasets.synthetic import write_streets
 from engine.schema.keys import check_values
 from eval import evaluate
-from scripts.compare_runs import Comparison, Group, compare, curves
-from scripts.reports import charts
+from scripts.compare_runs import Comparison, Group, compare
 from scripts.reports.markdown import unfolded
 from scripts.reports.runs import Run, found_runs
 from tests import trees
@@ -146,9 +145,8 @@ def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     for path in tables[2:]:
         changed(path, lambda results: results["config"]["norm"].update(eps=0.5))
     assert columns(report(tmp_path / "tables", *tables)) == ["a", "b"]
-    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == [
-        *("a,seed=0", "a,seed=1", "b,seed=0", "b,seed=1")
-    ]
+    found = sorted(path.name for path in (tmp_path / "tables").iterdir())
+    assert found == ["a,seed=0", "a,seed=1", "b,seed=0", "b,seed=1"]
     seeds = [copied(tmp_path / "seeds" / f"other.seed={seed}", seed=seed) for seed in (0, 1)]
     assert columns(report(tmp_path / "one", *seeds)) == ["other.seed=0"]  # one configuration of two seeds
     one, two = (copied(tmp_path / place / "same", trainer={"recompute": place}) for place in ("blocks", "activations"))
@@ -183,18 +181,6 @@ def test_folds_share_a_column_whatever_their_seeds_and_numbers_of_images(finishe
     assert columns(page) == ["sweep"] and "over folds and seeds." in page and "| seeds | 2 (0, 1) |" in page
 
 
-def test_folds_share_a_column_although_each_measures_its_own_mean(finished, tmp_path):
-    """Means that are given are a setting, and part them."""
-    for fold in range(2):
-        run = of_fold(shutil.copytree(finished, tmp_path / "sweep" / f"data.fold={fold}"), fold, 12, 0.5)
-        own = {"channels": 4, "mean": [0.1 * (fold + 1)] * 4, "std": [0.2] * 4}
-        changed(run, lambda results, own=own: results["config"]["data"].update(own))
-    assert columns(report(tmp_path / "one", tmp_path / "sweep")) == ["sweep"]
-    config = run / "config.yaml"
-    config.write_text(config.read_text().replace("\n", " data.mean=[.2,.2,.2,.2]\n", 1))
-    assert len(columns(report(tmp_path / "two", tmp_path / "sweep"))) == 2
-
-
 def test_what_a_run_lacks_or_has_twice_is_said():
     """A class that does not occur has no score, an even number of speeds a median."""
     run = Run(CIFAR / "std")
@@ -204,30 +190,6 @@ def test_what_a_run_lacks_or_has_twice_is_said():
     run.records = [{"kind": "train", **record} for record in speeds]
     images = run.typed.data.crops_per_minibatch * (1 / 2 + 1 / 4 + 1 / 8)
     assert run._training() == {"images_per_second": 3.0, "minutes": images / 60, "peak_memory_mib": 1}
-
-
-def test_each_seed_has_a_curve_in_the_colour_of_its_group():
-    runs = [Run(CIFAR / "std"), Run(CIFAR / "std")]
-    runs[1].records = [{"kind": "train", "step": 2, "loss": None}]
-    first, second, other = curves([Group("std", runs), Group("its", [Run(CIFAR / "inplace")])]).axes[0].lines
-    assert first.get_color() == second.get_color() != other.get_color() and len(second.get_xdata()) == 1
-    assert [line.get_label() for line in (second, other)] == ["std", "its"] and first.get_label().startswith("_")
-
-
-def test_few_evaluations_are_drawn_over_minutes_and_methods_keep_their_colours():
-    run = Run(CIFAR / "std")
-    run.records = [{"kind": "val", "step": step, "top1": step / 10} for step in (1, 2)]
-    figure = curves([Group("std", [run]), Group("its", [Run(CIFAR / "inplace")])])
-    first, second = figure.axes[1].lines
-    assert (first.get_xdata()[0], first.get_ydata()[0]) == (run.training["minutes"], 20)
-    assert [line.get_color() for line in (first, second)] == [charts.OF_METHODS[name] for name in ("std", "inplace")]
-    assert len(curves([Group("std", [run])]).axes) == 1  # a single score is in the table
-
-
-def test_no_two_curves_of_twelve_runs_have_one_colour():
-    figure = curves([Group(str(number), [Run(CIFAR / "std")]) for number in range(12)])
-    for axes in figure.axes:
-        assert len({line.get_color() for line in axes.lines}) == len(axes.lines) == 12
 
 
 def test_runs_are_found_in_the_order_of_their_numbers(tmp_path):

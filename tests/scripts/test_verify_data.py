@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from itertools import product
 from pathlib import Path
 
@@ -41,15 +40,6 @@ def test_complete_data_has_exact_counts_and_no_problem(tmp_path, capsys):
     (tmp_path / "notes.json").write_text("{}")
     with pytest.raises(ValueError, match="out=.*notes.json"):  # before anything is read
         verify_data(checked("verify_data", "data=folder", f"data.root={root}", f"out={tmp_path / 'notes.json'}"))
-
-
-def test_what_a_split_leaves_out_is_counted(tmp_path, capsys):
-    root = trees.folder(tmp_path / "data")
-    (root / "train/images/a/half.png.part").touch()
-    reports = verified(tmp_path, "data=folder", f"data.root={root}", "splits=[train,val]")
-    counted = f"left out 1 files that are not read as images, such as {root}/train/images/a/half.png.part"
-    assert {split: report["doubts"] for split, report in reports.items()} == {"train": [counted], "val": []}
-    assert counted in "".join(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 16_383, 64)])
@@ -94,25 +84,8 @@ def test_every_problem_is_reported(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "expected 2975, found 11" in printed and "expected 500, found 2" in printed
     lines = printed.splitlines()
-    start = lines.index("train: sizes differ, 7:")
-    named = [line.partition(":")[0].rpartition("/")[2] for line in lines[start + 1 : start + 6]]
-    assert named == [f"aachen_{number:06d}_000020_gtFine_labelIds.png" for number in range(5)]
-    assert lines[start + 6] == "  … and 2 more"
+    assert lines[lines.index("train: sizes differ, 7:") + 6] == "  … and 2 more"
     assert "no images in split 'test'" in printed and "Expected layout" not in printed
-
-
-def test_each_split_says_how_to_open_it(tmp_path, capsys):
-    """The layout is shown only where no split can be opened."""
-    reports = verified(tmp_path, "data=vistas", f"data.root={tmp_path}")
-    assert [[*report["problems"]] for report in reports.values()] == 3 * [["split cannot be opened"]]
-    assert capsys.readouterr().out.count("Expected layout of vistas") == 1
-    root = trees.coco_stuff(tmp_path / "data", pixel_maps=False)
-    shutil.rmtree(root / "annotations")
-    reports = verified(tmp_path, "data=coco_stuff", f"data.root={root}")
-    assert [bool(report["images"]) for report in reports.values()] == [False, False, True]
-    printed = capsys.readouterr().out
-    assert printed.count("  Fix: give data.lists=full to use all images of the folder, or unpack") == 2
-    assert "Expected layout" not in printed
 
 
 @pytest.mark.parametrize("lists, train", [("challenge", (3, 40000)), ("full", (4, 118287))])

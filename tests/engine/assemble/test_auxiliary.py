@@ -71,19 +71,14 @@ def test_a_checkpoint_with_it_opens_without_and_one_without_starts_it_at_random(
     assert not report.new and report.skipped and all(map(is_auxiliary, report.skipped))
     report = initialise(run_config(*SMALL, WITH, f"init.weights={path}"), network(WITH), CLASSES)
     assert not report.new and not report.skipped
-    report = initialise(
-        run_config(*SMALL, WITH, f"init.weights={path}"), network(WITH, classes=4), ("a", "b", "c", "d")
-    )
-    assert {*report.new} == {
-        f"{part}.{name}" for part in ("cls", "head.auxiliary.classifier") for name in ("weight", "bias")
-    }
+    more, config = ("a", "b", "c", "d"), run_config(*SMALL, WITH, f"init.weights={path}")
+    new = initialise(config, network(WITH, classes=4), more).new
+    assert {name.rpartition(".")[0] for name in new} == {"cls", "head.auxiliary.classifier"} and len(new) == 4
     report = initialise(run_config(*SMALL, WITH, f"init.weights={path}", "init.part=body"), network(WITH), CLASSES)
     assert any(map(is_auxiliary, report.new)) and any(map(is_auxiliary, report.skipped))
 
 
 def test_a_body_of_one_feature_is_refused_by_name():
     words = ("body=torchvision", "body.network=vgg11_bn", "body.output_stride=32", "norm=std")
-    with pytest.raises(
-        ValueError, match="head.auxiliary_weight=0.4 reads the feature at place -2 .* LibraryBody lacks"
-    ):
+    with pytest.raises(ValueError, match="head.auxiliary_weight=0.4 reads the feature at place -2 "):
         network(*words, WITH)

@@ -136,14 +136,8 @@ def test_a_dataset_names_its_row_and_belongs_to_one_task(name):
     assert isinstance(row, Row)
     check_arguments("data", kind, row.make, options)
     tasks = [run for run in (SegmentationRun, ClassificationRun) if name in groups_of(run)["data"]]
-    assert (
-        len(tasks) == 1
-        and imported("data", kind).make.__annotations__["return"]
-        in (
-            (SegmentationDataset, "SegmentationDataset"),
-            (ClassificationDataset, "ClassificationDataset"),
-        )[tasks[0] is ClassificationRun]
-    )
+    made_of = ClassificationDataset if tasks[0] is ClassificationRun else SegmentationDataset
+    assert len(tasks) == 1 and row.make.__annotations__["return"] in (made_of, made_of.__name__)
 
 
 def test_every_group_has_a_contract_and_every_contract_a_group():
@@ -246,14 +240,6 @@ def test_a_class_that_is_no_choice_is_refused(registry):
         @dataclass
         class BuildsNothing(Head):
             name: str = "mine"
-
-    with pytest.raises(ValueError, match=r"head=deeplabv3 is registered twice: in .*network.py and in .*; rename one"):
-
-        @choice("head")
-        @dataclass
-        class Other(Head):
-            name: str = "deeplabv3"
-            builds: ClassVar[str] = "mine.Head"
 
     with pytest.raises(ValueError, match='Nameless: give it a name, such as name: str = "mine"'):
 

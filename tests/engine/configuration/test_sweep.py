@@ -62,10 +62,6 @@ def test_jobs_are_named_after_their_overrides_and_run_as_pasted(swept, monkeypat
 
 # The last words of every job: a sweep that an earlier version has begun goes on with the same words and folders.
 JOBS = {
-    "optim.lr=1e-3,0.10 norm=std": [
-        """norm=std optim.lr=0.001 'run_dir="multirun/train_imagenet,norm=std/optim.lr=0.001"' resume=auto""",
-        """norm=std optim.lr=0.1 'run_dir="multirun/train_imagenet,norm=std/optim.lr=0.1"' resume=auto""",
-    ],
     "seed=0,1 optim.lr=1e-3 data.root=~/a run_dir=2024_01": [
         """optim.lr=1e-3 'data.root="~/a"' seed=0 'run_dir="2024_01/seed=0"' resume=auto""",
         """optim.lr=1e-3 'data.root="~/a"' seed=1 'run_dir="2024_01/seed=1"' resume=auto""",
@@ -73,10 +69,6 @@ JOBS = {
     "data.root=1.10,'a b' norm=std": [
         """norm=std 'data.root="1.10"' 'run_dir="multirun/train_imagenet,norm=std/data.root=1.10"' resume=auto""",
         """norm=std 'data.root="a b"' 'run_dir="multirun/train_imagenet,norm=std/data.root=ab"' resume=auto""",
-    ],
-    "norm=std,inplace data.train_split=[train,007] run_dir='a b'": [
-        """'data.train_split=[train,007]' norm=std 'run_dir="a b/norm=std"' resume=auto""",
-        """'data.train_split=[train,007]' norm=inplace 'run_dir="a b/norm=inplace"' resume=auto""",
     ],
     "'optim={lr: 0.1},{lr: 0.2}' seed=4": [
         """seed=4 'optim={lr:0.1}' 'run_dir="multirun/train_imagenet,seed=4/optim=lr-0.1"' resume=auto""",

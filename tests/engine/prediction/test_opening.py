@@ -156,13 +156,10 @@ def test_images_that_cannot_be_levels_are_refused(file):
         expected = network(levels)
         for dtype in (torch.float32, torch.float64, torch.int64, torch.int16):
             assert torch.equal(network(levels.to(dtype)), expected)
-        assert torch.equal(network(torch.zeros(1, 3, 48, 48)), network(torch.zeros(1, 3, 48, 48, dtype=torch.uint8)))
         assert torch.equal(network((levels > 9).float()), network((levels > 9).byte()))  # levels of 0 and 1
         for images, message in (
             (levels / 255, r"values from 0 to 1: expected levels of 0 to 255, .*; multiply the images by 255"),
-            ((levels / 255).double() / 2, "values from 0 to 0.5: expected levels"),
-            ((levels - 120.0) / 60, "values from -2 to 2.25: expected levels of 0 to 255, .* normalises them itself$"),
-            (levels.long() - 128, "values from -128 to 127: expected levels"),
+            (levels.long() - 128, "values from -128 to 127: expected levels of 0 to 255, .* normalises them itself$"),
         ):
             with pytest.raises(ValueError, match=message):
                 network(images)

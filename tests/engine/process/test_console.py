@@ -1,6 +1,5 @@
 """Names and paths are printed literally in tables, lines and progress bars."""
 
-import logging
 import os
 import re
 import shutil
@@ -14,12 +13,6 @@ from engine.process import console
 from engine.process.console import counted, make_console, progress_bar, tracked
 from engine.records.evaluated import Evaluated, print_results
 from engine.segmentation.evaluation import iou_table
-
-BARS = (
-    ("training", "loss 2.303 lr 2.7e-04 2.5 img/s 929 MiB"),
-    ("evaluating synthetic val", ""),
-    ("evaluating synthetic " + "long/" * 20, ""),
-)
 
 
 def test_control_characters_of_names_reach_neither_terminal_nor_log(capsys, tmp_path, monkeypatch):
@@ -83,39 +76,6 @@ def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
     with counted(make_console(), "checking") as show:
         show(2, 7)
     assert "2/7" in capsys.readouterr().out
-
-
-def test_without_a_terminal_the_log_says_how_many_images_are_done_and_the_time_left(monkeypatch, caplog):
-    """It does so after a first image that took long, then every half a minute, but not after the last.
-
-    The first image may take longer than the others, so no time left is estimated from it.
-    """
-    monkeypatch.setattr(console, "logger", logging.getLogger("of this test"))
-    caplog.set_level(logging.INFO)
-    for first_s, seconds_each, said in ((0.1, 0.1, []), (90, 12, ["1 of 5 images", "4 of 5 images, 0:00:12 left"])):
-        clock = iter([0, *(first_s + seconds_each * number for number in range(5))])
-        monkeypatch.setattr(console.time, "perf_counter", lambda clock=clock: next(clock))
-        with progress_bar(make_console()) as progress:
-            assert progress.disable and len([*tracked(progress, "abcde", "evaluating")]) == 5
-        assert [record.getMessage() for record in caplog.records] == [f"evaluating: {line}" for line in said]
-
-
-def test_on_80_columns_every_bar_shows_count_and_time(monkeypatch, capsys):
-    """A training and an evaluation are shown together, as is a name longer than a line; texts are cut instead."""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
-    monkeypatch.setenv("COLUMNS", "80")
-    progress, clock = progress_bar(make_console()), [0.0]
-    progress.get_time = lambda: clock[-1]
-    tasks = [progress.add_task(name, total=66600, status=status) for name, status in BARS]
-    for _ in range(3):
-        for task in tasks:
-            progress.update(task, advance=10)
-        clock.append(clock[-1] + 60)
-    progress.console.print(progress.get_renderable())
-    lines = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", capsys.readouterr().out).splitlines()
-    assert [re.findall(r" (\d+/\d+) +([\d:]+) ", line) for line in lines] == 3 * [[("30/66600", "110:57:00")]]
-    assert all(len(line) <= 80 for line in lines), lines
-    assert "evaluating synthetic long…" in lines[2] and "loss 2.303 lr" in lines[0]
 
 
 def test_nobody_needs_to_read_what_is_printed(monkeypatch):

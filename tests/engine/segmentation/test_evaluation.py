@@ -3,7 +3,6 @@
 And the table of scores that users read.
 """
 
-import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from datasets import SegmentationDataset, WholeImages, cityscapes
@@ -22,7 +20,7 @@ from engine.process.output_files import WrittenBehind
 from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce
-from engine.segmentation.evaluation import evaluate_split, iou_table
+from engine.segmentation.evaluation import evaluate_split
 from engine.segmentation.inference import WHOLE_IMAGE, Views
 from engine.segmentation.pictures import PictureCollector, overlay, write_predictions
 from models.forward import Forward
@@ -153,18 +151,3 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, at_once, device
     assert result.scores["miou"] == pytest.approx(expected.scores["miou"], abs=0.02)  # a few pixels may round otherwise
     rows = [torch.tensor(each.details["confusion_matrix"]).sum(dim=1) for each in (result, expected)]
     assert torch.equal(*rows)
-
-
-def test_the_table_has_a_dash_for_classes_that_do_not_occur():
-    console = Console(file=io.StringIO(), width=80)
-    per_class = {"iou": {"road": 0.5, "car": None}, "accuracy": {"road": 0.8, "car": None}}
-    console.print(iou_table({"miou": 0.5, **per_class, "pixel_accuracy": 0.75}))
-    lines = console.file.getvalue().splitlines()
-    cells = [[cell.strip() for cell in re.split("[│┃]", line) if cell.strip()] for line in lines]
-    assert [words for words in cells if len(words) > 1] == [
-        ["class", "IoU %", "accuracy %"],
-        ["road", "50.00", "80.00"],
-        ["car", "–", "–"],
-        ["mean (mIoU)", "50.00"],
-        ["pixel accuracy", "75.00"],
-    ]

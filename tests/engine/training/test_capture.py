@@ -275,11 +275,7 @@ def test_crops_of_another_size_are_refused():
         (["norm=package"], 1, "norm=package, the released layer, has not been tried in a CUDA graph"),
         (["trainer.compile=true"], 1, "trainer.compile=true makes code that has graphs of its own"),
         (["data.crops_per_minibatch=9"], 2, "data.crops_per_minibatch=9 over 2 processes makes micro-batches of "),
-        (
-            ["data.crops_per_minibatch=9", "trainer.accumulation_steps=2"],
-            1,
-            "data.* over trainer.accumulation_steps=",
-        ),
+        (["data.crops_per_minibatch=9", "trainer.accumulation_steps=2"], 1, "data.* over trainer.accumulation_steps="),
         (["norm.sync=true"], 2, "norm.sync=true over 2 processes has not been tried in a CUDA graph"),
     ],
 )
@@ -382,6 +378,7 @@ def test_what_cannot_be_captured_is_an_error_where_that_is_asked_for(place):
         losses_of(learner, 4, loss)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("place, precision", [*((place, "float32") for place in FAILURES), ("backward", "float16")])
 def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(place, precision, caplog):
     """To the bit, with two micro-batches a step and averaged weights."""

@@ -75,10 +75,7 @@ def test_a_broken_network_or_average_has_no_state_and_a_gradient_that_overflows_
         getattr(learner.network, name).grad.view(-1)[0] = value
         outcome = learner.step(*torch.zeros(2, dtype=torch.float64))
         learner.optimizer.zero_grad()
-        norm = r"(inf|nan)"
-        with pytest.raises(
-            FloatingPointError, match=rf"is {norm}; 1 of 2 are not finite, {name} first; .*{name} \({norm}"
-        ):
+        with pytest.raises(FloatingPointError, match=rf"is (inf|nan); 1 of 2 are not finite, {name} first"):
             learner.read(outcome)
 
 

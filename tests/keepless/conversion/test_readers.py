@@ -1,7 +1,6 @@
 """What the trace finds: counts of known networks, and never another function, whatever the program does."""
 
 import copy
-import logging
 import pickle
 
 import pytest
@@ -33,15 +32,6 @@ def test_how_many_norms_of_known_networks_are_replaced(name, counts):
         network = torchvision.models.get_model(name, weights=None)
     _, report = converted(to_inplace, network, relu_slope=0.01)
     assert (len(report.replaced), len(report.kept)) == counts, report
-
-
-def test_the_report_is_logged(caplog):
-    with caplog.at_level(logging.INFO):
-        to_inplace(nn.Sequential(bn(), act(), bn()))
-        to_inplace(nn.Sequential(bn(), act()))
-    warning, information = caplog.records
-    assert warning.levelno == logging.WARNING and "not replaced: 1\n  1 x BatchNorm2d: its " in warning.getMessage()
-    assert information.levelno == logging.INFO and "1 x BatchNorm2d -> InPlaceABN(" in information.getMessage()
 
 
 @pytest.mark.slow
@@ -104,6 +94,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_shared_relu_stays_right(change):
     network, reference, x = small_bottleneck()

@@ -18,7 +18,7 @@ from keepless.fit import __main__ as command
 from keepless.fit.device import CONTEXT, FRAGMENTATION, OPTIMIZERS, WORKSPACE, bytes_for_tensors, optimizer_bytes
 from keepless.fit.fit import Fit, fit
 from keepless.fit.sizes import growth
-from keepless.fit.steps import Way, repeated_blocks, size_of
+from keepless.fit.steps import Way, repeated_blocks
 from keepless.made_tensors import MadeTensors, bytes_of_tensors
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.recurrent import with_workspace
@@ -114,10 +114,7 @@ def test_a_workspace_counts_as_on_real_tensors():
 
 
 def test_a_workspace_whose_size_nothing_tells_is_refused():
-    with (
-        FakeTensorMode(),
-        pytest.raises(ValueError, match="aten._cudnn_rnn.default keeps a workspace .* count the step"),
-    ):
+    with FakeTensorMode(), pytest.raises(ValueError, match="aten._cudnn_rnn.default keeps a workspace .* count"):
         with_workspace(torch.ops.aten._cudnn_rnn.default, (torch.empty(3, 2, 4, device="cuda"),), {}, ())
 
 
@@ -218,6 +215,7 @@ def test_blocks_are_repeated_classes_or_else_sequentials():
     assert repeated_blocks(nn.Sequential(encoder)) == list(encoder.layers)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -243,23 +241,12 @@ def test_what_is_wrong_is_said(options, message):
     [
         ({"device": "12"}, "memory='12': expected a device's memory, such as '12GiB'"),
         ({"device": "1GiB"}, "of which CUDA takes 0.5GiB and convolutions 0.7GiB"),
-        *(
-            ({"device": one}, "^memory=.*: expected a device")
-            for one in (torch.device("cpu"), ["2GiB"], nan, inf, True)
-        ),
-        ({"optimizer": "lion"}, "optimizer='lion': expected one of none, sgd, momentum, adam, adamw, or bytes"),
-        *(
-            ({"optimizer": one}, "^optimizer=.*: expected one")
-            for one in (torch.optim.Adam, ["sgd"], nan, inf, True, -1)
-        ),
-        ({"optimizer": torch.optim.Adam(Blocks().parameters())}, "^optimizer=Adam .*: expected one of none"),
+        *(({"device": one}, "^memory=.*: expected a device") for one in (torch.device("cpu"), nan, True)),
+        *(({"optimizer": one}, "^optimizer=.*: expected one") for one in ("lion", torch.optim.Adam, inf, True, -1)),
         ({"time": 1.2}, "time=1.2, grow=None: expected at least 1.0, with grow='batch' or 'size'"),
-        *(({"time": one, "grow": "batch"}, "^time=.*: expected at") for one in ("1.2", [1.2], nan, True, 0.9, X[0, 0])),
-        *(({"grow": one}, "^grow=.*: expected 'batch', or") for one in ("Batch", True, ["batch"], X, X.numpy())),
-        *(
-            ({"grow": "batch", "x": x}, r"of shape \((0, 64)?\): expected 'ba")
-            for x in (torch.randn(0, 64), (), X[0, 0])
-        ),
+        *(({"time": one, "grow": "batch"}, "^time=.*: expected at") for one in ("1.2", nan, True, 0.9)),
+        *(({"grow": one}, "^grow=.*: expected 'batch', or") for one in ("Batch", True, X)),
+        ({"grow": "batch", "x": torch.randn(0, 64)}, r"of shape \(0, 64\): expected 'ba"),
         ({"grow": "size", "x": torch.randn(2, 3, 0, 0)}, "and no empty tensor"),
         ({"grow": "size", "x": torch.randn(64)}, r"grow='size' with an example of shape \(64,\): expected 'batch'"),
         ({"grow": "batch", "x": ([X] * 2,)}, "grow='batch' with a list of tensors: expected a batch in"),
@@ -298,6 +285,7 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("my_networks", None)
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_fits(module, capsys):
     path = f"{REPOSITORY}"
     given = ["my_networks:example", "--memory", "2GiB", "--optimizer", "4"]
@@ -307,15 +295,6 @@ def test_the_command_prints_what_fits(module, capsys):
     found = command.main(given)
     assert capsys.readouterr().out == done.stdout == f"{found}\n"
     assert found.states == 4 * 64 * 65 and found.weights == 2 * 64 * 65
-
-
-def test_the_search_says_what_it_tries_and_finds(module, caplog):
-    found = command.main(["my_networks:example", "--memory", "2GiB", "--grow", "batch"])
-    said = [record.getMessage() for record in caplog.records]
-    assert [line for line in said if line.endswith("fits")] == [
-        f"{way.name}: {size_of(way.shape)} fits" for way in found.ways
-    ]
-    assert any(line.startswith("within a budget: trying ") for line in said)
 
 
 @pytest.mark.parametrize("wrong", ["--memory 12", "--optimizer=", "--optimizer 2x", "--optimizer nan", "--time 2"])
@@ -333,8 +312,6 @@ def test_functions_that_need_values_are_called_without_meta(module, name):
     "given, message",
     [
         ("nowhere:example", "nowhere:example: No module named 'nowhere'; expected MODULE:FUNCTION"),
-        ("my_networks:nothing", "my_networks:nothing: .* has no attribute 'nothing'; expected MODULE:FUNCTION"),
-        ("my_networks", "my_networks: .*; expected MODULE:FUNCTION"),
         ("my_networks:alone", "my_networks:alone returns Linear: expected a network .* and an example of its input"),
         ("my_networks:fails", r"my_networks:fails raises ZeroDivisionError \(my_networks.py:\d+\): division by zero"),
         ("my_networks:misfits", r"a step of my_networks:misfits's network on its example raises RuntimeError \("),

@@ -52,7 +52,7 @@ def test_a_device_is_tried_once_and_an_error_is_said(monkeypatch, error):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_backend_that_cannot_compute_says_so(strategy):
     layer = STRATEGIES[strategy]
-    with pytest.raises(ValueError, match="backend='cuda' is not known; choose one of auto, eager, compiled, triton"):
+    with pytest.raises(ValueError, match="backend='cuda' is not known"):
         layer(4, backend="cuda")
     if backends._triton() is None:
         with pytest.raises(ValueError, match="needs the package triton"):

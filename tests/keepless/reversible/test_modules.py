@@ -150,6 +150,7 @@ def twins(form, make, count=3, **options):
 IMAGES = torch.randn(3, 8, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_gradients_and_statistics_equal_stored_activations(coupling, form):
@@ -237,6 +238,7 @@ def twice_in_turn(network, x):
     gradient.square().sum().backward()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("coupling", [additive, affine])
 @pytest.mark.parametrize("use", [twice, in_part, twice_in_turn])
@@ -340,6 +342,7 @@ def test_without_gradients_nothing_is_freed(form):
         assert torch.equal(x, IMAGES)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("coupling", [additive, affine])
 def test_autocast_keeps_dtypes(coupling, form):
@@ -532,19 +535,14 @@ class Listed(nn.Module):
     [
         (lambda: AdditiveCoupling(nn.Identity()), (2, 3), r"shape \(2, 3\): dimension 1 has the odd size 3"),
         (lambda: AdditiveCoupling(nn.Identity(), split_dim=0), (2, 2), "split_dim=0: expected a dimension.*batch"),
-        (lambda: AdditiveCoupling(nn.Identity(), split_dim=-2), (2, 2), "split_dim=-2: expected a dimension"),
-        (lambda: AdditiveCoupling(nn.Identity(), split_dim=4), (2, 2), "split_dim=4: expected a dimension"),
         (lambda: AdditiveCoupling(Wide()), (2, 4), r"Wide returned the shape \(2, 4\).*other half's.*\(2, 2\)"),
         (lambda: AdditiveCoupling(Listed()), (2, 4), "Listed returned a list: a coupling needs"),
         (lambda: AffineCoupling(nn.Identity()), (2, 4), r"Tensor from a branch.*\(scale, shift\).*AffineAdapterNaive"),
         (lambda: AffineCoupling(nn.Identity(), None, AffineAdapterSigmoid), (2, 2), "1 channels from Identity"),
-        (lambda: AdditiveCoupling(AffineAdapterNaive(nn.Identity())), (2, 2), "got a tuple from a branch"),
         (lambda: AdditiveCoupling(nn.ReLU(inplace=True)), (2, 2), "ReLU wrote over its input.*not inplace"),
         (lambda: InvertibleModuleWrapper(nn.Identity()), (2, 2), "Identity has no method inverse.*keep_input=True"),
         (lambda: InvertibleModuleWrapper(nn.Sequential(), num_bwd_passes=0), (2, 8), "num_bwd_passes=0: expected"),
-        (lambda: InvertibleModuleWrapper(Opaque(nn.Sequential(Listed()))), (2, 2), "returned a list: expected tensors"),
         (lambda: partial(InvertibleModuleWrapper(additive()), 3), (), "got or returned a int: expected tensors"),
-        (lambda: lambda x: InvertibleModuleWrapper(additive())(), (), "got or returned nothing"),
         (lambda: ReversibleSequence([nn.Identity()]).inverse, (1,), "Identity of a ReversibleSequence has no inverse"),
     ],
 )
