@@ -83,7 +83,8 @@ class _Reads(TorchDispatchMode):
         def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
             # Code moves tensors to the host by `to("cpu")`; `to(device)` is a move to the device.
             to_host = "cpu" in (*args[:1], options.get("device")) and not options.get("non_blocking")
-            if self.within or tensor in self.of_the_host or (name == "to" and not to_host):
+            of_another_thread = threading.current_thread() is not threading.main_thread()
+            if of_another_thread or self.within or tensor in self.of_the_host or (name == "to" and not to_host):
                 return original(tensor, *args, **options)
             self.count(f"Tensor.{name}")
             self.within = True

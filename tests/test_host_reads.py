@@ -1,5 +1,7 @@
 """The counter of host reads finds what makes the host wait, and nothing else."""
 
+from threading import Event, Thread
+
 import numpy as np
 import pytest
 import torch
@@ -50,3 +52,16 @@ def test_a_read_is_counted_once_with_its_line_and_other_operations_are_not(infer
             operation(torch.arange(4.0))
         assert len(reads) == (name in READS), (name, reads)
         assert all(read.startswith("tests/test_host_reads.py:") and " <lambda>: " in read for read in reads), name
+
+
+def test_a_read_counts_while_another_thread_reads(monkeypatch):
+    """Such as one that writes files, whose own reads do not count."""
+    begun, counted = Event(), Event()
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (begun.set(), counted.wait(60)))
+    with host_reads() as reads:
+        (thread := Thread(target=torch.arange(4.0).tolist)).start()
+        begun.wait(60)
+        torch.arange(4.0).cpu()
+        counted.set()
+        thread.join()
+    assert len(reads) == 1
