@@ -42,7 +42,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Decides which part of the suite `make test` runs: the commit, or any word. xdist's workers inherit it.
 os.environ.setdefault("DRAW", (provenance()["commit"] or "no commit").removesuffix("-dirty"))
-DRAWN_OF_A_TABLE = 0.25  # of its parameters; at least one
+DRAWN_OF_A_TABLE = 0.2  # of its parameters; at least one
 DRAWN_SLOW = 4  # tests of at most half a minute of processor time each, most of a few seconds: less than 60 in all
 
 

@@ -1,4 +1,4 @@
-"""What `make test` draws: a quarter of each table and few slow tests, the same for all workers."""
+"""What `make test` draws: a part of each table and few slow tests, the same for all workers."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_a_draw_is_of_its_word_and_has_a_part_of_each_kind(monkeypatch):
     never.append(Item("b.py::minutes", pytest.mark.slow("minutes").mark))
     first, again, other = (drawn(monkeypatch, word, *never) for word in ("first", "first", "other"))
     assert first == again != other and "a.py::one" in first & other
-    assert len(first) == len(other) == 1 + 5 + conftest.DRAWN_SLOW and not first & {item.nodeid for item in never}
+    assert len(first) == len(other) == 1 + 4 + conftest.DRAWN_SLOW and not first & {item.nodeid for item in never}
     alone = drawn(monkeypatch, "first")  # all in one file
     assert alone == {"a.py::one", *(f"a.py::table[{number}]" for number in range(20))}
     often = set.union(*(drawn(monkeypatch, str(number), *never) for number in range(500)))

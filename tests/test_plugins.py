@@ -205,6 +205,7 @@ def test_a_trained_network_is_given_further_scores(loading):
         ("absent", None, "absent", r"there is no absent.py or package absent in .*, nor where Python looks"),
         ("absent", None, "./absent.py", r"there is no such file, nor a package; expected a .py or a package's folder"),
         ("ended", "raise SystemExit(1)\n", "ended", "cannot be imported: SystemExit: 1"),
+        ("wrong", "import no_such\n", "wrong", r"cannot be imported: ModuleNotFoundError: No module named 'no_such'"),
         ("twice", "", "twice", r"loss=bootstrapped is registered twice: in .*segmentation.py and in "),
         ("busy", "import threading\nthreading.Timer(1, print).start()\n", "busy", r"starts a thread or uses a GPU"),
     ],

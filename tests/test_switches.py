@@ -18,7 +18,8 @@ def train_short(run_dir: Path, *overrides: str) -> None:
     train(checked("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=3", *overrides))
 
 
-@pytest.mark.parametrize("norm", ["std", pytest.param("inplace", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["std", "inplace"])
 def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, norm):
     """Micro-batches have 3, 2 and 2 crops. No graph breaks, before and after an evaluation. Dynamo traces but does not
     compile: no compiler is needed."""

@@ -106,6 +106,7 @@ def test_a_weight_that_is_used_twice_is_cast_as_often_as_in_eager_steps():
     assert same(captured.network.state_dict(), eager.network.state_dict())
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "words",
     [

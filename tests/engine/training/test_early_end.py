@@ -96,6 +96,7 @@ def test_a_resumed_run_continues_the_count(tmp_path, lost):
     assert steps == [8] and results["top1"] == 0.5 and checkpoint.load(last_of(tmp_path))["finished"]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("patience", ["3", "null"])
 def test_a_larger_patience_continues_to_the_weights_of_a_run_that_never_stopped(tmp_path, patience):
     """Step 10 is the best, so that the run then reaches its last step."""

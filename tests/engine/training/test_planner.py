@@ -216,6 +216,7 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take(mon
     assert step.within(config.memory.available(1))[0] >= 0.99 * left  # as that of the training
 
 
+@pytest.mark.slow
 def test_ranks_choose_by_the_same_times_and_leave_room_for_buckets(monkeypatch):
     """DDP copies the sums of several micro-batches' gradients into buckets."""
     run = (*WITHIN, leaving(30, devices=2), "data.crops_per_minibatch=8", "trainer.accumulation_steps=2")

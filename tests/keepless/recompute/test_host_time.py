@@ -97,6 +97,7 @@ def test_what_a_block_takes_while_the_rules_decide():
     assert found["calls"] <= 1.03 * 250  # a few depend on what runs before
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("budget, calls", [(None, 13103), (0.5, 14566)])
 def test_a_steady_step_of_many_small_calls(budget, calls, monkeypatch):
     """Python's and C's calls, 1,851 of which are the plain network's. Times are estimated: a plan is the same.
