@@ -13,7 +13,7 @@ from scripts.reports import papers
 from tests.benchmarks.records import measured
 from tests.norms import STRATEGIES
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("measures: minutes in all")
 
 
 def recorded(name: str, part: str) -> list[dict]:

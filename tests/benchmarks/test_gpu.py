@@ -11,7 +11,7 @@ from engine.configuration import command_line
 from tests.benchmarks.records import measured
 from tests.test_commands import checked
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("measures: minutes in all")
 
 
 def listed(*words: str) -> list[list[str]]:

@@ -18,7 +18,7 @@ from benchmarks.zoo import blocks_of, build
 from keepless.saved import kept_bytes
 from tests.engine.training.tape import Tape
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("measures: minutes in all")
 
 
 class BasicBlock(nn.Module):
