@@ -5,10 +5,10 @@ An interleaved TIFF is decoded as a gray TIFF with more columns, which Pillow re
 
 import struct
 from collections.abc import Mapping, Sequence
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import cv2
 import numpy as np
@@ -46,6 +46,7 @@ _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _INTERPRETATION = 256, 257, 258, 259, 262 
 _CHANNELS, _PLANES, _KIND = 277, 284, 339
 _FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH = 266, 274, 317, 322
 _PLACES = 273, 278, 279, 323, 324, 325  # tags of where strips or tiles lie, and of their heights
+_STARTS = 273, 324
 _LOSSLESS = {1, 5, 8, 32_773, 32_946, 34_925, 50_000}  # none, LZW, deflate, PackBits, deflate, LZMA, Zstandard
 _WHITE_IS_0, _PALETTE, _AS_STORED = 0, 3, (0, 1, 2, 5)  # interpretations: gray, gray, RGB, CMYK
 _EXPECTED = {
@@ -54,17 +55,36 @@ _EXPECTED = {
 }
 
 
+class Beginning(bytes):
+    """The first bytes of `file`, of which the others are read when they are needed."""
+
+    file: Path
+
+
 def read_file(path: Path, photograph: bool, channels: int) -> Stored:
-    """`read`; arrays, which are images of other than three channels, are mapped: only what is used is read."""
+    """`read`; of arrays, which are images of other than three channels, only what is used is read, when it is."""
     if channels == COLOURS or path.suffix.lower() != ARRAY:
         return read(path, photograph)
     where = Path(readable(path))
     if (why := unfit(path)) is not None:
         raise Unreadable(f"{where}: {why}.")
     try:
-        return Stored(where, cast(bytes, np.memmap(path, np.uint8, "r")))
-    except (OSError, ValueError) as error:  # ValueError: the file is empty
+        with open(path, "rb") as stored:
+            data = Beginning(stored.read(len(_ARRAY_MARK)))
+        data.file = path
+        if data != _ARRAY_MARK:
+            raise ValueError(f"it begins with {bytes(data)!r}, as no array of NumPy")
+    except (OSError, ValueError) as error:
         raise Unreadable(f"{where}: cannot be read ({error}); expected {_EXPECTED['array']}.") from None
+    return Stored(where, data)
+
+
+def content(file: Stored) -> bytes:
+    """All bytes of a file. Unreadable if they cannot be read."""
+    if not isinstance(file.data, Beginning):
+        return file.data
+    with decoding(file.path, f"an image; expected {_EXPECTED['array']}"):
+        return file.data.file.read_bytes()
 
 
 def decode(
@@ -92,7 +112,7 @@ def size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
     if channels == COLOURS:
         return file.size(turned)
     if is_array(file):
-        height, width = _array(file).shape[:2]
+        height, width, _ = _array(file, None)[0]
         return width, height
     if file.has_end_mark:
         check_number(file, channels)
@@ -160,8 +180,7 @@ def count(file: Stored) -> int:
     """The number of channels that a file stores; of a TIFF, in all pages. ValueError: it has a palette."""
     path, data = file
     if is_array(file):
-        shape = _array(file).shape
-        return shape[2] if len(shape) == 3 else 1
+        return _array(file, None)[0][2]
     if data.startswith(formats.PNG):
         number = _OF_PNG.get(data[25], 0)
     elif _is_tiff(file):
@@ -191,8 +210,7 @@ def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
     path, data = file
     check_number(file, channels)
     if is_array(file):
-        pixels = _array(file)[window]
-        return pixels.astype(pixels.dtype.newbyteorder("="))  # a copy
+        return _array(file, window)[1]
     if _is_tiff(file) and channels > 1:
         return _tiff(file)[window]
     if channels == 1:
@@ -223,21 +241,37 @@ def _gray(file: Stored, window: Window) -> np.ndarray:
     return gray
 
 
-def _array(file: Stored) -> np.ndarray:
-    """The array of a .npy file, uint8 or uint16 (H, W, channels), mapped. ValueError: it holds something else."""
+def _array(file: Stored, window: Window | None) -> tuple[tuple[int, int, int], np.ndarray]:
+    """(H, W, channels) of a .npy file, and its uint8 or uint16 pixels in a window; None: no pixels.
+
+    Only the rows of the window are read, unless the array is in the order of columns. They are not mapped: a file that
+    becomes shorter meanwhile would end the process. ValueError: the file holds something else, or ends early.
+    """
     path, data = file
-    with decoding(path, f"an image; expected {_EXPECTED['array']}"):
-        header = BytesIO(bytes(data[:65_600]))
-        version = np.lib.format.read_magic(header)
+    with (
+        decoding(path, f"an image; expected {_EXPECTED['array']}"),
+        open(data.file, "rb") if isinstance(data, Beginning) else BytesIO(data) as stored,
+    ):
+        version = np.lib.format.read_magic(stored)
         read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, by_columns, dtype = read_header[version](header)
-        fits = dtype.newbyteorder("=") in (np.uint8, np.uint16) and len(shape) in (2, 3) and min(shape, default=0) > 0
-        if fits and shape[0] * shape[1] > MOST_PIXELS:
-            raise Image.DecompressionBombError
-        found = np.ndarray(shape, dtype, data, header.tell(), order="F" if by_columns else "C") if fits else None
-    if found is None:
+        shape, by_columns, dtype = read_header[version](stored)
+        own = dtype.newbyteorder("=")
+        if fits := own in (np.uint8, np.uint16) and len(shape) in (2, 3) and min(shape) > 0:
+            if shape[0] * shape[1] > MOST_PIXELS:
+                raise Image.DecompressionBombError
+            height, width, channels = (*shape, 1)[:3]
+            start, row = stored.tell(), width * channels * dtype.itemsize
+            if stored.seek(0, SEEK_END) < start + height * row:
+                raise ValueError("it ends early")
+            rows, columns = window or (slice(0), slice(0))
+            first, last = (0, height) if by_columns and window else rows.indices(height)[:2]
+            stored.seek(start + first * row)
+            read = np.frombuffer(stored.read((last - first) * row), dtype)  # too few do not have this shape
+            read = read.reshape((last - first, width, channels), order="F" if by_columns else "C")
+            pixels = read[rows if by_columns else slice(None), columns].astype(own, order="C")
+    if not fits:
         raise ValueError(f"{path}: is an array {shape} of {dtype}; expected {_EXPECTED['array']}.")
-    return found if found.ndim == 3 else found[..., None]
+    return (height, width, channels), pixels
 
 
 def _pages(file: Stored) -> list[Tags]:
@@ -275,12 +309,15 @@ def _tiff(file: Stored) -> np.ndarray:
 
 def _page(data: bytes, tags: Tags) -> np.ndarray:
     """An interleaved page, uint8 or uint16 (H, W, its channels). Raises whatever Pillow does for damaged files."""
+    formats.check_pixels(tags, len(data))
     channels, bits, order = _channels_of(tags), tags[_BITS][0], "<" if data.startswith(b"II") else ">"
     gray: dict[int, Any] = {place: tags[place] for place in _PLACES if place in tags}
     gray |= {tag: channels * tags[tag] for tag in (_WIDTH, _TILE_WIDTH) if tag in tags}
     gray |= {_HEIGHT: tags[_HEIGHT], _BITS: bits, _COMPRESSION: tags.get(_COMPRESSION, 1), _INTERPRETATION: 1}
-    data += bytes(len(data) % 2)
-    content = data[:2] + struct.pack(f"{order}HL", 42, len(data)) + data[8:] + _directory(gray, order, len(data))
+    head = data[:2] + struct.pack(f"{order}HL", 42, 8)
+    moved = len(head) + len(_directory(gray, order))  # the directory comes first: it cannot be read as missing pixels
+    gray |= {tag: tuple(place + moved for place in tags[tag]) for tag in _STARTS if tag in tags}
+    content = head + _directory(gray, order) + data
     image: Any = TiffImagePlugin.TiffImageFile(BytesIO(content))
     with image:  # without Pillow's limit, as it counts columns
         parts = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in image.tile)
@@ -295,10 +332,10 @@ def _page(data: bytes, tags: Tags) -> np.ndarray:
     return ~pixels if tags.get(_INTERPRETATION) == _WHITE_IS_0 else pixels
 
 
-def _directory(tags: Mapping[int, Any], order: str, place: int) -> bytes:
-    """Tags of whole numbers as a TIFF stores them at a place of the file."""
+def _directory(tags: Mapping[int, Any], order: str) -> bytes:
+    """Tags of whole numbers as a TIFF stores them behind its first eight bytes."""
     entries, behind = struct.pack(f"{order}H", len(tags)), b""
-    end = place + 2 + 12 * len(tags) + 4
+    end = 8 + 2 + 12 * len(tags) + 4
     for tag, value in sorted(tags.items()):
         values = value if isinstance(value, tuple) else (value,)
         packed = struct.pack(f"{order}{len(values)}L", *values)

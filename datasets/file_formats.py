@@ -5,6 +5,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from io import BytesIO
+from itertools import zip_longest
 from typing import Any
 
 from PIL import TiffImagePlugin
@@ -15,6 +16,7 @@ GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
 _PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
 PNG_PIXELS, PNG_ANIMATION = (_PIXELS, b"fdAT"), (b"acTL", b"fcTL", b"fdAT")  # kinds of chunks
 _WIDTH, _HEIGHT, _SUBFILE = 256, 257, 254  # tags of TIFF files; the last: 1 a reduced copy, 4 a mask
+_PLACES = (273, 279), (324, 325)  # where strips and tiles begin, and their bytes
 _HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing
 _CHANNELS = {GRAY: 1, COLOUR: 3, PALETTE: 1, 4: 2, 6: 4}
 # First column, first row, and the steps to the next ones, of the parts in which a PNG stores its pixels; interlaced: 7.
@@ -135,3 +137,14 @@ def tiff_pages(data: bytes) -> list[Tags]:
         place = tags.next
     size = found[0][_WIDTH], found[0][_HEIGHT]
     return [tags for tags in found if (tags[_WIDTH], tags[_HEIGHT]) == size and not tags.get(_SUBFILE, 0) & 5]
+
+
+def check_pixels(tags: Tags, size: int) -> None:
+    """ValueError unless all strips or tiles of a TIFF's page lie in its file, which has `size` bytes.
+
+    GDAL leaves out empty ones, and Pillow would read the file's beginning in their place.
+    """
+    for starts, lengths in _PLACES:
+        for start, length in zip_longest(tags.get(starts, ()), tags.get(lengths, ()), fillvalue=0):
+            if not start or start + length > size:
+                raise ValueError(f"a strip or tile of {length} bytes begins at {start}, and the file has {size}")

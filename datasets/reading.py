@@ -212,6 +212,7 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
     expected = f"a label; expected {_TIFF}, black as 0, unturned, one page"
     with decoding(path, expected), Image.open(BytesIO(data), formats=["TIFF"]) as image:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+        formats.check_pixels(tags, len(data))
         turned, inverted = orientation(data) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
         if not exact or turned or inverted or _is_misread(image, tags) or pages(file) > 1:
@@ -248,6 +249,7 @@ def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
     with decoding(path, f"an image; expected {_TIFF if is_tiff else known}", converts=is_tiff):
         with _opened(data) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
+            formats.check_pixels(tags, len(data))
             if data.startswith(b"MM\0+") or _is_misread(stored, tags):
                 raise UnidentifiedImageError("another kind of TIFF")
             image, bits = ImageOps.exif_transpose(stored), tags.get(_BITS, (16 if "I" in stored.mode else 8,))[0]

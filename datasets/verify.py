@@ -264,7 +264,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     read_file = restorable()(of_channels.read_file)
     file = attempted("unreadable image", read_file, path, dataset.turned, channels)
     paged = 1 if file is None else of_channels.pages_if_one_is_read(file, channels)
-    its_digest = 0 if file is None else digest(file.data)
+    its_digest = 0 if file is None else digest(attempted("unreadable image", of_channels.content, file) or b"")
     if file is not None:
         whole = decode or isinstance(dataset, ClassificationDataset)
         size = attempted("unreadable image", restorable()(_size), file, dataset.turned, whole, channels)

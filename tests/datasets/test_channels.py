@@ -1,5 +1,6 @@
 """Images of any number of channels: exactly what their files store, or a refusal with both numbers."""
 
+import io
 import json
 import re
 import struct
@@ -16,7 +17,7 @@ from datasets import TrainingCrops, TrainingTransform
 from datasets.channels import count, decode, further_channels, picture, read_file, size
 from datasets.folder import folder
 from datasets.levels import measured, used16
-from datasets.reading import decode_image, levels_of
+from datasets.reading import EVERYTHING, decode_image, decode_mask, levels_of
 from datasets.verify import inspect, verify
 from tests import trees
 from tests.datasets.test_reading import tiff
@@ -193,6 +194,8 @@ REFUSED = {
     "floats": ("x.npy", lambda path: np.save(path, np.zeros((4, 5, 6))), 6, "is an array .4, 5, 6. of float64; exp"),
     "objects": ("x.npy", text, 2, "is an array .1, 1. of object; expected an array .H, W, channels. of uint8 or"),
     "a cut array": ("x.npy", cut, 4, "cannot be decoded as an image; expected an array .*, undamaged"),
+    "no array": ("x.npy", lambda path: path.write_text("version https://git-lfs"), 4, "begins with b.versio., as no a"),
+    "an empty file": ("x.npy", lambda path: path.write_bytes(b""), 4, "cannot be read .*expected an array"),
     "a cut TIFF": ("x.tif", partial(cut, by=400), 4, f"{TIFF}.*undamaged"),
     "planes": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, planes=2)), SIZE[0], TIFF),
 }
@@ -206,13 +209,57 @@ def test_other_files_are_refused_by_name_with_what_is_expected(kind, tmp_path):
         decode(tmp_path / name, turned=True, channels=channels)
 
 
-def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path):
-    """Also of an array in the order of columns, or with the other byte order."""
-    stored = values(6, np.uint16)
+def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path, monkeypatch):
+    """Also of an array with the other byte order; of one in the order of columns all are."""
+    stored, path, read = values(6, np.uint16), tmp_path / "x.npy", []
+
+    class Counted(io.FileIO):
+        def read(self, size=-1):
+            read.append(super().read(size))
+            return read[-1]
+
     for array in (stored, np.asfortranarray(stored), stored.astype(">u2")):
-        np.save(tmp_path / "x.npy", array)
-        assert np.array_equal(decode(tmp_path / "x.npy", channels=6), stored >> 8)
-    assert isinstance(read_file(tmp_path / "x.npy", True, 6).data, np.memmap)
+        np.save(path, array)
+        assert np.array_equal(decode(path, channels=6), stored >> 8)
+        monkeypatch.setattr("datasets.channels.open", Counted, raising=False)
+        file = read_file(path, True, 6)
+        assert size(file, True, 6) == (WIDTH, HEIGHT) and sum(map(len, read)) < 500
+        assert np.array_equal(decode(file, WINDOW, channels=6), stored[WINDOW] >> 8)
+        assert np.isfortran(array) or len(read[-1]) == 12 * WIDTH * 12
+        monkeypatch.undo()
+        read.clear()
+
+
+@pytest.mark.parametrize("seen", [0, 1])
+@pytest.mark.parametrize("window", [EVERYTHING, WINDOW])
+def test_an_array_that_becomes_shorter_is_refused_by_name(window, seen, tmp_path, monkeypatch):
+    """Also if it does so after its size was `seen`: a map of the file would end the process."""
+    path = written(tmp_path / "x.npy", values(6))
+    file, length = read_file(path, True, 6), len(path.read_bytes())
+    path.write_bytes(path.read_bytes()[: 128 + 4 * 6 * WIDTH])
+
+    class Before(io.FileIO):
+        def seek(self, place, whence=io.SEEK_SET):
+            return max(super().seek(place, whence), seen * length)
+
+    monkeypatch.setattr("datasets.channels.open", Before, raising=False)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: cannot be decoded as an image; expected an array"):
+        decode(file, window, channels=6)
+
+
+@pytest.mark.parametrize("start", [0, 208])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+def test_a_tiff_whose_pixels_are_not_in_the_file_is_refused(channels, start, tmp_path):
+    """Left out (0), or cut: they would begin where others lie, and end behind the file's end."""
+    interpretation = 2 if channels == 3 else 1
+    for compression in (1, 8):
+        pixels = tiff(values(channels), interpretation=interpretation, start=start, compression=compression)
+        (tmp_path / "x.tif").write_bytes(pixels)
+        with pytest.raises(ValueError, match=r"x.tif: cannot be decoded as an image; expected a TIFF .*, undamaged"):
+            decode(tmp_path / "x.tif", turned=True, channels=channels)
+    if channels == 1:
+        with pytest.raises(ValueError, match=r"x.tif: cannot be decoded as a label; expected a TIFF .*, undamaged"):
+            decode_mask(tmp_path / "x.tif")
 
 
 def test_reduced_copies_and_masks_are_no_channels(tmp_path):

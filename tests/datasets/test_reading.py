@@ -310,17 +310,18 @@ def tiff(
 ) -> bytes:
     """A TIFF file of `values`, (H, W, channels) or with planes=2 (channels, H, W).
 
-    `more`: kind, extra, rows_per_strip.
+    `more`: kind, extra, rows_per_strip, compression, start (where the pixels are said to be).
     """
     height, width, channels = values.shape if planes == 1 else np.moveaxis(values, 0, 2).shape
     data = values.astype(values.dtype.newbyteorder(order)).tobytes()
     if bits == 12:
         data = bytes.fromhex("".join(f"{level:03x}" for level in values.flat))
-    strips = planes if planes == 1 else channels
+    strips, start = planes if planes == 1 else channels, more.get("start", 8)
     tags = {
-        **{256: [width], 257: [height], 258: channels * [bits or 8 * values.itemsize], 259: [1], 262: [interpretation]},
+        **{256: [width], 257: [height], 258: channels * [bits or 8 * values.itemsize]},
+        **{259: [more.get("compression", 1)], 262: [interpretation]},
         **{
-            273: [8 + strip * len(data) // strips for strip in range(strips)],
+            273: [start + strip * len(data) // strips for strip in range(strips)],
             277: [channels],
             278: [more.get("rows_per_strip", height)],
         },
