@@ -62,7 +62,7 @@ class Beginning(bytes):
 
 
 def read_file(path: Path, photograph: bool, channels: int) -> Stored:
-    """`read`; of arrays, which are images of other than three channels, only what is used is read, when it is."""
+    """`read`; of arrays of other than three channels only what is used is read, when it is."""
     if channels == COLOURS or path.suffix.lower() != ARRAY:
         return read(path, photograph)
     where = Path(readable(path))
@@ -94,26 +94,26 @@ def decode(
     range16: Range16 = ALL_16,
     channels: int = COLOURS,
 ) -> np.ndarray:
-    """Decode an image to levels, uint8 (H, W, channels), contiguous. Of three channels: `decode_image`.
+    """Decode an image to levels, uint8 (H, W, channels), contiguous. Of three channels: arrays, or `decode_image`.
 
     Images of other numbers are `turned`. One channel: gray in any format, or RGB whose channels are equal. Otherwise
     PNG with alpha, TIFF (interleaved, or pages that are channels; CMYK too), arrays, and formats that Pillow opens with
     an alpha channel. ValueError: the file has another number of channels, a palette, or cannot be read.
     """
-    if channels == COLOURS:
-        return decode_image(file, window, turned, range16)
-    stored = file if isinstance(file, Stored) else read_file(file, True, channels)
+    stored = file if isinstance(file, Stored) else read_file(file, turned or channels != COLOURS, channels)
+    if channels == COLOURS and not is_array(stored):
+        return decode_image(stored, window, turned, range16)
     pixels = _values(stored, channels, window)
     return np.ascontiguousarray(pixels if pixels.dtype == np.uint8 else levels_of(*range16)[pixels])
 
 
 def size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
     """(width, height) of an image of a number of channels. ValueError: see `decode`."""
-    if channels == COLOURS:
-        return file.size(turned)
     if is_array(file):
         height, width, _ = _array(file, None)[0]
         return width, height
+    if channels == COLOURS:
+        return file.size(turned)
     if file.has_end_mark:
         check_number(file, channels)
         return file.size(turned)
@@ -123,7 +123,7 @@ def size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
 
 def deep_values(file: Stored, turned: bool, channels: int) -> np.ndarray | None:
     """The values of an image of 16 bits, uint16 (H, W, channels); None for others. ValueError: see `decode`."""
-    if channels == COLOURS:
+    if channels == COLOURS and not is_array(file):
         return values16(file, turned)
     if file.has_end_mark and not (file.data.startswith(formats.PNG) and file.data[24] == 16):
         return None
@@ -199,10 +199,23 @@ def check_number(file: Stored, channels: int) -> None:
     """ValueError if a file has another number of channels; one may be stored as three equal ones of one page."""
     as_colours = channels == 1 and not (_is_tiff(file) and len(_pages(file)) > 1)
     if (found := count(file)) != channels and not (found == COLOURS and as_colours):
-        raise ValueError(
-            f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: set channels to the number of "
-            f"every image, or convert this one."
-        )
+        fix = _axes(file, channels) or "set channels to the number of every image, or convert this one"
+        raise ValueError(f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: {fix}.")
+
+
+def _axes(file: Stored, channels: int) -> str:
+    """What to do if the axes of an array, or of a TIFF's pages, seem to be in another order; "" if they do not."""
+    if is_array(file):
+        first, *others = _array(file, None)[0]
+        if first == channels or first < min(others):
+            return f"its first axis is {first} long: store (H, W, channels), as numpy.moveaxis(array, 0, 2) gives it"
+    elif _is_tiff(file) and len(its := _pages(file)) > 1:
+        height, width = its[0][_HEIGHT], its[0][_WIDTH]
+        if width == channels or width < min(height, len(its)):
+            as_channels = "tifffile.imwrite(FILE, array, photometric='minisblack', planarconfig='contig')"
+            kind = f"it has {len(its)} pages of {height}x{width}, so the rows of an array (H, W, channels) became pages"
+            return f"{kind}: store its channels, such as with {as_channels}"
+    return ""
 
 
 def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
@@ -299,7 +312,8 @@ def _tiff(file: Stored) -> np.ndarray:
         for tags in its
     )
     if any(others) or bits not in ({8}, {16}):
-        raise ValueError(f"{path}: cannot be decoded as an image; expected {_EXPECTED['TIFF']}: convert it.")
+        held = f"cannot be decoded as an image (it holds {formats.tiff_type(its[0])})"
+        raise ValueError(f"{path}: {held}; expected {_EXPECTED['TIFF']}: convert it.")
     with decoding(path, f"an image; expected {_EXPECTED['TIFF']}"):
         if its[0][_WIDTH] * its[0][_HEIGHT] > MOST_PIXELS:
             raise Image.DecompressionBombError

@@ -16,6 +16,7 @@ GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
 _PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
 PNG_PIXELS, PNG_ANIMATION = (_PIXELS, b"fdAT"), (b"acTL", b"fcTL", b"fdAT")  # kinds of chunks
 _WIDTH, _HEIGHT, _SUBFILE = 256, 257, 254  # tags of TIFF files; the last: 1 a reduced copy, 4 a mask
+_BITS, _KIND = 258, 339
 _PLACES = (273, 279), (324, 325)  # where strips and tiles begin, and their bytes
 _HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing
 _CHANNELS = {GRAY: 1, COLOUR: 3, PALETTE: 1, 4: 2, 6: 4}
@@ -148,3 +149,9 @@ def check_pixels(tags: Tags, size: int) -> None:
         for start, length in zip_longest(tags.get(starts, ()), tags.get(lengths, ()), fillvalue=0):
             if not start or start + length > size:
                 raise ValueError(f"a strip or tile of {length} bytes begins at {start}, and the file has {size}")
+
+
+def tiff_type(tags: Tags) -> str:
+    """The type of a TIFF page's values, such as "float32"."""
+    kinds = {1: "uint", 2: "int", 3: "float"}
+    return f"{kinds.get(tags.get(_KIND, (1,))[0], 'another kind of ')}{tags.get(_BITS, (1,))[0]}"

@@ -26,6 +26,7 @@ from datasets.segmentation import Files, SegmentationDataset
 CLASSES = "classes.json"
 TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
 WITHHELD = "test"
+ALSO = (*RARE, ARRAY)  # images where no other has their name, see `list_files`
 _IGNORED = 255  # unless the file says otherwise
 _LONGEST_NAME = 255  # of a class
 
@@ -157,9 +158,9 @@ def folder(
     on the images as viewers show them: EXIF orientation counts. `label_folder`: the name of the labels' folder; it may
     be "images" too. `label_suffix`: a label's name is its image's name plus this, such as "_mask". `palettes`: "equal"
     refuses labels whose palettes give an id different colours, "any" does not compare them. `fold`: read
-    `root`/fold`fold`/`split`.txt instead, except for a test. `channels`: of every image; .npy files are images of other
-    than three. `shown`: see `SegmentationDataset`. `keys`: prefix of option names in messages. `listed`: the names of
-    images in `root`/images for a list that is not written yet; `split` is then empty.
+    `root`/fold`fold`/`split`.txt instead, except for a test. `channels`: of every image; a .npy file of three counts
+    if no image has its name. `shown`: see `SegmentationDataset`. `keys`: prefix of option names in messages.
+    `listed`: the names of images in `root`/images for a list that is not written yet; `split` is then empty.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
     root, options, split = _LAYOUT.top(root), LabelNames(label_folder, label_suffix, keys), of_fold(split, fold)
@@ -169,7 +170,7 @@ def folder(
     if not (above / "images").is_dir():
         raise _LAYOUT.error(f"folder: the folder {above / 'images'} is missing", root, _elsewhere(root, keys))
     suffixes = image_suffixes(channels)
-    found = _LAYOUT.files(root, above / "images", suffixes, images_of=split, deep=True, more=RARE)
+    found = _LAYOUT.files(root, above / "images", suffixes, images_of=split, deep=True, more=ALSO)
     images, labels = options.images(found), options.labels(above)
     is_test, looked_in = own.name == WITHHELD, above / label_folder
     alone = [path for name, path in labels.items() if name not in images]
@@ -338,7 +339,7 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
     for above in _folders(root, {"images", options.folder}):
         labels, images = options.labels(above), None
         if (folder := above / "images").is_dir():
-            images = options.images(list_files(folder, image_suffixes(channels), deep=True, more=RARE))
+            images = options.images(list_files(folder, image_suffixes(channels), deep=True, more=ALSO))
             without = [path for name, path in images.items() if name not in labels]
             found.without.extend(without if labels or above.name != WITHHELD else ())
             fix = fix or (options.found(above, images) if without else None)

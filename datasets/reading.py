@@ -28,6 +28,10 @@ _LABELS = {(8, formats.GRAY), *((depth, formats.PALETTE) for depth in (1, 2, 4, 
 _MASKS = {(1, formats.GRAY), (16, formats.GRAY), (8, 4), (8, 6)}
 _ONE_ID = "one 8-bit class id per pixel (not a colour picture)"
 _TIFF = "a TIFF of gray, RGB, CMYK or a palette, with unsigned integers of 8 or 16 bits, channels interleaved"
+_AS_IDS = (  # a command; what is no id becomes a value above 255, which is refused
+    'python -c "import numpy, sys; from PIL import Image; [Image.fromarray(numpy.asarray(Image.open(file))'
+    ".astype('uint16')).save(file) for file in sys.argv[1:]]\" LABELS/*.tif"
+)
 _PNG_OR_JPEG = "an image; expected a PNG or JPEG"
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
@@ -214,10 +218,12 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         formats.check_pixels(tags, len(data))
         turned, inverted = orientation(data) != 1, tags.get(_INTERPRETATION) == 0
-        exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
-        if not exact or turned or inverted or _is_misread(image, tags) or pages(file) > 1:
-            raise UnidentifiedImageError("another kind of TIFF")
-        return np.asarray(image)
+        if (found := formats.tiff_type(tags)) in ("uint1", "uint8", "uint16"):
+            exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
+            if not exact or turned or inverted or _is_misread(image, tags) or pages(file) > 1:
+                raise UnidentifiedImageError("another kind of TIFF")
+            return np.asarray(image)
+    raise Unreadable(f"{path}: holds {found}; expected ids of 8 or 16 bits. Convert such labels: {_AS_IDS}")
 
 
 def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:

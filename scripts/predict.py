@@ -187,7 +187,9 @@ def find_images(source: Path, output: Path, channels: int = COLOURS) -> dict[str
     real = ((Path(entry.path), Path(os.path.realpath(entry))) for _, entry in files_in(source))
     files = sorted(path for path, its in real if ours.isdisjoint([its, *its.parents]))
     named = [path for path in files if path.suffix.lower() in (*image_suffixes(channels), *RARE)]
-    images = [path for path in named if unfit(path) is None]
+    taken = {path.with_suffix("") for path in named}  # a .npy file beside an image of three channels is none
+    named += [path for path in files if path.suffix.lower() == of_channels.ARRAY and path.with_suffix("") not in taken]
+    images = sorted(path for path in named if unfit(path) is None)
     skipped = {"without an image's suffix": {*files} - {*named}}
     skipped["that are no regular files of at most 4 GiB"] = {*named} - {*images}
     for why, left in skipped.items():

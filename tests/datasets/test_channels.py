@@ -183,7 +183,12 @@ def cut(path: Path, by: int = 9) -> None:
     path.write_bytes(path.read_bytes()[:-by])
 
 
-TIFF = "cannot be decoded as an image; expected a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved"
+def rows(path: Path, channels: int = 5) -> None:
+    """What programs make of an array (H, W, channels) that is said to be pages."""
+    written(path, np.moveaxis(values(channels), 0, 2))
+
+
+TIFF = "cannot be decoded as an image.*; expected a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved"
 REFUSED = {
     "three for four": ("x.png", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4: set channels"),
     "a photograph": ("x.jpg", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4"),
@@ -194,10 +199,21 @@ REFUSED = {
     "floats": ("x.npy", lambda path: np.save(path, np.zeros((4, 5, 6))), 6, "is an array .4, 5, 6. of float64; exp"),
     "objects": ("x.npy", text, 2, "is an array .1, 1. of object; expected an array .H, W, channels. of uint8 or"),
     "a cut array": ("x.npy", cut, 4, "cannot be decoded as an image; expected an array .*, undamaged"),
+    "channels first": ("x.npy", lambda path: np.save(path, np.moveaxis(values(5), 2, 0)), 5, "5 long: store .H, W, ch"),
+    "such of another number": ("x.npy", lambda path: np.save(path, values(5).T), 3, "its first axis is 5 long: store"),
+    "rows as pages": ("x.pages.tif", rows, 5, f"has {HEIGHT} pages of {WIDTH}x5, so the rows .* store its channels, s"),
+    "such of six": ("x.pages.tif", partial(rows, channels=6), 4, f"has {HEIGHT} pages of {WIDTH}x6, so the rows"),
     "no array": ("x.npy", lambda path: path.write_text("version https://git-lfs"), 4, "begins with b.versio., as no a"),
     "an empty file": ("x.npy", lambda path: path.write_bytes(b""), 4, "cannot be read .*expected an array"),
     "a cut TIFF": ("x.tif", partial(cut, by=400), 4, f"{TIFF}.*undamaged"),
     "planes": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, planes=2)), SIZE[0], TIFF),
+    "signed": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, kind=[2])), 5, "holds int8.;"),
+    "32 bits": (
+        "x.tif",
+        lambda path: path.write_bytes(tiff(values(5, np.uint32), interpretation=1)),
+        5,
+        "holds uint32",
+    ),
 }
 
 
@@ -316,8 +332,20 @@ def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path, monke
     other = folder(tmp_path / "data", "train", channels=4)
     with pytest.raises(ValueError, match=r"4 problem\(s\) in 4 images:\n.*0.npy: has 5 channels, expected 4"):
         verify(other)
-    with pytest.raises(ValueError, match="no images in split 'train'"):  # three channels are never arrays
-        folder(tmp_path / "data", "train")
+    with pytest.raises(ValueError, match=r"4 problem\(s\) in 4 images:\n.*0.npy: has 5 channels, expected 3"):
+        verify(folder(tmp_path / "data", "train"))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_an_array_of_three_channels_is_an_image_unless_another_has_its_name(dtype, tmp_path):
+    root = made(tmp_path / "data", ".npy", 3, dtype)
+    written(root / "train" / "images" / "1.png", values(3, seed=8))
+    dataset = folder(root, "train")
+    assert inspect(dataset, 0).problems == () and len(dataset) == 4
+    whole = dataset[0].image
+    assert np.array_equal(whole, values(3, dtype) if dtype == np.uint8 else values(3, dtype) >> 8)
+    assert np.array_equal(dataset.undecoded(0)[0][WINDOW], whole[WINDOW])
+    assert np.array_equal(dataset[1].image, values(3, seed=8)[..., ::-1])  # OpenCV wrote it
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 import unicodedata
 from functools import partial
 from io import BytesIO
@@ -304,6 +306,19 @@ def test_wrong_labels_are_named_with_the_fix(what, root):
             read()
     (found,) = inspect(train, workers=0).problems
     assert re.match(message, found.message)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_labels_of_another_type_are_named_with_the_command_that_converts_them(dtype, root):
+    expected = folder(root, "train").read_label(0)
+    for file in (root / "train/labels/a").glob("*.png"):
+        Image.fromarray(np.asarray(Image.open(file)).astype(dtype)).save(file.with_suffix(".tif"))
+        file.unlink()
+    with pytest.raises(ValueError, match=f"board.0.tif: holds {dtype}; expected ids of 8 or 16 bits. Conv") as error:
+        folder(root, "train").read_label(0)
+    command = re.search(r'python (-c ".*") LABELS/', str(error.value))[1]
+    subprocess.run(f"{sys.executable} {command} {root}/train/labels/a/*.tif", shell=True, check=True)
+    assert np.array_equal(folder(root, "train").read_label(0), expected)
 
 
 def test_images_of_other_formats_are_not_passed_over(root):

@@ -188,8 +188,11 @@ def test_every_usual_format_is_found(tmp_path):
     pixels = trees.picture(tmp_path / "a.png")[..., ::-1]
     for number, suffix in enumerate(formats):
         Image.fromarray(pixels).save(tmp_path / f"{number:02d}{suffix}", "JPEG" if suffix == ".mpo" else None)
+    for name in ("a", "b"):
+        np.save(tmp_path / f"{name}.npy", pixels)  # an image, unless another has its name
     found = find_images(tmp_path, tmp_path / "out")
-    assert [*found] == [*(f"{number:02d}" for number in range(len(formats))), "a"]
+    assert [*found] == [*(f"{number:02d}" for number in range(len(formats))), "a", "b"]
+    assert found["a"].suffix == ".png" and found.pop("b").suffix == ".npy"
     assert all(decode_image(file, turned=True).shape == (40, 60, 3) for file in found.values())
 
 
