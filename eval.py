@@ -20,7 +20,7 @@ from engine.checkpoint.random_states import ranks_of
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import checkpoint_of, trained_forward
-from engine.process.console import log_to, make_console
+from engine.process.console import log_to, logger, make_console
 from engine.process.distributed import World, joined
 from engine.process.output_files import writable_file
 from engine.records.evaluated import print_results, write_results
@@ -70,7 +70,8 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     writable_file("results", results_file, path, kind="results")
     with world.first_goes_ahead() as first:  # last, as it takes long for many files
         if config.data.verify and first:
-            verify_with_progress(dataset, console)
+            for doubt in verify_with_progress(dataset, console, "image", None):
+                logger.warning(doubt)
     evaluated = task.evaluate(forward, dataset, config, options, world, console, ranks_of(state.get("random")))
 
     results = {}

@@ -27,11 +27,11 @@ from datasets.reading import (
     Stored,
     Unreadable,
     Window,
+    as_levels,
     decode_image,
     decode_values,
     decode_window,
     decoding,
-    levels_of,
     orientation,
     pages,
     read,
@@ -104,7 +104,7 @@ def decode(
     if channels == COLOURS and not is_array(stored):
         return decode_image(stored, window, turned, range16)
     pixels = _values(stored, channels, window)
-    return np.ascontiguousarray(pixels if pixels.dtype == np.uint8 else levels_of(*range16)[pixels])
+    return np.ascontiguousarray(as_levels(pixels, range16))
 
 
 def size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
@@ -121,14 +121,17 @@ def size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
     return width, height
 
 
-def deep_values(file: Stored, turned: bool, channels: int) -> np.ndarray | None:
-    """The values of an image of 16 bits, uint16 (H, W, channels); None for others. ValueError: see `decode`."""
+def stored_values(file: Stored, turned: bool, channels: int, shallow: bool = False) -> np.ndarray | None:
+    """The values of an image, uint8 or uint16 (H, W, channels); None for 8 bits unless `shallow`.
+
+    ValueError: see `decode`.
+    """
     if channels == COLOURS and not is_array(file):
-        return values16(file, turned)
-    if file.has_end_mark and not (file.data.startswith(formats.PNG) and file.data[24] == 16):
+        return decode_values(file, turned=turned, deep=True) if shallow else values16(file, turned)
+    if not shallow and file.has_end_mark and not (file.data.startswith(formats.PNG) and file.data[24] == 16):
         return None
     pixels = _values(file, channels, EVERYTHING)
-    return pixels if pixels.dtype == np.uint16 else None
+    return pixels if shallow or pixels.dtype == np.uint16 else None
 
 
 def further_channels(file: Stored) -> int:

@@ -36,7 +36,8 @@ _PNG_OR_JPEG = "an image; expected a PNG or JPEG"
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
-Range16 = Sequence[int]  # the two values of 16-bit images that become black and white
+# The two values of 16-bit images that become black and white, or two for each channel, one after the other.
+Range16 = Sequence[int]
 ALL_16 = 0, 65_535
 COLOURS, MOST_CHANNELS = 3, 64  # channels of an RGB image; of an image, see `datasets.channels`
 
@@ -111,13 +112,29 @@ def decode_image(
     """Decode a PNG or JPEG to uint8 (H, W, 3) RGB. Unreadable if the file is missing, truncated or of another kind.
 
     Gray is copied to three channels, and alpha is dropped. `range16`: the values of 16-bit images, lowest and highest,
-    between which the 256 levels lie; others are clipped. By default 16-bit values keep their upper eight bits.
+    between which the 256 levels lie, or these two for each channel; others are clipped. By default 16-bit values keep
+    their upper eight bits.
     `turned`: read all formats of `PHOTOGRAPHS` (the first frame or page), and rotate by EXIF orientation, as viewers
     do. Otherwise the orientation is ignored, because published labels match the pixels as stored. Rows far below
     `window` are not decoded.
     """
     pixels = decode_values(_stored(file, photograph=turned), window, turned, deep=tuple(range16) != ALL_16)
-    return pixels if pixels.dtype == np.uint8 else levels_of(*range16)[pixels]
+    return as_levels(pixels, range16)
+
+
+def pairs_of(range16: Range16, channels: int) -> list[tuple[int, int]]:
+    """The two values of each channel."""
+    return [*zip(range16[::2], range16[1::2], strict=True)] * (channels if len(range16) == 2 else 1)
+
+
+def as_levels(values: np.ndarray, range16: Range16) -> np.ndarray:
+    """The levels of values (H, W, C), uint8; values of 8 bits are levels. `range16`: see `decode_image`."""
+    if values.dtype == np.uint8:
+        return values
+    if len(range16) == 2:
+        return levels_of(*range16)[values]
+    planes = zip(np.moveaxis(values, 2, 0), pairs_of(range16, values.shape[2]), strict=True)
+    return np.stack([levels_of(*pair)[plane] for plane, pair in planes], axis=2)
 
 
 def values16(file: Stored, turned: bool) -> np.ndarray | None:

@@ -21,14 +21,14 @@ from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
-from datasets.levels import doubts16, used16
-from datasets.reading import COLOURS, Range16, Stored, label_palette, read
+from datasets.levels import Use, doubts_of_levels, used
+from datasets.reading import COLOURS, Stored, label_palette, read
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
-_CHECKS = 10  # increment when the checks change: all data is then checked again
+_CHECKS = 11  # increment when the checks change: all data is then checked again
 _SHOWN = 5
-_DEEP = 64  # how many 16-bit images `verify` decodes at most, or twice as many
+_DECODED = 64  # how many images `verify` decodes at most, or twice as many
 
 Split = SegmentationDataset | ClassificationDataset
 
@@ -47,7 +47,7 @@ class Inspection:
     `problems` are in the order of the files. Over all readable labels, `values` counts the
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
     class); `conflict`: the first label with another palette, if palettes are compared. `digests`: `digest` of each
-    image file. `used16`: of 16-bit images, see `datasets.levels`. `sizes`: (width, height, images) for each size of
+    image file. `used`: of images that were decoded. `sizes`: (width, height, images) for each size of
     images with labels of pixels. `said`: sentences on palettes, and on pages and channels that are not read.
     """
 
@@ -57,7 +57,7 @@ class Inspection:
     holding: list[int]
     conflict: str | None
     digests: list[int]
-    used16: Sequence[Range16] = ()
+    used: Sequence[Sequence] = ()
     sizes: Sequence[tuple[int, int, int]] = ()
     said: Sequence[str] = ()
 
@@ -67,9 +67,13 @@ class Inspection:
         table = self.dataset.table if isinstance(self.dataset, SegmentationDataset) else None
         return np.zeros(256, np.int64) if table is None else table.by_class(np.array(self.values))
 
-    def doubts(self, images: str, keys: str = "") -> list[str]:
-        """What may be wrong although every file is intact. `images`: e.g. "training image"; `keys`: see `doubts16`."""
-        of_levels = [*self.said, *doubts16(self.used16, self.dataset.range16, f"images of {self.dataset.split}", keys)]
+    def doubts(self, images: str, keys: str | None = "") -> list[str]:
+        """What may be wrong although every file is intact.
+
+        `images`: e.g. "training image"; `keys`: see `doubts_of_levels`.
+        """
+        named = f"images of {self.dataset.split}"
+        of_levels = [*self.said, *doubts_of_levels(self.used, self.dataset.range16, named, keys)]
         if isinstance(self.dataset, ClassificationDataset):
             absent = [name for name, count in zip(self.dataset.classes, self.holding, strict=True) if not count]
             unseen = [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
@@ -80,18 +84,24 @@ class Inspection:
         return self.dataset.table.doubts(np.array(self.values), images) + conflict + of_levels
 
 
-def verify(dataset: Split, workers: int | None = None, progress: Progress = None, keys: str = "") -> list[str]:
+def verify(
+    dataset: Split,
+    workers: int | None = None,
+    progress: Progress = None,
+    keys: str | None = "",
+    images: str = "training image",
+) -> list[str]:
     """`inspect` a split quickly, once. ValueError: there are problems (the first are listed), or no pixel has a class.
 
-    Returns doubts, such as classes that no image shows (`keys`: see `Inspection.doubts`), and sets the split's
-    `digests` and `sizes`. TimeoutError names the first image that takes longer than `reading_errors` around this call
-    allows. The cache folder remembers success until a path, size or modification time changes. If there is none, or it
-    cannot be written, the check runs every time.
+    Returns doubts, such as classes that no image shows (`keys`, `images`: see `Inspection.doubts`), and sets the
+    split's `digests` and `sizes`. TimeoutError names the first image that takes longer than `reading_errors` around
+    this call allows. The cache folder remembers success until a path, size or modification time changes. If there is
+    none, or it cannot be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
-        key = dataset.files.fingerprint([_CHECKS, dataset.name, dataset.split, *dataset.classes])
+        key = dataset.files.fingerprint([_CHECKS, [*dataset.range16], dataset.name, dataset.split, *dataset.classes])
     else:
-        key = dataset.fingerprint([_CHECKS, dataset.palette_fix, dataset.channels])
+        key = dataset.fingerprint([_CHECKS, [*dataset.range16], dataset.palette_fix, dataset.channels])
     remembered = (cache_folder() or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
     found, split = None, f"{dataset.name}, split {dataset.split!r}"
     with suppress(OSError, ValueError, TypeError):
@@ -103,13 +113,13 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
             raise ValueError(f"{split}: {len(found.problems)} problem(s) in {len(dataset)} images:\n{listed}")
         with suppress(OSError):  # a read-only cache folder only costs the time of the next check
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            kept = [found.values, found.holding, found.conflict, found.digests, found.used16, found.sizes, found.said]
+            kept = [found.values, found.holding, found.conflict, found.digests, found.used, found.sizes, found.said]
             remembered.write_text(json.dumps(kept))
     dataset.digests, dataset.sizes = np.array(found.digests, np.uint64), found.sizes
     if any(found.values) and not any(found.by_class[:IGNORED]):
         why = ". ".join(found.doubts("image"))
         raise ValueError(f"{split}: no pixel has a class, so nothing can be learnt or scored: {why}")
-    return found.doubts("training image", keys)
+    return found.doubts(images, keys)
 
 
 def digest(content: Any) -> int:
@@ -153,12 +163,12 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     """Check every image and label of a split: that they are complete, of the same size, and hold known ids.
 
     Returns problems instead of raising them. Labels are decoded, and so are all images of a classification that are in
-    files; other images only with `decode`, else they are read, and only some of those with 16 bits decoded. PNG files
+    files; other images only with `decode`, else they are read, and only some decoded. PNG files
     have checksums, so any damage is found. JPEG files have none: decoders fill damaged parts with other pixels, so only
     a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    problems, digests, deep = list[Problem](), list[int](), list[Range16]()
+    problems, digests, deep = list[Problem](), list[int](), list[Use]()
     several, further = Counter[str](), Counter[str]()
     values, holding, sizes = np.zeros(256, np.int64), np.zeros(256, np.int64), Counter[tuple[int, int]]()
     table = dataset.table if isinstance(dataset, SegmentationDataset) else None
@@ -168,7 +178,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     for index, seen in enumerate(looked):
         problems += seen.problems
         digests.append(seen.digest)
-        deep += filter(None, [seen.used16])
+        deep += filter(None, [seen.used])
         several.update({str(dataset.path(index)): seen.pages} if seen.pages > 1 else {})
         further.update({str(dataset.path(index)): seen.channels} if seen.channels else {})
         if table is not None:
@@ -238,7 +248,7 @@ class _Seen(NamedTuple):
 
     problems: list[Problem]
     digest: int  # of the image file
-    used16: Range16 | None
+    used: Use | None
     pages: int  # or frames of the image that are not read, and the first one
     channels: int  # of the file, if one of them varies that is not read, else 0
     size: tuple[int, int] | None  # of the image
@@ -248,7 +258,7 @@ class _Seen(NamedTuple):
 
 def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
-    problems, used, size, further = list[Problem](), None, None, 0
+    problems, its_use, size, further = list[Problem](), None, None, 0
     path, channels = dataset.path(index), dataset.channels
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
@@ -268,12 +278,13 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     if file is not None:
         whole = decode or isinstance(dataset, ClassificationDataset)
         size = attempted("unreadable image", restorable()(_size), file, dataset.turned, whole, channels)
-    if file is not None and size is not None and (decode or index % max(1, len(dataset) // _DEEP) == 0):
-        used = attempted("unreadable image", used16, file, dataset.turned, channels)
+    chosen = index % max(1, len(dataset) // _DECODED) == 0
+    if file is not None and size is not None and (decode or chosen):
+        its_use = attempted("unreadable image", used, file, dataset.turned, channels, dataset.range16, chosen)
         if dataset.channels_key is not None and channels == COLOURS and paged == 1:
             further = of_channels.further_channels(file)
     if isinstance(dataset, ClassificationDataset):
-        return _Seen(problems, its_digest, used, paged, 0, size, np.zeros(0), None)
+        return _Seen(problems, its_digest, its_use, paged, 0, size, np.zeros(0), None)
     entry, palette = dataset.files[index], None
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
     if size is not None and label is not None:
@@ -285,7 +296,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
-    return _Seen(problems, its_digest, used, paged, further, size, pixels, palette)
+    return _Seen(problems, its_digest, its_use, paged, further, size, pixels, palette)
 
 
 def _size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:

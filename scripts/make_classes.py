@@ -47,8 +47,8 @@ from datasets.folder import (
     palette_fix,
 )
 from datasets.layout import first_of
-from datasets.levels import doubts16, used16
-from datasets.reading import Range16, decode_mask, label_palette, read
+from datasets.levels import Use, doubts_of_levels, used
+from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
 from datasets.splitting import BEFORE_LAST_NUMBER, prefixes, sources_of, spread
 from datasets.verify import every
@@ -117,7 +117,7 @@ class Held:
     colours: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of ids with a palette, and of colours
     palettes: Palettes = field(default_factory=Palettes)
     other_sizes: list[str] = field(default_factory=list)  # than their images have
-    used16: list[Range16] = field(default_factory=list)  # by 16-bit images
+    used: list[Use] = field(default_factory=list)  # by 16-bit images
     between: Counter[int] = field(default_factory=Counter)  # see `between`
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
@@ -185,7 +185,7 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
     odd = [*instances(holding, len(labels.images))]
     check_number(root, kind, pixels, ids, ignored, *odd)
     odd += [] if kind == IDS and held.colours else smoothed(pixels, held.between)
-    dark = doubts16(held.used16, config.data.range16, "images", keys="data.")
+    dark = doubts_of_levels(held.used, config.data.range16, "images", keys="data.")
     for note in [*notes, *doubts(pixels, ids, ignored), *odd, *dark]:
         console.print(note, soft_wrap=True)
     write_file(file, written(ids, ignored))
@@ -233,7 +233,7 @@ def read_labels(images: Mapping[Path, Path | None], workers: int | None, console
             held.palettes.add(label, found.colours)
             held.colours = found.colours | held.colours
             held.other_sizes += filter(None, [found.other_size])
-            held.used16 += filter(None, [found.used16])
+            held.used += filter(None, [found.used])
             held.between.update(found.between)
     return held
 
@@ -376,13 +376,13 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
 
 class Contents(NamedTuple):
     """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; its and its image's size, if these differ;
-    `used16` of the image, see `datasets.levels`; and `between`."""
+    what 16-bit images use, see `datasets.levels`; and `between`."""
 
     kind: str
     pixels: dict[int, int]
     colours: dict[int, tuple[int, ...]]
     other_size: str | None
-    used16: Range16 | None
+    used: Use | None
     between: Counter[int]
 
 
@@ -392,13 +392,13 @@ def contents(path: Path, image: Path | None, channels: int) -> Contents:
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    size, other_size, used = raw.shape[::-1], None, None
+    size, other_size, its_use = raw.shape[::-1], None, None
     with suppress(ValueError):  # a damaged image, which a training reports
         if image is not None:
             stored = of_channels.read_file(image, True, channels)
             if (shown := of_channels.size(stored, True, channels)) != size:
                 other_size = f"{readable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
-            used = used16(stored, turned=True, channels=channels)
+            its_use = used(stored, turned=True, channels=channels)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
         colours = {code: tuple(code.to_bytes(3, "big")) for code in pixels}
@@ -406,7 +406,7 @@ def contents(path: Path, image: Path | None, channels: int) -> Contents:
         palette = label_palette(file)
         kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
         colours = {number: palette[number] for number in pixels if number in palette}
-    return Contents(kind, pixels, colours, other_size, used, between(raw))
+    return Contents(kind, pixels, colours, other_size, its_use, between(raw))
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

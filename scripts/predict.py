@@ -27,8 +27,8 @@ from datasets import channels as of_channels
 from datasets.file_list import files_in, unfit
 from datasets.folder import image_suffixes
 from datasets.layout import RARE, first_of
-from datasets.levels import doubts16, used16
-from datasets.reading import COLOURS, Range16
+from datasets.levels import Use, doubts_of_levels, used
+from datasets.reading import COLOURS
 from datasets.verify import several_pages
 from engine import assemble
 from engine.checkpoint.files import file_of
@@ -70,7 +70,7 @@ def predict(options: Prediction) -> list[Path]:
     network, config, state = open_checkpoint(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
-    written, unreadable, rows, deep = [] if segments else [output / TABLE], [], list[list[str]](), list[Range16]()
+    written, unreadable, rows, deep = [] if segments else [output / TABLE], [], list[list[str]](), list[Use]()
     started, since_s, several = 0, 0.0, dict[str, int]()
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
@@ -85,7 +85,7 @@ def predict(options: Prediction) -> list[Path]:
             try:
                 stored = of_channels.read_file(file, True, network.channels)
                 image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
-                deep += filter(None, [used16(stored, turned=True, channels=network.channels)])
+                deep += filter(None, [used(stored, True, network.channels, network.range16)])
             except ValueError as error:
                 unreadable.append(str(error))
                 continue
@@ -111,7 +111,8 @@ def predict(options: Prediction) -> list[Path]:
         write_table(output / TABLE, rows)
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
-    for doubt in [*several_pages(several), *doubts16(deep, network.range16, f"images in {source}", keys="data.")]:
+    of_levels = doubts_of_levels(deep, network.range16, f"images in {source}", keys=None)
+    for doubt in [*several_pages(several), *of_levels]:
         logger.warning(doubt)
     console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:

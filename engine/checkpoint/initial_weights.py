@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from datasets.class_names import check_order
+from datasets.reading import pairs_of
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.process.console import logger
@@ -38,6 +39,7 @@ class Weights(NamedTuple):
     norm: Norm | None = None  # of the network; None: the file does not say
     activation: str | None = None  # of the norms in training; None: unknown, or stated in the remarks
     normalisation: Normalisation | None = None  # of the images in training; None: unknown
+    range16: Sequence[int] | None = None  # of 16-bit images in training; None: unknown
     body: str = ""  # its kind, such as " (a resnext)", if the file says so
 
     def converted(self) -> Mapping[str, Tensor]:
@@ -53,6 +55,9 @@ class Weights(NamedTuple):
             )
         if self.normalisation is not None and len(self.normalisation.mean) != config.data.channels:
             return  # the report says that weights are spread
+        here, channels = config.data.range16, config.data.channels
+        if self.range16 is not None and pairs_of(self.range16, channels) != pairs_of(here, channels):
+            yield f"trained on images with data.range16={self.range16}; this run has data.range16={here}"
         if self.normalisation not in (None, config.data.normalisation()):
             mean, std = map(list, self.normalisation)
             yield (
@@ -165,6 +170,7 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
         norm=norm,
         activation=norm.activation,
         normalisation=config.data.normalisation(),
+        range16=config.data.range16,
         body=f" ({body.network})" if isinstance(body, TorchvisionBody) else f" (a {body.name})",
     )
 

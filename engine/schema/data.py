@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
-from datasets.reading import COLOURS, MOST_CHANNELS
+from datasets.reading import COLOURS, MOST_CHANNELS, pairs_of
 from datasets.transforms import padded_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
 from models.checkpoints.published import IMAGENET, Normalisation
@@ -34,7 +34,8 @@ class Data:
     # Standard deviation of each colour channel; null: as for mean.
     std: list[float] | None = key(None, above=0, most=1, entries=("red", "green", "blue"))
     # The values of 16-bit images that become black and white; others are clipped. Cameras of 12 bits need [0,4095].
-    range16: list[int] = key([0, 65_535], least=0, most=65_535, entries=("lowest value", "highest value"))
+    # Channels of different ranges need two numbers each, one after the other: [0,4095,0,65535] for two channels.
+    range16: list[int] = key([0, 65_535])
     # Processes that read and augment images, for each training process. auto: one per core that the machine has for
     # it, at most 8. Keep auto; give more only if the log says that steps wait for data and cores are idle, fewer if
     # memory is short, and 0, which reads in the training process itself, to look for an error.
@@ -48,8 +49,12 @@ class Data:
     channels = COLOURS  # of an image; a key of data=folder
 
     def check(self) -> None:
-        if self.range16[0] >= self.range16[1]:
-            raise ValueError(f"data.range16={self.range16}: expected the lowest value first, and two values")
+        is_range = len(self.range16) in (2, 2 * self.channels)
+        if not is_range or not all(0 <= low < high <= 65_535 for low, high in pairs_of(self.range16, self.channels)):
+            raise ValueError(
+                f"data.range16={self.range16}: expected the lowest value and a higher one, from 0 to 65535, or these "
+                f"two for each of the {self.channels} channels, one after the other"
+            )
 
     def crop(self, size: int | None = None) -> tuple[int, int]:
         """(height, width) of a crop; `size` replaces data.crop_size."""

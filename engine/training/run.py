@@ -331,9 +331,9 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             with world.first_goes_ahead() as first:
                 if data.verify and first:
                     doubts = verify_with_progress(run.train_set, run.console)
-                    for doubt in [*doubts, *data.doubts_of_sizes(run.train_set.sizes)]:
+                    doubts += data.doubts_of_sizes(run.train_set.sizes)
+                    for doubt in [*doubts, *verify_with_progress(run.val_set, run.console, "validation image")]:
                         logger.warning(doubt)
-                    verify_with_progress(run.val_set, run.console)
                 found = _normalisation(run) if data.is_measured and first else None
             if data.is_measured:
                 data.mean, data.std = map(list, world.gather(found)[0] or ())
@@ -400,7 +400,9 @@ def _normalisation(run: Run) -> Normalisation:
     return Normalisation(tuple(data.mean or found.mean), tuple(data.std or found.std))
 
 
-def verify_with_progress(dataset: Dataset, console: Console) -> list[str]:
+def verify_with_progress(
+    dataset: Dataset, console: Console, images: str = "training image", keys: str | None = "data."
+) -> list[str]:
     """Run `verify` with a progress bar."""
     with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
-        return verify(dataset, progress=progress, keys="data.")
+        return verify(dataset, None, progress, keys, images)

@@ -6,6 +6,7 @@ import re
 import struct
 import zlib
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import cv2
@@ -16,7 +17,7 @@ from PIL import Image
 from datasets import TrainingCrops, TrainingTransform
 from datasets.channels import count, decode, further_channels, picture, read_file, size
 from datasets.folder import folder
-from datasets.levels import measured, used16
+from datasets.levels import measured, used
 from datasets.reading import EVERYTHING, decode_image, decode_mask, levels_of
 from datasets.verify import inspect, verify
 from tests import trees
@@ -66,17 +67,21 @@ FORMS = [
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 @pytest.mark.parametrize("name, channels", FORMS)
 def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
-    """A window is a part of the whole; the values of 16 bits have one range."""
+    """A window is a part of the whole; the values of 16 bits have one range, or one for each channel."""
     stored = values(channels, dtype)
     path = written(tmp_path / name, stored)
-    for range16 in ((0, 65535), (1000, 5000)):
-        expected = stored if dtype == np.uint8 else levels_of(*range16)[stored]
+    own = [(100 * place, 60_000 - 400 * place) for place in range(channels)]
+    for range16 in ((0, 65535), (1000, 5000), [*chain(*own)]):
+        expected = stored
+        if dtype == np.uint16:
+            pairs = own if len(range16) > 2 else channels * [range16]
+            expected = np.stack([levels_of(*pair)[stored[..., place]] for place, pair in enumerate(pairs)], axis=2)
         read = partial(decode, path, turned=True, range16=range16, channels=channels)
         assert np.array_equal(read(), expected) and np.array_equal(read(WINDOW), expected[WINDOW])
         assert read(WINDOW).flags.c_contiguous
     file = read_file(path, True, channels)
     assert size(file, True, channels) == (WIDTH, HEIGHT) and count(file) == channels
-    assert (used16(file, True, channels) is None) == (dtype == np.uint8)
+    assert (used(file, True, channels) is None) == (dtype == np.uint8)
 
 
 def compressed(pixels: np.ndarray, order: str, predictor: bool, tile: bool) -> bytes:

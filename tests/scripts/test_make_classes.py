@@ -21,7 +21,7 @@ def made(tmp_path: Path, label: np.ndarray, *keys: str, write: Callable = trees.
     """The classes of two images with this label."""
     root = tmp_path / "own"
     for split in ("train", "val"):
-        trees.write(root / split / "images" / "a.png", np.repeat(IDS[..., None], 3, axis=2))
+        trees.write(root / split / "images" / "a.png", np.repeat(80 * IDS[..., None], 3, axis=2))
         write(root / split / "labels" / "a.png", label)
     make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
     return json.loads((root / "classes.json").read_text())

@@ -4,8 +4,10 @@ import pytest
 
 from tests.runs import run_config
 
+WRONG = "[5,5] [9,5] [-1,5] [0,65536] [5] [0,1,2] [0,1,2,3] [0,1,2,3,9,5]"
 
-@pytest.mark.parametrize("range16", ["[5,5]", "[9,5]", "[-1,5]", "[0,65536]", "[5]", "[0,1,2]"])
+
+@pytest.mark.parametrize("range16", WRONG.split())
 def test_a_range_of_16_bit_values_has_a_lowest_and_a_highest_value(range16):
     with pytest.raises(ValueError, match=r"data.range16=\[.*\]: expected .*lowest value"):
         run_config(f"data.range16={range16}")
