@@ -11,7 +11,8 @@ Without classes or data.root, classes are called 0, 1, 2, …, and an evaluation
 compares names: for ImageNet the names of the class folders (n01440764, …) in sorted order. The third command writes the
 weights of either kind of input as a state dict for networks with standard batch normalisation and the same names. It
 lacks the norms' eps and activation, so the command prints them. The last makes a checkpoint to share: the (EMA)
-weights, classes and configuration of a run, without its optimiser, random states and folders.
+weights, classes and configuration of a run, without its optimiser, random states and folders. An output that is called
+NAME.safetensors is a file of safetensors, which our commands read like the others.
 """
 
 from collections import Counter
@@ -40,6 +41,7 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
 from keepless.norms.conversion_report import listed
 from models.checkpoints import released
+from models.checkpoints.torch_files import SAFETENSORS, safetensors_for
 
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"
 Colours = list[tuple[int, int, int]]
@@ -54,7 +56,7 @@ class ConversionData:
 @dataclass
 class Conversion(Plugins):
     input: str = MISSING  # the file to convert, or a run directory
-    output: str = key(MISSING, written=True)  # the file to write
+    output: str = key(MISSING, written=True)  # the file to write; NAME.safetensors becomes a file of safetensors
     format: str = key("checkpoint", one_of=("checkpoint", "standard_bn"))  # of the output
     # Whether the norms of a released file scale by |weight| + eps (released) or by weight (raw).
     scale: str | None = key(None, one_of=released.SCALES)
@@ -62,6 +64,8 @@ class Conversion(Plugins):
     data: ConversionData = field(default_factory=ConversionData)
 
     def check(self) -> None:
+        if self.output.endswith((".onnx", ".pt2")):
+            raise ValueError(f"output={self.output}: scripts.export writes programs; expected NAME.pt or .safetensors")
         if self.classes is not None and self.data.root is not None:
             raise ValueError(f"classes={self.classes} and data.root={self.data.root}: give one of them")
         if self.format != "checkpoint" and (self.classes is not None or self.data.root is not None):
@@ -72,6 +76,8 @@ def convert(options: Conversion) -> list[str]:
     """Convert as configured (`Conversion`); return the printed lines. ValueError if the input does not allow it."""
     source, output = checkpoint.file_of(options.input), Path(options.output)
     name = f"input={source}"
+    if output.suffix == SAFETENSORS:
+        safetensors_for(f"output={output}")
     content = released.read(source, name, checkpoint.advice_if_damaged(source))
     ours = initial_weights.is_ours(content)
     for key_name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):

@@ -7,7 +7,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -85,25 +85,32 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
         words, _ = explained(reason, path.parent)
         return f"checkpoint {path} of step {state.get('step')} cannot be written: {words}. {left}"
 
-    _replace(path, {"format": FORMAT, **state}, not_written, previous)
+    _replace(path, partial(torch.save, {"format": FORMAT, **state}), not_written, previous)
 
 
 def write_alone(path: Path, content: dict) -> None:
-    """Write any content to `path`, completely or not at all. Other files stay.
+    """Write a checkpoint or a state dict to `path`, completely or not at all. Other files stay.
 
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
-    content = OrderedDict(content)
-    vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
+    if path.suffix == torch_files.SAFETENSORS:
+        encoded = torch_files.as_safetensors(content, _ALONE)
+        write = lambda file: file.write(encoded)  # noqa: E731
+    else:
+        content = OrderedDict(content)
+        vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
+        write = partial(torch.save, content)
 
     def not_written(why: OSError) -> str:
         words, cure = explained(why, path.parent)
         return f"{path} cannot be written: {words}. {cure}, or give another file"
 
-    _replace(path, content, not_written)
+    _replace(path, write, not_written)
 
 
-def _replace(path: Path, content: dict, message: Callable[[OSError], str], previous: Path | None = None) -> None:
+def _replace(
+    path: Path, write: Callable[[Any], Any], message: Callable[[OSError], str], previous: Path | None = None
+) -> None:
     """Write a partial file and rename it to `path`; the file that was there becomes `previous`.
 
     OSError, with `message`: the disk is full or not writable; no unfinished file is left.
@@ -111,7 +118,7 @@ def _replace(path: Path, content: dict, message: Callable[[OSError], str], previ
     try:
         path.parent.mkdir(exist_ok=True)  # without parents: a run's folder may have been renamed
         with partial_file(path) as file:
-            torch.save(content, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
             if previous is not None and path.exists():

@@ -1,15 +1,53 @@
-"""Read files of torch.save and safetensors."""
+"""Read files of torch.save and safetensors, and write the latter."""
 
 import argparse
+import json
 import pickle
 import re
 import zipfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 SAFETENSORS = ".safetensors"
+_CHECKPOINT = "checkpoint"  # in the metadata of a file: the parts of a checkpoint that are no tensors, as JSON
+_NETWORK, _OTHERS = "network", "tensors"  # the part whose tensors have their own names; the names of others
+
+
+def safetensors_for(name: str) -> Any:
+    """The package safetensors, which the file `name` needs. ValueError: it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ValueError(f"{name} needs the package safetensors: pip install safetensors") from error
+    return safetensors
+
+
+def as_safetensors(content: Mapping[str, Any], written_by: str) -> bytes:
+    """A file of a state dict, or of a checkpoint: its network by name, all that is no tensor in the metadata."""
+    metadata, tensors = {"format": "pt", "written_by": written_by}, {**content}
+    if _NETWORK in content:
+        others = {name: part for name, part in content.items() if isinstance(part, Tensor)}
+        rest = {name: part for name, part in content.items() if name not in (_NETWORK, *others)}
+        metadata[_CHECKPOINT] = json.dumps({**rest, _OTHERS: [*others]})
+        tensors = {**content[_NETWORK], **others}
+    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    return safetensors_for(f"a file of {SAFETENSORS}").torch.save(own, metadata)
+
+
+def _of_safetensors(path: Path, package: Any) -> dict[str, Any]:
+    """The tensors in a file, or the checkpoint that `as_safetensors` made of it."""
+    with package.safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    if _CHECKPOINT not in metadata:
+        return tensors
+    parts = json.loads(metadata[_CHECKPOINT])
+    others = {name: tensors.pop(name) for name in parts.pop(_OTHERS)}
+    return {**parts, **others, _NETWORK: tensors}
 
 
 def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
@@ -22,13 +60,10 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     if not path.is_file():
         instead = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"{name} {instead}: expected {expected}")
+    package = safetensors_for(name) if path.suffix == SAFETENSORS else None
     try:
-        if path.suffix == SAFETENSORS:
-            try:
-                from safetensors.torch import load_file
-            except ImportError as error:
-                raise ValueError("it needs the package safetensors: pip install safetensors") from error
-            return load_file(path)
+        if package is not None:
+            return _of_safetensors(path, package)
         with open(path, "rb") as file:
             has_checksums = file.read(2) == b"PK"
         if has_checksums:

@@ -2,11 +2,15 @@
 
 import importlib
 import json
+import sys
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from datasets.shapes import CLASSES
 from engine import assemble
@@ -97,10 +101,11 @@ def test_class_names_of_imagenet(tmp_path):
 def test_to_standard_norms(vistas, tmp_path):
     """eps and activation are printed, as the file does not hold them."""
     made = checkpoint.load(vistas[1])["network"]
-    for source, more in ((vistas[1], ()), (vistas[0], ("scale=released",))):
-        printed = run(source, tmp_path / "std.pth", "format=standard_bn", *more)
+    read = {"std.pth": partial(torch.load, weights_only=True), "std.safetensors": load_file}
+    for (source, more), name in product(((vistas[1], ()), (vistas[0], ("scale=released",))), read):
+        printed = run(source, tmp_path / name, "format=standard_bn", *more)
         assert "its norms need eps=1e-05 and leaky_relu (0.01), which" in printed
-        assert same(without_counts(torch.load(tmp_path / "std.pth", weights_only=True)), without_counts(made))
+        assert same(without_counts(read[name](tmp_path / name)), without_counts(made))
 
 
 def test_norms_of_another_library_s_network_keep_their_eps_in_what_is_printed(tmp_path):
@@ -120,6 +125,8 @@ def test_what_cannot_be_converted_is_named(vistas, tmp_path):
         (vistas[1], output, (scale,), "scale=released has no effect on .*, a checkpoint of ours: leave it out"),
         (bare, output, (scale,), "has no classifier: load it with init.weights"),
         (few, output, (scale,), "segments 19 classes: expected the 65 of Vistas"),
+        (path, tmp_path, (scale,), "is a folder: give another file"),
+        (path, tmp_path / "x.onnx", (scale,), "x.onnx: scripts.export writes programs; expected NAME.pt or .safet"),
         (path, path, (scale,), "is the input: give another file"),
         (path, output, (scale, "classes=a.txt", "data.root=b"), "classes=a.txt and data.root=b: give one of them"),
         (path, output, (scale, "format=standard_bn", "classes=a"), "only a checkpoint holds class names"),
@@ -136,10 +143,33 @@ def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, mo
     config = classification_config(*SHORT_SHAPES, *folders, "trainer.ema_decay=0.9", "trainer.steps=2")
     average = assemble.network_of(config, 8).state_dict()
     saved(tmp_path / "last.pt", config, CLASSES, ema=average, optimizer={}, random={})
-    assert "the EMA weights of step 2" in run(tmp_path, tmp_path / "net.pt")
-    alone = checkpoint.load(tmp_path / "net.pt")
-    assert alone.keys() == {"format", "task", "step", "classes", "config", "network"}
-    assert same(alone["network"], average) and str(tmp_path) not in str(alone["config"])
+    names = "net.pt", "net.safetensors"
+    for name in names:
+        for _ in range(2):  # the second time it is replaced
+            assert "the EMA weights of step 2" in run(tmp_path, tmp_path / name)
+        alone = checkpoint.load(tmp_path / name)
+        assert alone.keys() == {"format", "task", "step", "classes", "config", "network"}
+        assert same(alone["network"], average) and str(tmp_path) not in str(alone["config"])
     options = ("workers=0", "device=cpu", f"results={tmp_path / 'scores.json'}")
-    scores = [evaluate(checked("eval", f"checkpoint={tmp_path / name}", *options)) for name in ("last.pt", "net.pt")]
-    assert scores[0]["confusion_matrix"] == scores[1]["confusion_matrix"]
+    scores = [evaluate(checked("eval", f"checkpoint={tmp_path / name}", *options)) for name in ("last.pt", *names)]
+    assert scores[0]["confusion_matrix"] == scores[1]["confusion_matrix"] == scores[2]["confusion_matrix"]
+
+
+def test_a_file_of_safetensors_holds_all_of_a_checkpoint_for_other_programs_too(vistas, tmp_path, monkeypatch):
+    run(vistas[1], tmp_path / "net.safetensors")
+    made, expected = checkpoint.load(tmp_path / "net.safetensors"), checkpoint.load(vistas[1])
+    assert same(made.pop("network"), weights := expected.pop("network"))
+    assert same(load_file(tmp_path / "net.safetensors"), weights)
+    assert json.dumps(made, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    with_mean = {**made, "network": {"body.a": torch.ones(2, 3).T}, "mean_image": torch.rand(3, 4, 4)}
+    checkpoint.write_alone(tmp_path / "mean.safetensors", with_mean)
+    again = checkpoint.load(tmp_path / "mean.safetensors")
+    assert same(again["network"], with_mean["network"]) and torch.equal(again["mean_image"], with_mean["mean_image"])
+    (cut := tmp_path / "cut.safetensors").write_bytes((tmp_path / "net.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="cut.safetensors is damaged"):
+        checkpoint.load(cut)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    output = tmp_path / "x.safetensors"
+    for use in (partial(checkpoint.load, tmp_path / "net.safetensors"), partial(run, vistas[1], output)):
+        with pytest.raises(ValueError, match="safetensors needs the package safetensors: pip install safetensors"):
+            use()
