@@ -110,6 +110,7 @@ def decode(
 def size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
     """(width, height) of an image of a number of channels. ValueError: see `decode`."""
     if is_array(file):
+        check_number(file, channels)
         height, width, _ = _array(file, None)[0]
         return width, height
     if channels == COLOURS:

@@ -126,11 +126,12 @@ def _doubts(
     if any(levels(pair, whole) <= _FEW for pair in varying.values()):
         own = (varying[place] if place in (*few, *outside) else pair for place, pair in enumerate(given))
         wanted = [value for pair in own for value in pair]
-    cure = f"give {keys}range16=[{','.join(map(str, wanted))}]"
+    advised = f"range16=[{','.join(map(str, wanted))}]"
+    cure = f"give {keys}{advised}"
     if bits == 8:
         cure = "write them with values up to 255, such as floats of 0 to 1 times 255"
     elif keys is None:
-        cure = f"the training had other images; store these alike, or train another network and {cure}"
+        cure = f"the training had other images; store these alike, or train another network with {advised}"
     return [*said, f"{bits}-bit {images} {', and '.join(reasons)}: {cure}"]
 
 

@@ -167,7 +167,7 @@ def test_an_error_while_a_file_is_written_names_it_and_ends_the_command(trained,
     assert relative_files(tmp_path / "out") == sorted(["classes.json", "ids/c.png", *pictures])
 
 
-@pytest.mark.parametrize("range16", [(0, 65_535), (1000, 1255)])
+@pytest.mark.parametrize("range16", [(0, 65_535), (1000, 1255), (0, 500)])
 def test_16_bit_images_are_predicted_with_the_range_of_the_training(range16, tmp_path, capsys):
     """Here one level is one value: the same pictures in 8 bits are predicted alike."""
     keys = ("data.base_size=48", f"data.range16=[{range16[0]},{range16[1]}]")
@@ -177,8 +177,11 @@ def test_16_bit_images_are_predicted_with_the_range_of_the_training(range16, tmp
     trees.write(tmp_path / "in" / "16.png", shallow.astype(np.uint16) + 1000)
     found = run((tmp_path / "net.pt",), tmp_path / "in", tmp_path / "out")
     same = Image.open(found[0]).tobytes() == Image.open(found[1]).tobytes()
-    is_named = f"16-bit images in {tmp_path / 'in'} use 2 of the 256" in " ".join(capsys.readouterr().out.split())
+    printed, source = " ".join(capsys.readouterr().out.split()), tmp_path / "in"
+    is_named = f"16-bit images in {source} use {2 if range16[1] > 500 else 1} of the 256" in printed
     assert (same, is_named) == ((True, False) if range16[0] else (False, True))
+    clipped = "and have up to 100% of an image's pixels outside of 0 to 500, made black or white: the training had"
+    assert (clipped in printed) == (range16[1] == 500)
     network = open_network(tmp_path / "net.pt")
     assert np.array_equal(network.predict(tmp_path / "in" / "16.png"), np.asarray(Image.open(found[0])))
 
