@@ -36,7 +36,6 @@ from datasets.reading import (
     pages,
     read,
     upright,
-    values16,
 )
 
 ARRAY = ".npy"  # the suffix of images that are arrays
@@ -79,14 +78,6 @@ def read_file(path: Path, photograph: bool, channels: int) -> Stored:
     return Stored(where, data)
 
 
-def content(file: Stored) -> bytes:
-    """All bytes of a file. Unreadable if they cannot be read."""
-    if not isinstance(file.data, Beginning):
-        return file.data
-    with decoding(file.path, f"an image; expected {_EXPECTED['array']}"):
-        return file.data.file.read_bytes()
-
-
 def decode(
     file: Path | Stored,
     window: Window = EVERYTHING,
@@ -127,11 +118,11 @@ def stored_values(file: Stored, turned: bool, channels: int, shallow: bool = Fal
 
     ValueError: see `decode`.
     """
-    if channels == COLOURS and not is_array(file):
-        return decode_values(file, turned=turned, deep=True) if shallow else values16(file, turned)
-    if not shallow and file.has_end_mark and not (file.data.startswith(formats.PNG) and file.data[24] == 16):
+    has_16 = file.data.startswith(formats.PNG) and file.data[24] == 16 if file.has_end_mark else turned  # or may have
+    if not (shallow or has_16):
         return None
-    pixels = _values(file, channels, EVERYTHING)
+    is_read = channels == COLOURS and not is_array(file)
+    pixels = decode_values(file, turned=turned, deep=True) if is_read else _values(file, channels, EVERYTHING)
     return pixels if shallow or pixels.dtype == np.uint16 else None
 
 

@@ -137,13 +137,6 @@ def as_levels(values: np.ndarray, range16: Range16) -> np.ndarray:
     return np.stack([levels_of(*pair)[plane] for plane, pair in planes], axis=2)
 
 
-def values16(file: Stored, turned: bool) -> np.ndarray | None:
-    """The values of an image with 16 bits per channel, uint16 (H, W, 3) RGB as in `decode_image`; None for others."""
-    may_be = turned if not file.has_end_mark else file.data.startswith(formats.PNG) and file.data[24] == 16
-    pixels = decode_values(file, turned=turned, deep=True) if may_be else None
-    return None if pixels is None or pixels.dtype == np.uint8 else pixels
-
-
 @cache
 def levels_of(low: int, high: int) -> np.ndarray:
     """The level of each 16-bit value, uint8 (65536,). Of the whole range it is, as in all decoders, the upper byte."""

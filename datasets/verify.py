@@ -274,10 +274,13 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     read_file = restorable()(of_channels.read_file)
     file = attempted("unreadable image", read_file, path, dataset.turned, channels)
     paged = 1 if file is None else of_channels.pages_if_one_is_read(file, channels)
-    its_digest = 0 if file is None else digest(attempted("unreadable image", of_channels.content, file) or b"")
+    whole = (
+        attempted("unreadable image", path.read_bytes) if file and of_channels.is_array(file) else file and file.data
+    )
+    its_digest = digest(whole) if whole else 0
     if file is not None:
-        whole = decode or isinstance(dataset, ClassificationDataset)
-        size = attempted("unreadable image", restorable()(_size), file, dataset.turned, whole, channels)
+        every_pixel = decode or isinstance(dataset, ClassificationDataset)
+        size = attempted("unreadable image", restorable()(_size), file, dataset.turned, every_pixel, channels)
     chosen = index % max(1, len(dataset) // _DECODED) == 0
     if file is not None and size is not None and (decode or chosen):
         its_use = attempted("unreadable image", used, file, dataset.turned, channels, dataset.range16, chosen)

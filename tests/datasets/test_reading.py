@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
+from datasets.channels import stored_values
 from datasets.file_formats import png_chunks
 from datasets.layout import read_json, read_list
-from datasets.reading import decode_image, decode_label, decode_mask, pages, values16
+from datasets.reading import decode_image, decode_label, decode_mask, pages
 from datasets.reading import read as stored
 from tests import trees
 from tests.datasets.classification_trees import encoded
@@ -401,9 +402,9 @@ def test_levels_of_16_bit_images_lie_between_two_values(channels, order, tmp_pat
         expected = np.floor(expected).clip(0, 255).astype(np.uint8)
         for part in ((slice(None), slice(None)), window):
             assert np.array_equal(decode_image(path, part, turned=True, range16=(low, high)), expected[part]), path
-        assert np.array_equal(values16(stored(path, photograph=True), turned=True), seen)
+        assert np.array_equal(stored_values(stored(path, photograph=True), True, 3), seen)
     shallow = image_of("png", tmp_path)
-    assert values16(stored(shallow), turned=True) is None
+    assert stored_values(stored(shallow), True, 3) is None
     assert np.array_equal(decode_image(shallow, range16=(0, 4095)), photograph())
 
 
