@@ -41,7 +41,6 @@ def infrared(root: Path, images: dict[str, int]) -> Path:
 
 
 @pytest.mark.slow
-def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_path):
 def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_path, capsys):
     root, run = infrared(tmp_path / "data", {"train": 12, "val": 4}), tmp_path / "run"
     keys = (f"data.root={root}", *KEYS)
