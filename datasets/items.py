@@ -76,7 +76,7 @@ class TrainingCrops(_Items):
                 f"{draw.pixel}: it changed since. Restore it, or remove {self.index_folder} and start again"
             ) from None
         if self.augmentations is not None:
-            image, changed = self.augmentations(image, label, _seeds(draw))
+            image, changed = self.augmentations(image, label, _seeds(draw), len(self.dataset.classes))
             label = np.ascontiguousarray(changed)
         return {
             "image": _channels_first(image),

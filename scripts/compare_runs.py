@@ -47,9 +47,10 @@ class Group(NamedTuple):
     title: str
     runs: list[Run]
 
-    def training(self, name: str) -> float:
-        """The mean of a training's fact over the runs."""
-        return statistics.mean(run.training[name] for run in self.runs)
+    def training(self, name: str, form: str) -> str:
+        """The mean of a training's fact over the runs that have it."""
+        known = [run.training[name] for run in self.runs if run.training]
+        return format(statistics.mean(known), form) if known else "–"
 
     def cell(self, score: str, of_class: str = "") -> str:
         """A score, over the runs that have it."""
@@ -77,9 +78,9 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     evaluated = [sorted({run.results["images"] for run in group.runs}) for group in groups]
     rows += [
         ["images evaluated", *(" – ".join(dict.fromkeys((str(of[0]), str(of[-1])))) for of in evaluated)],
-        ["training images / s, median", *(f"{group.training('images_per_second'):.1f}" for group in groups)],
-        ["peak memory, MiB (CUDA: of tensors)", *(f"{group.training('peak_memory_mib'):,.0f}" for group in groups)],
-        ["training, minutes", *(f"{group.training('minutes'):.1f}" for group in groups)],
+        ["training images / s, median", *(group.training("images_per_second", ".1f") for group in groups)],
+        ["peak memory, MiB (CUDA: of tensors)", *(group.training("peak_memory_mib", ",.0f") for group in groups)],
+        ["training, minutes", *(group.training("minutes", ".1f") for group in groups)],
     ]
     folders = ",".join(quoted(f"OUT/{named_after([run.name])}") for run in runs)  # names of sweeps have = and commas
     given = shlex.quote(f"runs=[{folders}]") if '"' in folders else f"runs=[{folders}]"
@@ -133,7 +134,7 @@ def curves(groups: list[Group]) -> Figure:
             percent = 100 * np.array(values, float)
             if over_steps:
                 scores.plot(steps, percent, "o-", color=colour, markersize=4)
-            elif steps:
+            elif steps and run.training:
                 scores.plot(run.training["minutes"], percent[-1], "o", color=colour, markersize=6)
         middle = statistics.mean(scores.get_ylim())
         scores.set_ylim(min(scores.get_ylim()[0], middle - 2), max(scores.get_ylim()[1], middle + 2))  # noise is no gap

@@ -47,7 +47,8 @@ class Run:
 
     Attributes:
         is_copy: whether a comparison wrote the files.
-        training: its speed, minutes and peak memory, from its metrics, which are then `thinned`.
+        training: its speed, minutes and peak memory, from its metrics, which are then `thinned`; empty if it ended
+            before trainer.log_every_steps.
         typed: its configuration.
         experiment: the one that it was started from, if any.
         classes: their names.
@@ -111,6 +112,8 @@ class Run:
     def _training(self) -> dict[str, float]:
         """Median speed, and minutes without evaluations and checkpoints: images over images per second, summed."""
         steps, speeds = self.curve("train", "images_per_second")
+        if not steps:
+            return {}
         crops, done = self.results["config"]["data"]["crops_per_minibatch"], [0, *steps[:-1]]
         seconds = sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True))
         peak = max(self.curve("train", "peak_memory_mib")[1])

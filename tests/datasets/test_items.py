@@ -232,3 +232,19 @@ def test_an_augmentation_that_fails_is_named(files, augment, problem):
     with pytest.raises(ValueError) as error:
         crops_of(files, augmentations=Augmentations({"mine": augment}, 0))[0, 1]
     assert str(error.value).startswith(problem)
+
+
+def in_place(image, label, rng):
+    label[0, 0] = 200
+    return image, label
+
+
+@pytest.mark.parametrize("augment", [in_place, lambda image, label, rng: (image, np.full_like(label, 200))])
+def test_an_augmentation_that_makes_an_id_of_no_class_is_named(camvid_folders, augment):
+    """Such as an interpolated mask: a loss would refuse it without knowing where it came from."""
+    dataset = camvid(camvid_folders, "train")
+    expected = "augmentations=mine returned a label with the ids 200: expected classes from 0 to 10, and 255 for"
+    with pytest.raises(ValueError, match=expected):
+        crops_of(dataset, augmentations=Augmentations({"mine": augment}, 0))[0, 1]
+    ignored = Augmentations({"mine": lambda image, label, rng: (image, np.full_like(label, 255))}, 0)
+    assert (crops_of(dataset, augmentations=ignored)[0, 1]["label"] == 255).all()

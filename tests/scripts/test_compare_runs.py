@@ -233,3 +233,16 @@ def test_a_crafted_run_is_left_out_in_a_line(tmp_path, crafted):
 def test_names_that_are_not_utf8_are_written_as_escapes(tmp_path):
     run = changed(copied(tmp_path / "a\udcff"), lambda results: results.update(accuracy={"\udcff": 0.5}))
     assert "\\udcff" in report(tmp_path / "report", run)
+
+
+def test_a_run_that_ended_before_its_first_logged_step_is_compared(tmp_path):
+    """As trainer.patience may end it: its speed and memory are unknown, its scores are not."""
+    early, other = copied(tmp_path / "early"), copied(tmp_path / "other", seed=1)
+    records = (early / "metrics.jsonl").read_text().splitlines()
+    (early / "metrics.jsonl").write_text("".join(f"{line}\n" for line in records if '"train"' not in line))
+    changed(early, lambda results: results.pop("training"))
+    page = report(tmp_path / "report", early, picture=True)
+    assert "| **top-1 %, last checkpoint** | **90.00** |" in page and "| training, minutes | – |" in page
+    assert report(tmp_path / "report", tmp_path / "report" / "early", picture=True) == page
+    both = report(tmp_path / "both", early, other, picture=True)
+    assert f"| training, minutes | {Run(other).training['minutes']:.1f} |" in both  # of the run that has it
