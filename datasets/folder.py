@@ -174,6 +174,7 @@ def folder(
     images, labels = options.images(found), options.labels(above)
     is_test, looked_in = own.name == WITHHELD, above / label_folder
     alone = [path for name, path in labels.items() if name not in images]
+    labelled = {name: path for name, path in images.items() if name in labels}
     if above != root and labels:  # one without a label is passed over, as before its suffix was read
         known = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
         images = known or images
@@ -206,7 +207,8 @@ def folder(
     decode = partial(_decode, colours, np.array(levels, np.uint8))
     different = None if palettes == "any" else palette_fix(keys)
     files = [entry._replace(name=as_stored(entry, above / "images")) for entry in as_listed(files, chosen)]
-    remarks = remarks_on(alone, others, [entry.image for entry in files])
+    left_out = [] if above != root or listed else on_no_list(root, own, labelled)
+    remarks = remarks_on(alone, others, [entry.image for entry in files], unlisted=left_out)
     return SegmentationDataset(
         "folder",
         split,
@@ -394,16 +396,36 @@ def on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> lis
         raise _LAYOUT.error(
             f"folder: neither the folder {own / 'images'} nor the list {file} exists", root, _elsewhere(root, keys)
         )
-    lines = [composed(line).removeprefix("./") for line in read_list(file, "the name of an image")]
-    stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
-    stripped = {line: stems.get(line.strip()) for line in lines}  # a name may end in a blank, or the line alone
-    names = [stems.get(line) or stripped[line] or line for line in lines]
+    names = _names_on(file, images)
     fix = (
-        f"give one path below {root / 'images'} a line, such as {readable(min(stems))}, without a label beside it; "
+        f"give one path below {root / 'images'} a line, such as {readable(min(images))}, without a label beside it; "
         f"take out lines of images that are not there"
     )
     _LAYOUT.check_list(file, names, images, root, fix)
     return names
+
+
+def _names_on(file: Path, images: Mapping[str, Path]) -> list[str]:
+    """The names on a list, without the suffixes of `images`."""
+    lines = [composed(line).removeprefix("./") for line in read_list(file, "the name of an image")]
+    stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
+    stripped = {line: stems.get(line.strip()) for line in lines}  # a name may end in a blank, or the line alone
+    return [stems.get(line) or stripped[line] or line for line in lines]
+
+
+def on_no_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
+    """The names of `images` in `root`/images that are on no list beside `own`.txt, nor on a test split's, sorted.
+
+    A test split may be that of all lists and folds.
+    """
+    beside = own.parent if own.name != WITHHELD else root
+    lists = {*beside.glob("*.txt"), root / f"{WITHHELD}.txt"}
+    lists |= {*root.glob("fold[0-9]*/*.txt")} if own.name == WITHHELD else set()
+    names = set[str]()
+    for file in filter(Path.is_file, lists):
+        with suppress(ValueError):  # another text
+            names.update(_names_on(file, images))
+    return sorted(images.keys() - names)
 
 
 def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:

@@ -141,11 +141,25 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def remarks_on(
-    alone: Sequence[Path] = (), others: Sequence[str | Path] = (), images: Iterable[str | Path] = ()
+    alone: Sequence[Path] = (),
+    others: Sequence[str | Path] = (),
+    images: Iterable[str | Path] = (),
+    unlisted: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Sentences on labels without an image, on other files that are left out, and on `images` with a RARE suffix."""
+    """Sentences on labels without an image, on other files that are left out, and on `images` with a RARE suffix.
+
+    `unlisted`: the names of images that have labels, and are on no list.
+    """
     rare = [path for path in map(str, images) if path.lower().endswith(RARE)]
     kinds = {"left out {} labels without an image": alone, "left out {} files that are not read as images": others}
     kinds |= {"read {} images with rare suffixes": rare}
     found = {kind.format(len(of)): min(map(str, of)) for kind, of in kinds.items() if of}
-    return tuple(f"{kind}, such as {first_of([example])}" for kind, example in found.items())
+    said = [f"{kind}, such as {first_of([example])}" for kind, example in found.items()]
+    return (*said, *about_unlisted(unlisted))
+
+
+def about_unlisted(names: Sequence[str]) -> list[str]:
+    """A sentence on images that have labels, and are on no list."""
+    said = f"{len(names)} images with labels are on no list, so nothing uses them, such as {first_of(names[:1])}"
+    cure = "scripts.make_classes add=true deals them out, with the split or folds and the group that wrote the lists"
+    return [f"{said}: {cure}"] * bool(names)

@@ -3,14 +3,14 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 
 from datasets.file_list import composed, printable
-from datasets.folder import WITHHELD, LabelFiles, on_list
+from datasets.folder import WITHHELD, LabelFiles, on_list, on_no_list
 from datasets.layout import first_of
 
 BEFORE_LAST_NUMBER = r"^(.*?)\d+\D*$"
@@ -19,36 +19,74 @@ _TRIED, _SWEEPS = 64, 200  # sources of a part that may change places at once; p
 
 
 def sources_of(
-    root: Path, labels: LabelFiles, lists: Iterable[str], parts: int, group: str | None, key: str
+    root: Path, labels: LabelFiles, lists: Iterable[str], parts: int, group: str | None, key: str, add: bool = False
 ) -> dict[str, str]:
     """{image: source} for `lists` in a folder of images and `labels`: the labelled images in `root`/images, by name.
 
     Images on the list of a test split are left out. An image's source is what the first group of the regular expression
-    `group` matches in its name; None: the image itself. `key`: the option that gave it.
-    ValueError: a list, or a split of its name, is there; an image cannot be listed, or has no source; there are fewer
-    sources than `parts`.
+    `group` matches in its name; None: the image itself. `key`: the option that gave it. `add`: the lists are there, and
+    images of sources on the list of a test split are left out, too.
+    ValueError: a list, or a split of its name, is there (to `add`: is not); an image cannot be listed, or has no
+    source; there are fewer sources than `parts`.
     """
     folder = root / "images"
     for name in lists:
-        if os.path.lexists(file := f"{root / name}.txt"):
-            raise ValueError(f"{file} is there already, and no list is replaced: move it elsewhere")
+        is_there = os.path.lexists(file := f"{root / name}.txt")
+        if is_there and not add:
+            advice = "move it elsewhere, or add=true adds new images to the lists"
+            raise ValueError(f"{file} is there already, and no list is replaced: {advice}")
+        if add and not is_there:
+            raise ValueError(f"{file} is missing: add=true adds images to lists that are there")
         if (root / name / "images").is_dir():
             raise ValueError(f"{root / name} is a split already: lists are for images in {folder} alone")
-    paths, others = [path for path in labels.images.values() if path is not None], {*labels.without}
-    below = {path: path.relative_to(folder) for path in (*paths, *others) if folder in path.parents}
-    images = {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
+    images, others = listable(root, labels), {*labels.without}
     withheld = on_list(root, root / WITHHELD, images, "") if (root / f"{WITHHELD}.txt").is_file() else ()
     names = sorted({name for name, path in images.items() if path not in others} - {*withheld})
     if odd := [name for name in names if printable(name) != name]:
         raise ValueError(f"no list can hold the names of {len(odd)} images: rename {first_of(odd)}")
-    found = {name: re.search(group or "^(.*)$", name) for name in names}
+    found = {name: re.search(group or "^(.*)$", name) for name in (*names, *withheld)}
     sources = {name: match[1] for name, match in found.items() if match is not None and match[1] is not None}
     if without := [name for name in names if name not in sources]:
         raise ValueError(f"{key}={group} finds no source in {len(without)} of {len(names)} names: {first_of(without)}")
+    of_test = {sources.pop(name, None) for name in withheld}
+    if add:
+        sources = {name: source for name, source in sources.items() if source not in of_test}
     if (count := len({*sources.values()})) < parts:
         what = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
         raise ValueError(f"there are {count} {what}: expected at least {parts}, one for each list")
     return sources
+
+
+def listable(root: Path, labels: LabelFiles) -> dict[str, Path]:
+    """{name: path} of the images in `root`/images, by the names that lists have."""
+    folder = root / "images"
+    paths = [path for path in (*labels.images.values(), *labels.without) if path is not None]
+    below = {path: path.relative_to(folder) for path in paths if folder in path.parents}
+    return {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
+
+
+def unlisted(root: Path, labels: LabelFiles) -> list[str]:
+    """The names of labelled images in `root`/images that are on no list, if there are lists."""
+    without, images = {*labels.without}, listable(root, labels)
+    found = on_no_list(root, root / WITHHELD, {name: path for name, path in images.items() if path not in without})
+    return found if len(found) < len(images) else []
+
+
+def parts_of(
+    root: Path, labels: LabelFiles, lists: Mapping[str, tuple[str, bool]], sources: Mapping[str, str]
+) -> dict[str, str]:
+    """{image: part} of the images on lists that are there, {name: (part, whether it holds this part)}; else "".
+
+    ValueError: a list cannot be read, or two parts have images of one source of `sources`.
+    """
+    images, found, of_source = listable(root, labels), dict[str, str](), dict[str, tuple[str, str]]()
+    for stem, (part, is_own) in lists.items():
+        for name in on_list(root, root / stem, images, ""):
+            found[name] = part if is_own else found.get(name, "")
+            known, other = of_source.setdefault(sources.get(name, name), (part, name)) if is_own else (part, "")
+            if known != part:
+                raise ValueError(f"{other} is in {known}, and {name}, of the same source, in {part}: correct the lists")
+    return found
 
 
 def sizes_of(count: int, shares: Sequence[float]) -> np.ndarray:
@@ -61,7 +99,13 @@ def sizes_of(count: int, shares: Sequence[float]) -> np.ndarray:
     return sizes
 
 
-def spread(pixels: np.ndarray, sources: Sequence[str], shares: Sequence[float], seed: int) -> np.ndarray:
+def spread(
+    pixels: np.ndarray,
+    sources: Sequence[str],
+    shares: Sequence[float],
+    seed: int,
+    given: np.ndarray | None = None,
+) -> np.ndarray:
     """Divide images into parts so that each class is spread over them as the images are.
 
     Sources are dealt out in random order, the largest first. Then two sources of different parts change places, or one
@@ -74,15 +118,19 @@ def spread(pixels: np.ndarray, sources: Sequence[str], shares: Sequence[float], 
         sources: of each image; images of one source stay together. There must be as many sources as parts.
         shares: of the parts. Their sizes are those of `sizes_of` if every image has its own source, else near them.
         seed: the same seed gives the same parts.
+        given: the part in which an image stays, with all of its source, or -1; None: no image is in any.
 
     Returns:
         The part of each image, int64 (images,); every part has some.
     """
     _, source, images = np.unique(sources, return_inverse=True, return_counts=True)
     sizes, rng, none = sizes_of(len(pixels), shares), np.random.default_rng(seed), len(images)
-    parts, room = np.full(none + 1, -1), sizes.astype(float)  # of each source, and of none
-    order, count = rng.permutation(none), np.zeros_like(sizes)
-    for left, one in zip(range(none, 0, -1), order[np.argsort(-images[order], kind="stable")], strict=True):
+    parts = np.full(none + 1, -1)  # of each source, and of none
+    np.maximum.at(parts, source, -1 if given is None else given)
+    stays, order = parts >= 0, rng.permutation(none)
+    count, order = np.bincount(parts[stays], minlength=len(sizes)), order[~stays[order]]
+    room = sizes - np.bincount(parts[stays], images[stays[:none]], minlength=len(sizes))
+    for left, one in zip(range(len(order), 0, -1), order[np.argsort(-images[order], kind="stable")], strict=True):
         allowed = (count == 0) | (left > np.sum(count == 0))
         parts[one] = part = np.where(allowed, room, -np.inf).argmax()
         count[part], room[part] = count[part] + 1, room[part] - images[one]
@@ -103,11 +151,15 @@ def spread(pixels: np.ndarray, sources: Sequence[str], shares: Sequence[float], 
     for _ in range(_SWEEPS):
         before = parts.copy()
         for a, b in combinations(range(len(sizes)), 2):
-            found = [rng.permutation(np.flatnonzero(parts == part)) for part in (a, b)]
             ours, theirs = (
-                np.append(own[:_TRIED], np.full(int(len(other) > 1), none))  # no part loses its only source
-                for own, other in zip(found, found[::-1], strict=True)
+                np.append(
+                    rng.permutation(np.flatnonzero((parts == part) & ~stays))[:_TRIED],
+                    np.full(int(np.count_nonzero(parts == other) > 1), none),  # no part loses its only source
+                )
+                for part, other in ((a, b), (b, a))
             )
+            if not (ours.size and theirs.size):
+                continue
             gained = shown[theirs] - shown[ours][:, None]  # (ours, theirs, columns)
             after = cost(excess[a] + gained, a) + cost(excess[b] - gained, b)
             one, other = best = np.unravel_index(after.argmin(), after.shape)

@@ -5,6 +5,7 @@
     python -m scripts.make_classes data.root=DIR data.label_folder=masks data.label_suffix=_mask
     python -m scripts.make_classes data.root=DIR split=[0.7,0.15,0.15]    # train.txt, val.txt and test.txt
     python -m scripts.make_classes data.root=DIR folds=5 'group=^(.*)_'    # fold0/train.txt, …; sources stay together
+    python -m scripts.make_classes data.root=DIR folds=5 'group=^(.*)_' add=true    # images labelled since
 
 Reads all labels below DIR that have an image, and says which images lack labels or differ from them in size. Classes
 are the ids up to the largest, or the colours of RGB labels and of black-and-white masks; RGB labels whose channels are
@@ -14,6 +15,8 @@ Prints the number of pixels of every id, which reveals strays, and whatever look
 
 With split or folds the images in DIR/images are divided at random, so that each list shows every class about as often;
 the table says how many images of a list hold each class. A classes.json that is there stays, and so do all lists.
+add=true, with the same split or folds and group, appends labelled images that are on no list, in the lists' proportions
+and never to test.txt; images of one source stay together.
 """
 
 import json
@@ -26,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -46,23 +49,24 @@ from datasets.folder import (
     folder_labels,
     palette_fix,
 )
-from datasets.layout import first_of
+from datasets.layout import about_unlisted, first_of, read_json
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
-from datasets.splitting import BEFORE_LAST_NUMBER, prefixes, sources_of, spread
+from datasets.splitting import BEFORE_LAST_NUMBER, parts_of, prefixes, sources_of, spread, unlisted
 from datasets.verify import every
 from datasets.workers import in_order
 from engine import assemble
 from engine.assemble.contracts import builder
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, progress_bar, table_of, tracked
-from engine.process.output_files import write_file
+from engine.process.output_files import writable_file, write_file
 from engine.schema.data import FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table
 
 WHITE = 255
+RECORDED = "as scripts.make_classes wrote the lists beside this file"
 BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colours", "ids"  # kinds of labels
 
 
@@ -83,6 +87,9 @@ class MakeClasses:
     # Images stay together if this regular expression's first group matches the same text in their names.
     group: str | None = None
     seed: int = key(0, least=0)  # other seeds give other lists
+    # Add labelled images that are on no list to the lists that are there; needs the split or folds, and the group, that
+    # wrote them.
+    add: bool = False
 
     def parts(self) -> dict[str, float]:
         """{name: share} of the parts that images are divided into: the splits, or the folds."""
@@ -95,11 +102,23 @@ class MakeClasses:
         ends = {"": True} if self.folds is None else {"/train": False, "/val": True}
         return {f"{part}{end}": (part, is_own) for part in self.parts() for end, is_own in ends.items()}
 
+    @property
+    def record_name(self) -> str:
+        """The file beside the lists that says how they were written."""
+        return "split.json" if self.folds is None else "folds.json"
+
+    def record(self) -> dict[str, Any]:
+        """What must be the same where images are added."""
+        made = {"split": self.split} if self.folds is None else {"folds": self.folds}
+        return {**made, "group": self.group}
+
     def check(self) -> None:
         if (given := self.split) is not None and (len(given) not in (2, 3) or not math.isclose(sum(given), 1)):
             raise ValueError(f"split={given}: expected two or three shares that add up to 1, such as [0.7,0.15,0.15]")
         if given is not None and self.folds is not None:
             raise ValueError(f"split={given} and folds={self.folds}: give one of them")
+        if self.add and not self.parts():
+            raise ValueError("add=true needs the split or folds, and the group, that wrote the lists")
         if self.group is not None and not self.parts():
             raise ValueError(f"group={self.group} needs split or folds, such as folds=5")
         with suppress(re.error):
@@ -138,8 +157,12 @@ def make_classes(config: MakeClasses) -> Path:
         options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.")
         labels = folder_labels(config.data.root, options, config.data.channels)
         file, console = Path(str(config.data.root)) / CLASSES, make_console()
-        lists, parts = config.lists(), config.parts()
-        sources = sources_of(file.parent, labels, lists, len(parts), config.group, "group") if parts else {}
+        lists, parts, known, sources = config.lists(), config.parts(), dict[str, str](), dict[str, str]()
+        check_record(config, file.parent)
+        if parts:
+            sources = sources_of(file.parent, labels, lists, len(parts), config.group, "group", config.add)
+        if config.add:
+            known = parts_of(file.parent, labels, lists, sources)
     is_there = os.path.lexists(file)  # also a dangling link
     if is_there and not config.overwrite and not sources:
         raise ValueError(
@@ -147,9 +170,35 @@ def make_classes(config: MakeClasses) -> Path:
         )
     if not is_there or config.overwrite:
         write_classes(config, file, labels, console)
-    if sources:
-        write_lists(config, file.parent, sources, console)
+    if sources and not sources.keys() <= known.keys():
+        write_lists(config, file.parent, sources, known, console)
+    elif config.add:
+        console.print("every labelled image that may be on these lists is there: they stay as they are")
+    if config.add and (left := unlisted(file.parent, labels)):
+        of_test = f"{WITHHELD}.txt, which never grows, has images of their source"
+        console.print(
+            f"{len(left)} images are still on no list, such as {first_of(left[:1])}: {of_test}", soft_wrap=True
+        )
     return file
+
+
+def check_record(config: MakeClasses, root: Path) -> None:
+    """ValueError if lists cannot be recorded, or to `add`, if others wrote them than this split or folds and group."""
+    given, file = config.record(), root / config.record_name
+    if not config.add:
+        if config.parts():
+            writable_file("data.root", file, kind="lists")
+        return
+    try:
+        written = {**read_json(file)}
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"add=true: {file}, which says how the lists were made, cannot be read ({error}); if they are as this "
+            f"command makes them, write {json.dumps(given)} there"
+        ) from None
+    if other := [name for name in given if given[name] != written.get(name)]:
+        was = " ".join(f"{name}={json.dumps(written.get(name))}" for name in other)
+        raise ValueError(f"add=true: {file} says that the lists were written with {was}: give the same")
 
 
 def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: Console) -> None:
@@ -169,6 +218,7 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
         if files
     ]
     void = [] if config.ignored is None else [config.ignored]
+    notes += about_unlisted(unlisted(file.parent, labels))
     notes += settle_kind(held, void, config.gray)
     if len(held.pixels) > 1:
         raise ValueError(f"{root}: some labels hold {', others '.join(sorted(held.pixels))}; expected one kind")
@@ -192,9 +242,16 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
 
 
-def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], console: Console) -> None:
-    """Write the lists of images, {name: source}; print how many images of each part hold each class, and its pixels."""
-    names, parts, data = [*sources], config.parts(), replace(config.data, fold=None)
+def write_lists(
+    config: MakeClasses, root: Path, sources: Mapping[str, str], known: Mapping[str, str], console: Console
+) -> None:
+    """Write the lists of images, {name: source}; print how many images of each part hold each class, and its pixels.
+
+    `known`: the parts of images that are on the lists; one without a part, "", stays where it is.
+    """
+    parts, data = config.parts(), replace(config.data, fold=None)
+    parts = {part: share for part, share in parts.items() if not (config.add and part == WITHHELD)}
+    names, places = [name for name in sources if known.get(name) != ""], {part: n for n, part in enumerate(parts)}
     with (
         reading_errors(data.timeout_seconds, keys="data.", workers_key="workers"),
         counted(console, "counting") as done,
@@ -202,7 +259,8 @@ def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], con
         images = builder("data", data)(root, split="", listed=names)
         count = lambda number: np.bincount(images.read_label(number).ravel(), minlength=256)  # noqa: E731
         pixels = np.stack([*every(images, count, config.workers, done)])[:, : len(images.classes)]
-    part_of = spread(pixels, [*sources.values()], [*parts.values()], config.seed)
+    given = np.array([places.get(known.get(name, ""), -1) for name in names])
+    part_of = spread(pixels, [sources[name] for name in names], [*parts.values()], config.seed, given)
     own = {part: part_of == number for number, part in enumerate(parts)}
     if os.path.lexists(test := root / f"{WITHHELD}.txt"):
         console.print(f"the images on {test} are left out", soft_wrap=True)
@@ -212,14 +270,21 @@ def write_lists(config: MakeClasses, root: Path, sources: Mapping[str, str], con
         rows.append([name, *(f"{np.count_nonzero(of)} ({of.sum() / total:.1%})" for of, total in shown)])
     of_folds = ", in val.txt of each fold" * (config.folds is not None)
     console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
-    if config.group is None and (shared := prefixes(names, len(parts))):
+    if config.group is None and not config.add and (shared := prefixes(names, len(parts))):
         advice = f"remove the lists and add 'group={BEFORE_LAST_NUMBER}', which keeps them together"
         same = f"{len(shared)} beginnings before their last number, such as {readable(min(shared))}"
         console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
-    for stem, (part, is_own) in config.lists().items():
-        chosen = [name for name, it in zip(names, own[part], strict=True) if it == is_own]
-        write_file(root / f"{stem}.txt", "".join(f"{name}\n" for name in chosen))
-    console.print(f"wrote {', '.join(f'{stem}.txt' for stem in config.lists())} in {root}", soft_wrap=True)
+    lists = {stem: entry for stem, entry in config.lists().items() if entry[0] in parts}
+    for stem, (part, is_own) in lists.items():
+        chosen = [name for name, it in zip(names, own[part], strict=True) if it == is_own and name not in known]
+        before = (root / f"{stem}.txt").read_bytes() if config.add else b""
+        before += b"\n" * bool(before and not before.endswith(b"\n"))
+        write_file(root / f"{stem}.txt", before + "".join(f"{name}\n" for name in chosen).encode())
+    verb = f"added {sum(name not in known for name in names)} images to" if config.add else "wrote"
+    console.print(f"{verb} {', '.join(f'{stem}.txt' for stem in lists)} in {root}", soft_wrap=True)
+    if not config.add:
+        record = {"about": RECORDED, **config.record(), "seed": config.seed}
+        write_file(root / config.record_name, json.dumps(record, indent=1) + "\n")
 
 
 def read_labels(images: Mapping[Path, Path | None], workers: int | None, console: Console, channels: int) -> Held:

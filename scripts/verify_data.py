@@ -111,11 +111,14 @@ def check_split(
 
 def show(reports: Mapping[str, dict], title: str, console: Console) -> None:
     """Print the classes, then the problems, then one line per split: the most important comes last."""
+    said = set[str]()  # what is true of the whole folder is said once
     for split, report in reports.items():
         if "classes" in report:
             console.print(histogram(split, report["classes"], report["ignored_pixels"]))
         for doubt in report["doubts"]:
-            console.print(f"{split}: {doubt}", soft_wrap=True)
+            if doubt not in said:
+                console.print(f"{split}: {doubt}", soft_wrap=True)
+        said.update(report["doubts"])
         if "classes" in report or report["doubts"]:
             console.print()
     layout_is_known = any(report["images"] for report in reports.values())  # or has been shown

@@ -37,6 +37,7 @@ _OURS = {
     "program": (rb'"ignore_index": ', rb'"range16": '),  # of export
     "copy of a run": (rb'"run_dir": "DIR"',),
     "comparison": (rb"python -m scripts\.compare_runs",),
+    "lists": (b"as scripts.make_classes wrote the lists beside this file",),
     "class list": (rb'\A\[\n\{"id": \d+, "name": ',),
     "likeliest classes": (rb"\Aimage(,class1,probability1|\n)",),
     "page of predictions": (rb"\A<!doctype html>\n[^\n]*\n<style>\n:root \{ --opacity: ",),

@@ -72,6 +72,17 @@ def test_sources_stay_together_in_parts_of_nearly_the_wanted_sizes(shares):
     assert np.bincount(spread(np.ones((100, 2), int), one, shares[:3], seed=0)).min() == 5
 
 
+def test_images_that_have_a_part_keep_it_and_the_others_make_up_for_the_shares():
+    pixels, given = np.ones((40, 2), np.int64), np.repeat([0, 1, -1], [26, 4, 10])
+    pixels[30:34, 1] = 0
+    for seed in range(3):
+        parts = spread(pixels, [*map(str, range(40))], [0.7, 0.3], seed, given)
+        assert (parts[:30] == given[:30]).all() and np.bincount(parts).tolist() == [28, 12]
+    sources = [*(f"a{n}" for n in range(26)), *"bbbb", *(f"a{n}" for n in range(5)), *"bbccc"]
+    parts = spread(pixels, sources, [0.7, 0.3], 0, given)
+    assert parts[30:37].tolist() == [0] * 5 + [1] * 2 and len({*parts[37:]}) == 1
+
+
 @pytest.mark.parametrize(
     "names, shared",
     [

@@ -1,6 +1,7 @@
 """What make_classes makes of labels that other programs wrote, and what it says about them."""
 
 import json
+import re
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -241,6 +242,107 @@ def test_lists_that_cannot_be_made_leave_everything_as_it_is(keys, problem, tmp_
     assert trees.contents(root) == before
 
 
+def annotated(root: Path, *names: str) -> None:
+    for name in names:
+        trees.write(root / "images" / f"{name}.png", np.zeros((24, 40), np.uint8))
+        trees.write(root / "labels" / f"{name}.png", IDS)
+
+
+def unlisted(root: Path, **options) -> list[str]:
+    remarks = folder(root, "train", **options).remarks
+    return [each.partition(" images")[0] for each in remarks if "are on no list, so nothing uses them" in each]
+
+
+def test_images_labelled_since_are_added_to_lists(tmp_path, capsys):
+    """In the lists' proportions, but never to a test. What is there stays in place, as somebody may have sorted it."""
+    root, keys = sixty(tmp_path), ("split=[0.6,0.2,0.2]", "add=true")
+    divided(root, keys[0])
+    (root / "val.txt").write_text("\n".join(before := lists(root)["val.txt"][::-1]))  # no end of the last line
+    assert unlisted(root) == []
+    later = [f"later/{number:02d}" for number in range(20)]
+    annotated(root, *later)
+    trees.write(root / "images" / "without.png", np.zeros((24, 40), np.uint8))
+    assert unlisted(root) == ["20"] == unlisted(root)
+    make_classes(checked("make_classes", f"data.root={root}", "workers=0", "overwrite=true"))
+    assert "20 images with labels are on no list" in capsys.readouterr().out.replace("\n", " ")
+    old = lists(root)
+    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    new = lists(root)
+    assert new["test.txt"] == old["test.txt"] and new["val.txt"][:12] == before == old["val.txt"]
+    assert new["train.txt"][:36] == old["train.txt"] and sorted(new["train.txt"][36:] + new["val.txt"][12:]) == later
+    assert [len(new[f"{name}.txt"]) for name in ("train", "val")] == [51, 17] and unlisted(root) == []
+    written = trees.contents(root)
+    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    assert trees.contents(root) == written
+
+
+def test_added_images_join_their_source_and_none_joins_a_test(tmp_path, capsys):
+    root, by_place = sixty(tmp_path), r"group=^(.*)/"
+    places = {
+        name: {line[:7] for line in found} for name, found in divided(root, "split=[0.6,0.2,0.2]", by_place).items()
+    }
+    annotated(root, *(f"place{number:02d}/more" for number in range(20)))  # five places are new
+    make_classes(checked("make_classes", f"data.root={root}", "workers=0", "split=[0.6,0.2,0.2]", by_place, "add=true"))
+    found = lists(root)
+    for name, of_list in places.items():
+        assert all((f"{place}/more" in found[name]) == (name != "test.txt") for place in of_list)
+    assert len(found["train.txt"]) + len(found["val.txt"]) == 48 + 12 + 5 and len(found["test.txt"]) == 12
+    assert "3 images are still on no list, such as place" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_images_are_added_to_folds(tmp_path):
+    root = sixty(tmp_path, 24)
+    before = divided(root, "folds=3")
+    annotated(root, "later/0", "later/1", "later/2")
+    assert unlisted(root, fold=1) == ["3"]
+    make_classes(checked("make_classes", f"data.root={root}", "workers=0", "folds=3", "add=true"))
+    assert unlisted(root, fold=1) == []
+    vals = [lists(root)[f"fold{number}/val.txt"] for number in range(3)]
+    assert [len(val) for val in vals] == [9, 9, 9] and len({*sum(vals, [])}) == 27
+    for name, lines in lists(root).items():
+        assert lines[: len(before[name])] == before[name]
+        others = sum((val for number, val in enumerate(vals) if name != f"fold{number}/train.txt"), [])
+        assert "val" in name or sorted(lines) == sorted(others)
+
+
+@pytest.mark.parametrize(
+    "keys, problem",
+    [
+        ("split=[0.8,0.2]", r"says that the lists were written with split=\[0.5, 0.5\]: give the same"),
+        ("split=[0.5,0.5] group=^(.*)/", "written with group=null: give the same"),
+        ("folds=2", "folds.json, which says how the lists were made, cannot be read"),
+        ("split=[0.5,0.5]", "add=true: .*/split.json, which says how the lists were made, cannot be read"),
+    ],
+)
+def test_images_are_added_only_as_the_lists_were_made(keys, problem, tmp_path):
+    root = sixty(tmp_path, 12)
+    divided(root, "split=[0.5,0.5]")
+    annotated(root, "later/0")
+    if keys == "split=[0.5,0.5]":  # as for lists that somebody else wrote
+        (root / "split.json").write_text("[]")
+    before = trees.contents(root)
+    with pytest.raises(ValueError, match=problem):
+        make_classes(checked("make_classes", f"data.root={root}", "workers=0", "add=true", *keys.split()))
+    assert trees.contents(root) == before
+
+
+def test_lists_of_other_hands_are_added_to_if_their_making_is_written_down(tmp_path):
+    root = sixty(tmp_path, 12)
+    for name, numbers in (("train", range(8)), ("val", range(8, 12))):
+        (root / f"{name}.txt").write_text("".join(f"place{n // 4:02d}/{n}.png\n" for n in numbers))
+    annotated(root, "place02/more")
+    keys = ("split=[0.7,0.3]", "group=^(.*)/", "add=true")
+    with pytest.raises(ValueError, match="if they are as this command makes them, write ({.*}) there") as error:
+        make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    (root / "split.json").write_text(re.search("{.*}", str(error.value))[0])
+    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    assert lists(root)["val.txt"][4:] == ["place02/more"]
+    (root / "val.txt").write_text((root / "val.txt").read_text() + "place00/3\n")
+    annotated(root, "place02/further")
+    with pytest.raises(ValueError, match="is in train, and place00/3, of the same source, in val: correct the lists"):
+        make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+
+
 def test_lists_are_for_images_in_one_folder(tmp_path):
     made(tmp_path, IDS)
     with pytest.raises(ValueError, match="own/train is a split already: lists are for images in .*own/images alone"):
@@ -255,6 +357,7 @@ def test_lists_are_for_images_in_one_folder(tmp_path):
         ("split=[0.7,0.2]", "expected two or three shares that add up to 1"),
         ("split=[0.5,0.5] folds=2", r"split=\[0.5, 0.5\] and folds=2: give one of them"),
         ("group=(a)", r"group=\(a\) needs split or folds"),
+        ("add=true", "add=true needs the split or folds, and the group, that wrote the lists"),
         ("folds=2 group=a(", "expected a regular expression with a group"),
     ],
 )
