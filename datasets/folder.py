@@ -261,6 +261,17 @@ class LabelNames(NamedTuple):
         folder, suffixes = above / self.folder, [f"{self.suffix}{kind}" for kind in PHOTOGRAPHS]
         return list_files(folder, suffixes, deep=True) if folder.is_dir() else {}
 
+    def among(self, files: Sequence[Path]) -> set[Path]:
+        """The files that are labels: in a folder for labels beside the images, under the name of one of these."""
+        names = {path: composed(str(path.with_suffix(""))) for path in files}
+        known, found = {*names.values()}, set[Path]()
+        for path, own in names.items():
+            for above in path.parents:
+                if above.name in ("labels", "masks", self.folder):
+                    image = composed(str((above.parent / "images" / path.relative_to(above)).with_suffix("")))
+                    found |= {path} if {image, image.removesuffix(self.suffix)} & known - {own} else set()
+        return found
+
     def found(self, above: Path, images: Mapping[str, Path]) -> str | None:
         """Advice if at least a quarter of the images have labels in another folder or with another suffix."""
         wanted, seen = [*images][:50], Counter[tuple[str, str]]()

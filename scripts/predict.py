@@ -25,7 +25,7 @@ import numpy as np
 
 from datasets import channels as of_channels
 from datasets.file_list import files_in, unfit
-from datasets.folder import image_suffixes
+from datasets.folder import LabelNames, image_suffixes
 from datasets.layout import RARE, first_of
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import COLOURS
@@ -47,12 +47,14 @@ from engine.process.output_files import (
     writable_folder,
     write_file,
 )
+from engine.schema.data import FolderData
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
 from scripts.reports.predictions import Page
 
 KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
 SUFFIXES = {"probabilities": "npy"}  # of the others png
+_USUAL = LabelNames()
 # Whether the files that exist are ours: classes.json is the list of an output's pictures, see `check_written`.
 
 
@@ -75,7 +77,9 @@ def predict(options: Prediction) -> list[Path]:
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
-    images = find_images(source, output, network.channels)
+    data = config.data
+    labels = LabelNames(data.label_folder, data.label_suffix) if isinstance(data, FolderData) else LabelNames()
+    images = find_images(source, output, network.channels, labels)
     check_written(options, output, images.values(), segments)
     if isinstance(network, Segmenter):
         write_classes(output / CLASSES, network)
@@ -171,12 +175,12 @@ def is_labelled(folder: Path) -> bool:
     return folder.name == "images" and any((folder.parent / name).is_dir() for name in ("labels", "masks"))
 
 
-def find_images(source: Path, output: Path, channels: int = COLOURS) -> dict[str, Path]:
+def find_images(source: Path, output: Path, channels: int = COLOURS, labels: LabelNames = _USUAL) -> dict[str, Path]:
     """Find one image, or all in a folder and its subfolders, also linked ones: {result name: image file}, sorted.
 
     A name is the path in the folder without the suffix; images that differ only in the suffix keep theirs. Files
-    without an image suffix, pipes, devices and huge files are skipped, which is logged. Hidden files and earlier
-    predictions in `output` are left out. `channels`: of each image. ValueError: there is no image.
+    without an image suffix, pipes, devices, huge files, and `labels` beside their images are skipped, which is logged.
+    Hidden files and earlier predictions in `output` are left out. `channels`: of each image. ValueError: there is none.
     """
     if source.is_file():
         return {short_name(source.stem): source}
@@ -193,6 +197,9 @@ def find_images(source: Path, output: Path, channels: int = COLOURS) -> dict[str
     images = sorted(path for path in named if unfit(path) is None)
     skipped = {"without an image's suffix": {*files} - {*named}}
     skipped["that are no regular files of at most 4 GiB"] = {*named} - {*images}
+    of_images = {source / path for path in labels.among([path.relative_to(source) for path in images])}
+    skipped["that are labels of images"] = of_images
+    images = [path for path in images if path not in of_images]
     for why, left in skipped.items():
         if names := [str(path.relative_to(source)) for path in sorted(left)]:
             logger.info(f"skipped {len(names)} file(s) {why}: {first_of(names)}")

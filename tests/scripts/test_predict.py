@@ -15,9 +15,11 @@ import pytest
 from PIL import Image
 
 from datasets import vistas
+from datasets.folder import LabelNames
 from datasets.reading import decode_image
 from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
+from engine.process.console import log_to, make_console
 from scripts.predict import find_images, predict, result_names
 from tests import trees
 from tests.checkpoints import saved
@@ -357,3 +359,28 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
             run(trained, tmp_path / "data/images", tmp_path / "out", override)
     assert not (tmp_path / "out" / "ids").exists() and classes.read_text() == '\n{"classes": []}'
     assert run(trained, tmp_path / "data" / "images", tmp_path / "data" / "predicted")
+
+
+@pytest.mark.parametrize(
+    "label_folder, suffix, names",
+    [
+        ("labels", "", LabelNames()),
+        ("masks", "_mask", LabelNames("labels", "_mask")),
+        ("truth", "", LabelNames("truth")),
+        ("images", "_gt", LabelNames("images", "_gt")),
+    ],
+)
+def test_labels_beside_their_images_are_left_out_and_counted(label_folder, suffix, names, tmp_path, capsys):
+    """In the root of a dataset. What has no image of its name is an image, and so is a folder of labels by itself."""
+    for split in ("train", "val/deep"):
+        trees.picture(tmp_path / split / "images" / "place" / "a.jpg")
+        trees.picture(tmp_path / split / label_folder / "place" / f"a{suffix}.png")
+    trees.picture(tmp_path / "train" / "labels" / "other.png")
+    log_to(make_console(), None)
+    found = find_images(tmp_path, tmp_path / "out", labels=names)
+    images = ["train/images/place/a", "val/deep/images/place/a"]
+    assert sorted(found) == sorted([*images, "train/labels/other"])
+    left_out = f"train/{label_folder}/place/a{suffix}.png, val/deep/{label_folder}/place/a{suffix}.png"
+    assert f"skipped 2 file(s) that are labels of images: {left_out}" in capsys.readouterr().out.replace("\n", " ")
+    alone = find_images(tmp_path / "train" / label_folder, tmp_path / "out")
+    assert f"place/a{suffix}" in alone
