@@ -19,7 +19,8 @@ class Palettes:
 
     An id's first colour is the reference: its colour in `expected`, {id: RGB}, if any, else in the first file that
     holds the id. `conflict` is a message that names the first file with another colour, and the source of the first
-    colour; None if there is no such file.
+    colour; None if there is no such file. `grays`: the gray of each index, in palettes of grays that are not their
+    indices; `gray_labels` and `plain`: the numbers of files with such a palette, and without any.
     """
 
     def __init__(self, expected: Mapping[int, tuple[int, ...]] | None = None) -> None:
@@ -27,9 +28,17 @@ class Palettes:
         # By id: where its colour comes from, and the colour.
         known = (expected or {}).items()
         self._first = {number: ("the dataset's list of classes", colour) for number, colour in known}
+        self.grays, self.gray_labels, self.plain = dict[int, int](), 0, 0
+        self.first_gray: Path | None = None
 
     def add(self, path: Path, colours: Mapping[int, tuple[int, ...]]) -> None:
         """Compare a file's colours for the ids that it holds."""
+        self.plain += not colours
+        is_gray = all(number < 256 and len({*colour}) == 1 for number, colour in colours.items())
+        levels = {number: colour[0] for number, colour in colours.items()} if is_gray else {}
+        if any(number != level for number, level in levels.items()):
+            self.grays |= levels
+            self.first_gray, self.gray_labels = self.first_gray or path, self.gray_labels + 1
         for number, colour in colours.items():
             first, expected = self._first.setdefault(number, (str(path), colour))
             if self.conflict is None and colour != expected:
@@ -37,6 +46,25 @@ class Palettes:
                     f"{readable(path)}: its palette gives the id {number} the colour {colour}, and {first} the colour "
                     f"{expected}: the same id may mean different classes"
                 )
+
+    def about_grays(self, table: "ClassTable | None" = None) -> str:
+        """A sentence on palettes of grays; "" if there are none, or if both readings are the same in `table`."""
+        same = table is not None and all(
+            table.reading(gray) == table.label_ids.get(n) for n, gray in self.grays.items()
+        )
+        if not self.grays or same:
+            return ""
+        such = f"such as {readable(self.first_gray)}{f' ({self.plain} others have none)' * bool(self.plain)}"
+        return (
+            f"{self.gray_labels} labels have palettes of grays, {such}: their indices {ranges(self.grays)} count, not "
+            f"the grays {ranges({*self.grays.values()})}; if the grays are meant, save gray PNGs without palettes"
+        )
+
+    def grays_fit(self, table: "ClassTable") -> bool:
+        """Whether palettes of grays may be meant as the other labels are, or as the only ids that are classes."""
+        found = [(table.reading(gray), table.label_ids.get(number, IGNORED)) for number, gray in self.grays.items()]
+        only = any(index == IGNORED != level for level, index in found)
+        return all(level is not None for level, _ in found) and (bool(self.plain) or only)
 
     def swapped(self, listed: Mapping[int, int]) -> list[str]:
         """A sentence if an id has the colour of another one in a list of classes, {0xRRGGBB: id}."""
@@ -111,6 +139,11 @@ class ClassTable:
         """Return raw label values, uint8 (H, W), as they are. Raises UnknownIds for values outside the table."""
         self.train_ids(raw)
         return raw
+
+    def reading(self, gray: int) -> int | None:
+        """The train id of a gray level in a label without a palette; None if it has none."""
+        number = gray if gray in self.label_ids else self.label_colours.get(0x010101 * gray, gray)
+        return self.label_ids.get(number)
 
     def by_class(self, pixels: np.ndarray) -> np.ndarray:
         """Pixels of each raw value, int64 (256,) -> pixels of each train id, int64 (256,)."""

@@ -21,8 +21,9 @@ from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
+from datasets.layout import first_of
 from datasets.levels import Use, doubts_of_levels, used
-from datasets.reading import COLOURS, Stored, label_palette, read
+from datasets.reading import COLOURS, Stored, label_palette, orientation, read
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
@@ -169,7 +170,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     `workers`: see `in_order`.
     """
     problems, digests, deep = list[Problem](), list[int](), list[Use]()
-    several, further = Counter[str](), Counter[str]()
+    several, further, turned = Counter[str](), Counter[str](), list[str]()
     values, holding, sizes = np.zeros(256, np.int64), np.zeros(256, np.int64), Counter[tuple[int, int]]()
     table = dataset.table if isinstance(dataset, SegmentationDataset) else None
     palettes = Palettes(None if table is None else table.label_palette)
@@ -181,6 +182,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
         deep += filter(None, [seen.used])
         several.update({str(dataset.path(index)): seen.pages} if seen.pages > 1 else {})
         further.update({str(dataset.path(index)): seen.channels} if seen.channels else {})
+        turned += [str(dataset.path(index))] * seen.is_turned
         if table is not None:
             values += seen.pixels
             holding += table.by_class(seen.pixels) > 0
@@ -192,9 +194,14 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
         return Inspection(dataset, tuple(problems), [], images, None, digests, deep, (), several_pages(several))
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
+    gray = "" if table is None or dataset.palette_fix is None else palettes.about_grays(table)
+    if table is not None and gray and palettes.grays_fit(table):
+        problems.append(Problem("gray palettes", f"{gray}. {dataset.palette_fix}"))
+        gray = ""
     found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, digests, deep
     said = [*several_pages(several, dataset.channels_key), *further_channels(further, dataset.channels_key)]
-    said += palettes.swapped({} if table is None else table.label_colours)
+    said += palettes.swapped({} if table is None else table.label_colours) + turned_images(turned)
+    said += [gray] * bool(gray)
     return Inspection(*found, [(*size, images) for size, images in sizes.items()], said)
 
 
@@ -206,6 +213,13 @@ def several_pages(pages: Mapping[str, int], key: str | None = None) -> list[str]
     said = "images have several pages or frames, and only the first is read: export each as an image, or three as RGB"
     said += f"; {key}=N reads the pages of a TIFF as N channels, if these are not three" * bool(key)
     return [f"{len(pages)} {said} (such as {name}, {count})" for name, count in [*pages.items()][:1]]
+
+
+def turned_images(images: Sequence[str]) -> list[str]:
+    """A sentence on images that are turned, whose labels' sizes are the same if they are not."""
+    said = f"{len(images)} images with labels are turned by their EXIF orientation (such as {first_of(images[:1])})"
+    advice = "their labels must be as viewers show them, which sizes do not tell: look at some with scripts.browse_data"
+    return [f"{said}: {advice}"] * bool(images)
 
 
 def further_channels(channels: Mapping[str, int], key: str | None) -> list[str]:
@@ -252,6 +266,7 @@ class _Seen(NamedTuple):
     pages: int  # or frames of the image that are not read, and the first one
     channels: int  # of the file, if one of them varies that is not read, else 0
     size: tuple[int, int] | None  # of the image
+    is_turned: bool  # by its EXIF orientation, and its size does not say whether its label is, too
     pixels: np.ndarray  # of each raw value of the label, int64 (256,)
     palette: Any  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
 
@@ -287,7 +302,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         if dataset.channels_key is not None and channels == COLOURS and paged == 1:
             further = of_channels.further_channels(file)
     if isinstance(dataset, ClassificationDataset):
-        return _Seen(problems, its_digest, its_use, paged, 0, size, np.zeros(0), None)
+        return _Seen(problems, its_digest, its_use, paged, 0, size, False, np.zeros(0), None)
     entry, palette = dataset.files[index], None
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
     if size is not None and label is not None:
@@ -299,7 +314,10 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
-    return _Seen(problems, its_digest, its_use, paged, further, size, pixels, palette)
+    is_turned = False
+    if dataset.turned and file is not None and size is not None and label is not None:
+        is_turned = orientation(file.data) in range(2, 9 if size[0] == size[1] else 5)
+    return _Seen(problems, its_digest, its_use, paged, further, size, is_turned, pixels, palette)
 
 
 def _size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:

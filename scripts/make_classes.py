@@ -218,7 +218,7 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
         if files
     ]
     void = [] if config.ignored is None else [config.ignored]
-    notes += about_unlisted(unlisted(file.parent, labels))
+    notes += [*about_unlisted(unlisted(file.parent, labels)), *filter(None, [held.palettes.about_grays()])]
     notes += settle_kind(held, void, config.gray)
     if len(held.pixels) > 1:
         raise ValueError(f"{root}: some labels hold {', others '.join(sorted(held.pixels))}; expected one kind")

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import ClassTable, folder, image_folder, index_classes, inspect, shared_images, verify
+from datasets import (
+    ClassTable,
+    SegmentationDataset,
+    folder,
+    image_folder,
+    index_classes,
+    inspect,
+    shared_images,
+    verify,
+)
 from datasets.file_list import class_folders
 from datasets.folder import alike, folder_classes, folder_labels, folder_splits, told_apart
 from datasets.reading import decode_image
@@ -567,3 +576,81 @@ def test_colours_are_told_apart_and_those_that_can_be_stay(given):
         colour for colour, _ in own if colour not in ((0, 0, 0), (5, 5, 5))
     ]
     assert len(shown) == len(given) and not alike(dict(enumerate(shown)))
+
+
+@pytest.mark.parametrize("turn, square, is_counted", [(1, True, 0), (3, False, 2), (6, False, 0), (8, True, 2)])
+def test_turned_images_whose_labels_may_not_be_are_counted(turn, square, is_counted, root):
+    """Labels drawn on the pixels as stored have the right size if the image is upside down, mirrored or square."""
+    size = (24, 24 if square else 40)
+    for number in range(2):
+        picture, label = (array[: size[0], : size[1]] for array in trees.pair(number, [0, 1, 2]))
+        on_its_side = turn > 4
+        (root / f"turned/images/{number}.jpg").parent.mkdir(parents=True, exist_ok=True)
+        (root / f"turned/images/{number}.jpg").write_bytes(encoded(picture, "RGB", "JPEG", turn))
+        trees.write(root / f"turned/labels/{number}.png", np.ascontiguousarray(label.T) if on_its_side else label)
+    said = [each for each in verify(folder(root, "turned"), workers=0) if "EXIF" in each]
+    expected = (
+        f"{is_counted} images with labels are turned by their EXIF orientation (such as {root}/turned/images/0.jpg)"
+    )
+    assert [each.startswith(expected) and "scripts.browse_data" in each for each in said] == [True] * bool(is_counted)
+
+
+GRAYS = [(0,) * 3, (85,) * 3, (170,) * 3]
+
+
+def gray_palette(root: Path, classes: dict, grays: list, plain: bool) -> SegmentationDataset:
+    """A split whose labels hold the indices 0 to 2 of a palette of grays; one of them perhaps the grays themselves."""
+    (root / "classes.json").write_text(json.dumps({"ignored": [255], **classes}))
+    for number in range(3):
+        image, label = trees.pair(number, [0, 1, 2])
+        trees.write(root / f"gray/images/{number}.png", image)
+        trees.write_palette(root / f"gray/labels/{number}.png", label, grays)
+    if plain:
+        trees.write(root / "gray/labels/2.png", np.array(grays, np.uint8)[label, 0])
+    return folder(root, "gray")
+
+
+THREE = [{"name": name} for name in "abc"]
+COLOURED = {"classes": [{"name": name, "colour": colour} for name, colour in zip("abc", GRAYS, strict=True)]}
+SIX = {"classes": [{"name": f"{number}"} for number in range(6)]}
+ODD = {"classes": SIX["classes"], "ignored": [1, 2, 255]}
+
+
+@pytest.mark.parametrize(
+    "classes, grays, plain, found",
+    [
+        ({"classes": THREE}, GRAYS, False, "doubt"),
+        (COLOURED, GRAYS, False, None),  # both readings are the same classes
+        (COLOURED, GRAYS, True, None),
+        ({"classes": THREE}, [(0,) * 3, (1,) * 3, (2,) * 3], True, None),
+        (SIX, [(0,) * 3, (3,) * 3, (5,) * 3], False, "doubt"),
+        (SIX, [(0,) * 3, (3,) * 3, (5,) * 3], True, "problem"),
+        (ODD, [(0,) * 3, (3,) * 3, (5,) * 3], False, "problem"),  # only the grays are classes
+        ({"classes": THREE}, [(0,) * 3, (85, 0, 0), (170,) * 3], False, None),
+    ],
+)
+def test_a_palette_of_grays_has_two_readings(classes, grays, plain, found, root):
+    """Programs that save few grays as a palette number them anew. The index counts, as always."""
+    dataset = gray_palette(root, classes, grays, plain)
+    assert {*np.unique(dataset.raw_label(0))} == {0, 1, 2}
+    inspection = inspect(dataset, workers=0)
+    said = {"problem": [each.message for each in inspection.problems], "doubt": inspection.doubts("image")}
+    said = {kind: [each for each in lines if "have palettes of grays" in each] for kind, lines in said.items()}
+    assert {kind for kind, lines in said.items() if lines} == ({found} if found else set())
+    for sentence in said.get(found, ()):
+        of = ", ".join(str(gray) for gray, *_ in grays)
+        assert f"their indices 0-2 count, not the grays {of}; if the grays are meant, save gray PNGs" in sentence
+        assert ("(1 others have none)" in sentence) == plain
+    if found == "problem":
+        with pytest.raises(ValueError, match="palettes=any: their ids then count, whatever the colours"):
+            verify(dataset, workers=0)
+        assert not inspect(folder(root, "gray", palettes="any"), workers=0).problems
+
+
+def test_make_classes_names_both_readings_of_a_palette_of_grays(root, capsys):
+    gray_palette(root, {"classes": THREE}, GRAYS, plain=False)
+    for split in ("train", "val", "test"):
+        shutil.rmtree(root / split)
+    made(root)
+    said = "3 labels have palettes of grays, such as .*: their indices 0-2 count, not the grays 0, 85, 170"
+    assert re.search(said, capsys.readouterr().out.replace("\n", " "))
