@@ -273,7 +273,8 @@ class LabelNames(NamedTuple):
         return found
 
     def found(self, above: Path, images: Mapping[str, Path]) -> str | None:
-        """Advice if at least a quarter of the images have labels in another folder or with another suffix."""
+        """Advice if a quarter or more of the images have labels in another folder or with another suffix, or if other
+        files are there in place of labels."""
         wanted, seen = [*images][:50], Counter[tuple[str, str]]()
         for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):
             with suppress(ValueError):  # two files of one name
@@ -283,13 +284,43 @@ class LabelNames(NamedTuple):
                     seen.update((folder.name, name.removeprefix(image)) for name in same)
         del seen["images", ""]
         if not seen or 4 * max(seen.values()) < len(wanted):
-            return None
+            return self._instead(above, images)
         place, suffix = max(sorted(seen), key=seen.__getitem__)
         given = {"label_folder": (place, self.folder), "label_suffix": (suffix, self.suffix)}
         options = " ".join(f"{self.keys}{key}={new}" for key, (new, old) in given.items() if new != old)
         return (
             f"{above / place} holds labels such as {readable(wanted[0] + suffix)}: give {options}" if options else None
         )
+
+    def _instead(self, above: Path, images: Mapping[str, Path]) -> str | None:
+        """What lies in the place of the images' labels, perhaps one file for all, and how to make labels of it."""
+        taken = {*images.values()}
+        is_alone, folders = not self.labels(above), (path for path in above.iterdir() if path.is_dir())
+        for folder in sorted(folders, key=lambda path: (path.name != self.folder, path.name)):
+            files = sorted({name for name, _ in files_in(folder) if folder / name not in taken})
+            own = [name for name in files if os.path.splitext(name)[0].removesuffix(self.suffix) in images]
+            for what, (ends, cure) in _MADE_OF.items():
+                named = [name for name in own if name.lower().endswith(ends)]
+                if not named and is_alone:
+                    named = [name for name in files if name.lower().endswith(".json") and ".json" in ends]
+                if named:
+                    return f"{folder} holds {len(named)} files of {what}, such as {readable(named[0])}: {cure}"
+        return None
+
+
+_DRAWN = (
+    "labels are PNGs with a class id per pixel: export masks from the labelling tool, or draw the outlines, as with "
+    "PIL.ImageDraw.Draw(label).polygon(points, fill=id) on label = PIL.Image.new('L', size)"
+)
+_MADE_OF = {  # what people have instead of labels: suffixes, and what to do
+    "polygons (labelme, COCO, …)": ((".json", ".geojson", ".jsonl"), _DRAWN),
+    "polygons or boxes (YOLO, …)": ((".txt", ".csv"), _DRAWN),
+    "polygons or boxes (CVAT, Pascal VOC, …)": ((".xml", ".svg"), _DRAWN),
+    "arrays": (
+        (".npy", ".npz", ".mat", ".h5", ".pt", ".pkl"),
+        "save each as a PNG, as with PIL.Image.fromarray(array.astype('uint8')).save('NAME.png')",
+    ),
+}
 
 
 def palette_fix(keys: str = "") -> str:

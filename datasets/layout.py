@@ -81,9 +81,9 @@ class Layout:
         """ValueError unless all names on a list have an image in the split's folder. `fix`: see `error`."""
         if missing := [name for name in names if name not in images]:
             count, such = f"{len(missing)} of its {len(names)} images", first_of(missing[:1])
-            raise self.error(
-                f"{self.name}: {file}: {count}, such as {such}, are missing from the split's folder", root, fix
-            )
+            problem = f"{self.name}: {file}: {count}, such as {such}, are missing from the split's folder"
+            known = [*images, *(f"{name}{path.suffix}" for name, path in images.items())]
+            raise self.error("; ".join([problem, *in_other_capitals(missing, known)]), root, fix)
 
     def pair(
         self,
@@ -100,7 +100,7 @@ class Layout:
         if missing := [name for name in images if name not in labels]:
             count = f"{len(missing)} of {len(images)} images"
             problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
-            raise self.error(problem, root, fix=fix)
+            raise self.error("; ".join([problem, *in_other_capitals(missing, labels)]), root, fix=fix)
         files = [Files(name, image, labels[name]) for name, image in images.items()]
         return files, remarks_on([path for name, path in labels.items() if name not in images])
 
@@ -138,6 +138,14 @@ def first_of(names: Sequence[str]) -> str:
     """The first five names, for messages; in quotes where a blank is at an end."""
     shown = (readable(name) if name == name.strip() else repr(name) for name in names[:5])
     return ", ".join(shown) + ", …" * (len(names) > 5)
+
+
+def in_other_capitals(missing: Iterable[str], known: Iterable[str]) -> list[str]:
+    """A sentence on missing names that are there in other capitals."""
+    folded = {name.casefold(): name for name in known}
+    pairs = [(name, folded[name.casefold()]) for name in missing if name.casefold() in folded]
+    same = ", ".join(f"{readable(one)} and {readable(other)}" for one, other in pairs[:1])
+    return [f"{len(pairs)} differ only in capitals, such as {same}: rename one of each pair"] * bool(pairs)
 
 
 def remarks_on(

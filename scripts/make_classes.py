@@ -49,7 +49,7 @@ from datasets.folder import (
     folder_labels,
     palette_fix,
 )
-from datasets.layout import about_unlisted, first_of, read_json
+from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
@@ -218,6 +218,7 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
         if files
     ]
     void = [] if config.ignored is None else [config.ignored]
+    notes += in_other_capitals(*([path.stem for path in paths] for paths in (labels.without, labels.alone)))
     notes += [*about_unlisted(unlisted(file.parent, labels)), *filter(None, [held.palettes.about_grays()])]
     notes += settle_kind(held, void, config.gray)
     if len(held.pixels) > 1:

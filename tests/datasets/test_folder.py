@@ -654,3 +654,63 @@ def test_make_classes_names_both_readings_of_a_palette_of_grays(root, capsys):
     made(root)
     said = "3 labels have palettes of grays, such as .*: their indices 0-2 count, not the grays 0, 85, 170"
     assert re.search(said, capsys.readouterr().out.replace("\n", " "))
+
+
+@pytest.mark.parametrize("end, what", [("JSON", "polygons"), ("txt", "polygons or boxes (YOLO"), ("npy", "arrays")])
+@pytest.mark.parametrize("place", ["labels", "images", "annotations"])
+def test_what_lies_in_the_place_of_labels_is_named_with_the_cure(place, end, what, root):
+    """Labelling tools write polygons beside the images, or into a folder; programs save arrays."""
+    for label in [*root.rglob("labels/**/*.png")]:
+        other = Path(str(label).replace("/labels/", f"/{place}/")).with_suffix(f".{end}")
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("[]")
+        label.unlink()
+    cure = "PIL.Image.fromarray" if end == "npy" else "export masks from the labelling tool, or draw the outlines"
+    for read in (partial(folder, root, "train"), partial(made, root)):
+        with pytest.raises(ValueError) as error:
+            read()
+        found = f"Fix: {root}/train/{place} holds {len(names_below(root / 'train/images'))} files of {what}"
+        assert found in str(error.value) and cure in str(error.value)
+
+
+def names_below(place: Path) -> list[Path]:
+    return [path for path in place.rglob("*.*") if path.suffix.lower() in (".png", ".jpg")]
+
+
+def test_one_file_for_all_images_is_named_and_a_stray_one_is_not(root):
+    (root / "train/annotations").mkdir()
+    (root / "train/annotations/instances.json").write_text("{}")
+    (root / "train/labels/notes.txt").write_text("mine")
+    first, *others = sorted((root / "train/labels").rglob("*.png"))
+    first.unlink()
+    with pytest.raises(ValueError, match="Fix: add the labels, under the names of their images"):
+        folder(root, "train")
+    for label in others:
+        label.unlink()
+    with pytest.raises(
+        ValueError, match="annotations holds 1 files of polygons .*, such as instances.json: labels are"
+    ):
+        folder(root, "train")
+
+
+def test_names_that_differ_only_in_capitals_are_named(root, capsys):
+    first = sorted((root / "train/labels").rglob("*.png"))[0]
+    name = str(first.relative_to(root / "train/labels").with_suffix(""))
+    first.rename(first.with_name(f"{first.stem.upper()}.PNG"))
+    upper = str(Path(name).with_name(first.stem.upper()))
+    with pytest.raises(
+        ValueError, match=f"; 1 differ only in capitals, such as {name} and {upper}: rename one of each"
+    ):
+        folder(root, "train")
+    made(root)
+    assert "1 differ only in capitals, such as" in capsys.readouterr().out
+
+
+def test_lists_in_other_capitals_are_named(root):
+    stored = flat(root) / "images"
+    name = sorted(str(path.relative_to(stored)) for path in stored.rglob("*.*") if path.suffix)[0]
+    stem = str(Path(name).with_suffix(""))
+    for line, meant in ((stem.upper(), stem), (f"{stem}{Path(name).suffix.upper()}", name)):
+        (root / "own.txt").write_text(f"{line}\n")
+        with pytest.raises(ValueError, match=f"; 1 differ only in capitals, such as {line} and {meant}: rename one"):
+            folder(root, "own")
