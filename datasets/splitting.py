@@ -13,7 +13,6 @@ from datasets.file_list import composed, printable
 from datasets.folder import WITHHELD, LabelFiles, on_list, on_no_list
 from datasets.layout import first_of
 
-BEFORE_LAST_NUMBER = r"^(.*?)\d+\D*$"
 _OF_PIXELS, _OF_SIZES = 0.1, 1e3  # weights, beside 1 for the images that hold a class
 _TRIED, _SWEEPS = 64, 200  # sources of a part that may change places at once; passes over all pairs of parts
 
@@ -171,11 +170,19 @@ def spread(
     return parts[source]
 
 
-def prefixes(names: Sequence[str], parts: int) -> Counter[str]:
-    """What stands before the last number of each name, with the number of names, if it may be the images' source.
+def prefixes(names: Sequence[str], parts: int) -> tuple[str, Counter[str]]:
+    """The shortest beginning of the names before one of their numbers that may be the images' source.
 
-    That is, if every name has a number, and there are 2 per part to half as many as names; else there are none.
+    That is, if every name has this number, and there are enough sources: 2 per part to half as many as names. A shorter
+    beginning with at least one per part counts before them: tiles of a scene have its name first.
+
+    Returns a regular expression whose first group finds it, and the number of names that begin so; "" and none if no
+    beginning may be a source.
     """
-    found = [re.search(BEFORE_LAST_NUMBER, name) for name in names]
-    shared = Counter(one[1] for one in found if one)
-    return shared if all(found) and 2 * parts <= len(shared) <= len(names) / 2 else Counter()
+    found, enough = ("", Counter[str]()), False
+    for number in range(min(len(re.findall(r"\d+", name)) for name in names)):
+        pattern = r"^(\D*" + r"\d+\D+" * number + r")\d"
+        shared = Counter(match[1] for name in names if (match := re.search(pattern, name)))
+        if parts <= len(shared) <= len(names) / 2:
+            found, enough = found if found[0] else (pattern, shared), enough or len(shared) >= 2 * parts
+    return found if enough else ("", Counter())

@@ -53,7 +53,7 @@ from datasets.layout import about_unlisted, first_of, in_other_capitals, read_js
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
-from datasets.splitting import BEFORE_LAST_NUMBER, parts_of, prefixes, sources_of, spread, unlisted
+from datasets.splitting import parts_of, prefixes, sources_of, spread, unlisted
 from datasets.verify import every
 from datasets.workers import in_order
 from engine import assemble
@@ -271,9 +271,10 @@ def write_lists(
         rows.append([name, *(f"{np.count_nonzero(of)} ({of.sum() / total:.1%})" for of, total in shown)])
     of_folds = ", in val.txt of each fold" * (config.folds is not None)
     console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
-    if config.group is None and not config.add and (shared := prefixes(names, len(parts))):
-        advice = f"remove the lists and add 'group={BEFORE_LAST_NUMBER}', which keeps them together"
-        same = f"{len(shared)} beginnings before their last number, such as {readable(min(shared))}"
+    group, shared = prefixes(names, len(parts))
+    if config.group is None and not config.add and group:
+        advice = f"remove the lists and add 'group={group}', which keeps them together"
+        same = f"{len(shared)} beginnings before a number, such as {readable(min(shared))}"
         console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
     lists = {stem: entry for stem, entry in config.lists().items() if entry[0] in parts}
     for stem, (part, is_own) in lists.items():

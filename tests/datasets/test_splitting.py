@@ -1,5 +1,8 @@
 """How images are divided: sizes, classes, sources, and nothing left to chance but the seed."""
 
+import re
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -92,7 +95,19 @@ def test_images_that_have_a_part_keep_it_and_the_others_make_up_for_the_shares()
         ([f"plot{n // 7}_{n}" for n in range(60)], {}),  # nine, but five parts need ten
         ([f"{n // 2}_{n % 2}" for n in range(60)], {f"{n}_": 2 for n in range(30)}),  # half as many as names
         ([*(f"plot{n // 4}_{n}" for n in range(59)), "extra"], {}),  # one has no number
+        (
+            [f"scene{n // 9:02}_x{n % 3 * 256}_y{n // 3 % 3 * 256}" for n in range(90)],
+            {f"scene{n:02}_x": 9 for n in range(10)},
+        ),
+        ([f"s{n // 10}_x{n % 10}_y0" for n in range(60)], {}),  # six scenes, and no other beginning
+        (
+            [f"s{n // 12}_x{n % 12 // 4}_y{n % 4}" for n in range(60)],
+            {f"s{n}_x": 12 for n in range(5)},
+        ),  # not 15 strips
+        ([f"2024-01-{n // 4:02}_{n % 4}" for n in range(80)], {f"2024-01-{n:02}_": 4 for n in range(20)}),  # days
     ],
 )
 def test_beginnings_of_names_may_be_sources(names, shared):
-    assert prefixes(names, 5) == shared
+    group, found = prefixes(names, 5)
+    assert found == shared and bool(group) == bool(shared)
+    assert not group or Counter(re.search(group, name)[1] for name in names) == shared
