@@ -114,7 +114,8 @@ class MakeClasses:
 
     def check(self) -> None:
         if (given := self.split) is not None and (len(given) not in (2, 3) or not math.isclose(sum(given), 1)):
-            raise ValueError(f"split={given}: expected two or three shares that add up to 1, such as [0.7,0.15,0.15]")
+            such = f"[{given[0]:g},{1 - given[0]:g}]" if len(given) == 1 and given[0] < 1 else "[0.7,0.15,0.15]"
+            raise ValueError(f"split={given}: expected two or three shares that add up to 1, such as {such}")
         if given is not None and self.folds is not None:
             raise ValueError(f"split={given} and folds={self.folds}: give one of them")
         if self.add and not self.parts():

@@ -23,6 +23,16 @@ ANSWERS = {
     "train_seg.py experiment=camvid/resnext_smal": "the nearest is camvid/resnext_small",
     "train_seg.py +experiment=camvid/resnext_small": "leave out the +: experiment=camvid/resnext_small",
     "eval.py checkpoint=RUN window.size=512,768": "expected one number: windows are squares",
+    # Folds, shares and names, which another command writes; arguments with commas between them.
+    "train_seg.py data=folder data.folds=5": "give data.fold=0, after python -m scripts.make_classes data.root=DIR",
+    "train_seg.py data=folder split=0.8": "leave it out: python -m scripts.make_classes data.root=DIR split=[0.8,0.2]",
+    "scripts.make_classes data.root=DIR k_fold=5": "give folds=5",
+    "scripts.make_classes data.root=DIR split=0.8": "split=0.8: give split=[0.8,0.2]",
+    "scripts.make_classes data.root=DIR val_split=0.25": "give split=[0.75,0.25]",
+    "scripts.make_classes data.root=DIR names=[road,car]": "write the names into DIR/classes.json, in place of class_0",
+    "train_seg.py data=folder,data.root=DIR": "spaces between arguments, without commas: data=folder data.root=DIR",
+    "train_seg.py model.auxiliary_head.loss_decode.loss_weight=0.4": "give head.auxiliary_weight=0.4",
+    "eval.py checkpoint=RUN per_image=true": "per_image=true: expected the path to write to, such as per_image=OUT",
     # Words that are not key=value.
     "train_seg.py hydra.verbose=true": "hydra.verbose=true: options of Hydra have no effect here",
     "train_seg.py --nproc-per-node 4": "is an option of torchrun: give it before the program",

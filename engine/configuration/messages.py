@@ -161,7 +161,9 @@ class Messages:
         if choice in (*known, *none) or choice.startswith(("[", "{")):
             return ""
         if "," in choice:
-            return "expected one choice; with -m the command runs once for each"
+            apart = re.sub(r",\s*(?=[\w.]+=|$)", " ", choice).strip()
+            spaces = f"expected spaces between arguments, without commas: {group}={apart}"
+            return "expected one choice; with -m the command runs once for each" if apart == choice else spaces
         of = [task for task, run in RUNS.items() if choice in choices(group, run)]
         if of and self.schema in RUNS.values():
             return f"it is for {of[0]}: train_seg.py trains segmentation, train_imagenet.py classification"

@@ -84,11 +84,13 @@ def slips(value: str) -> Iterator[str]:
     """What may be meant by a value that its key cannot take: 0.5 by 50%."""
     for entry in _by_word()[SLIP]:
         if entry.give and entry.value and (match := entry.value.fullmatch(value)):
-            yield _divided(match.expand(f"={entry.give}"))[1:]
+            yield _computed(match.expand(f"={entry.give}"))[1:]
 
 
-def _divided(text: str) -> str:
-    """Text with =512/1024 computed."""
+def _computed(text: str) -> str:
+    """Text with =512/1024 computed, and {rest} of a share."""
+    if share := re.search(r"0?\.\d+", text):
+        text = text.replace("{rest}", f"{1 - float(share[0]):g}")
     return re.sub(r"=([\d.]+)/(\d+)$", lambda ratio: f"={float(ratio[1]) / int(ratio[2]):g}", text)
 
 
@@ -108,7 +110,7 @@ def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -
         text = text.replace("{value}", value or "…").replace("{program}", program())
         if entry.give is None:
             return None, text
-        text = _divided(text) if "/" in entry.give else text
+        text = _computed(text) if "/" in entry.give or "{rest}" in entry.give else text
         own, _, given = text.partition("=")
         if text == f"{name}={value}":
             continue

@@ -282,6 +282,10 @@ def expected(declared: Declared) -> str:
 
 def _check_bounds(name: str, value: Any, entry: Field[Any], kind: Any) -> None:
     bounds, default = entry.metadata, entry.default_factory
+    if bounds.get("written") and str(value).lower() in ("true", "false", "yes", "no", "on", "off"):
+        raise ValueError(
+            f"{name}={value}: expected the path to write to, such as {name}=OUT; left out, nothing is written"
+        )
     is_required = bounds.get("names") or bounds.get("word")
     if value is None and (not is_required or (callable(default) and default() is None)):
         return
