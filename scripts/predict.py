@@ -25,7 +25,8 @@ import numpy as np
 
 from datasets import channels as of_channels
 from datasets.file_list import files_in, unfit
-from datasets.folder import LabelNames, image_suffixes
+from datasets.folder import image_suffixes
+from datasets.label_names import LabelNames
 from datasets.layout import RARE, first_of
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import COLOURS

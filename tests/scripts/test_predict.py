@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from datasets import vistas
-from datasets.folder import LabelNames
+from datasets.label_names import LabelNames
 from datasets.reading import decode_image
 from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
