@@ -48,7 +48,7 @@ from engine.process.output_files import (
     writable_folder,
     write_file,
 )
-from engine.schema.data import FolderData
+from engine.schema.data import Data, FolderData
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
 from scripts.reports.predictions import Page
@@ -57,6 +57,11 @@ KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes
 SUFFIXES = {"probabilities": "npy"}  # of the others png
 _USUAL = LabelNames()
 # Whether the files that exist are ours: classes.json is the list of an output's pictures, see `check_written`.
+
+
+def label_names(data: Data) -> LabelNames:
+    """How the labels of the training's dataset are called, which a folder may hold beside its images."""
+    return LabelNames(data.label_folder, data.label_suffix) if isinstance(data, FolderData) else LabelNames()
 
 
 def predict(options: Prediction) -> list[Path]:
@@ -78,9 +83,7 @@ def predict(options: Prediction) -> list[Path]:
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
-    data = config.data
-    labels = LabelNames(data.label_folder, data.label_suffix) if isinstance(data, FolderData) else LabelNames()
-    images = find_images(source, output, network.channels, labels)
+    images = find_images(source, output, network.channels, label_names(config.data))
     check_written(options, output, images.values(), segments)
     if isinstance(network, Segmenter):
         write_classes(output / CLASSES, network)
