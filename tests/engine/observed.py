@@ -297,11 +297,8 @@ def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Coun
             note("predictor", {**parts, "_made": _of_forward(network.passes), "view": getattr(network, "view", None)})
             return lines
         evaluated = Evaluated({}, "", 0)
-        for name in ("engine.segmentation.evaluation", "engine.classification.accuracy"):
-            patch.setattr(
-                f"{name}.evaluate_split", lambda _, *given, **own: note("evaluated", *given, own) or evaluated
-            )
-        patch.setattr("engine.assemble.tasks.claim_folder", lambda key, path, names: path)
+        for name in ("segmentation.evaluation.evaluate_into_files", "classification.accuracy.evaluate_split"):
+            patch.setattr(f"engine.{name}", lambda _, *given, **own: note("evaluated", *given, own) or evaluated)
         patch.setattr(entry, "writable_file", lambda *_, **__: None)
         patch.setattr(entry, "write_results", lambda file, *_, **__: note("file", file) or {})
         patch.setattr(entry, "print_results", lambda *_: None)
