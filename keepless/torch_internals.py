@@ -67,6 +67,8 @@ try:
     ASSERT_SCALAR = torch.ops.aten._assert_scalar.default  # a guard of exported programs
     # Whether a tensor has a storage; sparse and batched ones have none.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+    # How many objects of C++ and Python hold a storage, by its address.
+    storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
     # Per thread. PyTorch's is_in_torch_dispatch_mode is global, and may stay True where modes of threads overlap.
     dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack
     function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack
@@ -138,6 +140,7 @@ _OBSERVERS = (
     *("torch.distributed._tools.", "torch.distributed.tensor.debug."),
 )
 _MODULE_CALL = nn.Module.__call__.__code__
+# The class of the nodes of `nn.SyncBatchNorm`, which save input, weight, mean, inverse deviation and count.
 SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 
 
@@ -386,11 +389,6 @@ def _getter_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
         return lambda node: ()
     getter = attrgetter(*names)
     return getter if len(names) > 1 else lambda node: (getter(node),)
-
-
-def is_synchronised_norm(node: Any) -> bool:
-    """Whether a node belongs to an `nn.SyncBatchNorm`. It saves input, weight, mean, inverse deviation and count."""
-    return type(node) is SYNCHRONISED
 
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:

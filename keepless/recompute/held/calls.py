@@ -66,16 +66,13 @@ class Overwriting(NamedTuple):
     storage: UntypedStorage
     version: int  # before the call
     memory: Memory
-    copied: list[tuple[Any, dict[str, Any]]]  # what was copied, with attributes that it had before
-    is_certain: bool  # also if the version stays, as under fused optimisers
+    originals: dict[Value, Kept]  # of what was copied
 
 
-def before_overwriting(
-    tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None, is_certain: bool
-) -> Overwriting | None:
+def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> Overwriting | None:
     """Copy what recipes read from a tensor's memory. None if nothing is saved or read from it.
 
-    `memories`: of kept values. `outer`: hooks that get the copies. `is_certain`: the call writes, perhaps unseen.
+    `memories`: of kept values. `outer`: hooks that get the copies.
     """
     memory = memories.get(storage := tensor.untyped_storage())
     known = [] if memory is None else filter(None, [reference() for reference in memory.values])
@@ -83,7 +80,7 @@ def before_overwriting(
     if memory is None or not (memory.saves or read):
         return None
     memories.pop(storage)
-    write = Overwriting(tensor, storage, tensor._version, memory, [], is_certain)
+    write = Overwriting(tensor, storage, tensor._version, memory, {})
     for one in read:
         kept = one.source if isinstance(one, Value) else one
         if not isinstance(kept, Kept) or kept.is_modified():
@@ -92,10 +89,9 @@ def before_overwriting(
             original = kept.original(tensor)
             other = original.clone().requires_grad_(original.requires_grad and original.is_leaf)
         if isinstance(one, Value):
-            write.copied.append((one, {"source": kept, "storage": one.storage}))
+            write.originals[one] = kept
             one.source, one.storage = Kept(other, outer), 0
         else:
-            write.copied.append((one, {"packed": kept.packed, "version": kept.version}))
             one.packed, one.version = other, other._version
     return write
 
@@ -108,13 +104,12 @@ def _is_read_from(one: Value | Kept, storage: int) -> bool:
 
 
 def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
-    """Refuse what autograd has saved of the memory; or undo the copies if nothing was written.
+    """Refuse what autograd has saved of the memory, if the call has written there.
 
     A tensor that `.data` has returned has a version of its own. If the call has written to such a tensor, autograd
     reads the memory, as PyTorch alone does, and the result is True.
     """
-    memory = write.memory
-    originals = {one: before["source"] for one, before in write.copied if isinstance(one, Value)}
+    memory, originals = write.memory, write.originals
     known: list[Any] = [reference() for reference in memory.values]
     kept = [one.source for one in known if isinstance(one, Value) and one.storage and type(one.source) is Kept]
     was_written = write.tensor._version != write.version
@@ -128,9 +123,6 @@ def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
             saved.read_memory(tensor, write.tensor, None)
     if was_written and not is_unseen:
         return False
-    for one, before in [] if write.is_certain or is_unseen else write.copied:
-        for name, attribute in before.items():
-            setattr(one, name, attribute)
     now = memories.get(write.storage) or memories.put(write.storage, memory)
     if now is not memory:
         now.values += memory.values

@@ -1,9 +1,7 @@
-"""What earlier passes teach about a call: what is worth doing with its tensors. It never decides a value.
+"""What earlier passes teach about a call: what is worth doing with its tensors (rule 14 in recording.py).
 
-Each call of a pass belongs to a *site*, a place in the program. Every pass records its calls afresh: a recipe is made
-by the call's rule from the arguments of this very call, and a value is found by the identity and version of a tensor. A
-site only remembers what the rules or a plan have decided about its calls before, as bits. Wrong bits cost memory or
-time, but change no gradient: tests scramble them in every pass.
+Each call of a pass belongs to a *site*, a place in the program, which remembers what the rules or a plan have decided
+about its calls before, as bits. Wrong bits cost memory or time, but change no gradient: tests scramble them.
 """
 
 from collections.abc import Callable, Sequence

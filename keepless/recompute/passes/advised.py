@@ -27,24 +27,8 @@ from ..held.values import Recipe, Value
 from ..table.functions import EXPOSE, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
-from .advice import (
-    ADDED,
-    ANY_DERIVED,
-    COUNT,
-    DROP,
-    END,
-    FLAT,
-    HIDDEN,
-    HOOKS,
-    KEEP,
-    MASK,
-    MEMORY,
-    RULES,
-    SIGNS,
-    UNKNOWN,
-    Advice,
-    Site,
-)
+from . import advice as bits
+from .advice import END, Advice, Site
 from .finders import AdvisedFinder
 from .learning import Note, drops_outside, learn, note_of
 from .plan import MORE, ByPlan, Flag
@@ -55,7 +39,10 @@ from .report import KeptTensor
 
 _SHARE = 4  # a pass leaves its plan if more than one call in so many is new; missing calls do not count
 _SEQUENCES = frozenset([list, tuple])
-_SELDOM = RULES | UNKNOWN | ADDED
+HOOKS, DROP, SIGNS, KEEP = bits.HOOKS, bits.DROP, bits.SIGNS, bits.KEEP  # names of a module itself are found faster
+MEMORY, COUNT, FLAT = bits.MEMORY, bits.COUNT, bits.FLAT
+_SELDOM, _ASKED, _SAVES = bits.RULES | bits.UNKNOWN | bits.ADDED, bits.RULES | bits.UNKNOWN, HOOKS | DROP
+_BUSY, _DERIVED = ~COUNT, bits.ANY_DERIVED
 strided = torch.strided
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -63,10 +50,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 class Advised(Recording):
     """Context of a forward pass whose calls have advice, or teach it: see rule 14 in recording.py.
 
-    Args:
-        advice: of earlier passes with such inputs; new: the rules decide about all calls.
-        policy, inputs, frame: as for `Recording`.
-        earlier: what these passes have kept, for the report.
+    `advice`: of earlier passes with such inputs; new: the rules decide about all calls. `earlier`: what these passes
+    have kept, for the report.
     """
 
     def __init__(
@@ -126,7 +111,7 @@ class Advised(Recording):
         site = self.at.next
         if site.function is function and (not types or PLAIN.issuperset(types)):
             self.at = site
-            if not (site.advice & ~COUNT or site.writes) and not (kwargs and "out" in kwargs):
+            if not (site.advice & _BUSY or site.writes) and not (kwargs and "out" in kwargs):
                 result = function(*args, **kwargs) if kwargs else function(*args)
                 if site.advice:
                     self.count(result)
@@ -175,11 +160,11 @@ class Advised(Recording):
         """Run a call as its site advises."""
         advice = site.advice
         if advice & _SELDOM or (kwargs and "out" in kwargs):
-            if advice & ADDED:
+            if advice & bits.ADDED:
                 self.has_strayed = True
-            if advice & (RULES | UNKNOWN) or "out" in kwargs:
+            if advice & _ASKED or "out" in kwargs:
                 return self._by_rules(site, function, args, kwargs)
-        if not advice & (HOOKS | DROP):
+        if not advice & _SAVES:
             result = self._alone(site, function, args, kwargs)
         elif (
             transform_level() is not None
@@ -228,18 +213,19 @@ class Advised(Recording):
 
     def _by_rules(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(function, site.row, args, kwargs)
-        call.site, call.is_advised = site, not site.advice & UNKNOWN
+        call.site, call.is_advised = site, not site.advice & bits.UNKNOWN
         result = self.ask(call)
         if site.advice & COUNT:
             self.count(result)
-        if site.advice & UNKNOWN and site.advice & ADDED:
+        if site.advice & bits.UNKNOWN and site.advice & bits.ADDED:
             self.advice.more_nodes += next_node_number() - call.first_node
         return result
 
     def ask(self, call: Call) -> Any:
         """Let the rules decide about a call, with hooks around it."""
         known = self.known
-        known.note_memories()
+        if not call.is_advised:
+            known.note_memories()
         if self.hooks is not None or not (current_hooks() is None and hooks_are_allowed()):
             return self.by_rules(call)
         was_on, ours = known.log.is_on, saved_tensors_hooks(known.pack, unpack)
@@ -260,7 +246,7 @@ class Advised(Recording):
             if advice & DROP and (again := how_to_repeat(known, rule, call, result)) is not None:
                 give_recipe(known, again, call, result, bool(call.inside) and call.row.mask is None, DEEPEST)
             return
-        planned = (Flag.AGAIN if advice & DROP else 0) | (Flag.MASK if advice & MASK else 0)
+        planned = (Flag.AGAIN if advice & DROP else 0) | (Flag.MASK if advice & bits.MASK else 0)
         own = give_planned(known, planned, rule, call, result, DEEPEST) or known.find(result)
         if own is not None or call.replaceable:  # otherwise it is kept once a recipe reads it
             read_result_instead(known, call, result, own or known.keep(result))
@@ -271,10 +257,10 @@ class Advised(Recording):
         if site is None or call.is_advised:
             return
         if is_hidden:
-            site.advice |= HIDDEN
+            site.advice |= bits.HIDDEN
             return
-        self.is_seen = self.is_seen or bool(site.advice & HIDDEN)
-        self.left = self.left or (calling_module() if site.advice & HIDDEN else None)
+        self.is_seen = self.is_seen or bool(site.advice & bits.HIDDEN)
+        self.left = self.left or (calling_module() if site.advice & bits.HIDDEN else None)
         self.unknown.append(site)
         self.cuts += _cuts(call, result)
         is_view = isinstance(result, Tensor) and result._is_view()
@@ -316,7 +302,7 @@ class Advised(Recording):
 
     def _with_hooks(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.site, self.given = site, args
-        if site.advice & ANY_DERIVED:
+        if site.advice & _DERIVED:
             self.known.call = call = Call(function, site.row, args, kwargs)
             call.site, call.is_advised, call.overwrites = site, True, bool(site.writes)
         try:
@@ -344,7 +330,7 @@ class Advised(Recording):
             if advice & DROP:
                 self.saves.append(tensor)
             return Kept(tensor, None, detaches=False)
-        if known.exposed.found and not (is_ordinary(tensor) and not known.is_exposed(tensor)):
+        if known.exposed.found and known.may_change_unseen(tensor):
             return known.packed(tensor)
         if one is not None and one[0]() is tensor and one[1] == tensor._version:
             value = one[2]
@@ -374,21 +360,19 @@ class Advised(Recording):
         """Whether a saved tensor may be computed from a dropped base, by its node, or from an argument of the call."""
         if (one := self.known.found.get(id(tensor._base))) is not None:
             return type(one[2].source) is not Kept
-        return bool(self.site.advice & ANY_DERIVED) or type(tensor.grad_fn) in DERIVING
+        return bool(self.site.advice & _DERIVED) or type(tensor.grad_fn) in DERIVING
 
     def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may write over tensors."""
         known, find = self.known, self.find
         target: Any = args[0] if args else None
-        if known.unnoted:
-            known.note_memories()
         is_dropped, is_noted = False, True
         if type(target) in PLAIN and is_ordinary(target):
             if is_dropped := bool(site.advice & DROP) and torch.is_grad_enabled():
                 find.before = known.find(target) or known.derived_at_once(target)
                 find.version = target._version + 1
             if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
-                is_noted = known.memories.get(target.untyped_storage()) is not None  # something is saved or kept in it
+                is_noted = known.is_read(target, find.before if is_dropped else known.find(target))
         writes = self.begin_writing(function, args, kwargs) if is_noted else []
         try:
             result = (
@@ -433,7 +417,7 @@ class Advised(Recording):
                     if known.exposed.found:
                         known.remember(result, value)
                     else:
-                        known.found[id(result)] = ref(result), result._version, value, 0
+                        known.found[id(result)] = ref(result), result._version, value
         if self.saves or self.own:
             self._keep_own()
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...saved import Kept, ShapeOnly, copied, is_ordinary
-from ...torch_internals import address, packed_by, packed_in_node
+from ...saved import Kept, ShapeOnly, copied
+from ...torch_internals import packed_by, packed_in_node
 from ..held.calls import Call
 from ..held.values import Value, saved_value
 from ..table.rules import NotRepeated, any_values
@@ -19,14 +19,17 @@ MUCH = 16  # tensors this many times smaller than a result may be kept for its r
 class Finder:
     """Finds what the recipe of a call reads, and counts what it would keep (rules 4 and 5)."""
 
-    def __init__(self, known: KnownValues, call: Call, result: Tensor) -> None:
+    def __init__(self, known: KnownValues, call: Call, result: Any) -> None:
         self.known, self.call, self.result = known, call, result
         self.room = call.room(result)
         self.alone = 0  # bytes kept only for the recipe
         self.unread: list[Value] = []
 
-    def saved(self, node: Any, name: str) -> Value | Kept:
-        found = saved_value(packed_by(node, name))
+    def saved(self, node: Any, name: str) -> Any:
+        packed = packed_by(node, name)
+        if isinstance(packed, Tensor):  # there are no hooks, and the program cannot reach it
+            return packed
+        found = saved_value(packed)
         if not isinstance(found, (Value, Kept)):
             raise NotRepeated("its call saves by other hooks")
         return found
@@ -34,12 +37,10 @@ class Finder:
     def shape(self, tensor: Tensor) -> ShapeOnly:
         return any_values(tensor)
 
-    def __call__(self, tensor: Tensor, may_keep: bool = False) -> Value | Kept:
+    def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any:
         known = self.known
-        if not is_ordinary(tensor):
+        if known.may_change_unseen(tensor):
             raise NotRepeated("its input may change unseen")
-        if known.exposed.found and known.is_exposed(tensor):
-            raise NotRepeated("its input may change unseen, through .data")
         copy_it = known.copy_parameters and is_parameter(tensor)
         if tensor.requires_grad and not copy_it:
             for saved, kept, _ in self.call.packed:
@@ -98,10 +99,8 @@ class Finder:
         return tensor.requires_grad or self.known.has_made(tensor)
 
 
-class AdvisedFinder:
+class AdvisedFinder(Finder):
     """Finds what a recipe reads, and keeps it whatever it costs: an earlier pass has found that it is worth while."""
-
-    __slots__ = ("before", "held", "is_noted", "known", "result", "saves", "version")
 
     def __init__(
         self, known: KnownValues, saves: Sequence[Tensor] = (), result: Any = None, before: Value | None = None
@@ -112,8 +111,6 @@ class AdvisedFinder:
         self.is_noted = True  # something is saved or kept in the memory of what the call has written over
         self.version = 0  # of that, afterwards
 
-    shape = Finder.shape
-
     def each(self, tensors: Sequence[Tensor]) -> list[Any]:
         found = self.known.found  # the usual case here, as there may be many
         return [
@@ -121,20 +118,10 @@ class AdvisedFinder:
             if (one := found.get(id(tensor))) is not None
             and one[0]() is tensor
             and one[1] == tensor._version
-            and not one[3]
             and tensor is not self.result
             else self(tensor)
             for tensor in tensors
         ]
-
-    def saved(self, node: Any, name: str) -> Any:
-        packed = packed_by(node, name)
-        if isinstance(packed, Tensor):  # there are no hooks, and the program cannot reach it
-            return packed
-        found = saved_value(packed)
-        if not isinstance(found, (Value, Kept)):
-            raise NotRepeated("its call saves by other hooks")
-        return found
 
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any:
         known = self.known
@@ -144,8 +131,7 @@ class AdvisedFinder:
                 raise NotRepeated("its input is overwritten")
             return before
         if (one := known.found.get(id(tensor))) is not None and one[0]() is tensor and one[1] == tensor._version:
-            if not one[3] or one[3] == address(tensor.untyped_storage()):
-                return one[2]
+            return one[2]
         kind = type(tensor)
         if kind is nn.Parameter and not known.copy_parameters:
             if MUCH * tensor.nbytes > self.result.nbytes or self._is_saved(tensor):
@@ -170,10 +156,8 @@ class AdvisedFinder:
     def _of_another(self, tensor: Tensor) -> Any:
         """What a recipe reads for a view, a tensor without a gradient, or another one that is not a usual result."""
         known, needs_grad = self.known, tensor.requires_grad
-        if not is_ordinary(tensor):
+        if known.may_change_unseen(tensor):
             raise NotRepeated("its input may change unseen")
-        if known.exposed.found and known.is_exposed(tensor):
-            raise NotRepeated("its input may change unseen, through .data")
         is_own = is_parameter(tensor)
         if needs_grad and not tensor.is_leaf and not is_own:
             return known.derived_at_once(tensor) or known.kept_later(tensor)

@@ -12,22 +12,8 @@ from ..held.calls import Call
 from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.rules import attention
-from .advice import (
-    ADDED,
-    COUNT,
-    DERIVE,
-    DROP,
-    FLAT,
-    HOOKS,
-    KEEP,
-    MASK,
-    MEMORY,
-    MOST_DERIVED,
-    RULES,
-    SIGNS,
-    Advice,
-    Site,
-)
+from . import advice as bits
+from .advice import Advice, Site
 from .finders import packs_of
 from .plan import Flag
 from .registry import DERIVING, checkpointed_output, is_parameter
@@ -63,7 +49,7 @@ class _Pack(NamedTuple):
 def learn(advice: Advice, notes: Sequence[Note], unknown: Sequence[Site]) -> None:
     """Set the advice of sites about which the rules have decided, now that it is certain what the pass drops."""
     for site in unknown:
-        site.advice = site.advice & (COUNT | FLAT | MEMORY | ADDED)
+        site.advice = site.advice & (bits.COUNT | bits.FLAT | bits.MEMORY | bits.ADDED)
     for note in notes:
         note.site.advice |= _learned(note)
     if advice.is_new:
@@ -99,51 +85,49 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
 
 
 def _bit_of(call: Call, argument: Tensor | None) -> int:
-    places = [n for n, one in enumerate(call.arguments[:MOST_DERIVED]) if argument is not None and one is argument]
-    return DERIVE << places[0] if places else 0
+    places = [
+        n for n, one in enumerate(call.arguments[: bits.MOST_DERIVED]) if argument is not None and one is argument
+    ]
+    return bits.DERIVE << places[0] if places else 0
 
 
 def _reference(value: Any) -> Any:
-    return _nothing if value is None else weakref.ref(value)
-
-
-def _nothing() -> None:
-    return None
+    return (lambda: None) if value is None else weakref.ref(value)
 
 
 def _learned(note: Note) -> int:
     """The advice for further calls like this one."""
     own, base = note.own(), note.base()
     makes = [is_inside for one, is_inside in note.recipes if (made := one()) is not None and _is_read(made, own)]
-    advice = DROP if makes else 0
+    advice = bits.DROP if makes else 0
     if makes and (note.needs_rules or any(makes)):
-        advice |= RULES
+        advice |= bits.RULES
     if base is not None and base is not own and isinstance(base.source, Recipe) and base.consumers:
-        advice |= RULES
+        advice |= bits.RULES
     for pack in note.packs:
         advice |= _about(pack, own)
     if note.is_special and own is not None and type(own.source) is Kept and own.may_be_read():
-        advice |= KEEP
+        advice |= bits.KEEP
     if makes and note.planned is not None:
-        advice &= -1 if note.planned & Flag.AGAIN else ~DROP
-        advice |= MASK if note.planned & Flag.MASK and note.site.row.mask is not None else 0
-    return advice | HOOKS if advice and note.hides else advice
+        advice &= -1 if note.planned & Flag.AGAIN else ~bits.DROP
+        advice |= bits.MASK if note.planned & Flag.MASK and note.site.row.mask is not None else 0
+    return advice | bits.HOOKS if advice and note.hides else advice
 
 
 def _about(pack: _Pack, own: Value | None) -> int:
     """What is worth doing for a saved tensor. `own`: the value of the call's result."""
     if pack.held is None or (saved := pack.held()) is None:
-        return RULES if pack.is_shape else 0
+        return bits.RULES if pack.is_shape else 0
     value, source = saved.value, saved.value.source
     if value is own and not pack.is_result:  # the result serves in its place
-        return RULES | pack.derived
+        return bits.RULES | pack.derived
     if pack.derived and (not _is_kept_view(value) or base_of(value).may_be_read()):
-        return HOOKS | pack.derived
+        return bits.HOOKS | pack.derived
     if isinstance(source, Signs):
-        return HOOKS | SIGNS
+        return bits.HOOKS | bits.SIGNS
     if _is_kept_view(value):  # recipes read it uncopied, because autograd holds it
-        return HOOKS if pack.is_flat and base_of(value).may_be_read() else 0
-    return HOOKS if value is own or pack.is_known or source.function is checkpointed_output else RULES
+        return bits.HOOKS if pack.is_flat and base_of(value).may_be_read() else 0
+    return bits.HOOKS if value is own or pack.is_known or source.function is checkpointed_output else bits.RULES
 
 
 def _is_read(recipe: Recipe, own: Value | None) -> bool:

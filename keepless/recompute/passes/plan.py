@@ -40,10 +40,7 @@ class Plan:
 class ByPlan:
     """Follows a plan call by call, as long as it matches the calls of the forward pass.
 
-    A result that is recomputed gets a recipe. A result that is kept gets a value, which is released with the original
-    unless it gets a consumer (`Value.unread`). Convolutions, matrix products and the like have rules too. Where the
-    plan does not match, every result is recomputed that can be, but the result after `LONGEST` recipes in a row is
-    kept.
+    Then every result is recomputed that can be, but the result after `LONGEST` recipes in a row is kept.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:

@@ -23,7 +23,7 @@ Rule 9. A value belongs to one version of a tensor. Before a call that may overw
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
     If the program reads or sets `.data` of a tensor that the pass has made, or gets it as an array, its memory is saved
-    as in PyTorch, and no recipe reads it any more (`KnownValues.expose`).
+    as in PyTorch, recipes that have read it get copies, and no other one reads it (`KnownValues.expose`).
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors. No generator is left before its end while a pass is recorded
@@ -35,12 +35,11 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`decide_by_plan` in recipes.py).
 Rule 14. Every pass is recorded by these rules, from its own tensors and arguments. What earlier passes have taught is
-    advice (advice.py): what is worth doing about the calls at a place in the program. So the rules' slow questions,
-    what to keep for a recipe and whether that pays, are asked once. In later passes (advised.py) most calls run as they
-    are, some get hooks around them, and those whose results are dropped get the recipe that their rule makes of the
-    present arguments. Advice decides no value: any advice leads to the same gradients, in other memory or time. A call
-    that is not where it was is sought by the parameter that it reads, or among the next ones. About a new call the
-    rules decide.
+    advice (advice.py): what is worth doing about the calls at a place in the program. In later passes (advised.py) most
+    calls run as they are, some get hooks around them, and those whose results are dropped get the recipe that their
+    rule makes of the present arguments. So the rules' slow questions, what to keep for a recipe and whether that pays,
+    are asked once. A call that is not where it was is sought by the parameter that it reads, or among the next ones.
+    About a new call the rules decide.
 Rule 15. At its end a pass is compared with the first one of its advice: the nodes that autograd has made, without those
     of missing calls; calls that cut the graph, such as `detach`; the bytes of results of calls that save tensors, if
     there is a budget; and calls that other hooks or modes had hidden. If it has made more, the next pass is recorded
@@ -48,9 +47,9 @@ Rule 15. At its end a pass is compared with the first one of its advice: the nod
 
 What is taken for granted, and not compared:
 - the table's row of a function, which is found by its identity: what its rule repeats, and whether it may write;
-- that a value is found by the identity, version and (where rules have noted it) storage of its tensor. Writes that
-  change no version are seen where the program gets `.data` or an array of a tensor. Those of code in C++ are not, nor
-  is `.data` of a parameter between the forward and the backward pass (rule 9);
+- that a value is found by the identity and version of its tensor. Writes that change no version are seen where the
+  program gets or sets `.data`, or gets an array. Those of code in C++ are not, nor is `.data` of a parameter between
+  the forward and the backward pass (rule 9);
 - that PyTorch's own modes, of which it has a list (`changing_mode`), change no results;
 - in the first pass of its advice, that a plan was made on a copy of the network (step/rehearsal.py) for equal inputs.
 
@@ -61,29 +60,24 @@ An example, and what autograd holds for each tensor:
     z = F.silu(y)                             # the next convolution saves z: a recipe from y, so computed from x
     out = F.conv2d(z, weight2)                # nothing here saves it: freed when the program drops it
 
-With a plan that keeps y and recomputes z, nothing is recomputed for the activation's own gradient: autograd holds y for
-it, and z's recipe reads the same y.
+In step 1 the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`). When `F.silu` saves y, autograd holds
+this value (`KnownValues.packed`), and y is freed with the program's last name for it. In the backward pass, the second
+convolution asks `Saved.get` for z, whose recipe reads y: `Value.get` computes y from x and the statistics, and holds it
+for SiLU, its other consumer. At the end of step 1 the recipes have consumers, so the advice is "drop the norm's
+result", and "set hooks around SiLU, and drop its result". In step 5 the norm's rule makes y's recipe from this step's
+x, weight and statistics, and `Advised.pack` finds y's value by y's id and version as SiLU saves it.
 
-What becomes of y. In step 1 the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`). When `F.silu` saves y,
-`KnownValues.packed` finds this value, and autograd holds it in place of y, which is freed with the program's last name
-for it. In the backward pass, the second convolution asks `Saved.get` for z. Its recipe reads y: `Value.get` computes y
-from x and the statistics, and holds it for y's other consumer, SiLU, which reads it next. At the end of step 1 the
-recipes have consumers, so the advice is "drop the norm's result", and "set hooks around SiLU, and drop its result". In
-step 5 the norm runs, and its rule makes y's recipe from this step's x, weight and statistics. `Advised.pack` finds y's
-value by y's id and version as SiLU saves it. If in step 6 the program calls `F.gelu` in place of SiLU, there is no
-advice for this call: the rules decide, and the pass goes on with the convolution, which is found by its weight.
-
-A tensor is *kept* if it stays in memory until the backward pass: autograd holds it (as a `Kept`, or PyTorch alone), or
-a value that recipes read, or a single recipe (rule 4). It is *dropped* if a recipe computes it. The tensor of a dropped
-value exists only in a backward pass, between its first consumer and its last.
+A tensor is *kept* if it stays in memory until the backward pass. It is *dropped* if a recipe computes it: then it
+exists only in a backward pass, between its first consumer and its last.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -106,13 +100,14 @@ from ...torch_internals import (
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
 from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
-from ..table.writes import declares_writes, may_overwrite, overwritten
+from ..table.writes import may_overwrite, overwritten
 from .plan import ByPlan
 from .recipes import LONGEST, decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
 from .registry import KnownValues
 from .report import KeptTensor
 
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+RUN_AGAIN: list[type[nn.Module]] = []  # classes whose children run again by themselves: each is recorded alone
 
 
 class Recording(TorchFunctionMode):
@@ -231,9 +226,9 @@ class Recording(TorchFunctionMode):
         if self.is_abandoned() or (row.only_asks and are_plain):
             return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
-            return self._asked(function, types, args, kwargs)
+            return self._seen_inside(partial(_asked, types), function, args, kwargs)
         if row.is_opened and are_plain:
-            return self._opened(function, args, kwargs)
+            return self._seen_inside(body(function), *args, **kwargs)
         return self.record(function, row, are_plain, args, kwargs)
 
     def record(self, function: Any, row: Row, are_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,14 +255,12 @@ class Recording(TorchFunctionMode):
 
     def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
         """Before a call that may write over tensors: copy what recipes read from their memory."""
-        known, writes, is_certain = self.known, [], declares_writes(function)
+        known, writes = self.known, []
         known.note_memories()
         for tensor in map(unwrapped, overwritten(function, args, kwargs)):
-            if not is_ordinary(tensor) or (known.exposed.found and known.is_exposed(tensor)):  # no recipe reads it
+            if known.may_change_unseen(tensor):  # no recipe reads it
                 continue
-            if known.staying and tensor.grad_fn is None:
-                known.note_staying()
-            if (write := before_overwriting(tensor, known.memories, known.outer, is_certain)) is not None:
+            if (write := before_overwriting(tensor, known.memories, known.outer)) is not None:
                 writes.append(write)
         return writes
 
@@ -276,22 +269,11 @@ class Recording(TorchFunctionMode):
             if after_overwriting(write, self.known.memories):
                 self.known.forget(write.storage)
 
-    def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Dispatch a call to tensor subclasses, and see the functions that they call on ordinary tensors."""
+    def _seen_inside(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function, and see the ones that it calls."""
         super().__enter__()
         try:
-            for kind in types:
-                if (result := kind.__torch_function__(function, types, args, kwargs)) is not NotImplemented:
-                    return result
-            return NotImplemented
-        finally:
-            super().__exit__(None, None, None)
-
-    def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function written in Python that has no rule, and see the functions that it calls."""
-        super().__enter__()
-        try:
-            return body(function)(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
 
@@ -354,7 +336,7 @@ class Recording(TorchFunctionMode):
             if call.inside:
                 leave_own_inside(known, call, result)
             is_written = result is target and result._version == version + 1
-            if is_written or id(result) not in map(id, call.arguments):
+            if is_written or not (call.overwrites or id(result) in map(id, call.arguments)):
                 self.decide(rule, call, result)
         else:
             call.why = "only a budget repeats it" if row.is_slow else ""
@@ -375,6 +357,14 @@ class Recording(TorchFunctionMode):
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)
+
+
+def _asked(types: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dispatch a call to tensor subclasses."""
+    for kind in types:
+        if (result := kind.__torch_function__(function, types, args, kwargs)) is not NotImplemented:
+            return result
+    return NotImplemented
 
 
 def may_differ_when_repeated(arguments: Any) -> bool:

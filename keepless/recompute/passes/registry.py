@@ -18,12 +18,12 @@ from ...torch_internals import (
     address,
     argument_copied_by,
     changing_mode,
-    is_synchronised_norm,
     next_node_number,
     node_class,
     node_number,
     node_of,
     packed_by_function,
+    storage_uses,
     without_function_modes,
 )
 from ..held.calls import Call, Inside, before_overwriting
@@ -50,19 +50,14 @@ _SHORT = 2**12  # entries: with a plan, vectors from this size on get values
 _COPIES_ARE_WORTH = 4
 _OF_VIEWS = How()
 DERIVING = {node_class(BatchNormActivation), SYNCHRONISED}  # nodes from which the values of results are derived
-_NONE: Any = (None, 0, None, 0)
+_NONE: Any = (None, 0, None)
 
 
 class KnownValues:
     """Registry of one forward pass: each living tensor's value, and the values kept in each storage.
 
-    Its subclass `Trace` numbers the values of a counted step, by the same rules.
-
-    Args:
-        inputs: the network's inputs, which are not made in the forward pass.
-        outer: the saved-tensor hooks around the recording.
-        copy_parameters: recipes get copies of parameters, because FSDP frees gathered parameters after each use.
-        by_plan: a plan decides what is kept (rule 13).
+    Its subclass `Trace` numbers the values of a counted step, by the same rules. `outer`: the saved-tensor hooks around
+    the recording. `by_plan`: a plan decides what is kept (rule 13). For other arguments see `Recording`.
     """
 
     kept: type[Kept] = Kept  # the class that holds a kept tensor
@@ -84,15 +79,12 @@ class KnownValues:
         self.hold: type[Saved] = Compared if compares.get() else Saved
         self.log = Log()
         self.call: Call | None = None  # the running one
-        # By id of a tensor: a reference to it, its version, its value, and its storage's address, which may change
-        # alone, by `.data = …` (0: not known, where a call has followed advice).
-        self.found: dict[int, tuple[weakref.ref[Tensor], int, Value, int]] = {}
+        # By id of a tensor: a reference to it, its version, and its value; by id and function: that of its sign mask,
+        # which advice has made, as other consumers need the tensor itself.
+        self.found: dict[Any, tuple[weakref.ref[Tensor], int, Value]] = {}
         self.memories: ByStorage[Memory] = ByStorage()
-        self.unnoted: list[Value] = []  # kept by advice, and not yet in `memories`
-        self.staying: list[Kept] = []  # parameters and their views that recipes read, and that are not in `memories`
+        self.unnoted: list[Value | Kept] = []  # kept by advice, or parameters of recipes, and not yet in `memories`
         self.dead: list[Gone] = []  # those references in `found` whose tensors are freed
-        # Sign masks that advice has made, by id and function. Not in `found`: other consumers need the tensor itself.
-        self.masks: dict[tuple[int, Positive], tuple[weakref.ref[Tensor], int, Value, int]] = {}
         self.signs: list[weakref.ref[Value]] = []  # values with sign consumers, in the order of these saves
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their sites, or True
@@ -106,8 +98,8 @@ class KnownValues:
         for reference in [] if has_raised else self.signs:
             if (value := reference()) is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
-        self.found, self.masks, self.unnoted, self.dead, self.signs, self.gone = {}, {}, [], [], [], []
-        self.staying, self.exposed = [], ByStorage()
+        self.found, self.unnoted, self.dead, self.signs, self.gone = {}, [], [], [], []
+        self.exposed = ByStorage()
         for known in (self.memories, self.without_gradient):
             known.clear()
         self.outer = None
@@ -128,7 +120,7 @@ class KnownValues:
         if (form := form_of(tensor, base)) is None:
             return None
         value = Value(Recipe(Again(view, (one[2], *form)), tensor, how=_OF_VIEWS))
-        self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
+        self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value
         return value
 
     def derived_at_once(self, tensor: Tensor) -> Value | None:
@@ -139,14 +131,20 @@ class KnownValues:
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
-        reference, version, value, storage = self.found.get(id(tensor), _NONE)
-        if value is None or reference() is not tensor or version != tensor._version - overwrites:
-            return None
-        return value if storage in (0, address(tensor.untyped_storage())) else None
+        reference, version, value = self.found.get(id(tensor), _NONE)
+        is_known = value is not None and reference() is tensor and version == tensor._version - overwrites
+        return value if is_known else None
 
     def is_noted(self, tensor: Tensor) -> bool:
         """Whether a tensor has a value, or may change unseen."""
-        return not is_ordinary(tensor) or self.is_exposed(tensor) or self.find(tensor) is not None
+        return self.may_change_unseen(tensor) or self.find(tensor) is not None
+
+    def is_read(self, tensor: Tensor, value: Value | None) -> bool:
+        """Whether something is saved or kept in the memory of a tensor. `value`: the tensor's, if it has one."""
+        if value is not None and type(value.source) is Kept:
+            return True
+        storage = tensor.untyped_storage()  # the tensor and this object use it
+        return storage_uses(address(storage)) > 2 or self.memories.get(storage) is not None
 
     def may_drop(self, row: Row, arguments: Sequence[Any], result: Tensor) -> bool:
         """Whether a call's result may be recomputed. One without a gradient only by a plan, if a layer is frozen."""
@@ -167,8 +165,7 @@ class KnownValues:
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its current version, unless its values may change unseen."""
         if not (self.exposed.found and self.is_exposed(tensor)):
-            reference = Gone(tensor, self.dead, id(tensor))
-            self.found[id(tensor)] = reference, tensor._version, value, address(tensor.untyped_storage())
+            self.found[id(tensor)] = Gone(tensor, self.dead, id(tensor)), tensor._version, value
         return value
 
     def keep(self, tensor: Tensor) -> Value:
@@ -191,29 +188,30 @@ class KnownValues:
         """`keep` for calls with advice: its memory is noted only before a call that writes, or rules ask."""
         value = Value(Kept(tensor, None, detaches=False))
         self.unnoted.append(value)
-        self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value, 0
+        self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value
         return value
 
     def sign_mask(self, tensor: Tensor, positive: Positive | None) -> Value | None:
         """The value of a saved tensor of which only the sign mask is kept; None if there can be none."""
         if positive is None or not is_ordinary(tensor):
             return None
-        one = self.masks.get(key := (id(tensor), positive))
+        one = self.found.get(key := (id(tensor), positive))
         if one is None or one[0]() is not tensor or one[1] != tensor._version:
-            one = self.masks[key] = weakref.ref(tensor), tensor._version, Value(Signs(tensor, positive, None)), 0
+            one = self.found[key] = weakref.ref(tensor), tensor._version, Value(Signs(tensor, positive, None))
         return one[2]
 
     def note_memories(self) -> None:
-        """Note the memories of what advice has kept: before a call that writes, and before rules ask."""
+        """Note the memories of what recipes read: before a call that writes, and before rules ask what is kept."""
         while self.unnoted:
-            value = self.unnoted.pop()
-            assert isinstance(value.source, Kept)
+            one = self.unnoted.pop()
+            kept: Any = one.source if isinstance(one, Value) else one
             try:
-                storage = value.source.packed.untyped_storage()
+                storage = kept.packed.untyped_storage()
             except NotImplementedError:  # sparse
                 continue
-            value.storage, value.bytes = address(storage), storage.nbytes()
-            self._note_kept(value, storage)
+            if isinstance(one, Value):
+                one.storage, one.bytes = address(storage), storage.nbytes()
+            self._note_kept(one, storage)
 
     def stays(self, tensor: Tensor) -> Kept:
         """A tensor that stays where it is, such as a parameter, for a recipe: copied before a call writes over it.
@@ -221,51 +219,32 @@ class KnownValues:
         What autograd holds for it is not: it raises PyTorch's error.
         """
         kept = Kept(tensor, None)
-        self.staying.append(kept)
+        self.unnoted.append(kept)
         return kept
 
-    def note_staying(self) -> None:
-        """Note the memories of these: before a call that writes over a tensor without a graph."""
-        staying, self.staying = self.staying, []
-        for kept in [one for one in staying if is_ordinary(one.packed)]:
-            self._note_kept(kept, kept.packed.untyped_storage())
-
     def give(self, tensor: Tensor, other: Tensor) -> None:
-        """`.data = …` will give a tensor the memory of another, but no new version.
-
-        What has saved the tensor itself reads the other memory, as in PyTorch. Recipes read its present memory.
-        """
-        self.note_memories()
-        self.note_staying()
-        if (memory := self.memories.get(tensor.untyped_storage())) is not None:
-            self.read_memory(memory, tensor)
-            for one in [reference() for reference in memory.values]:
-                kept = one.source if isinstance(one, Value) else one
-                if type(kept) is Kept and kept.packed is tensor:
-                    kept.packed = tensor.detach()
-        self.found.pop(id(tensor), None)
-        self.masks.clear()
+        """`.data = …` will give a tensor the memory of another, but no new version."""
+        for one in (tensor, other) if self.is_made(tensor) else (tensor,):
+            self._read_as_pytorch(one)
         if self.is_made(tensor):
-            self.expose(other)
             self.exposed.put(other.untyped_storage(), True)
 
     def expose(self, tensor: Tensor) -> None:
-        """The program gets access to a made tensor's memory that changes no version, as `.data` and `.numpy()` do.
-
-        Whatever autograd saves of it, before or after, is the memory itself, as in PyTorch. Recipes get copies of what
-        they have read from it, and read it no more.
-        """
+        """The program gets access to a made tensor's memory that changes no version, as `.data` and `.numpy()` do."""
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter) or self.exposed.get(storage):
             return
-        if not (self._known_in(storage) or self.is_made(tensor) or self.has_made(tensor)):
-            return
-        self.exposed.put(storage, True)
+        if self._known_in(storage) or self.is_made(tensor) or self.has_made(tensor):
+            self.exposed.put(storage, True)
+            self._read_as_pytorch(tensor)
+
+    def _read_as_pytorch(self, tensor: Tensor) -> None:
+        """Let autograd read what it has saved of a tensor's memory from there. Recipes get copies."""
         self.note_memories()
-        self.note_staying()
+        storage = tensor.untyped_storage()
         if (memory := self.memories.get(storage)) is not None:
             self.read_memory(memory, tensor)
-            before_overwriting(tensor, self.memories, self.outer, True)
+            before_overwriting(tensor, self.memories, self.outer)
         self.forget(storage)
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:
@@ -277,17 +256,19 @@ class KnownValues:
         """The tensors in a storage have other values now, though in the same version."""
         for key in self._known_in(storage):
             del self.found[key]
-        self.masks.clear()
 
-    def _known_in(self, storage: UntypedStorage) -> dict[int, Tensor]:
-        """The tensors in a storage whose values are known, by their ids."""
+    def _known_in(self, storage: UntypedStorage) -> dict[Any, Tensor]:
+        """The tensors in a storage whose values are known, by their keys in `found`."""
         known = {key: tensor for key, (reference, *_) in self.found.items() if (tensor := reference()) is not None}
         place = address(storage)
         return {key: one for key, one in known.items() if is_ordinary(one) and address(one.untyped_storage()) == place}
 
+    def may_change_unseen(self, tensor: Tensor) -> bool:
+        """Whether a tensor has no version, or the program may change its memory without a new one."""
+        return not is_ordinary(tensor) or bool(self.exposed.found and self.is_exposed(tensor))
+
     def is_exposed(self, tensor: Tensor) -> bool:
-        """Whether the program may change a tensor's memory unseen."""
-        return bool(self.exposed.found and self.exposed.get(tensor.untyped_storage()))
+        return bool(self.exposed.get(tensor.untyped_storage()))
 
     def copied(self, tensor: Tensor) -> Value:
         """Keep a copy of a tensor for a recipe, as the tensor may change."""
@@ -338,7 +319,7 @@ class KnownValues:
                 if x is not None or not saved:
                     found = Again(checkpointed_output, (node, x, saved[1:], self.exposed))
         elif tensor._version == 0:
-            if is_synchronised_norm(node):
+            if type(node) is SYNCHRONISED:
                 if (mode := changing_mode()) is not None:
                     self.refused = mode
                     return None
@@ -389,6 +370,7 @@ class KnownValues:
         argument = argument_copied_by(node, call.arguments)
         if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:
             return None
+        self.note_memories()
         value = self._smaller_value_of(argument, tensor)
         found: Again | Value | None
         if argument.dtype != tensor.dtype:
@@ -532,7 +514,7 @@ class KnownValues:
         """Forget tensors that have been freed. If a consumer needs only their signs, `settle` their values."""
         while self.dead:
             reference = self.dead.pop()
-            known, _, value, _ = self.found.get(reference.event, _NONE)
+            known, _, value = self.found.get(reference.event, _NONE)
             if known is reference:
                 del self.found[reference.event]
                 if value.sign_consumers:

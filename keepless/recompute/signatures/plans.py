@@ -119,7 +119,7 @@ class Planner:
             reason = f"a step with 1.5 times their size cannot be rehearsed: {error}"
         self.has_room = False
         text = f"inputs grow, and each size is planned anew, because {reason}; sort inputs falling, or give the largest"
-        self._say("grows", f"{text} as example=")
+        self.say("grows", f"{text} as example=")
         return None
 
     def must_plan_again(self, has_raised: bool) -> bool:
@@ -131,14 +131,14 @@ class Planner:
         if error is not None and not has_raised:
             cause = re.sub(r"\d+", "", f"{type(error).__name__}: {error}")
             self._failed[cause] += 1
-            self._say(cause, f"no plan can be made, so a step may exceed the budget: {text_of(error)}")
+            self.say(cause, f"no plan can be made, so a step may exceed the budget: {text_of(error)}")
         return error is not None and has_raised
 
     def say_that_it_waits(self, captures: bool) -> None:
         """Warn about a pass without a plan. `captures`: because a CUDA graph is captured, not because of a profiler."""
         cure = "a CUDA graph is captured without a plan: run three steps before the capture"
         later = "a PyTorch profiler is running: the budget is planned once it has ended"
-        self._say("waits", cure if captures else later)
+        self.say("waits", cure if captures else later)
 
     def say_that_it_leaves(self, network: nn.Module, left: "ref[nn.Module] | None", is_new: bool) -> None:
         """Warn about a pass that has left its plan in module `left`. `is_new`: the plan was made for this pass."""
@@ -155,7 +155,7 @@ class Planner:
             text += f" rehearsals leave out hooks: do in forward what those of {', '.join(hooked[:3])} do to outputs"
         else:
             text += " state outside the network chooses the path of a step: keep it in the network"
-        self._say("paths", text)
+        self.say("paths", text)
 
     def say_that_it_grew(self, plan: Plan, growth: float) -> None:
         """Warn about a pass that has made more than the planned one, unless it was within the budget all the same.
@@ -165,14 +165,9 @@ class Planner:
         if growth and (isinstance(self.budget, float) or plan.peak * growth <= self.budget):
             return  # a share of the baseline grows, too
         what = f"results {growth:.2f} times as large as" if growth else "more results for its backward pass than"
-        self._say("grew", f"a step with {what} planned may have exceeded its budget: the next one is planned anew")
+        self.say("grew", f"a step with {what} planned may have exceeded its budget: the next one is planned anew")
 
-    def say(self, remarks: Sequence[tuple[str, str]]) -> None:
-        """Warn once about each subject of these remarks."""
-        for remark in remarks:
-            self._say(*remark)
-
-    def _say(self, subject: str, message: str) -> None:
+    def say(self, subject: str, message: str) -> None:
         """Warn once about each subject."""
         if subject not in self._said:
             self._said.add(subject)

@@ -186,7 +186,8 @@ class Signatures:
                 return None
         one = self._of_gradients(known)
         if self._planner is not None and one.is_new and one.plan is not None:
-            self._planner.say(one.plan.remarks)
+            for remark in one.plan.remarks:
+                self._planner.say(*remark)
         one.is_first = known.is_new and (known.coming is None or known.coming.is_new)
         one.passes += 1
         if self.known[-1:] != [known]:

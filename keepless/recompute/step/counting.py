@@ -89,10 +89,8 @@ class _Packed(Kept):
 class Counting(Trace):
     """Counts the step of a network in a context around its forward pass and another around its backward pass.
 
-    Args:
-        inputs: the network's inputs.
-        measures: measure operators on tensors of ones once the step has ended. Otherwise times are estimated, and
-            temporary memory is counted only in recurrent layers.
+    `measures`: measure operators on tensors of ones once the step has ended. Otherwise times are estimated, and
+    temporary memory is counted only in recurrent layers.
     """
 
     def __init__(self, inputs: Sequence[Tensor], measures: bool) -> None:

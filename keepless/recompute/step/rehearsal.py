@@ -20,6 +20,7 @@ from .counting import Counting
 from .sharded import is_sharded
 from .simulation import plain_peak
 from .step import Step
+from .trace import nodes_of
 
 _log = logging.getLogger(__name__)
 
@@ -105,12 +106,7 @@ def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
 
     Hugging Face's networks return the loss together with the logits.
     """
-    pending: list[Any] = [output.grad_fn for output in outputs if output.dim() == 0 and output.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        following = [node for node, _ in pending.pop().next_functions if node is not None and node not in seen]
-        seen.update(following)
-        pending += following
+    seen = {*nodes_of(output for output in outputs if output.dim() == 0)}
     return [output for output in outputs if output.dim() == 0 or output.grad_fn not in seen]
 
 

@@ -51,11 +51,8 @@ class _CallSpan(NamedTuple):
 class Trace(KnownValues):
     """Registry of the values that a step could keep or recompute, found as a recorder with a plan finds them.
 
-    Here values that could be recomputed count as kept. A subclass notes allocations and operators.
-
-    Args:
-        inputs: the network's inputs.
-        made_here: the number of a tensor's memory; None if it existed before the step.
+    Here values that could be recomputed count as kept. A subclass notes allocations and operators. `made_here`: the
+    number of a tensor's memory; None if it existed before the step.
     """
 
     kept = _NotHeld
@@ -281,7 +278,7 @@ class Trace(KnownValues):
     def forward_ends(self, outputs: Iterable[Tensor]) -> None:
         """Note that the forward pass has ended with these outputs."""
         self.forward = len(self.events)
-        if any(type(node).__name__ == _OF_CHECKPOINT for node in _nodes_of(outputs)):
+        if any(type(node).__name__ == _OF_CHECKPOINT for node in nodes_of(outputs)):
             self.unseen = "a checkpoint of its own"
 
     def step_of(
@@ -314,7 +311,7 @@ def _inputs(again: Again) -> tuple[int, ...]:
     return _numbers(one for one in again.arguments if isinstance(one, Value))
 
 
-def _nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
     """The nodes of a graph from its outputs on."""
     pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(pending)

@@ -271,11 +271,10 @@ _add_each(rules.random_again, [torch.bernoulli], is_slow=True, draws=_always)
 # Convolutions, products and the like
 _add_each(rules.made, _CONVOLUTIONS, is_slow=True, reads_shape_only=_has_frozen_weight)
 _add_each(rules.made, _named("mm bmm addmm baddbmm softmax log_softmax", torch, Tensor), is_slow=True)
-_add_each(rules.made, [F.softmax, F.log_softmax], is_slow=True)
+_add_each(rules.made, [F.softmax, F.log_softmax, F.embedding], is_slow=True)
 PRODUCTS = [torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, F.linear]
 _add_each(rules.product, PRODUCTS, is_slow=True)
 _add([torch.einsum], again=rules.repeated(torch.einsum), is_slow=True)  # not `made`: it may return a permuted view
-_add([F.embedding], again=rules.unless(F.embedding, 3, "max_norm"), is_slow=True)
 _add(
     [F.scaled_dot_product_attention],
     again=rules.attention,

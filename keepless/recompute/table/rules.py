@@ -66,8 +66,6 @@ def repeated(function: Function, *, may_keep: bool = False, fresh: bool = False)
     """Call a function again with the same arguments."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        if "out" in kwargs:
-            raise NotRepeated("its result is written into a given tensor")
         again = function if not kwargs else ByName(function, len(args), tuple(kwargs)).call
         given = args if not kwargs else (*args, *kwargs.values())
         arguments = [
@@ -112,18 +110,6 @@ def with_gradient(number: int, function: Function, *arguments: Any) -> Tensor:
     hides = nullcontext() if current_hooks() is None else saved_tensors_hooks(id, Tensor.detach)  # the program's
     with torch.enable_grad(), hides:
         return function(*given).detach()
-
-
-def unless(function: Function, position: int, name: str) -> Rule:
-    """Call a function again, unless an option is given that makes it write."""
-    again = made(function)
-
-    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        if args[position] if position < len(args) else kwargs.get(name):
-            raise NotRepeated(f"its call writes, because of {name}")
-        return again(find, args, kwargs, result)
-
-    return rule
 
 
 def random_again(function: Function) -> Rule:

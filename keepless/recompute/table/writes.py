@@ -32,18 +32,17 @@ def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
     Not the running statistics of batch norms, whose versions stay: `KnownValues.is_simple`.
     """
-    if function is F.embedding:  # it writes over rows of the weight
-        return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
     if (position := INPLACE.get(function)) is not None:
         return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
-    if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return kwargs.get("out") is not None or bool(_written(function))
-    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", "")) or function in _SETTERS
+    if function is F.embedding:  # it writes over rows of the weight
+        return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
+    return may_write(function) != NEVER or kwargs.get("out") is not None
 
 
 NEVER, MAYBE, FIRST = range(3)
 
 
+@cache
 def may_write(function: Callable[..., Any]) -> int:
     """Whether calls of a function may write over tensors, besides `out`: never, maybe, or always over the first."""
     if function is F.embedding or function in INPLACE or function in _SETTERS:
@@ -79,11 +78,6 @@ def _written(function: Callable[..., Any]) -> frozenset[tuple[int, str]]:
         return frozenset([(1, "weight")])
     declared = _declared_by(getattr(function, "__name__", "")) if isinstance(function, BuiltinFunctionType) else _FIRST
     return declared if any(position for position, _ in declared) else _FIRST
-
-
-def declares_writes(function: Callable[..., Any]) -> bool:
-    """Whether a function surely writes over the tensors that `overwritten` returns."""
-    return _written(function) is not _FIRST and function is not F.embedding
 
 
 def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
