@@ -16,12 +16,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
-from .recompute.passes.recording import Recording, is_ours, is_running, may_differ_when_repeated
+from .recompute.passes.recording import RUN_AGAIN, Recording, is_ours, is_running, may_differ_when_repeated
 from .recompute.passes.report import KeptTensor, Report, summary
 from .recompute.signatures.plans import Budget, arguments_of, checked
 from .recompute.signatures.signature import Signatures
 from .recompute.step.sharded import is_sharded
-from .reversible.couplings import Coupling
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level, warn
 
 
@@ -157,8 +156,8 @@ def recomputing() -> Iterator[None]:
 
 
 def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
-    couplings = [module for module in network.modules() if isinstance(module, Coupling)]
-    return [network, *(branch for coupling in couplings for branch in coupling.children())]
+    apart = [module for module in network.modules() if isinstance(module, tuple(RUN_AGAIN))]
+    return [network, *(branch for module in apart for branch in module.children())]
 
 
 def _take_off(module: nn.Module) -> None:

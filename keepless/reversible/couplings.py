@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import check_module
+from ..recompute.passes.recording import RUN_AGAIN
 
 Halves = tuple[Tensor, ...]  # two tensors
 
@@ -147,6 +148,9 @@ class Coupling(nn.Module):
 
     def extra_repr(self) -> str:
         return f"split_dim={self.split_dim}"
+
+
+RUN_AGAIN.append(Coupling)
 
 
 class AdditiveCoupling(Coupling):

@@ -1,4 +1,4 @@
-"""Copy functions with what they refer to (`copy.deepcopy` shares them), and tell users' hooks from others."""
+"""Copy what `copy.deepcopy` would share or copy otherwise, such as functions, and tell users' hooks from others."""
 
 import copy
 import random
@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...conversion.activated import hand_over
-
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _COLLECTIONS = (list, dict, set, tuple, deque, partial, random.Random)
 _FOLLOWED = (*_COLLECTIONS, FunctionType, MethodType)
@@ -23,20 +21,19 @@ _METHODS = BuiltinFunctionType, MethodType, MethodWrapperType, staticmethod, cla
 _LOCKS = type(threading.Lock()), type(threading.RLock())
 _OPERATORS = torch.library.CustomOpDef, torch.jit.ScriptFunction
 _SHARED: tuple[Any, ...] = (*_LOCKS, *_OPERATORS, getattr(dist, "ProcessGroup", ()))
+REGISTERED: list[Callable[..., Any]] = []  # forward hooks of other parts of this package that copies have, too
 
 
-def add_functions(
-    network: nn.Module, args: Any, kwargs: Any, like: Callable[[Tensor], Tensor], memo: dict[int, Any]
+def add_to(
+    memo: dict[int, Any], network: nn.Module, args: Any, kwargs: Any, like: Callable[[Tensor], Tensor]
 ) -> list[FunctionType]:
-    """Add to the memo of `copy.deepcopy` what it would not copy, or cannot; return functions whose copies need `fill`.
+    """Add to the memo of `copy.deepcopy` what it would copy otherwise; return the functions whose copies need `fill`.
 
-    They are the functions that refer to objects, held by modules, also in lists, other objects and other functions.
-
-    Args:
-        like: makes a copy of a tensor.
+    They are tensors, generators, hooks of modules without users' ones, and functions that refer to objects: held by
+    modules, also in lists, other objects and other functions. `like`: makes a copy of a tensor.
     """
     found: list[FunctionType] = []
-    pending: list[Any] = [args, kwargs, *map(vars, network.modules())]
+    pending: list[Any] = [args, kwargs, *network.modules()]
     seen: set[int] = set()
     while pending:
         one = pending.pop()
@@ -55,8 +52,15 @@ def add_functions(
             memo[id(one)] = FunctionType(one.__code__, one.__globals__, one.__name__, None, cells)
             pending += [part for part in parts_of(one) if isinstance(part, _FOLLOWED)]
         elif isinstance(one, Tensor):
-            if not one.is_leaf and id(one) not in memo:
+            if id(one) not in memo:
                 memo[id(one)] = like(one)
+        elif isinstance(one, torch.Generator):
+            memo[id(one)] = one.clone_state()
+        elif isinstance(one, nn.Module):
+            packages = ("torch",) if one is network else ("torch", "keepless")  # not our hooks for this pass
+            for hooks in [getattr(one, name) for name in HOOKS]:
+                memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if is_of(hook, *packages))
+            pending.append(vars(one))
         elif not isinstance(one, (type, ModuleType, *weakref.ProxyTypes)):
             pending.append(getattr(one, "__dict__", None))
     return found
@@ -127,10 +131,11 @@ def _copied(one: Any, memo: dict[int, Any]) -> Any:
 def has_hooks_of_users(module: nn.Module) -> bool:
     """Whether a module has hooks that its copies lack."""
     hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
-    return any(hook is not hand_over and package_of(hook) not in ("torch", "keepless") for hook in hooks)
+    return not all(is_of(hook, "torch", "keepless") for hook in hooks)
 
 
-def package_of(hook: object) -> str:
-    """The package of the object that a hook is, or is a method of; "builtins" for functions, which may do anything."""
+def is_of(hook: object, *packages: str) -> bool:
+    """Whether a hook is registered, or is an object of one of these packages or its method. Functions are of none."""
     module = type(getattr(hook, "__self__", hook)).__module__
-    return "fsdp" if ".fsdp." in module else module.partition(".")[0]
+    is_registered = any(hook is one for one in REGISTERED)
+    return is_registered or (module.partition(".")[0] in packages and ".fsdp." not in module)

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from functools import cache, partial
-from itertools import pairwise
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...conversion.activated import hand_over
 from ...inputs import Network, tensors_in
 from ...saved import is_ordinary
 from ...torch_internals import (
@@ -34,20 +32,18 @@ from ...torch_internals import (
     forget_originals,
     is_any_autocast_enabled,
     quick_fake,
-    tree_leaves,
     with_dispatch_modes_off,
     without_global_state,
     written_arguments,
 )
-from .closures import HOOKS, add_functions, fill, package_of
-from .outside import put_back
+from .closures import add_to, fill
+from .outside import LruCache, put_back
 from .sharded import has_distributed_tensors, without_fsdp2
 
 T = TypeVar("T")
 
 # If threads enter and leave dispatch modes at the same time, PyTorch's flag for them may stay set.
 _one_at_a_time = threading.RLock()
-_LruCache: type[Any] = type(cache(len))
 _KEPT = (
     "code outside the network has kept while a budget was planned: keep tensors in the network, or in what its "
     "functions name"
@@ -96,7 +92,7 @@ def on_copy(
     """Call `run` with copies of a network and its arguments, and return its result.
 
     With fake tensors, meta tensors become fake CPU tensors. Python state outside the copy ends as it was before: see
-    `put_back`. Fake tensors are also removed from `functools.lru_cache`s.
+    `put_back`.
 
     The copy does not communicate with other processes: what they would send is taken to equal its own tensors.
     `shares`: with real tensors, let the copy's parameters use the memory of the network's.
@@ -123,20 +119,20 @@ def on_copy(
         raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
     parallel = [one for one in network.modules() if isinstance(one, DistributedDataParallel)]
     memo |= {id(one): object.__new__(_Alone) for one in parallel}
-    _add_tensors_and_hooks(network, like, memo)
+    functions = add_to(memo, network, args, kwargs, like)
     for one in network.parameters():
         if one.is_leaf and one.grad_dtype != one.dtype:
             memo[id(one)].grad_dtype = one.grad_dtype
-    functions = add_functions(network, args, kwargs, like, memo)
     copied: list[Any] = []
     kept: list[str] = []
+    reached: set[int] = set()
     try:
         with _one_at_a_time, _ctrl_c_waits(), _as_before(is_fake), _quiet(), with_dispatch_modes_off(), mode:
             _fill_modules(sharded, parallel, memo)
             copied += copy.deepcopy((network, args, kwargs), memo)
             fill(functions, memo)
             watch.note([one for one in memo.values() if isinstance(one, Tensor)])
-            with put_back(copied, set(map(id, memo.values()))), watch:
+            with put_back(copied, set(map(id, memo.values()))) as reached, watch:
                 result = copy_context().run(run, *copied)
     finally:
         memo.clear()
@@ -146,7 +142,7 @@ def on_copy(
         if isinstance(mode, _Rehearsal):
             mode.has_ended = True
             forget_originals(mode)  # programs cannot swap parameters that have weak references
-            kept = watch.forget()
+            kept = watch.forget(reached)
     if kept:
         raise LeftBehind(f"{kept[0]} holds a fake tensor, which {_KEPT}")
     return result
@@ -173,26 +169,6 @@ def _fill_modules(
     for module in parallel:
         own = {name: vars(module)[name] for name in vars(nn.Module())}
         vars(memo[id(module)]).update(copy.deepcopy(own, memo))
-
-
-def _add_tensors_and_hooks(network: nn.Module, like: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
-    """Add copies of the tensors, generators and hooks of a network's modules to a memo; users' hooks are left out.
-
-    Modules may be hidden in lists, e.g. a teacher.
-    """
-    pending, seen = [network], {network}
-    while pending:
-        module = pending.pop()
-        leaves = tree_leaves(list(vars(module).values()))
-        found = {one for one in leaves if isinstance(one, nn.Module)} - seen
-        pending += found
-        seen |= found
-        memo |= {id(one): like(one) for one in tensors_in(leaves) if id(one) not in memo}
-        memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
-        packages = ("torch",) if module is network else ("torch", "keepless")  # not our hooks for this pass
-        for hooks in (getattr(module, name) for name in HOOKS):
-            kept = ((key, one) for key, one in hooks.items() if one is hand_over or package_of(one) in packages)
-            memo[id(hooks)] = type(hooks)(kept)
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -297,21 +273,26 @@ class _Watch(TorchDispatchMode):
         for generator, state in self.generators.items():
             generator.set_state(state)
 
-    def forget(self) -> list[str]:
-        """Remove fake tensors from caches, lists and dictionaries. Returns in words what held them, caches apart."""
+    def forget(self, reached: set[int]) -> list[str]:
+        """Remove fake tensors from lists, dictionaries and caches, and return in words what held them, caches apart.
+
+        `reached`: ids of what was put back. Of these, caches hold fake tensors only in entries that are not found.
+        """
         if not self._left():
             return []
         gc.collect()
         frozen = gc.get_freeze_count()
         if frozen:
             gc.unfreeze()  # frozen objects are not searched
-        cached = _forget_cached(self._left())
         left = self._left()  # autocast may hold fake weights until it ends, where nothing finds them
-        holders = [one for one in gc.get_referrers(*left) if one is not left and id(one) not in cached]
+        holders = [one for one in gc.get_referrers(*left) if one is not left]
         if frozen:
             gc.freeze()
+        for one in holders:
+            if isinstance(one, LruCache) and id(one) not in reached:
+                one.cache_clear()
         ids = set(map(id, left))
-        return [_taken_out_of(one, ids) for one in holders if not isinstance(one, FrameType)]
+        return [_taken_out_of(one, ids) for one in holders if not isinstance(one, (FrameType, LruCache))]
 
     def _left(self) -> list[Tensor]:
         return [tensor for reference in self.made if (tensor := reference()) is not None]
@@ -320,19 +301,6 @@ class _Watch(TorchDispatchMode):
 def _written(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes over."""
     return tensors_in([args[n] if n < len(args) else kwargs.get(name) for n, name in written_arguments(function)])
-
-
-def _forget_cached(left: list[Tensor]) -> set[int]:
-    """Remove tensors from every `functools.lru_cache`. Returns the ids of these caches, and of all that they hold."""
-    ids, holders, cached = set(map(id, left)), list(left), set()
-    for _ in range(3):  # caches may be of collections of tensors
-        holders += gc.get_referrers(*(one for one in holders if isinstance(one, (Tensor, tuple, list, dict))))
-    for holder in holders:
-        if isinstance(holder, _LruCache):
-            cached |= {id(part) for part in (holder, *gc.get_referents(holder))}
-            _forget_in(holder, ids)
-    holders.clear()  # it holds itself
-    return cached
 
 
 def _taken_out_of(holder: Any, ids: set[int]) -> str:
@@ -345,26 +313,6 @@ def _taken_out_of(holder: Any, ids: set[int]) -> str:
             name = f"{key!r} of a dict"
             del holder[key]
     return name
-
-
-def _forget_in(cache: Any, ids: set[int]) -> None:
-    """Remove only the results with these tensors from a `functools.lru_cache`: others may be a user's state.
-
-    CPython's cache refers to a dictionary of its results, or of links if it has a maximum; it then also refers to the
-    key and the result of each link, one after the other. A link that is no longer in the dictionary is passed over.
-    """
-    parts = gc.get_referents(cache)
-    results = next((one for one in parts if type(one) is dict and one is not vars(cache)), {})
-    keys = [key for key, value in results.items() if _holds(value, ids)]
-    keys += [key for key, value in pairwise(parts) if _holds(value, ids)]
-    for key in keys:
-        results.pop(key, None)
-
-
-def _holds(value: object, ids: set[int]) -> bool:
-    """Whether a value is one of these tensors, or a collection with one."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
-    return any(id(part) in ids for part in parts)
 
 
 @contextmanager

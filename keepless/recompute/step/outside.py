@@ -1,12 +1,13 @@
 """Put back what a network's code changes outside of its copy: Python state that both of them reach."""
 
+import gc
 import random
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from io import IOBase
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -16,15 +17,17 @@ from torch import Tensor, nn
 from .closures import cells_of, parts_of
 
 _LEFT_ALONE = frozenset(["torch", "keepless", "numpy", "triton", "logging", "builtins"])  # packages
+LruCache: type[Any] = type(cache(len))
 _VALUES = str, int, float, bytes, type(None), Tensor, ModuleType
 
 
 @contextmanager
-def put_back(copied: object, copies: set[int]) -> Iterator[None]:
+def put_back(copied: object, copies: set[int]) -> Iterator[set[int]]:
     """Context whose end puts back the Python state that a copied network's code reaches, but that is not copied.
 
     That is collections, arrays, attributes of objects and classes, variables of closures, global variables that
-    functions name, and random generators, also behind weak references. `copies`: ids of what belongs to the copy.
+    functions name, random generators and `functools.lru_cache`s, also behind weak references. `copies`: ids of what
+    belongs to the copy. Yields the ids of what is reached.
 
     RuntimeError: the code reaches an iterator, whose items cannot be put back.
     """
@@ -41,7 +44,7 @@ def put_back(copied: object, copies: set[int]) -> Iterator[None]:
                 undo += ways
     del pending, one, ways, reached
     try:
-        yield
+        yield seen
     finally:
         while undo:
             undo.pop()()
@@ -80,6 +83,8 @@ def _state(one: Any) -> tuple[list[Callable[[], None]], list[Any]]:
     elif isinstance(one, dict):
         undo.append(partial(_put_items, one, dict(one), one.__setitem__, one.__delitem__))
         reached += one  # keys may be weak references
+    elif isinstance(one, LruCache):
+        undo.append(partial(_forget_new, one, {*_results(one)}))
     elif type(one) is random.Random:
         undo.append(partial(one.setstate, one.getstate()))
     elif str(type(one)) == "<class 'numpy.ndarray'>" and one.flags.writeable:
@@ -120,6 +125,17 @@ def _variables(one: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
 
 def _names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+
+
+def _results(one: Any) -> dict[Any, Any]:
+    """The results of a `functools.lru_cache`, by their keys. If it has a maximum, they are inside links."""
+    return next((part for part in gc.get_referents(one) if type(part) is dict and part is not vars(one)), {})
+
+
+def _forget_new(one: Any, before: set[Any]) -> None:
+    results = _results(one)
+    for key in results.keys() - before:  # CPython passes over a link that is not found here
+        results.pop(key)
 
 
 def _put_members(one: Any, before: list[Any]) -> None:
