@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from keepless import CheckpointedABN, InPlaceABN, recompute_activations, upsampled_cross_entropy
+from keepless import InPlaceABN, recompute_activations, upsampled_cross_entropy
 from keepless.saved import saved_for_backward
 from tests.keepless.recompute.agreement import (
     Setup,
@@ -23,7 +23,6 @@ from tests.keepless.recompute.agreement import (
     note_followed,
     on,
     second_derivatives,
-    under_a_checkpoint,
 )
 from tests.keepless.recompute.ahead import After
 from tests.keepless.recompute.programs import Cube
@@ -360,20 +359,6 @@ def test_functions(name, followed):
     like_plain(plain, on(x), ("1KiB",))
 
 
-def _lends(x: Tensor) -> Tensor:
-    a, b = _opaque(x, 1), _opaque(x, 2)
-    both = torch.cat([a, b], 1).sin()
-    a.mul_(2)  # allowed: a concatenation does not keep its parts
-    return both
-
-
-def test_a_checkpoint_does_not_run_its_part_again_for_what_is_overwritten():
-    """It is copied from the memory itself, not unpacked."""
-    plain = After(nn.BatchNorm2d(4).double(), _lends)
-    ours = recompute_activations(copy.deepcopy(plain))
-    agree(plain, ours, on(torch.randn(2, 4, 6, 6, dtype=torch.float64)), wraps=under_a_checkpoint)
-
-
 class _Overwriting(torch.autograd.Function):
     """Its backward pass overwrites what it has saved."""
 
@@ -403,30 +388,3 @@ def test_what_a_backward_function_overwrites_is_refused_to_the_next(is_recompute
     loss = network(torch.randn(3, 4)).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_checkpoint_saves_as_many_tensors_outside_of_calls_again():
-    """A checkpoint ends the repeated part by an error, as it gets its last tensor. It gets none after that."""
-    plain = After(nn.Identity(), FUNCTIONS["saved outside of calls"][0])
-    ours = recompute_activations(copy.deepcopy(plain))
-    agree(plain, ours, on(torch.randn(2, 4, 6, 6, dtype=torch.float64)), wraps=under_a_checkpoint)
-
-
-LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda x: x.to(memory_format=torch.channels_last),
-    lambda x: x.transpose(2, 3),
-    lambda x: torch.cat([x, x], 1)[:, 1:9],
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_computed_again_is_equal_to_the_bit_and_laid_out_alike(dtype):
-    """Other kernels would round otherwise. PyTorch's norms of such layouts round after each step."""
-    names = ["none", "relu_", "silu", "sum", "max-pooling", "concatenation", "tanh_"]
-    for layout, name in product(LAYOUTS, names):
-        norm = nn.BatchNorm2d(8) if name != "tanh_" else CheckpointedABN(8)
-        for parameter in norm.parameters():
-            nn.init.normal_(parameter)
-        x = layout(torch.randn(2, 8, 7, 7, dtype=dtype)).detach().requires_grad_()
-        function = Cube.apply if name == "none" else lambda y: Cube.apply(ACTIVATIONS[name](y))  # noqa: B023
-        recompute_activations(After(norm, function))(x).sum().backward()  # where `Cube` compares

@@ -59,13 +59,6 @@ def with_outside_generator() -> Layers:
     return Layers(2, lambda network, x: x * float(x.sum() > 0) + torch.rand(32, generator=generator))
 
 
-SCALARS: dict[str, list[Tensor]] = {"loss": []}
-
-
-def log() -> Layers:
-    return Layers(2, lambda network, x: SCALARS["loss"].append(x.detach().mean()) or x)
-
-
 def bound(scripted: bool = False) -> nn.Module:
     """It is decorated as PyTorch's documentation of autocast has it. A copy of a scripted part runs the original."""
     network = nn.Sequential(nn.BatchNorm1d(32), Layers(2))
@@ -160,7 +153,6 @@ KINDS = "functions partial method decorated teacher hidden child lock".split()
 PASSES: dict[str, Callable[[], nn.Module]] = {
     "draws": with_generator,
     "draws outside": with_outside_generator,
-    "logs": log,
     "a bound forward pass": bound,
     "scripted": partial(bound, scripted=True),
     **{kind: partial(referring, kind) for kind in KINDS},
@@ -180,7 +172,7 @@ def states(network: nn.Module) -> list[object]:
 @pytest.mark.table
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", PASSES)
-def test_passes_count_draw_and_log_as_if_there_were_no_rehearsal(name):
+def test_passes_count_and_draw_as_if_there_were_no_rehearsal(name):
     """A copy has functions and weak references of its own. Nothing fake stays in the network."""
     networks = []
     for budget in (None, 0.99):
@@ -188,13 +180,11 @@ def test_passes_count_draw_and_log_as_if_there_were_no_rehearsal(name):
         networks.append(PASSES[name]())
         if budget is not None:
             recompute_activations(networks[-1], budget=budget)
-    SCALARS["loss"].clear()
     plain, within = networks
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert_like(plain, within, *(torch.rand(size, 32) for size in (64, 64, 64, 16)))
     assert any("scripted modules cannot be rehearsed" in str(one.message) for one in said) is (name == "scripted")
-    assert [type(one) for one in SCALARS["loss"]] == [Tensor] * (8 if name == "logs" else 0)
     assert states(within) == states(plain)
     assert plans(within) == [0 if name == "scripted" else 1] * 2
     assert all(type(parameter.grad) is Tensor for parameter in within.parameters())

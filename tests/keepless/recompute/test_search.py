@@ -15,7 +15,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice, frontier, pareto, segmented
 from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
-from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue, busy
+from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue
 from keepless.saved import size_text
 from tests.keepless.recompute.ahead import peak_of, planned_sizes, step
 from tests.keepless.recompute.networks import blocks
@@ -68,22 +68,6 @@ def random_step(seed: int) -> Step:
     return Step(nodes, memories, saved, events, forward, [])
 
 
-def test_a_call_s_peak_lies_above_what_it_leaves():
-    """It makes 10 bytes and frees them, and makes 7: its peak is 3 above these."""
-    assert busy([(Event.HOLD, 0), (Event.LET, 0), (Event.HOLD, 1)], [10, 7]) == 3
-    assert busy([(Event.HOLD, 1), (Event.BUSY, 5)], [10, 7]) == 5
-
-
-def test_what_one_recipe_computes_is_one_value():
-    """Values 1 and 2, of which the other is read earlier and later than the leader."""
-    kept, first = StepValue(Kind.KEPT, 0, 8, (), -1, 0), StepValue(Kind.FREE, 1, 8, (0,), -1, 1, leader=1)
-    saved = [Save(value, 0, value, -1) for value in (2, 1, 2)]
-    events = [(event, number) for event in (Event.SAVE, Event.READ, Event.RELEASE) for number in range(3)]
-    step = Step([kept, first, first._replace(memory=2)], [8] * 3, saved, events, 3, [])
-    found = simulate(step, [True] * 3)
-    assert (found.consumers[1], found.born[1], found.first[1], found.last[1]) == (3, 1, 6, 8)
-
-
 def best(step: Step) -> list[Choice]:
     """The frontier, from all choices that there are."""
     values, simulation, found = step.values, Simulation(step), []
@@ -119,12 +103,6 @@ def test_plans_are_near_the_best_of_all(seeds):
 def test_a_kept_value_is_swapped_for_a_dropped_one_where_no_other_change_lowers_the_peak(seed):
     step = random_step(seed)
     assert frontier(step, 1)[-1].peak == best(step)[-1].peak
-
-
-def test_the_front_has_what_only_the_first_search_has_found():
-    """The choice of 193 bytes."""
-    step = random_step(14)
-    assert [choice.peak for choice in frontier(step)] == [choice.peak for choice in best(step)]
 
 
 @pytest.mark.parametrize("seed", range(4))

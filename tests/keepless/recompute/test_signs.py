@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepless.recompute.held.signs import pack_signs, positive, positive_or_nan, unpack_signs, unpacking_bytes
+from keepless.recompute.held.signs import pack_signs, positive, positive_or_nan, unpack_signs
 from keepless.recompute.held.values import Value
 from keepless.saved import Kept
 from keepless.torch_internals import address
@@ -26,11 +26,6 @@ def test_signs_are_packed_in_one_bit_each_and_unpacked_in_the_order_of_memory(po
             assert ones.is_contiguous() and torch.equal(packed, torch.from_numpy(bits))
         elif tensor.numel() == x.numel():
             assert ones.stride() == tensor.stride()  # dense: nothing is copied into another order
-
-
-def test_a_plan_counts_what_unpacking_takes():
-    """One byte for each value, in whole groups of eight."""
-    assert unpacking_bytes(torch.empty(3, 5)) == 16
 
 
 def test_another_tensor_at_the_address_of_a_freed_one_is_not_its_memory():
