@@ -15,7 +15,8 @@ from engine.schema.data import Data, Sampler, SegmentationData
 from engine.schema.keys import Keys, chosen, groups_of
 from engine.schema.network import Body, Head, Norm
 from engine.schema.optim import LRSchedule, Optim
-from engine.schema.segmentation import Loss
+from engine.schema.segmentation import Loss, SegmentationRun
+from engine.schema.training import CAPTURE_ADVICE, TrainingRun
 
 
 class Contract(NamedTuple):
@@ -25,19 +26,22 @@ class Contract(NamedTuple):
     gives: str  # what the call returns
     methods: tuple[str, ...] = ()  # methods of the result
     optional: tuple[str, ...] = ()  # of `called_with`: handed on to what takes them
+    asked: tuple[str, ...] = ()  # besides: handed on to what names them in its signature
 
 
 CONTRACTS: Mapping[str, Contract] = {
     "norm": Contract((Norm,), "a module, (N, channels, …) -> the same shape"),
     "body": Contract((Body,), "a models.bodies.body.Body"),
     # If what is built has `reads`, in_channels and features are lists: see `models.segmentation.features_read`.
-    "head": Contract((Head,), "a module with out_channels, features -> features"),
-    "loss": Contract((Loss,), "a module, logits, labels -> scalar"),
+    "head": Contract((Head,), "a module with out_channels, features -> features", asked=("classes",)),
+    "loss": Contract((Loss,), "a module, logits, labels -> scalar"),  # its `forward` may name `batch` as well
     "data": Contract(
         (Data, SegmentationData, ClassificationData, ImageNetData, SmallImagesData),
         "a SegmentationDataset or ClassificationDataset",
     ),
-    "sampler": Contract((Sampler,), "an iterable of minibatches, lists of (epoch, number) or datasets.Draw"),
+    "sampler": Contract(
+        (Sampler,), "an iterable of minibatches, lists of (epoch, number) or datasets.Draw", asked=("names",)
+    ),
     # The groups of parameters have lr and weight_decay, too.
     "optim": Contract((Optim,), "a torch.optim.Optimizer", optional=("lr", "weight_decay", "fused")),
     "lr_schedule": Contract((LRSchedule,), "a torch.optim.lr_scheduler.LRScheduler"),
@@ -55,15 +59,33 @@ def builder(group: str, choice: Keys, more: Iterable[str] = ()) -> Callable[...,
     """
     made, own = imported(group, type(choice)), own_keys(group, choice)
     made = made.make if isinstance(made, Row) else made
-    check_arguments(group, type(choice), made, [*own, *more])
+    check_arguments(group, type(choice), made, [*own, *more, *asked(group, choice)])
     return partial(made, **own)
 
 
-def check_choices(config: Keys) -> None:
+def asked(group: str, choice: Keys) -> list[str]:
+    """The further arguments of its contract that what a choice builds names, and that are no keys of its own."""
+    made, own = imported(group, type(choice)), own_keys(group, choice)
+    return [name for name in CONTRACTS[group].asked if name in signature(made).parameters and name not in own]
+
+
+def check_choices(config: TrainingRun) -> None:
     """Raise ValueError, naming the choice, if one of a run cannot be built as its contract says. Nothing is built."""
     for group in CONTRACTS.keys() & groups_of(type(config)).keys():
         for _, choice in chosen(group, getattr(config, group)):
             builder(group, choice)
+    if config.trainer.capture is True and (problem := batch_problem(config)):
+        raise ValueError(f"trainer.capture=true: {problem}; {CAPTURE_ADVICE}")
+
+
+def batch_problem(config: TrainingRun) -> str | None:
+    """Why a run is not captured in CUDA graphs whose loss asks for each micro-batch; None if it does not ask."""
+    if not isinstance(config, SegmentationRun):
+        return None
+    forward = getattr(imported("loss", type(config.loss)), "forward", None)
+    if forward is None or "batch" not in signature(forward).parameters:  # of a function's result, `loop.train` sees it
+        return None
+    return f"loss={config.loss.name} asks for each batch, and a CUDA graph would give it the first again"
 
 
 def imported(group: str, kind: type[Any]) -> Any:
@@ -90,7 +112,7 @@ def own_keys(group: str, choice: Keys) -> dict[str, Any]:
 
 def check_arguments(group: str, kind: type[Any], made: Callable[..., Any], own: Iterable[str]) -> None:
     """Raise ValueError if what a choice builds does not take the arguments of its contract and the choice's keys."""
-    bases, gives, methods, optional = CONTRACTS[group]
+    bases, gives, methods, optional, _ = CONTRACTS[group]
     given = [name for name in bases[0].called_with if name not in optional or takes(made, name)]
     first, others = given[:1], [*given[1:], *own]
     try:

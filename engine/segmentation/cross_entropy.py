@@ -1,6 +1,8 @@
 """Losses of logits (N, classes, h, w), upsampled to labels (N, H, W); every crop has the same weight."""
 
 from collections.abc import Callable, Iterable
+from inspect import signature
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,15 @@ from torch import Tensor, nn
 from keepless import upsampled_cross_entropy
 from keepless.losses import mean_of_largest
 from models.segmentation import Output, Outputs, upsampled
+
+
+class Batch(NamedTuple):
+    """A micro-batch, for a loss whose `forward` names an argument `batch`."""
+
+    images: Tensor  # levels of 0 to 255, (N, channels, H, W), on the device
+    names: list[str]  # of the N images
+    step: int  # of the run, from 1 on
+    epoch: float  # at the step's end, as in metrics.jsonl
 
 
 class CrossEntropy(nn.Module):
@@ -67,23 +78,26 @@ class SummedLoss(nn.Module):
         make: stride -> the loss of logits (N, K, h, w) with such cells and labels (N, H, W), a scalar; None: the cells
             are stretched to the labels.
         strides: of outputs, whose losses are made now. Others are made when they come.
+
+    `asks_for_batch`: whether these losses are to be given the `Batch`.
     """
 
     def __init__(self, make: Callable[[int | None], nn.Module], strides: Iterable[int | None] = (None,)):
         super().__init__()
         self.make, self.losses = make, nn.ModuleDict({str(stride): make(stride) for stride in strides})
+        self.asks_for_batch = any("batch" in signature(own.forward).parameters for own in self.losses.values())
 
-    def forward(self, outputs: Outputs | Tensor, labels: Tensor) -> Tensor:
+    def forward(self, outputs: Outputs | Tensor, labels: Tensor, **batch: Batch) -> Tensor:
         """Outputs, or logits alone, of any floating dtype, labels (N, H, W) of any integer dtype -> scalar."""
         if isinstance(outputs, Tensor):
-            return self._of(None, outputs)(outputs, labels)
-        total = self._weighted(outputs.main, labels)
+            return self._of(None, outputs)(outputs, labels, **batch)
+        total = self._weighted(outputs.main, labels, batch)
         for output in outputs.auxiliary:
-            total = total + self._weighted(output, labels)
+            total = total + self._weighted(output, labels, batch)
         return total
 
-    def _weighted(self, output: Output, labels: Tensor) -> Tensor:
-        loss = self._of(output.stride, output.logits)(output.logits, labels)
+    def _weighted(self, output: Output, labels: Tensor, batch: dict[str, Batch]) -> Tensor:
+        loss = self._of(output.stride, output.logits)(output.logits, labels, **batch)
         return loss if output.weight == 1 else output.weight * loss
 
     def _of(self, stride: int | None, logits: Tensor) -> nn.Module:

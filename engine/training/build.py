@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from engine.assemble import optimization
+from engine.assemble.contracts import batch_problem
 from engine.assemble.network import forward
 from engine.process.distributed import World, data_parallel
 from engine.schema.schedule import Schedule
@@ -97,7 +98,8 @@ def why_eager(config: TrainingRun, network: nn.Module, steps: int, world: World)
     trainer = config.trainer
     if trainer.capture != "auto":
         return None if trainer.capture else ""
-    if problem := config.capture_problem(world.device.type, world.size) or config.capture_doubt(world.size, steps):
+    problem = config.capture_problem(world.device.type, world.size) or batch_problem(config)
+    if problem := problem or config.capture_doubt(world.size, steps):
         return problem
     drawn = drawing(getattr(network, "body", network)) if _repeats(trainer) else []
     return f"{_repeats(trainer)} repeats modules that draw random numbers{listed_few(drawn)}" if drawn else None

@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, profiler
@@ -17,6 +18,7 @@ from engine.process.stopping import Preempted
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import PLANNED_STEPS
+from engine.segmentation.cross_entropy import Batch
 from engine.training import advice
 from engine.training.learner import Learner, Outcome
 from engine.training.run import Config, Run, Split
@@ -24,7 +26,8 @@ from keepless import checking_repetitions
 from models.freezing import training_mode
 
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
-Loss = Callable[[Any, Tensor], Tensor]  # a network's result, labels -> mean over the images of a micro-batch
+# A network's result, labels, perhaps the `Batch` -> mean over the images of a micro-batch.
+Loss = Callable[..., Tensor]
 
 
 def train(
@@ -48,6 +51,8 @@ def train(
     minibatch_size = run.config.data.crops_per_minibatch
     if run.config.trainer.profile and world.first:
         minibatches = _profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
+    if learner.captured is not None and getattr(loss, "asks_for_batch", False):
+        learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
     run.begin()
     run.stop.training = True
     with run.metrics as metrics:
@@ -65,6 +70,7 @@ def train(
             first = step <= run.start_step + CHECKED_STEPS
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
+            minibatch |= {"step": step, "epoch": schedule.epoch(step)}
             try:
                 with checking_repetitions() if first else nullcontext():
                     outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
@@ -174,10 +180,14 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
     gradients over ranks, so a micro-batch's mean loss is weighted by its number of images / the mean number per rank.
     Returns this rank's sum of weighted losses, a float64 scalar on the device.
     """
+    batch, names = dict[str, Batch](), iter(minibatch.get("name", ()))
 
     def micro_batch(images: Tensor, labels: Tensor) -> Tensor:
+        if getattr(loss, "asks_for_batch", False):  # which is never captured
+            shown = images.to(world.device, non_blocking=True)
+            batch["batch"] = Batch(shown, [*islice(names, len(images))], minibatch["step"], minibatch["epoch"])
         # Without a name, the logits are freed as soon as the backward pass no longer needs them.
-        part_loss = loss(learner.forward(images), labels.to(world.device, non_blocking=True))
+        part_loss = loss(learner.forward(images), labels.to(world.device, non_blocking=True), **batch)
         part_loss = part_loss * (len(images) * world.size / minibatch_size)
         learner.scaler.scale(part_loss).backward()
         return part_loss.detach()

@@ -6,6 +6,7 @@ import warnings
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,6 +27,7 @@ from engine.schema.memory import Memory
 from engine.schema.optim import Poly
 from engine.schema.schedule import Schedule
 from engine.schema.training import CAPTURE_ADVICE, FEWEST_CAPTURED, TrainingRun
+from engine.segmentation.cross_entropy import Batch
 from engine.training.build import learner_of, why_eager
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
@@ -109,7 +111,15 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         "gradients": [parameter.grad for parameter in learner.parameters],
     }
     resident = {kind: bytes_of_tensors(tensors) for kind, tensors in held.items()}
-    return learner, task.loss(config, network), {"image": images, "label": labels}, resident
+    loss: Loss = task.loss(config, network)
+    if getattr(loss, "asks_for_batch", False):
+        loss = partial(_given_a_batch, loss, images)
+    return learner, loss, {"image": images, "label": labels}, resident
+
+
+def _given_a_batch(loss: Loss, images: Tensor, outputs: Any, labels: Tensor) -> Tensor:
+    """A loss that asks for each batch, with the first of a run."""
+    return loss(outputs, labels, batch=Batch(images[: len(labels)], [""] * len(labels), step=1, epoch=0.0))
 
 
 class _NumbersRead(TorchDispatchMode):
