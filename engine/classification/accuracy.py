@@ -14,7 +14,7 @@ from engine.process.console import table_of, tracked
 from engine.process.distributed import World
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
-from engine.records.added_scores import NOTHING_ADDED, AddedScores
+from engine.records.added_scores import NOTHING_ADDED, PROBABILITIES, AddedScores
 from engine.records.evaluated import Evaluated
 from models.forward import Forward
 
@@ -62,6 +62,8 @@ def evaluate_split(
             logits = class_logits(forward, minibatch["image"])
             count(cells, logits, minibatch["label"].to(world.device, non_blocking=True))
             added.add(logits.argmax(dim=1), minibatch["label"])
+            if added.reading(PROBABILITIES):
+                added.add_probabilities(logits.softmax(dim=1), minibatch["label"].to(world.device))
     counts = world.sum_(cells).cpu().numpy()
     confusion, (in_top5, unscored) = counts[:-2].reshape(classes, classes), counts[-2:].tolist()
     images_of, right = confusion.sum(axis=1).tolist(), confusion.diagonal().tolist()

@@ -1,5 +1,6 @@
 """The user's own scores of an evaluation, of either task."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,13 +13,15 @@ from torch import Tensor
 from engine.process.distributed import World
 from engine.records.evaluated import Evaluated
 
+PREDICTION, PROBABILITIES = "prediction", "probabilities"  # what a score reads
+
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """Context that names the score in any error of its code, which is not ours."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"scores={name}: {type(error).__name__}: {error}") from error
 
 
@@ -26,34 +29,74 @@ class AddedScores:
     """Scores by name, each of which sees the prediction and the label of every image.
 
     A score has `add(prediction, label)`: uint8 (H, W) both, in classification whole numbers; `counts`, a NumPy array
-    of what it has counted, which is summed over all ranks; and `scores()`, which makes {name: value} of it. One with
-    `takes_name` also gets each image's name, in segmentation.
+    or tensor, of what it has counted, which is summed over all ranks; and `scores()`, which makes {name: value} of it.
+    One with `takes_name` also gets each image's name, in segmentation.
+
+    One with `reads = "probabilities"` gets tensors on the device instead: float32 (classes, rows, W), in classification
+    (classes,), and their label. A large image comes in several calls, with some of its rows in each.
+
+    ValueError: `reads` is another.
     """
 
     def __init__(self, by_name: Mapping[str, Any]):
         self.by_name = {**by_name}
+        for name, own in self.by_name.items():
+            if (reads := getattr(own, "reads", PREDICTION)) not in (PREDICTION, PROBABILITIES):
+                raise ValueError(f"scores={name} has reads={reads!r}: expected {PROBABILITIES!r}, or leave it out")
+
+    def reading(self, what: str) -> dict[str, Any]:
+        """The scores that read predictions, or probabilities."""
+        return {name: own for name, own in self.by_name.items() if getattr(own, "reads", PREDICTION) == what}
 
     def add(self, predictions: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch. On a GPU the host waits for it."""
-        if self.by_name:
+        if of_predictions := self.reading(PREDICTION):
             columns = predictions.cpu().numpy(), labels.cpu().numpy(), names or [""] * len(labels)
             for prediction, label, image in zip(*columns, strict=True):
-                for name, own in self.by_name.items():
+                for name, own in of_predictions.items():
                     with _named(name):
-                        own.add(prediction, label, *[image] * getattr(own, "takes_name", False))
+                        own.add(*map(_unwritable, (prediction, label)), *[image] * getattr(own, "takes_name", False))
+
+    def add_probabilities(self, probabilities: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
+        """Count a minibatch, or some rows of it: probabilities (N, classes, …), labels (N, …)."""
+        for name, own in self.reading(PROBABILITIES).items():
+            for each, label, image in zip(probabilities, labels, names or [""] * len(labels), strict=True):
+                with _named(name):
+                    own.add(each.clone(), label.clone(), *[image] * getattr(own, "takes_name", False))
+
+    @contextmanager
+    def undone_after_errors(self) -> Iterator[None]:
+        """Context after whose errors, such as too little memory, scores of probabilities have counted nothing."""
+        before = {name: copy.deepcopy(own.counts) for name, own in self.reading(PROBABILITIES).items()}
+        try:
+            yield
+        except BaseException:
+            for name, counts in before.items():
+                self.by_name[name].counts = counts
+            raise
 
     def added_to(self, evaluated: Evaluated, world: World) -> Evaluated:
         """The evaluation with these scores. Every rank must call it. ValueError: a name is taken, or no number."""
         found: dict[str, float] = {}
         for name, own in self.by_name.items():
             with _named(name):
-                own.counts = world.sum_(torch.from_numpy(np.array(own.counts)).to(world.device)).cpu().numpy()
+                counts = (
+                    own.counts.clone() if isinstance(own.counts, Tensor) else torch.from_numpy(np.array(own.counts))
+                )
+                own.counts = world.sum_(counts.to(world.device)).cpu().numpy()
                 made = {score: float(value) for score, value in own.scores().items()}
             if taken := made.keys() & (evaluated.scores.keys() | evaluated.details.keys() | found.keys()):
                 raise ValueError(f"scores={name} gives {min(taken)}, which the evaluation has already: rename it")
             found |= made
         curves = evaluated.curves | {f"val/{name}": value for name, value in found.items()}
         return replace(evaluated, scores=evaluated.scores | found, curves=curves, added=found)
+
+
+def _unwritable(pixels: np.ndarray) -> np.ndarray:
+    """A copy, which a score can change only by going round NumPy, and then for itself alone."""
+    copied = np.array(pixels)
+    copied.setflags(write=False)
+    return copied if copied.ndim else copied[()]
 
 
 NOTHING_ADDED = AddedScores({})

@@ -18,7 +18,7 @@ from engine.process.distributed import World
 from engine.process.output_files import WrittenBehind, short_name
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
-from engine.records.added_scores import NOTHING_ADDED, AddedScores
+from engine.records.added_scores import NOTHING_ADDED, PROBABILITIES, AddedScores
 from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce, of_equal_size
 from engine.segmentation.inference import Views, predict
@@ -58,7 +58,15 @@ def evaluate_split(
 
     def counted(batch: dict, windows: int) -> Tensor:
         unscored = torch.zeros_like(counts.unscored)
-        predictions = predict(forward, batch["image"], views, unscored=unscored, windows=windows)
+
+        def rows_seen(probabilities: Tensor, rows: slice) -> None:
+            added.add_probabilities(probabilities, batch["label"][:, rows], batch["name"])
+
+        seen = rows_seen if "label" in batch and added.reading(PROBABILITIES) else None
+        with added.undone_after_errors():
+            predictions = predict(
+                forward, batch["image"], views, unscored=unscored, windows=windows, on_probabilities=seen
+            )
         if "label" in batch:
             counts.add(predictions, batch)
         counts.unscored.add_(unscored)  # last: an attempt that runs out of memory counts nothing

@@ -7,9 +7,10 @@ sees, also at edges that cut it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +88,7 @@ def predict(
     probabilities: bool = False,
     unscored: Tensor | None = None,
     windows: int = 1,
+    on_probabilities: Callable[[Tensor, slice], None] | None = None,
 ) -> Tensor:
     """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, C, H, W).
 
@@ -98,6 +100,8 @@ def predict(
         unscored: int64 (2,) on the network's device; the number of pixels (of the sizes that the network sees) without
             a finite score is added to the first value, the number of all to the second.
         windows: how many windows side by side pass through the network at once, if they have one size.
+        on_probabilities: is called with the probabilities of some rows of all images, float32 (N, classes, rows, W),
+            and with these rows, from top to bottom.
 
     MemoryError: the device does not have enough memory for these images.
     """
@@ -105,6 +109,8 @@ def predict(
     def most_likely(scores: Tensor) -> Tensor:
         highest, classes = scores.max(dim=1, keepdim=True)
         note(highest)
+        if decide is not None:
+            classes = decide(scores if views.count() == 1 else mean_softmax(scores).log())[:, None]
         return classes.to(torch.uint8)
 
     def note(highest: Tensor) -> None:
@@ -113,10 +119,15 @@ def predict(
             unscored[1] += highest.numel()
 
     def mean_softmax(scores: Tensor) -> Tensor:
-        note(scores.amax(dim=1))
         return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
 
-    kept = mean_softmax if probabilities else most_likely  # (N, classes, rows, W) -> (N, channels, rows, W)
+    def all_classes(scores: Tensor) -> Tensor:
+        note(scores.amax(dim=1))
+        return mean_softmax(scores)
+
+    network: Any = forward.network
+    decide = network.decide if hasattr(getattr(network, "head", None), "decide") else None
+    kept = all_classes if probabilities else most_likely  # (N, classes, rows, W) -> (N, channels, rows, W)
     forward.network.eval()
     count, _, height, width = images.shape
     size, (classes, stride) = views.size((height, width)), resolution(forward)
@@ -125,16 +136,34 @@ def predict(
     where = f"while {what} of {height}x{width} pixels {was} evaluated. {forward.memory_advice}"
     with memory_errors(where), torch.inference_mode():
         if views.is_single_pass(size) and values <= _MOST_SCORES:
-            predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))
+            parts = iter([forward(images, at=size, antialias=views.antialias, **views.options())])
+        elif views.is_single_pass(size) and views.upsampling == EXACT:
+            parts = _own_scores(forward, images, size, views)
         else:
-            if views.is_single_pass(size) and views.upsampling == EXACT:
-                parts = _own_scores(forward, images, size, views)
-            else:
-                parts = _scores(forward, images, size, views, windows)
-            predictions = torch.cat([kept(scores) for scores in parts], dim=2)
+            parts = _scores(forward, images, size, views, windows)
+        made, top = list[Tensor](), 0
+        for scores in parts:
+            made.append(kept(scores))
+            if on_probabilities is not None:
+                on_probabilities(*_at_own_size(mean_softmax(scores), top, size, (height, width)))
+            top += scores.shape[2]
+        del scores  # all of a single pass
+        predictions = made[0] if len(made) == 1 else torch.cat(made, dim=2)
         if size != (height, width):
             predictions = F.interpolate(predictions, (height, width), mode="nearest-exact")
         return predictions if probabilities else predictions[:, 0]
+
+
+def _at_own_size(scores: Tensor, top: int, size: tuple[int, int], own_size: tuple[int, int]) -> tuple[Tensor, slice]:
+    """Scores (N, classes, rows, W) of the rows from `top` on at `size`, resized as predictions are, and their rows."""
+    if size == own_size:
+        return scores, slice(top, top + scores.shape[2])
+    cells = [torch.arange(float(seen)).view(1, 1, -1) for seen in size]
+    nearest = (F.interpolate(each, to, mode="nearest-exact") for each, to in zip(cells, own_size, strict=True))
+    rows, columns = (each.flatten().long() for each in nearest)
+    first, last = (int((rows < row).sum()) for row in (top, top + scores.shape[2]))
+    rows, columns = (rows[first:last] - top).to(scores.device), columns.to(scores.device)
+    return scores.index_select(2, rows).index_select(3, columns), slice(first, last)
 
 
 def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:

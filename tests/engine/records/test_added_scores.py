@@ -84,6 +84,77 @@ def test_a_score_may_take_the_images_names():
     assert own.counts[0] == 2
 
 
+class Writes(Agreement):
+    def add(self, prediction, label):
+        prediction[label == 255] = 0
+
+
+class GoesRound(Agreement):
+    """It writes into what it was given by way of PyTorch."""
+
+    def add(self, prediction, label):
+        torch.from_numpy(prediction).fill_(7)
+        prediction.setflags(write=True)
+        prediction[:] = 7
+        super().add(prediction, label)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_score_cannot_change_what_others_and_the_evaluation_see():
+    pixels, own = torch.zeros(1, 2, 2, dtype=torch.uint8), Agreement()
+    with pytest.raises(ValueError, match="^scores=mine: ValueError: assignment destination is read-only$"):
+        AddedScores({"mine": Writes()}).add(pixels, pixels)
+    added = AddedScores({"round": GoesRound("round"), "mine": own})
+    added.add(pixels, pixels)
+    assert not pixels.any() and own.counts.tolist() == [1, 4, 4]
+
+
+def test_a_score_that_ends_the_process_is_named():
+    class Exits(Agreement):
+        def add(self, prediction, label):
+            raise SystemExit(0)
+
+    pixels = torch.zeros(1, 2, 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="^scores=mine: SystemExit: 0$"):
+        AddedScores({"mine": Exits()}).add(pixels, pixels)
+
+
+class Confidence:
+    """The sum of the probabilities of the labels, and the number of pixels, in a tensor on the device."""
+
+    reads = "probabilities"
+
+    def __init__(self):
+        self.counts = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, probabilities, label):
+        self.counts += torch.stack([probabilities.gather(0, label.long()[None]).sum(), torch.tensor(label.numel())])
+        probabilities.zero_()
+        label.zero_()
+
+    def scores(self):
+        return {"confidence": self.counts[0] / self.counts[1]}
+
+
+def test_a_score_may_read_the_probabilities_of_each_image():
+    probabilities, labels = torch.tensor([0.25, 0.75]).view(1, 2, 1, 1).expand(2, 2, 1, 3), torch.ones(2, 1, 3).byte()
+    added = AddedScores({"mine": Confidence(), "other": Agreement()})
+    added.add(labels, labels)
+    added.add_probabilities(probabilities, labels)
+    with pytest.raises(MemoryError), added.undone_after_errors():
+        added.add_probabilities(1 - probabilities, labels)
+        raise MemoryError
+    assert added.added_to(EVALUATED, OfTwo()).added == {"confidence": 0.75, "agreement": 1.0, "images_seen": 4}
+    assert labels.all() and (probabilities > 0).all()
+
+
+def test_what_a_score_reads_is_known():
+    own = Confidence()
+    own.reads = "logits"
+    with pytest.raises(ValueError, match="^scores=mine has reads='logits': expected 'probabilities', or leave it out$"):
+        AddedScores({"mine": own})
+
+
 def test_without_scores_nothing_is_read():
     evaluated = AddedScores({})
     evaluated.add(torch.zeros(1, device="meta"), torch.zeros(1, device="meta"))

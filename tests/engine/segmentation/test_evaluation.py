@@ -18,6 +18,7 @@ from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
 from engine.process.output_files import WrittenBehind
 from engine.process.stopping import StopRequest, UntilStopped
+from engine.records.added_scores import NOTHING_ADDED, AddedScores
 from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce
 from engine.segmentation.evaluation import evaluate_split
@@ -41,6 +42,7 @@ def evaluated(
     views: Views = WHOLE_IMAGE,
     device: str = "cpu",
     at_once: int = 1,
+    added: AddedScores = NOTHING_ADDED,
 ) -> Evaluated:
     """Evaluate the first `images` images as runs do."""
     world = World(device=torch.device(device))
@@ -54,6 +56,7 @@ def evaluated(
         progress=progress_bar(make_console()),
         on_prediction=on_prediction,
         at_once=AtOnce(at_once),
+        added=added,
     )
 
 
@@ -151,3 +154,46 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, at_once, device
     assert result.scores["miou"] == pytest.approx(expected.scores["miou"], abs=0.02)  # a few pixels may round otherwise
     rows = [torch.tensor(each.details["confusion_matrix"]).sum(dim=1) for each in (result, expected)]
     assert torch.equal(*rows)
+
+
+class Calibration:
+    """The expected calibration error in ten bins (Guo et al., 2017), counted on the device."""
+
+    reads = "probabilities"
+
+    def __init__(self):
+        self.counts = torch.zeros(3, 10, dtype=torch.float64)  # of each bin: pixels, right ones, summed confidences
+
+    def add(self, probabilities, label):
+        confidence, prediction = (each[label != 255] for each in probabilities.max(dim=0))
+        right = prediction == label[label != 255]
+        bins = (confidence * 10).long().clamp(max=9)
+        for row, values in zip(self.counts, (torch.ones_like(confidence), right, confidence), strict=True):
+            row.index_add_(0, bins, values.double())
+
+    def scores(self):
+        pixels, right, confidence = self.counts
+        return {"ece": abs(right - confidence).sum() / pixels.sum(), "pixels": pixels.sum()}
+
+
+@pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
+def test_a_score_of_probabilities_sees_each_image_once_though_memory_runs_out(streets, views, monkeypatch):
+    forward = forward_for(streets)
+    usual = evaluated(streets, forward, 4, lambda *_: None, views)
+    expected = evaluated(streets, forward, 4, lambda *_: None, views, added=AddedScores({"ece": Calibration()}))
+    assert {**expected.scores, **usual.scores} == expected.scores and 0 < expected.scores["ece"] < 1
+    assert expected.scores["pixels"] == torch.tensor(usual.details["confusion_matrix"]).sum()
+
+    add, tries = AddedScores.add_probabilities, []
+
+    def no_memory(self: AddedScores, probabilities: Tensor, *others: object) -> None:
+        add(self, probabilities, *others)
+        if len(tries) < 2 and len(probabilities) > 1:
+            tries.append(probabilities)
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(AddedScores, "add_probabilities", no_memory)
+    added = AddedScores({"ece": Calibration()})
+    again = evaluated(streets, forward, 4, lambda *_: None, views, at_once=8, added=added)
+    assert tries and again.scores["pixels"] == expected.scores["pixels"]
+    assert again.scores["ece"] == pytest.approx(expected.scores["ece"])

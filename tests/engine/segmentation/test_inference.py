@@ -268,3 +268,21 @@ def test_memory_is_of_a_window_and_not_of_the_image(views, factor, monkeypatch):
         for window in (64, None)
     )
     assert own < 0.3 * whole
+
+
+@pytest.mark.parametrize("base_size", [None, 17, 61])
+@pytest.mark.parametrize("views", [{}, {"window": 16}, {"flip": True, "scales": (1.0, 0.7)}])
+def test_probabilities_are_passed_on_in_rows_as_they_are_returned(views, base_size, monkeypatch):
+    """Every pixel of the image once, also where predictions are resized; the predictions stay."""
+    network, images, parts = small_network(), pictures(30, 43, count=2), []
+    expected = predicted(network, images, base_size, **views)
+    forward = forward_of(network, channels_last=False)
+    seen = Views(base_size=base_size, **views)
+    monkeypatch.setattr(inference, "_MOST_SCORES", 100)
+    monkeypatch.setattr(inference, "_SCORES_AT_ONCE", 1000)
+    whole = predict(forward, images, seen, probabilities=True)
+    found = predict(forward, images, seen, on_probabilities=lambda *part: parts.append(part))
+    assert torch.equal(found, expected)
+    rows = [row for _, part in parts for row in range(part.start, part.stop)]
+    assert len(parts) > 2 and rows == [*range(30)]
+    assert torch.equal(torch.cat([part for part, _ in parts], dim=2), whole)
