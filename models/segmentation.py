@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from keepless.torch_internals import assert_on_device
 from models.bodies.body import Feature
 from models.initialisation import initialise
 
@@ -39,7 +40,8 @@ class SegmentationNetwork(nn.Module):
         body: (N, C, H, W) -> features, e.g. from `models.bodies` with classes=0. `output_stride`: H over their height.
         head: the body's features -> features with `head.out_channels` channels. If it has `reads`, strides or places
             from the end (see `features_read`), it gets a list of these features, and its result has the cells of the
-            first. `head.output_stride`, if it has one: pixels that a cell of its result covers instead. A module
+            first. `head.output_stride`, if it has one: pixels that a cell of its result covers instead. A method
+            `head.decide`, if it has one, chooses the classes of pixels, see `decide`. A module
             `head.auxiliary`, with `reads` and the `loss_weight` of its loss, makes logits of its own in training.
         classes: number of classes, not counting the ignored label.
 
@@ -103,6 +105,29 @@ class SegmentationNetwork(nn.Module):
         heads = filter(None, (self.head, getattr(self.head, "auxiliary", None)))
         (last,) = features_read(self.body, (-1,), "")
         return "" if any(last in self._read_by(head) for head in heads) else last.name
+
+    def decide(self, scores: Tensor) -> Tensor:
+        """The classes of pixels, (N, H, W), by their logits (N, classes, H, W): the largest, or as the head says.
+
+        Of several views of an image, the logits are the logarithms of the mean probabilities. ValueError: the head's
+        result is no class of each pixel. (On CUDA, an id that is none fails an assertion.)
+        """
+        own: Any = getattr(self.head, "decide", None)
+        if own is None:
+            return scores.argmax(dim=1)
+        ids = own(scores)
+        if torch.compiler.is_compiling():  # a program for all sizes
+            return ids
+        shape, whose = (len(scores), *scores.shape[2:]), f"{type(self.head).__name__}.decide returned"
+        if not isinstance(ids, Tensor) or ids.shape != shape or ids.is_floating_point() or ids.is_complex():
+            found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"{whose} {found}: expected whole numbers {shape}, the class of each pixel")
+        known, about = ((ids >= 0) & (ids < self.classes)).all(), f"ids other than 0 to {self.classes - 1}"
+        if ids.is_cuda:
+            assert_on_device(known, f"{whose} {about}")
+        elif not known:
+            raise ValueError(f"{whose} {about}")
+        return ids
 
     def _read_by(self, module: nn.Module) -> list[Feature]:
         return features_read(self.body, getattr(module, "reads", (-1,)), type(module).__name__)

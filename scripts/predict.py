@@ -135,7 +135,7 @@ def segmented(
     ids, contents = found(), {}
     if options.probabilities:  # (K, H, W)
         contents["probabilities"] = npy(ids.astype(np.float16))
-        ids = ids.argmax(axis=0).astype(np.uint8)
+        ids = network.decided(ids)
     colours = network.palette[ids]
     contents |= {"ids": png(network.label_ids[ids]), "colour": png(colours), "overlays": png(overlay(image, colours))}
     return np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids, contents

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
 from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
-from engine.assemble.contracts import builder, imported
+from engine.assemble.contracts import asked, builder, imported
 from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.network import body, norm_act
@@ -125,7 +125,8 @@ def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.
         reads, channels = getattr(imported("head", type(config.head)), "reads", None), [features.out_channels]
         if reads is not None:
             channels = [each.channels for each in features_read(features, reads, f"head={config.head.name}")]
-        head = builder("head", config.head)(channels[0] if reads is None else channels, norm_act=norm)
+        more = {"classes": classes} if "classes" in asked("head", config.head) else {}
+        head = builder("head", config.head)(channels[0] if reads is None else channels, norm_act=norm, **more)
         network = SegmentationNetwork(features, head, classes)
         if auxiliary and config.head.auxiliary_weight:
             _add_auxiliary(network, config.head, norm)

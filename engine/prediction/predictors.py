@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,11 +103,20 @@ class Segmenter(Predictor):
         return self.started(image)()
 
     def probabilities(self, image: Picture) -> np.ndarray:
-        """The probability of every class at every pixel, float32 (classes, H, W); their argmax is the prediction.
+        """The probability of every class at every pixel, float32 (classes, H, W). See `decided`.
 
         Errors: see `pixels_of`; MemoryError; FloatingPointError if a pixel has no finite score.
         """
         return self.started(image, probabilities=True)()
+
+    def decided(self, probabilities: np.ndarray) -> np.ndarray:
+        """The prediction, uint8 (H, W), by its probabilities: the likeliest classes, unless the head decides."""
+        network: Any = self.network
+        if not hasattr(getattr(network, "head", None), "decide"):
+            return probabilities.argmax(axis=0).astype(np.uint8)
+        with torch.inference_mode():
+            scores = torch.from_numpy(probabilities)[None].to(self.mean.device)
+            return network.decide(scores.log())[0].byte().cpu().numpy()
 
     def started(self, image: Picture, probabilities: bool = False) -> Callable[[], np.ndarray]:
         """Start `predict` or `probabilities`; the function that is returned waits for the result, in any thread."""

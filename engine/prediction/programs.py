@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from engine.prediction.predictors import Predictor
 from keepless.torch_internals import ASSERT_SCALAR, NormBase
-from models.segmentation import rounded_up
+from models.segmentation import SegmentationNetwork, rounded_up
 
 _EXAMPLE = 2, 72, 88  # N, H, W
 _OTHERS = (1, 97, 131), (3, 64, 40)  # odd and even
@@ -52,7 +52,12 @@ class FromLevels(nn.Module):
         inputs = (images - self.mean) / self.std
         logits = self.network(inputs if inputs.dtype == self.dtype else inputs.to(self.dtype))
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
-        return logits.argmax(dim=1) if self.argmax else logits
+        return decided(self.network, logits) if self.argmax else logits
+
+
+def decided(network: nn.Module, logits: Tensor) -> Tensor:
+    """The classes of pixels or images, int64 (N, …)."""
+    return network.decide(logits).long() if isinstance(network, SegmentationNetwork) else logits.argmax(dim=1)
 
 
 @contextmanager
@@ -141,7 +146,7 @@ def largest_difference(
         if found.is_floating_point():
             difference = (found - logits).abs().max() / logits.abs().max()
         else:
-            difference = (found != logits.argmax(dim=1)).double().mean()
+            difference = (found != decided(predictor.network, logits)).double().mean()
         worst = max(worst, difference.item())
     return worst
 
