@@ -6,12 +6,13 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
@@ -36,6 +37,7 @@ class MetricsLogger:
         patience: evaluations in a row without a better score, after which the run ends; None: it does not.
         waits: a warning for when steps wait for data, from the share of their time.
         config_text: config.yaml, shown in TensorBoard.
+        tell: passes on what TensorBoard gets, see `Run.tell`.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class MetricsLogger:
         patience: int | None = None,
         waits: Callable[[float], str] | None = None,
         config_text: str = "",
+        tell: Callable[..., None] = lambda *_: None,
     ):
         self.run_dir = run_dir
         self.score = score
         self.waits = waits  # None after it was logged
+        self.tell = tell
         self.scores: dict[int, float] = dict(known)  # by step, of all evaluations, including those before resuming
         self.patience, self.why_ended = patience, ""  # why: before the last step
         if run_dir is not None:
@@ -205,9 +209,8 @@ class MetricsLogger:
         values = {name: value for name, value in values.items() if value is not None}
         record = {"kind": "train", "step": step, "epoch": round(epoch, 4), **values, "data_wait_s": data_waits_s}
         self._record(record)
-        for name, value in {**values, "data_wait_s": max(data_waits_s)}.items():
-            self.tensorboard.add_scalar(f"train/{name}", value, step)
-        self.tensorboard.flush()
+        shown = {f"train/{name}": value for name, value in {**values, "data_wait_s": max(data_waits_s)}.items()}
+        self._show(step, shown, {})
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
         logger.log(self._level, f"step {step:,} of {self.total_steps:,}  {status}{left}")
@@ -218,11 +221,7 @@ class MetricsLogger:
         if self.run_dir is None:
             return
         self._record({"kind": "val", "step": step, "epoch": round(epoch, 4), **evaluated.scores})
-        for name, value in evaluated.curves.items():
-            self.tensorboard.add_scalar(name, value, step)
-        for name, pixels in evaluated.pictures.items():
-            self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")
-        self.tensorboard.flush()
+        self._show(step, evaluated.curves, evaluated.pictures)
         logger.info(f"step {step:,} of {self.total_steps:,}  val {evaluated.summary}{self._time_left()}")
 
     def summary(
@@ -252,6 +251,17 @@ class MetricsLogger:
             "curves": shlex.join(["tensorboard", "--logdir", str(run_dir / "tensorboard")]),
         }
         return "\n".join(f"{name:<9} {line}" for name, line in lines.items())
+
+    def _show(self, step: int, values: Mapping[str, Any], pictures: Mapping[str, np.ndarray]) -> None:
+        """Give scalars and pictures to TensorBoard, and to the run's own loggers."""
+        for name, value in values.items():
+            self.tensorboard.add_scalar(name, value, step)
+        for name, pixels in pictures.items():
+            self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")
+        self.tensorboard.flush()
+        self.tell("scalars", step, values)
+        for name, pixels in pictures.items():
+            self.tell("picture", step, printable(name), pixels)
 
     def _record(self, record: dict) -> None:
         with open(self.metrics_file, "a", encoding="utf-8") as file:

@@ -113,6 +113,7 @@ class Run(Generic[Config, Split]):
             patience=self.schedule.patience,
             waits=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
+            tell=self.tell,
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
         if had_ended and self.start_step < self.schedule.total_steps:
@@ -149,12 +150,16 @@ class Run(Generic[Config, Split]):
         """Context whose code, which is not ours, changes none of the numbers that training draws."""
         return torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else [])
 
-    def ended(self, status: str) -> None:
-        """Tell the run's own loggers how it ended: finished, stopped or failed. Their errors change nothing."""
+    def tell(self, what: str, *given: Any) -> None:
+        """Call a method of the run's own loggers, of those that have it. Their errors change nothing.
+
+        It is scalars(step, {name: number}), picture(step, name, uint8 (H, W, 3)), or end with a status: finished,
+        stopped or failed.
+        """
         for name, own in self.loggers.items():
             try:
-                with at_most(SECONDS_TO_END):
-                    own.end(status)
+                with at_most(SECONDS_TO_END), self._same_random_numbers():
+                    getattr(own, what, _ignore)(*copy.deepcopy(given))
             except (Exception, SystemExit) as error:  # anything, from a service that is not ours
                 logger.warning(f"logger={name}: {type(error).__name__}: {error}")
 
@@ -344,9 +349,13 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             try:
                 yield run
             except BaseException as error:
-                run.ended("stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
+                run.tell("end", "stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
                 raise
-            run.ended("finished")
+            run.tell("end", "finished")
+
+
+def _ignore(*given: Any) -> None:
+    """What a logger does with something that it has no method for."""
 
 
 def _agree(

@@ -81,7 +81,7 @@ def test_what_a_logger_does_at_the_end_changes_nothing(problem, monkeypatch):
     told, said = [], []
     monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=said.append))
     run = MagicMock(loggers={"bad": MagicMock(end=MagicMock(side_effect=problem)), "good": MagicMock(end=told.append)})
-    Run.ended(run, "finished")
+    Run.tell(run, "end", "finished")
     assert told == ["finished"] and said == [f"logger=bad: {type(problem).__name__}: {problem}"]
 
 
@@ -90,7 +90,7 @@ def test_a_logger_that_never_ends_is_given_up_and_named(monkeypatch):
     monkeypatch.setattr("engine.training.run.SECONDS_TO_END", 0.01)
     monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=said.append))
     endless = SimpleNamespace(end=lambda status: threading.Event().wait())
-    Run.ended(MagicMock(loggers={"stuck": endless, "good": MagicMock(end=told.append)}), "finished")
+    Run.tell(MagicMock(loggers={"stuck": endless, "good": MagicMock(end=told.append)}), "end", "finished")
     assert told == ["finished"] and said == ["logger=stuck: TimeoutError: did not return within 0.01 s"]
 
 
