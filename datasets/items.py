@@ -47,6 +47,13 @@ class _Items(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __getitems__(self, keys: Sequence[Any]) -> Any:
+        """The items of a minibatch, which a DataLoader asks for at once."""
+        items = [self[key] for key in keys]
+        if (augmentations := getattr(self, "augmentations", None)) is not None:
+            augmentations.check_order()
+        return items
+
 
 @dataclass(eq=False)
 class TrainingCrops(_Items):
@@ -76,13 +83,18 @@ class TrainingCrops(_Items):
                 f"{draw.pixel}: it changed since. Restore it, or remove {self.index_folder} and start again"
             ) from None
         if self.augmentations is not None:
-            image, changed = self.augmentations(image, label, _seeds(draw), len(self.dataset.classes))
+            classes = len(self.dataset.classes)
+            image, changed = self.augmentations(image, label, _seeds(draw), classes, self._further)
             label = np.ascontiguousarray(changed)
         return {
             "image": _channels_first(image),
             "label": torch.from_numpy(label),
             "name": self.dataset.files[draw.image].name,
         }
+
+    def _further(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """A crop of any image, to be mixed into another."""
+        return self.transform(*self.dataset.undecoded(int(rng.integers(len(self)))), rng)
 
     def geometry(
         self, key: tuple[int, int] | Draw, size: tuple[int, int]
@@ -180,6 +192,7 @@ class ImagesInMemory(_Items):
                 crops = zip(images.transpose(0, 2, 3, 1), keys, strict=True)
                 changed = [self.augmentations(crop, None, _seeds(Draw(*key)))[0] for crop, key in crops]
                 images = np.ascontiguousarray(np.stack(changed).transpose(0, 3, 1, 2))
+                self.augmentations.check_order()
         names = [self.dataset.image_name(number) for number in numbers.tolist()]
         return {
             "image": torch.from_numpy(images),

@@ -52,6 +52,12 @@ class Workers(ForkContext):
     class Process(ForkProcess):
         _Popen = _Killed  # when Python exits, it calls `terminate` of this object, not of the process
 
+        def run(self) -> None:
+            try:
+                super().run()
+            except SystemExit as error:  # with status 0 nobody would notice until the time limit
+                raise RuntimeError(f"sys.exit({error.code!r}) ended a process that reads data") from error
+
 
 def worker_init(worker_id: int) -> None:
     """`worker_init_fn` of a DataLoader: ignores signals, limits OpenCV's threads, lets Pillow reuse memory."""

@@ -5,19 +5,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from datasets.samplers import ShuffledMinibatches
+from engine import assemble
+from engine.assemble import network_of
 from engine.assemble.contracts import batch_problem, check_choices
 from engine.checkpoint import files as checkpoint
+from engine.prediction import open_network
 from engine.process.distributed import World
+from engine.schema import evaluation
+from engine.schema.additions import Augmentation, Logger
+from engine.schema.data import Sampler
 from engine.schema.keys import choice
+from engine.schema.network import Head
 from engine.schema.segmentation import Loss
+from engine.segmentation import inference
 from engine.segmentation.cross_entropy import Batch, CrossEntropy
 from engine.training import build, capture
 from engine.training.planner import step_memory
+from eval import evaluate
+from scripts.export import export
+from scripts.predict import predict
 from tests.choices import forgotten
+from tests.engine.learners import forward_of
 from tests.runs import SHORT, checked, run_config, same
 from train_seg import train
 
@@ -115,4 +131,219 @@ def test_the_memory_of_a_loss_that_asks_for_batches_is_planned():
     assert peaks[0] == peaks[1]
 
 
-OWN = (("loss", WatchingLoss), ("loss", MadeLoss))
+class Even(nn.Module):
+    """A head whose classes with odd ids never win."""
+
+    def __init__(self, in_channels, norm_act, classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(in_channels, classes, 1), norm_act(classes))
+        self.register_buffer("odd", torch.arange(classes).remainder(2).bool()[:, None, None], persistent=False)
+        self.out_channels = classes
+
+    def forward(self, features):
+        return self.layers(features)
+
+    def decide(self, scores):
+        return scores.masked_fill(self.odd, -torch.inf).argmax(dim=1)
+
+
+@dataclass
+class EvenHead(Head):
+    name: str = "even"
+    builds: ClassVar[type] = Even
+
+
+@pytest.fixture
+def even(tmp_path) -> Path:
+    """A trained network with this head."""
+    train_short(tmp_path / "run", "head=even", "trainer.steps=2")
+    return tmp_path / "run"
+
+
+def test_what_a_head_decides_is_evaluated_predicted_and_exported(even, tmp_path):
+    network = open_network(even)
+    image = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    assert network.network.head.out_channels == 19
+    with torch.inference_mode():
+        logits = network(torch.from_numpy(image).permute(2, 0, 1)[None])
+        expected = network.network.head.decide(logits)[0].numpy()
+    assert (expected != logits.argmax(dim=1)[0].numpy()).any() and not (expected % 2).any()
+    assert np.array_equal(network.predict(image), expected)
+    assert np.array_equal(network.decided(network.probabilities(image)), expected)
+    tta = evaluation.TestTimeAugmentation(scales=[1.0, 0.7], flip=True)
+    with_views = open_network(even, evaluation.Prediction(device="cpu", tta=tta))
+    assert not (with_views.predict(image) % 2).any()
+
+    export(checked("export", f"checkpoint={even}", f"output={tmp_path / 'n.pt2'}", "argmax=true"))
+    program = torch.export.load(tmp_path / "n.pt2").module()
+    assert np.array_equal(program(torch.from_numpy(image).permute(2, 0, 1)[None].float())[0].numpy(), expected)
+
+    results = evaluate(
+        checked("eval", f"checkpoint={even}", "device=cpu", "workers=0", f"results={tmp_path / 'r.json'}")
+    )
+    predicted = np.array(results["confusion_matrix"]).sum(axis=0)
+    assert predicted.sum() and not predicted[1::2].any()
+
+    (tmp_path / "images").mkdir()
+    Image.fromarray(image).save(tmp_path / "images" / "a.png")
+    for words in ((), ("probabilities=true",)):
+        out = tmp_path / f"out{len(words)}"
+        predict(
+            checked(
+                "predict", f"checkpoint={even}", f"input={tmp_path / 'images'}", f"output={out}", "device=cpu", *words
+            )
+        )
+        ids = np.array(Image.open(out / "ids" / "a.png"))
+        assert np.array_equal(ids, network.label_ids[expected])
+
+
+@pytest.mark.parametrize(
+    "result, problem",
+    [
+        (lambda scores: scores[:, 0], r"Even.decide returned torch.float32 \(1, 64, 96\): expected whole numbers"),
+        (lambda scores: scores.argmax(dim=1)[0], r"Even.decide returned torch.int64 \(64, 96\): expected whole"),
+        (lambda scores: scores.argmax(dim=1) + 255, "Even.decide returned ids other than 0 to 18"),
+        (lambda scores: None, "Even.decide returned NoneType: expected whole numbers"),
+    ],
+)
+def test_what_a_head_decides_is_a_class_of_each_pixel(result, problem, monkeypatch):
+    network = network_of(run_config(*SHORT, "head=even"), 19).eval()
+    monkeypatch.setattr(Even, "decide", lambda _, scores: result(scores))
+    with pytest.raises(ValueError, match=problem):
+        inference.predict(forward_of(network), torch.zeros(1, 3, 64, 96, dtype=torch.uint8))
+
+
+class Table:
+    """A logger that keeps what TensorBoard gets; it draws a random number and spoils what it gets each time."""
+
+    told: ClassVar[list[tuple]] = []
+
+    def __init__(self, folder, config):
+        self.told.clear()
+
+    def scalars(self, step, values):
+        torch.rand(1)
+        self.told.append((step, dict(values)))
+        values.clear()
+
+    def picture(self, step, name, image):
+        self.told.append((step, name, image.copy()))
+        image[:] = 0
+
+    def end(self, status):
+        self.told.append((status,))
+
+
+@dataclass
+class TableLogger(Logger):
+    name: str = "table"
+    builds: ClassVar[type] = Table
+
+
+class Down(Table):
+    """A service that is down in the middle of the run."""
+
+    def scalars(self, step, values):
+        raise ConnectionError("no route to host")
+
+
+@dataclass
+class DownLogger(Logger):
+    name: str = "down"
+    builds: ClassVar[type] = Down
+
+
+def test_a_logger_gets_scalars_and_pictures_and_changes_nothing(tmp_path):
+    words = ("trainer.steps=4", "trainer.log_every_steps=2", "trainer.evaluate_every_steps=2", "trainer.pictures=1")
+    usual = train(checked("train_seg", f"run_dir={tmp_path / 'usual'}", *SHORT, *words))
+    own = train(checked("train_seg", f"run_dir={tmp_path / 'own'}", *SHORT, *words, "logger=table"))
+    assert own["miou"] == usual["miou"] and same(weights_of(tmp_path / "own"), weights_of(tmp_path / "usual"))
+    *told, (status,) = Table.told
+    steps = [each[0] for each in told]
+    events = EventAccumulator(str(tmp_path / "own" / "tensorboard")).Reload()
+    assert status == "finished" and steps == [2, 2, 2, 4, 4, 4]
+    given = {(step, name): value for step, values, *image in told if not image for name, value in values.items()}
+    shown = {(one.step, tag): one.value for tag in events.Tags()["scalars"] for one in events.Scalars(tag)}
+    assert given == pytest.approx(shown) and {"train/loss", "val/miou"} <= {name for _, name in given}
+    pictures = [(name, image) for _, name, *image in told if image]
+    assert [name for name, _ in pictures] == events.Tags()["images"] * 2
+    assert all(image.any() and image.dtype == np.uint8 and image.shape[2] == 3 for _, (image,) in pictures)
+
+
+def test_a_logger_that_fails_in_the_middle_is_named_and_the_run_goes_on(tmp_path):
+    train_short(tmp_path / "run", "trainer.steps=2", "trainer.log_every_steps=1", "logger=down")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("logger=down: ConnectionError: no route to host") == 3 and Down.told == [("finished",)]
+
+
+class Named(ShuffledMinibatches):
+    """Draws the images whose names come first in the alphabet."""
+
+    def __init__(self, images, names, **order):
+        super().__init__(images, **order)
+        assert len(names) == images
+        self.first = sorted(range(images), key=names.__getitem__)[: self.crops_per_minibatch]
+        self.expected = [names[number] for number in self.first]
+
+    def keys(self, epoch):
+        return [(epoch, number) for number in self.first]
+
+
+@dataclass
+class NamedSampler(Sampler):
+    name: str = "named"
+    builds: ClassVar[type] = Named
+
+
+def test_a_sampler_knows_the_names_of_the_images():
+    config = run_config(*SHORT, "sampler=named")
+    train_set, _ = assemble.labelled_splits(config.data)
+    [minibatch] = assemble.training_loader(config, train_set, 1, World())
+    assert minibatch["name"] == sorted(entry.name for entry in train_set.files)[:2]
+
+
+class Mosaic:
+    """Four crops in one, each at half its size."""
+
+    mixes = 3
+
+    def __call__(self, image, label, rng, others):
+        rows, columns = (side // 2 for side in label.shape)
+        for place, (other, its_label) in enumerate([(image.copy(), label.copy()), *others]):
+            there = np.s_[place // 2 * rows :, place % 2 * columns :]
+            image[there][:rows, :columns], label[there][:rows, :columns] = other[::2, ::2], its_label[::2, ::2]
+        return image, label
+
+
+@dataclass
+class MosaicAugmentation(Augmentation):
+    name: str = "mosaic"
+    builds: ClassVar[type] = Mosaic
+
+
+def test_mixed_crops_are_the_same_when_a_run_is_resumed_and_with_any_number_of_workers():
+    config = run_config(*SHORT, "augmentations=[mosaic]")
+    train_set, _ = assemble.labelled_splits(config.data)
+    loaders = (assemble.training_loader(config, train_set, 4, World(), start) for start in (0, 2))
+    whole, resumed = map(list, loaders)
+    config.data.workers = 2
+    [*_, last] = assemble.training_loader(config, train_set, 4, World(), 1)
+    for own, expected in ((resumed[0], whole[2]), (resumed[1], whole[3]), (last, whole[3])):
+        assert torch.equal(own["image"], expected["image"]) and torch.equal(own["label"], expected["label"])
+    plain = next(iter(assemble.training_loader(run_config(*SHORT), train_set, 4, World())))
+    assert plain["name"] == whole[0]["name"]
+    assert torch.equal(whole[0]["image"][..., :32, :32], plain["image"][..., ::2, ::2])
+
+
+@pytest.mark.parametrize("mixes, entry", [(3, "train_imagenet"), *((each, "train_seg") for each in (-1, 65, "2"))])
+def test_crops_that_cannot_be_mixed_are_refused_by_name(mixes, entry, monkeypatch):
+    monkeypatch.setattr(Mosaic, "mixes", mixes)
+    with pytest.raises(ValueError, match=f"^augmentations=mosaic has mixes={mixes!r}: expected a whole number"):
+        assemble.data.augmentations(checked(entry, "augmentations=[mosaic]"))
+
+
+OWN = (
+    ("augmentations", MosaicAugmentation),
+    *(("loss", WatchingLoss), ("loss", MadeLoss), ("head", EvenHead), ("logger", TableLogger), ("logger", DownLogger)),
+    *(("sampler", NamedSampler),),
+)

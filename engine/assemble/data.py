@@ -21,12 +21,12 @@ from datasets import (
     colour_jitter,
     index_classes,
 )
-from datasets.augmentations import Augmentations
+from datasets.augmentations import MOST_MIXES, Augmentations
 from datasets.folder import CLASSES
 from datasets.row import Row
 from datasets.segmentation import joined
 from datasets.workers import Loader
-from engine.assemble.contracts import builder, imported, own_keys
+from engine.assemble.contracts import asked, builder, imported, own_keys
 from engine.process.console import logger
 from engine.process.distributed import World, cores_per_rank
 from engine.schema.data import Data, SegmentationData
@@ -140,6 +140,8 @@ def training_loader(
     ValueError: the minibatch size does not fit the images or the world size.
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
+    if "names" in asked("sampler", sampler):
+        order["names"] = [entry.name for entry in dataset.files]
     minibatches = builder("sampler", sampler)(index if sampler.needs_class_index else len(dataset), **order)
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
     return loader(crops, data, world, batch_sampler=minibatches)
@@ -183,6 +185,13 @@ def order_of(config: TrainingRun, total_steps: int, world: World, start_step: in
 def augmentations(config: TrainingRun) -> Augmentations | None:
     """The run's own augmentations; None if it has none."""
     made = {name: builder("augmentations", own)() for name, own in config.augmentations.items()}
+    most = MOST_MIXES if isinstance(config.data, SegmentationData) else 0
+    for name, own in made.items():
+        if type(mixes := getattr(own, "mixes", 0)) is not int or not 0 <= mixes <= most:
+            raise ValueError(
+                f"augmentations={name} has mixes={mixes!r}: expected a whole number of further crops up to "
+                f"{MOST_MIXES}, and 0 in classification, which has none"
+            )
     return Augmentations(made, config.seed) if made else None
 
 

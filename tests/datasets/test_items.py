@@ -18,7 +18,7 @@ from datasets.items import (
     collated,
 )
 from datasets.samplers import ShuffledMinibatches
-from datasets.workers import Loader
+from datasets.workers import Loader, reading_errors
 from tests import trees
 from tests.datasets import classification_trees
 
@@ -248,3 +248,87 @@ def test_an_augmentation_that_makes_an_id_of_no_class_is_named(camvid_folders, a
         crops_of(dataset, augmentations=Augmentations({"mine": augment}, 0))[0, 1]
     ignored = Augmentations({"mine": lambda image, label, rng: (image, np.full_like(label, 255))}, 0)
     assert (crops_of(dataset, augmentations=ignored)[0, 1]["label"] == 255).all()
+
+
+class MixesWithTheLast:
+    """CutMix with the crop that was seen before: it keeps state."""
+
+    last = None
+
+    def __call__(self, image, label, rng):
+        before, self.last = self.last or (image, label), (image.copy(), None if label is None else label.copy())
+        half = image.shape[1] // 2
+        image[:, :half] = before[0][:, :half]
+        if label is not None:
+            label[:, :half] = before[1][:, :half]
+        return image, label
+
+
+class DrawsElsewhere:
+    def __call__(self, image, label, rng):
+        return (image * np.random.uniform(0, 0.5)).astype(np.uint8), label
+
+
+@pytest.mark.parametrize("workers, crops", [(0, 3), (2, 3), (0, 1)])
+@pytest.mark.parametrize("augment", [MixesWithTheLast, DrawsElsewhere])
+def test_an_augmentation_that_keeps_state_is_refused_by_name(dataset, augment, workers, crops):
+    """It would resume to other weights. A minibatch of one crop is compared with the next."""
+    own = Augmentations({"swapped": swapped, "mine": augment(), "darker": darker}, 0)
+    sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=crops, seed=0, steps=4)
+    loader = Loader(crops_of(dataset, augmentations=own), workers, batch_sampler=sampler, collate_fn=collated)
+    with pytest.raises(ValueError, match="augmentations=mine made another crop of the same image .*: `mixes`"):
+        list(loader)
+
+
+def test_the_check_of_augmentations_changes_no_crop(dataset):
+    own = {"swapped": swapped, "darker": darker}
+    for workers in (0, 2):
+        crops = crops_of(dataset, augmentations=Augmentations(own, 0))
+        sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=3)
+        expected = [[crops_of(dataset, augmentations=Augmentations(own, 0))[key] for key in keys] for keys in sampler]
+        found = list(Loader(crops, workers, batch_sampler=sampler, collate_fn=collated))
+        for minibatch, items in zip(found, expected, strict=True):
+            assert torch.equal(minibatch["image"], torch.stack([item["image"] for item in items]))
+
+
+class CutMix:
+    """Yun et al. (2019): a box of another crop."""
+
+    mixes = 2
+
+    def __call__(self, image, label, rng, others):
+        (other, other_label), (second, _) = others
+        assert other.shape == image.shape and other_label.shape == label.shape and (other != second).any()
+        top, left = rng.integers(0, 8, 2)
+        image[top : top + 8, left : left + 8] = other[top : top + 8, left : left + 8]
+        label[top : top + 8, left : left + 8] = other_label[top : top + 8, left : left + 8]
+        return image, label
+
+
+def test_further_crops_to_mix_depend_on_seed_epoch_and_image(camvid_folders):
+    dataset = camvid(camvid_folders, "train")
+    plain, mixed = crops_of(dataset), [crops_of(dataset, augmentations=Augmentations({"mix": CutMix()}, 0))] * 2
+    minibatch = [(0, number) for number in range(len(dataset))]
+    first, again = (crops.__getitems__(keys) for crops, keys in zip(mixed, (minibatch, minibatch[::-1]), strict=True))
+    assert all(map(same, first, again[::-1]))
+    usual = plain.__getitems__(minibatch)
+    assert not any(map(same, first, usual))
+    for ours, theirs in zip(first, usual, strict=True):
+        changed = (ours["image"] != theirs["image"]).any(dim=0)
+        assert changed.sum() <= 64 and torch.equal(ours["image"][:, ~changed], theirs["image"][:, ~changed])
+    one = crops_of(dataset, augmentations=Augmentations({"darker": darker}, 0))[0, 1]
+    both = crops_of(dataset, augmentations=Augmentations({"mix": CutMix(), "darker": darker}, 0))[0, 1]
+    other = crops_of(dataset, augmentations=Augmentations({"mix": CutMix(), "darker": darker}, 0))[1, 1]
+    assert not same(one, both) and not same(both, other)
+
+
+def exiting(image, label, rng):
+    raise SystemExit(0)
+
+
+def test_an_augmentation_that_ends_its_process_is_named_at_once(dataset):
+    """The run waited for data.timeout_seconds, and blamed the disk."""
+    own = crops_of(dataset, augmentations=Augmentations({"mine": exiting}, 0))
+    sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=3)
+    with pytest.raises(ValueError, match="augmentations=mine: SystemExit: 0"), reading_errors(600):
+        list(Loader(own, 2, batch_sampler=sampler, collate_fn=collated))
