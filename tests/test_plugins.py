@@ -172,7 +172,10 @@ def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
     config = run_config("plugins=[mine,boundaries]", "experiment=mine")
     assert config.loss.gamma == 1 and [*config.scores] == ["boundary_f1"] and config.scores["boundary_f1"].radius == 2
     assert cfg.from_plain(cfg.plain(config), SegmentationRun) == config
-    with pytest.raises(ValueError, match="^loss=focall: there is no such loss; the nearest is focal$"):
+    with pytest.raises(
+        ValueError,
+        match="^loss=focall: there is no such loss; the nearest is focal; a plugin adds it: docs/extending.md$",
+    ):
         run_config("plugins=[mine,boundaries]", "loss=focall")
     with pytest.raises(ValueError, match="loss.gamma=-1.0: expected a number, 0 or more"):
         run_config("plugins=[mine,boundaries]", "loss=focal", "loss.gamma=-1")

@@ -12,9 +12,10 @@ from engine.configuration import words as words_of_others
 from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments, unquoted
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.texts import fits
+from engine.configuration.words import PLUGIN
 from engine.process.plugins import LOADED
 from engine.schema.commands import RUNS
-from engine.schema.keys import Declared, Keys, declared_in, expected, groups_of
+from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
 
 OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
 QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
@@ -118,7 +119,11 @@ class Messages:
             return words_of_others.meant(value, "", self.keys)
         if meant and LOADED and name in self.groups and meant[0] is None:
             return None  # a plugin may have what is meant: `no_such` lists its choices, too
-        return None if meant and name in map(_last, same) and meant[1].startswith(NONE) else meant
+        if meant is None or name not in map(_last, same):
+            return meant
+        of_choices = any(key.partition(".")[0] in self.groups for key in same)  # which must not know words.yaml
+        gives = {_last(key) for key in words_of_others.keys_of(meant[0] or "")}
+        return None if meant[1].startswith(NONE) or of_choices and name not in gives else meant
 
     def _mended(self, give: str | None, say: str) -> tuple[list[str], str]:
         """Advice from other programs' words, with the values that our keys can take."""
@@ -167,7 +172,8 @@ class Messages:
         of = [task for task, run in RUNS.items() if choice in choices(group, run)]
         if of and self.schema in RUNS.values():
             return f"it is for {of[0]}: train_seg.py trains segmentation, train_imagenet.py classification"
-        return no_such(group, choice, known)
+        said = no_such(group, choice, known)
+        return said if of or group not in CHOICES or PLUGIN in said else f"{said}; {PLUGIN}"
 
     def _of_error(self, error: Exception, word: str) -> str:
         """The message about the value of `word`, or a key, a rule, an interpolation or a file that is wrong."""

@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 ALONE = "alone"  # the name of an argument without =
 SLIP = "slip"  # the name of an argument with a value that its key cannot take
+PLUGIN = "a plugin adds it: docs/extending.md"
 ANY = re.compile(".*", re.DOTALL)
 
 
@@ -107,7 +108,7 @@ def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -
             continue
         text = entry.give or entry.say
         text = match.expand(text) if "\\" in text else text  # which takes long
-        text = text.replace("{value}", value or "…").replace("{program}", program())
+        text = text.replace("{value}", value or "…").replace("{program}", program()).replace("{plugin}", PLUGIN)
         if entry.give is None:
             return None, text
         text = _computed(text) if "/" in entry.give or "{rest}" in entry.give else text

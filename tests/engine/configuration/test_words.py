@@ -4,22 +4,28 @@ import functools
 import itertools
 import re
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
+from engine.configuration.arguments import Argument
 from engine.configuration.choices import choices, groups_in
+from engine.configuration.messages import Messages
 from engine.configuration.texts import fits
 from engine.configuration.words import ALONE, SLIP, entries, keys_of, meant
+from engine.schema import keys
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
-from engine.schema.keys import declared_in
-from engine.schema.segmentation import SegmentationRun
+from engine.schema.keys import CHOICES, declared_in
+from engine.schema.segmentation import Loss, SegmentationRun
 from scripts.browse_data import BrowseData
 from scripts.compare_runs import Comparison
 from scripts.export import Export
 from scripts.make_classes import MakeClasses
 from scripts.run_table import RunTable
 from scripts.verify_data import VerifyData
+from tests.choices import forgotten
 
 COMMANDS = {
     "train_seg": SegmentationRun,
@@ -53,11 +59,11 @@ def answers() -> dict[tuple[str, str, str], tuple[str | None, str]]:
     found, program = {}, sys.argv[0]
     for command, schema in COMMANDS.items():
         sys.argv[0] = f"{command}.py"
-        keys = {*declared_in(schema), *groups_in(command.replace("plan_memory", "train_seg"))}
+        known = {*declared_in(schema), *groups_in(command.replace("plan_memory", "train_seg"))}
         for entry in entries():
             values = [value for value in VALUES if entry.value is None or entry.value.fullmatch(value)]
             for word, value in itertools.product(entry.word, values[:2] if entry.value is None else values):
-                if advice := meant(word, value, keys):
+                if advice := meant(word, value, known):
                     found[command, word, value] = advice
     sys.argv[0] = program
     return found
@@ -98,14 +104,31 @@ def test_keys_and_choices_that_are_advised_exist(answers):
 
 def test_right_values_of_our_keys_are_left_alone(answers):
     for command, schema in COMMANDS.items():
-        keys = {*declared_in(schema)}
+        known = {*declared_in(schema)}
         for key, declared in declared_in(schema).items():
             for value in declared.metadata.get("one_of") or ():
-                assert meant(key, str(value), keys) is None, f"{command} {key}={value}"
-        for group in groups_in(command):
-            for choice in choices(group, schema):
-                hides = f"{command} {group}={choice} exists: take it out of `is` in words.yaml"
-                assert meant(group, choice, keys) is None, hides
+                assert meant(key, str(value), known) is None, f"{command} {key}={value}"
+
+
+@dataclass
+class FocalLoss(Loss):
+    name: str = "focal"
+    gamma: float = keys.key(2.0, least=0)
+    label_smoothing: float = keys.key(0.0, least=0)
+    drop_rate: float = keys.key(0.0, least=0)
+    builds: ClassVar[str] = "module.Name"
+
+
+def test_a_new_choice_and_its_keys_are_right_whatever_other_programs_mean_by_them(monkeypatch):
+    """words.yaml answers loss=focal, gamma=1 and label_smoothing=0.1, and need not know that they are there now."""
+    with forgotten():
+        keys.choice("loss")(FocalLoss)
+        messages = Messages("train_seg", SegmentationRun)
+        for group in CHOICES.keys() & messages.groups.keys():
+            for own in choices(group, SegmentationRun):
+                assert messages._takes(Argument(f"{group}={own}", group, own), ValueError()), f"{group}={own}"
+        assert meant("loss", "focal", {"loss"}) and "focal" in choices("loss", SegmentationRun)
+        assert hidden_keys("train_seg", SegmentationRun, monkeypatch) == HIDDEN
 
 
 # For a training it is the number of processes; the key is the planner's.
@@ -116,23 +139,30 @@ SAMPLES = ("true", "false", "0", "1", "8", "0.5", "[1,2]", "auto", "null")  # te
 @pytest.mark.slow
 def test_no_entry_hides_what_exists(monkeypatch):
     """A key with a right value, or its last part: an entry may only give a key that ends so."""
-    hidden = set()
-    for command, schema in COMMANDS.items():
-        monkeypatch.setattr(sys, "argv", [f"{command}.py"])
-        keys = {*declared_in(schema), *groups_in(command.replace("plan_memory", "train_seg"))}
-        for key, declared in declared_in(schema).items():
-            samples = ("null",) if declared.kind in (str, str | None) else SAMPLES
-            values = [
-                *map(str, declared.metadata.get("one_of") or ()),
-                *(each for each in samples if fits(each, declared)),
-            ]
-            last = key.rpartition(".")[2]
-            names = {key, last} if last != "name" else set()  # of a choice, which GROUP=NAME gives
-            for name, value in itertools.product(names, values):
-                give, _ = meant(name, value, keys) or (f"{name}=", "")
-                if last not in {each.rpartition(".")[2] for each in keys_of(give or "")}:
-                    hidden.add(name)
+    hidden = set().union(*(hidden_keys(command, schema, monkeypatch) for command, schema in COMMANDS.items()))
     assert hidden == HIDDEN, "entries of words.yaml hide keys that exist: take these out of their `word`"
+
+
+def hidden_keys(command, schema, monkeypatch) -> set[str]:
+    """Names of keys, or their last parts, for which another key is advised."""
+    monkeypatch.setattr(sys, "argv", [f"{command}.py"])
+    messages, hidden = Messages(command.replace("plan_memory", "train_seg"), schema), set()
+    for name, declared in declared_in(schema).items():
+        samples = ("null",) if declared.kind in (str, str | None) else SAMPLES
+        values = [
+            *map(str, declared.metadata.get("one_of") or ()),
+            *(each for each in samples if fits(each, declared)),
+        ]
+        last = name.rpartition(".")[2]
+        names = {name, last} if last != "name" else set()  # of a choice, which GROUP=NAME gives
+        for word, value in itertools.product(names, values):
+            if meant(word, value, messages.keys) is None:
+                continue
+            nearest = messages._nearest(word, value)
+            give, _ = messages._meant(Argument(f"{word}={value}", word, value), nearest) or (f"{word}=", "")
+            if last not in {each.rpartition(".")[2] for each in keys_of(give or "")}:
+                hidden.add(word)
+    return hidden
 
 
 def test_keys_of_several_words():
