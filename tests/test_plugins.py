@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from engine.configuration import config as cfg
 from engine.configuration.choices import about_choice, choices
@@ -148,6 +150,44 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
     )
     assert "was made with other versions of its plugins' files mine.py" in " ".join(said.split())
     assert [*(folder.parent / "predicted").rglob("*.png")]
+
+
+@pytest.fixture
+def leaves(tmp_path) -> Path:
+    """The page's dataset, body, norm and sampler, and photographs."""
+    for name in ("dataset", "body", "norm", "sampler"):
+        module = {"dataset": "leaves", "body": "plain", "norm": "groups", "sampler": "hard"}[name]
+        (tmp_path / f"{module}.py").write_text(code_of(name))
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 2)):
+        (tmp_path / "photographs" / split).mkdir(parents=True)
+        for number in range(count):
+            file = tmp_path / "photographs" / split / f"{number}.jpg"
+            Image.fromarray(rng.integers(0, 256, (70, 90, 3), np.uint8)).save(file)
+            Image.fromarray(rng.integers(0, 2, (70, 90), np.uint8)).save(file.with_suffix(".png"))
+    return tmp_path
+
+
+def test_the_page_s_dataset_body_norm_and_sampler_train_and_are_evaluated(leaves):
+    names = [f"{number}" for number in range(6)]
+    rows = "".join(f"{name},{int(name != '3')}\n" for name in names)  # one image is hard
+    (leaves / "train.csv").write_text(f"name,miou_of_image\n{rows}")
+    own = ("plugins=[leaves,plain,groups,hard]",)
+    words = (*own, "data=leaves", "data.root=photographs", "body=plain", "body.output_stride=4", "norm=groups")
+    words += ("sampler=hard", "sampler.table=train.csv", "head.hidden_channels=16", "trainer.device=cpu")
+    command(leaves, str(REPOSITORY / "train_seg.py"), *words, "trainer.epochs=null", "trainer.steps=2", "run_dir=run")
+    evaluated = (*own, "checkpoint=run", "device=cpu", "data.split=train", "per_image=scores.csv", "results=r.json")
+    command(leaves, str(REPOSITORY / "eval.py"), *evaluated)
+    results = json.loads((leaves / "r.json").read_text())
+    assert {*results["iou"]} == {"ground", "leaf"} and results["images"] == 6
+    assert [line.split(",")[0] for line in (leaves / "scores.csv").read_text().splitlines()[1:]] == names
+    state = torch.load(leaves / "run" / "checkpoints" / "last.pt", weights_only=True)["network"]
+    assert [name for name in state if name.startswith("body")][:2] == ["body.layers.0.weight", "body.layers.1.0.weight"]
+    with forgotten():
+        exec(code_of("sampler"), made := {"__name__": __name__})
+    order = {"crops_per_minibatch": 4, "seed": 0, "steps": 9}
+    drawn = [draw for keys in made["HardMinibatches"](6, leaves / "train.csv", names, **order) for draw in keys]
+    assert len({*drawn}) == 36 and sum(draw.image == 3 for draw in drawn) > 30
 
 
 @pytest.fixture
