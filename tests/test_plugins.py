@@ -247,6 +247,9 @@ def test_a_trained_network_is_given_further_scores(loading):
         ("empty", "x = 1\n", "empty", r"empty.py registers no choice, and has no folder configs beside it"),
         ("absent", None, "absent", r"there is no absent.py or package absent in .*, nor where Python looks"),
         ("absent", None, "./absent.py", r"there is no such file, nor a package; expected a .py or a package's folder"),
+        ("sys", None, "sys", r"sys is no file of Python code: expected a module of your own"),
+        ("root", None, "/", r"expected a module's name, or the path of a .py file or of a package's folder"),
+        ("here", None, "..", r"expected a module's name, or the path of a .py file or of a package's folder"),
         ("ended", "raise SystemExit(1)\n", "ended", "cannot be imported: SystemExit: 1"),
         ("wrong", "import no_such\n", "wrong", r"cannot be imported: ModuleNotFoundError: No module named 'no_such'"),
         ("twice", "", "twice", r"loss=bootstrapped is registered twice: in .*segmentation.py and in "),
@@ -265,6 +268,50 @@ def test_a_plugin_that_cannot_be_used_is_refused(name, text, given, problem, loa
         (loading / "busy.py").write_text(text + code_of("plugin").replace("mine.", "busy."))
     with pytest.raises(ValueError, match=re.escape(f"plugins=[{given}]") + ".*" + problem):
         load([f"plugins=[{given}]"])
+
+
+def test_what_other_users_could_change_is_imported_by_its_word_alone(loading):
+    """It would run as this user. Where others may only add files, as in /tmp, a plugin of one's own is imported, and
+    nothing else of the folder; nor is a __pycache__, which others may have made."""
+    mine, configs, package = loading / "mine.py", loading / "configs" / "experiment" / "mine.yaml", loading / "own"
+    package.mkdir()
+    (package / "__init__.py").write_text(code_of("plugin").replace("mine.", "own."))
+    asked = [(mine, 0o666, mine), (configs, 0o666, mine), (configs.parent, 0o777, mine), (loading, 0o777, mine)]
+    asked += [(package, 0o777, package), (package / "__init__.py", 0o602, package)]
+    for path, mode, given in asked:
+        usual = path.stat()
+        path.chmod(mode)
+        with pytest.raises(ValueError, match=rf"another user owns {path}, or can write to it.* or give trust_plugins"):
+            load([f"plugins=[{given}]"])
+        path.chmod(usual.st_mode)
+    loading.chmod(0o1777)
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != loading]
+    before = [*sys.path]
+    load([f"plugins=[{mine}]"])
+    assert sys.path == before and "focal" in choices("loss", SegmentationRun)
+    assert not (loading / "__pycache__").exists() and plugins.words() == [f"plugins=[{mine}]"]
+    configs.chmod(0o666)
+    load([f"plugins=[{loading / 'boundaries.py'}]", "trust_plugins=true"])
+    assert sys.path == before and plugins.words()[1:] == ["trust_plugins=true"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_a_plugin_of_another_user_is_refused(loading):
+    for path in (loading / "mine.py", loading / "configs", loading):
+        for user, group in ((65534, 0), (0, 65534)):
+            os.chown(path, user, group)
+            path.chmod(usual := path.stat().st_mode | 0o020)
+            with pytest.raises(ValueError, match=rf"another user owns {path}, "):
+                load(["plugins=[mine]"])
+            path.chmod(usual & ~0o022)
+        os.chown(path, 0, 0)
+
+
+def test_a_name_of_ours_in_a_plugin_s_configs_is_searched_after_ours(loading):
+    (loading / "configs" / "optim").mkdir()
+    (loading / "configs" / "optim" / "sgd_scratch.yaml").write_text("defaults:\n  - /schema/optim/sgd\nlr: 0.7\n")
+    load(["plugins=[mine]"])
+    assert run_config("plugins=[mine]").optim.lr == 0.05
 
 
 def test_a_package_and_its_configs_are_found_by_their_folder(loading):

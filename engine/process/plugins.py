@@ -1,16 +1,24 @@
 """plugins=[…] on the command line: modules of the user's own, which register choices when they are imported."""
 
+import grp
 import hashlib
 import importlib
+import os
+import pwd
+import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import NamedTuple
 
 import torch
 
-KEY = "plugins"
+KEY, TRUST = "plugins", "trust_plugins=true"
 LOADED: dict[str, "Plugin"] = {}  # by name; only `load` fills it
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,25 +39,34 @@ def load(words: Sequence[str], choices: Mapping[str, Mapping[str, type]]) -> Non
     """Import the plugins that a command names, once.
 
     `choices`: {group: {name: class}} of all that are registered.
-    ValueError: one cannot be found or imported, another file has its name, or it registers nothing.
+    ValueError: one cannot be found or imported, another file has its name, it registers nothing, or other users could
+    change it and no word trusts them.
     """
+    is_trusted = TRUST in map(str.lower, words)
     for word in words:
         key, equals, value = word.partition("=")
         if key == KEY and equals:
             for given in filter(None, value.strip("[]").split(",")):
-                _load(given.strip().strip("'\""), choices)
+                _load(given.strip().strip("'\""), choices, is_trusted)
 
 
-def _load(given: str, choices: Mapping[str, Mapping[str, type]]) -> None:
-    name, file = name_of(given), _file_of(given)
+def _load(given: str, choices: Mapping[str, Mapping[str, type]], is_trusted: bool) -> None:
+    name = name_of(given)
+    if not name.strip("."):
+        raise ValueError(
+            f"{KEY}=[{given}]: expected a module's name, or the path of a .py file or of a package's folder"
+        )
+    file = _file_of(given)
     if name in LOADED:
         return
-    if file is not None:  # at the end, so that it hides no module of ours
-        folder = str(file.parents[name.count(".") + (file.name == "__init__.py")])
-        sys.path.extend([folder] if folder not in sys.path else [])
+    if file is not None and not is_trusted and (shared := _shared(file, _configs_of(file))):
+        raise ValueError(
+            f"{KEY}=[{given}]: another user owns {shared}, or can write to it, and could run code as you: make it your "
+            f"own (chown; chmod go-w), or give {TRUST}"
+        )
     known, threads = _modules(choices), threading.active_count()
     try:
-        module = importlib.import_module(name)
+        module = _imported(name, file)
     except (Exception, SystemExit) as error:  # a module may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise ValueError(
@@ -58,12 +75,12 @@ def _load(given: str, choices: Mapping[str, Mapping[str, type]]) -> None:
             ) from error
         about = f"{type(error).__name__}: {error}{hidden_library(error)}"
         raise ValueError(f"{KEY}=[{given}] cannot be imported: {about}") from error
+    if getattr(module, "__file__", None) is None:
+        raise ValueError(f"{KEY}=[{given}]: {name} is no file of Python code: expected a module of your own")
     found = Path(module.__file__ or "").resolve()
     if file not in (None, found):
         raise ValueError(f"{KEY}=[{given}]: {file} is hidden by {found}, of the same name: rename it")
-    is_package = found.name == "__init__.py"
-    places = [found.parent / "configs", *([found.parent.parent / "configs"] if is_package else [])]
-    configs = next((place for place in places if place.is_dir() and place.resolve().parent != _REPOSITORY), None)
+    configs = _configs_of(found)
     if configs is None and not any(own not in known or f"{own}.".startswith(f"{name}.") for own in _modules(choices)):
         raise ValueError(f"{KEY}=[{given}]: {found} registers no choice, and has no folder configs beside it")
     if threading.active_count() > threads or torch.cuda.is_initialized():
@@ -71,15 +88,83 @@ def _load(given: str, choices: Mapping[str, Mapping[str, type]]) -> None:
             f"{KEY}=[{given}]: importing {found} starts a thread or uses a GPU, but help, sweeps and data workers "
             f"import it, too: do that in a logger, or when the network is built"
         )
-    others = sorted({*found.parent.rglob("*.py")} - {found}) if is_package else []
+    others = sorted({*found.parent.rglob("*.py")} - {found}) if _is_package(found) else []
     LOADED[name] = Plugin((found, *others), configs)
+
+
+class _Source(SourceFileLoader):
+    """Reads no __pycache__, which others may have written."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _imported(name: str, file: Path | None) -> ModuleType:
+    """Import a plugin. Its folder goes to the end of `sys.path`, so that it hides no module of ours.
+
+    A folder that others can write to does not: the plugin is then imported by its file alone.
+    """
+    if file is None:
+        return importlib.import_module(name)
+    folder = file.parents[name.count(".") + _is_package(file)]
+    if not is_shared(folder):
+        sys.path.extend([str(folder)] if str(folder) not in sys.path else [])
+    elif "." not in name and find_spec(name) is None:
+        places = [str(file.parent)] if _is_package(file) else None
+        loader = _Source(name, str(file))
+        spec = spec_from_file_location(name, file, loader=loader, submodule_search_locations=places)
+        assert spec is not None
+        sys.modules[name] = module_from_spec(spec)
+        try:
+            loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return importlib.import_module(name)
+
+
+def is_shared(path: Path, may_add: bool = False) -> bool:
+    """Whether a user other than this one and root owns a file or folder, or can write to it.
+
+    `may_add`: a folder like /tmp, where others may add files but not replace this user's, is not.
+    """
+    found = path.stat()
+    by_others = found.st_mode & stat.S_IWOTH or found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
+    return found.st_uid not in (0, os.getuid()) or bool(by_others) and not (may_add and found.st_mode & stat.S_ISVTX)
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is the one that most systems make for this user alone."""
+    with suppress(KeyError):
+        own, name = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
+        return own.gr_name == name and {*own.gr_mem} <= {name}
+    return False
+
+
+def _shared(file: Path, configs: Path | None) -> Path | None:
+    """What other users could change of a plugin: its file or package, the folder that holds it, or its YAML files."""
+    top = file.parent if _is_package(file) else file
+    if is_shared(top.parent, may_add=True):
+        return top.parent
+    own = [top, *top.rglob("*"), *([configs, *configs.rglob("*")] if configs else [])]
+    return next((path for path in own if path.exists() and is_shared(path)), None)
+
+
+def _is_package(file: Path) -> bool:
+    return file.name == "__init__.py"
+
+
+def _configs_of(file: Path) -> Path | None:
+    """The folder of a plugin's YAML files, if it has one; never ours."""
+    places = [file.parent / "configs", *([file.parent.parent / "configs"] if _is_package(file) else [])]
+    return next((place for place in places if place.is_dir() and place.resolve().parent != _REPOSITORY), None)
 
 
 def _file_of(given: str) -> Path | None:
     """The file that a plugin is expected in; None where only Python's own search can tell."""
     is_path = given.endswith(".py") or "/" in given
     place = Path(given).expanduser().resolve() if is_path else Path.cwd().resolve() / given.replace(".", "/")
-    options = [place] if given.endswith(".py") else [place / "__init__.py", place.with_name(f"{place.name}.py")]
+    options = [place] if given.endswith(".py") else [place / "__init__.py", place.parent / f"{place.name}.py"]
     file = next((option for option in options if option.is_file()), None)
     if is_path and file is None:
         raise ValueError(f"{KEY}=[{given}]: there is no such file, nor a package; expected a .py or a package's folder")
@@ -114,7 +199,8 @@ def words() -> list[str]:
     files = {name: plugin.files[0] for name, plugin in LOADED.items()}
     paths = {name: file.parent if file.name == "__init__.py" else file for name, file in files.items()}
     places = [name if "." in name else str(path) for name, path in paths.items()]
-    return [f"{KEY}=[{','.join(places)}]"] if places else []
+    trust = [TRUST] if any(_shared(plugin.files[0], plugin.configs) for plugin in LOADED.values()) else []
+    return [f"{KEY}=[{','.join(places)}]", *trust] if places else []
 
 
 def hashes() -> dict[str, dict[str, str]]:

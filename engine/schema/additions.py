@@ -11,6 +11,7 @@ from engine.schema.keys import key
 @dataclass
 class Plugins:
     plugins: list[str] = key([])  # modules of your own, see docs/extending.md; only the command line names them
+    trust_plugins: bool = key(False, per_machine=True)  # import plugins that other users own or can write to, too
 
 
 @dataclass

@@ -27,7 +27,9 @@ from tests.engine.observed import of_evaluation, of_training
 
 # Why nothing of a key can be seen here. A choice (body=timm) stands for all of its keys.
 EXCEPTIONS = {
-    **dict.fromkeys(("plugins", "augmentations", "scores", "logger"), "choices of one's own: tests/test_plugins.py"),
+    **dict.fromkeys(
+        ("plugins", "trust_plugins", "augmentations", "scores", "logger"), "choices of one's own: tests/test_plugins.py"
+    ),
     "resume": "which checkpoint continues: tests/engine/checkpoint/test_run_directory.py",
     "init": "files of weights: tests/engine/checkpoint/test_initial_weights.py",
     "memory.fit": "plans take seconds: tests/engine/training/test_planner.py",
