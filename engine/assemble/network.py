@@ -20,11 +20,19 @@ def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Mod
     """Return a function: channels -> norm and activation. A momentum of None is `schema.MOMENTUM` here.
 
     `eager`: compile nothing, whatever backend is configured.
-    ValueError: see `builder`.
+    ValueError: see `builder`; or, when it is called, the norm refuses its channels or activation.
     """
     config = config.eager() if eager else config
-    momentum = config.momentum or schema.MOMENTUM
-    return partial(builder("norm", config), activation=config.activation, momentum=momentum)
+    made = partial(builder("norm", config), momentum=config.momentum or schema.MOMENTUM)
+
+    def make(channels: int, activation: str | None = config.activation) -> nn.Module:
+        try:
+            return made(channels, activation=activation)
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
+            about = f"{type(error).__name__}: {error}"
+            raise ValueError(f"norm={config.name} of {channels} channels, activation={activation}: {about}") from error
+
+    return make
 
 
 def body(

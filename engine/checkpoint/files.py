@@ -54,6 +54,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "scores": ([(_COUNT, float | int)], "a step and a score for each evaluation"),
     "best": ((_COUNT, float | int), "null before the first evaluation, then a step and its score"),
     "data": ({str: (str, str, str)}, "three texts for each split"),
+    "plugins": ({str: {str: str}}, "a checksum for each file of each plugin"),
 }
 
 

@@ -85,6 +85,8 @@ class AddedScores:
                 )
                 own.counts = world.sum_(counts.to(world.device)).cpu().numpy()
                 made = {score: float(value) for score, value in own.scores().items()}
+                if unnamed := [score for score in made if not isinstance(score, str)]:
+                    raise TypeError(f"scores() names one {unnamed[0]!r}: expected a text")
             if taken := made.keys() & (evaluated.scores.keys() | evaluated.details.keys() | found.keys()):
                 raise ValueError(f"scores={name} gives {min(taken)}, which the evaluation has already: rename it")
             found |= made

@@ -1,6 +1,8 @@
 """The weights that torchvision and timm publish: their images, download, and network."""
 
 import json
+import math
+import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
@@ -48,18 +50,40 @@ def timm_tags(network: str) -> dict[Normalisation, list[str]]:
 
 
 def timm_metadata(path: Path, content: object) -> Normalisation | None:
-    """The normalisation that a file states: its header, or a config.json beside it, or a timm training's arguments."""
-    stated = vars(content["args"]) if isinstance(content, dict) and isinstance(content.get("args"), Namespace) else {}
+    """The normalisation that a file states: its header, or a config.json beside it, or a timm training's arguments.
+
+    ValueError: what they state is none.
+    """
+    args, where = content.get("args") if isinstance(content, dict) else None, path
+    given = vars(args) if isinstance(args, Namespace) else {}
+    stated: Any = {key: value for key, value in given.items() if value is not None}
     with suppress(OSError, ValueError, KeyError, TypeError):  # as on the Hub
-        stated = json.loads((path.parent / "config.json").read_text("utf-8"))["pretrained_cfg"]
+        beside = path.parent / "config.json"
+        stated, where = json.loads(beside.read_text("utf-8"))["pretrained_cfg"], beside
+    texts: dict[str, Any] = {}
     if path.suffix == SAFETENSORS:
         with suppress(OSError, ValueError), open(path, "rb") as file:  # its header's size, and the header, of texts
             texts = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
-            stated = {**stated, **texts, **{key: json.loads(texts[key]) for key in _VALUES if key in texts}}
-            stated |= stated.get("pretrained_cfg", {})
-    if stated.get("mean") and stated.get("std"):
-        return Normalisation(tuple(stated["mean"]), tuple(stated["std"]))
-    return timm_normalisation(str(stated["model"])) if "." in str(stated.get("model", "")) else None
+            texts |= {key: json.loads(texts[key]) for key in _VALUES if key in texts}
+    merged: dict[str, Any] = {}
+    for each in (stated, texts, texts.get("pretrained_cfg", {})):
+        if not isinstance(each, dict):
+            raise ValueError(f"{where}: pretrained_cfg={each}: expected a mapping with mean and std")
+        merged |= each
+    if {"mean", "std"} & merged.keys():
+        mean, std = (_of_channels(where, key, merged.get(key)) for key in Normalisation._fields)
+        return Normalisation(mean, std)
+    return timm_normalisation(str(merged["model"])) if "." in str(merged.get("model", "")) else None
+
+
+def _of_channels(where: Path, key: str, values: Any) -> tuple[float, ...]:
+    """Numbers that a file states for the channels. ValueError: they are none, or a deviation is not above 0."""
+    numbers = values if isinstance(values, list | tuple) else ()
+    least = 0 if key == "mean" else sys.float_info.min
+    if not numbers or not all(type(each) in (int, float) and least <= each < math.inf for each in numbers):
+        above = ", above 0" * (key == "std")
+        raise ValueError(f"{where} states {key}={values}: expected a number for each channel{above}")
+    return tuple(numbers)
 
 
 def downloaded(library: str, network: str) -> Path:

@@ -46,6 +46,27 @@ class Groups(nn.Module):
         self.momentum = momentum
 
 
+class Rectified(nn.Module):
+    def __init__(self, channels: int, activation: str, momentum: float):
+        super().__init__()
+        self.activation = {"relu": nn.ReLU()}[activation]
+
+
+def test_a_norm_that_refuses_an_activation_is_named():
+    """A body asks for norms without activation, too."""
+
+    @dataclass
+    class Refusing(Norm):
+        name: str = "refusing"
+        activation: str | None = "relu"
+        builds: ClassVar[type] = Rectified
+
+    assert isinstance(norm_act(Refusing())(4).activation, nn.ReLU)
+    message = "^norm=refusing of 4 channels, activation=identity: KeyError: 'identity'$"
+    with pytest.raises(ValueError, match=message):
+        norm_act(Refusing())(4, activation="identity")
+
+
 def of_three(norm_act, classes, output_stride):
     """A body that takes no other number of channels."""
 

@@ -215,6 +215,7 @@ BEST, HASHES = "null before the first evaluation, then a step and its score", "t
             ("data", value, HASHES)
             for value in ("x", {"training": ["a"]}, {0: ["a", "b", "c"]}, {"training": [1, 2, 3]})
         ),
+        *(("plugins", value, "a checksum for each file") for value in (["mine"], {"mine": ["mine.py"]})),
         ("mean_image", 0, "a tensor"),
         *((part, [1], "a dictionary") for part in ("config", "optimizer", "scaler")),
     ],

@@ -57,6 +57,7 @@ class Text(Agreement):
 @pytest.mark.parametrize(
     "own, problem",
     [
+        (Agreement(3), "scores=mine: TypeError: scores() names one 3: expected a text"),
         (Agreement("miou"), "scores=mine gives miou, which the evaluation has already: rename it"),
         (Agreement("views"), "scores=mine gives views, which the evaluation has already: rename it"),
         (Fails(), "scores=mine: IndexError: no such class"),

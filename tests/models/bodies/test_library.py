@@ -381,6 +381,25 @@ def test_normalisation_follows_timm_s_weights_unless_given(monkeypatch):
         assert (config.data.mean, config.data.std) == (list(mean), list(std))
 
 
+@pytest.mark.parametrize(
+    "stated, problem",
+    [
+        ("null", "pretrained_cfg=None: expected a mapping with mean and std"),
+        ("[1]", r"pretrained_cfg=\[1\]: expected a mapping with mean and std"),
+        ('{"mean": null, "std": [1, 1, 1]}', "states mean=None: expected a number for each channel"),
+        ('{"mean": [0.5, NaN, 0.5], "std": [1, 1, 1]}', r"states mean=\[0.5, nan, 0.5\]"),
+        ('{"mean": [0.5, 0.5, [0.5]], "std": [1, 1, 1]}', r"states mean=\[0.5, 0.5, \[0.5\]\]"),
+        ('{"mean": [0.5, 0.5, 0.5], "std": [1, 0, 1]}', r"states std=\[1, 0, 1\]: .* for each channel, above 0$"),
+        ('{"mean": [0.5, 0.5, 0.5], "std": "1"}', "states std=1: expected a number for each channel, above 0"),
+        ('{"mean": [0.5, 0.5, 0.5]}', "states std=None"),
+    ],
+)
+def test_a_config_json_of_timm_that_states_no_normalisation_is_named(tmp_path, stated, problem):
+    (tmp_path / "config.json").write_text(f'{{"pretrained_cfg": {stated}}}')
+    with pytest.raises(ValueError, match=f"^{tmp_path}/config.json:? {problem}"):
+        timm_metadata(tmp_path / "model.safetensors", {})
+
+
 def test_weights_of_timm_are_named_with_their_tag(tmp_path):
     pytest.importorskip("timm")
     half, name = [0.5, 0.5, 0.5], "resnet34.ra4_e3600_r224_in1k"
