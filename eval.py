@@ -25,6 +25,7 @@ from engine.process.distributed import World, joined
 from engine.process.output_files import writable_file
 from engine.records.evaluated import print_results, write_results
 from engine.schema.evaluation import Evaluation
+from engine.schema.keys import is_absent
 from engine.schema.training import TrainingRun
 from engine.training.run import verify_with_progress
 
@@ -79,6 +80,8 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         file = results_file if world.first else None
         results = write_results(file, evaluated, dataset, checkpoint=path, config=configuration.plain(config))
         print_results(console, evaluated, f"{dataset.name} {split}, {path}, step {state['step']}")
+        if lacking := [name for name, own in config.scores.items() if is_absent(own)]:
+            console.print(f"scores=[{','.join(lacking)}] could not be computed: give the plugins that register them")
         console.print(f"results: {results_file}", soft_wrap=True)
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")

@@ -35,6 +35,7 @@ from engine.process.console import make_console
 from engine.process.output_files import writable_file
 from engine.schema.additions import Plugins
 from engine.schema.classification import ClassFoldersData, ClassificationRun
+from engine.schema.evaluation import NETWORK
 from engine.schema.keys import key
 from engine.schema.network import BatchNorm
 from engine.schema.segmentation import SegmentationRun
@@ -110,7 +111,7 @@ def convert(options: Conversion) -> list[str]:
 
 def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
     """Write the parts of our checkpoint that an evaluation needs. Returns lines that describe the file."""
-    config = configuration.of_checkpoint(state, f"input={source}")
+    config = configuration.of_checkpoint(state, f"input={source}", NETWORK)
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun):
         config.sampler.folder = None

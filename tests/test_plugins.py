@@ -6,20 +6,25 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from engine.assemble.tasks import added_scores
 from engine.configuration import config as cfg
 from engine.configuration.choices import about_choice, choices
 from engine.process import plugins
+from engine.schema.classification import ImageNetData, SmallImagesData
+from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import CHOICES
 from engine.schema.segmentation import SegmentationRun
+from scripts import browse_data  # noqa: F401  # a command that tests compose
 from tests import runs
 from tests.choices import forgotten
-from tests.runs import REPOSITORY, SHORT, checked, run_config
+from tests.runs import REPOSITORY, SHORT, checked, classification_config, run_config
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 WANDB = """
@@ -126,6 +131,9 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
     results = json.loads((folder / "run" / "results.json").read_text())
     assert 0 < results["boundary_f1"] < 1 and results["config"]["augmentations"]["darker"]["least"] == 0.9
     assert results["config"]["plugins"] == [*results["environment"]["plugins"]] == [*own[0][9:-1].split(",")]
+    said_by_eval = command(folder, str(REPOSITORY / "eval.py"), "plugins=[plus]", "checkpoint=run", "device=cpu")
+    assert "scores=[boundary_f1] could not be computed" in said_by_eval
+    assert (folder / "run" / "results_all_images_without_boundary_f1.json").is_file()
     state = torch.load(folder / "run" / "checkpoints" / "last.pt", weights_only=True)
     assert state["plugins"] == results["environment"]["plugins"]
     assert f"# plugin mine: mine.py {state['plugins']['mine']['mine.py']}" in (folder / "run/config.yaml").read_text()
@@ -229,6 +237,52 @@ def test_an_augmentation_and_a_mean_image_exclude_each_other(loading):
     assert [*checked("train_imagenet", *words).augmentations] == ["darker"]
     with pytest.raises(ValueError, match=r"data.mean_image=true with augmentations=\[darker\], which take whole"):
         checked("train_imagenet", *words, "data.mean_image=true")
+
+
+def test_a_command_asks_only_for_the_plugins_of_what_it_builds(loading, caplog):
+    """The rest stays in the configuration as it is, such as in a file of scripts.convert_checkpoint."""
+    with forgotten():
+        words = (
+            "plugins=[mine,boundaries,darker,nesterov]",
+            "experiment=mine",
+            "augmentations=[darker]",
+            "optim=nadam",
+        )
+        load([words[0]])
+        state = {"task": "segmentation", "config": cfg.plain(run_config(*words, "sampler=class_uniform"))}
+    plugins.LOADED.clear()
+    state["config"]["data"] |= {"name": "leaves", "season": ["spring", 2], "mean": [0.1, 0.2, 0.3]}
+    state["config"]["logger"] = {"mlflow": {"name": "mlflow", "uri": "none"}}
+    found = cfg.of_checkpoint(state, "net.pt", Prediction.builds)
+    assert cfg.plain(found) == state["config"]
+    assert found.data.normalisation().mean == (0.1, 0.2, 0.3) and found.data.season == ["spring", 2]
+    (said,) = caplog.messages
+    left = {"optim=nadam", "loss=focal", "data=leaves", "augmentations=darker", "scores=boundary_f1", "logger=mlflow"}
+    assert {*re.findall(r"\w+=\w+(?=[,:])", said)} == left
+    assert "plugins=[mine,boundaries,darker,nesterov], which is not given; this command does without" in said
+    Evaluation(checkpoint="run/last.pt").apply_to(found)
+    assert added_scores(found, SimpleNamespace(classes=["a"])).by_name == {}
+    assert Evaluation(checkpoint="run/last.pt").default_results_file(found).stem == "results_without_boundary_f1"
+    with pytest.raises(cfg.PluginsNeeded, match="^net.pt: data=leaves: registered by plugins="):
+        cfg.of_checkpoint(state, "net.pt", Evaluation.builds)
+    state["config"]["norm"] = {"name": "in_groups"}
+    with pytest.raises(cfg.PluginsNeeded, match="^net.pt: norm=in_groups: "):
+        cfg.of_checkpoint(state, "net.pt", Prediction.builds)
+
+
+def test_a_classifier_trained_on_a_plugin_s_data_predicts_without_it(loading):
+    """What its class derives from says how images are cropped."""
+    for data, base in (("cifar10", SmallImagesData), ("imagenet", ImageNetData)):
+        config = cfg.plain(classification_config(f"data={data}", "data.val_split=test"))
+        config |= {"plugins": ["mine"], "data": config["data"] | {"name": "leaves"}}
+        found = cfg.of_checkpoint({"task": "classification", "config": config}, "net.pt", Prediction.builds)
+        assert isinstance(found.data, base) and cfg.plain(found) == config
+
+
+def test_browse_data_shows_augmentations(loading):
+    load(["plugins=[darker,boundaries,mine]"])
+    words = ("plugins=[darker,boundaries,mine]", "augmentations=[darker]", "experiment=mine", "out=pages")
+    assert [*checked("browse_data", *words).augmentations] == ["darker"]
 
 
 def test_a_trained_network_is_given_further_scores(loading):

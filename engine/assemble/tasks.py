@@ -22,6 +22,7 @@ from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import Evaluation, TrainedNetwork
+from engine.schema.keys import is_absent
 from engine.schema.network import Head
 from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import TrainingRun
@@ -107,9 +108,10 @@ def classify(
 
 
 def added_scores(config: TrainingRun, dataset: SegmentationDataset | ClassificationDataset) -> AddedScores:
-    """The run's own scores, for one evaluation."""
+    """The run's own scores, for one evaluation; without those of plugins that are not loaded."""
     given = {"classes": dataset.classes, "ignore_index": IGNORED}
-    return AddedScores({name: builder("scores", own)(**given) for name, own in config.scores.items()})
+    known = {name: own for name, own in config.scores.items() if not is_absent(own)}
+    return AddedScores({name: builder("scores", own)(**given) for name, own in known.items()})
 
 
 def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.Module:

@@ -11,6 +11,7 @@ from datasets.reading import pairs_of
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.process.console import logger
+from engine.schema.evaluation import NETWORK
 from engine.schema.network import Norm, ReleasedNorm, TorchvisionBody
 from engine.schema.training import Init, TrainingRun
 from keepless import from_released
@@ -147,7 +148,7 @@ def normalisation_of(init: Init, channels: int) -> Normalisation | None:
     content = checkpoint.read(path)
     if not is_ours(content):
         return None  # `initialise` says so
-    data = configuration.of_checkpoint(checkpoint.checked(content, path), f"init.weights={path}").data
+    data = configuration.of_checkpoint(checkpoint.checked(content, path), f"init.weights={path}", NETWORK).data
     return data.normalisation() if data.channels == channels else None
 
 
@@ -160,7 +161,7 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
             f"release, init.format=torchvision or timm for a file of these libraries"
         )
     state = checkpoint.checked(content, path)
-    config, averaged = configuration.of_checkpoint(state, name), "ema" in state
+    config, averaged = configuration.of_checkpoint(state, name, NETWORK), "ema" in state
     norm, body = config.norm, config.body
     return Weights(
         state["ema" if averaged else "network"],

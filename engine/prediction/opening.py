@@ -48,7 +48,7 @@ def checkpoint_of(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
     """
     path = files.file_of(options.checkpoint)
     state, options.checkpoint = files.load(path), str(path)
-    config = of_checkpoint(state, f"checkpoint {path}")
+    config = of_checkpoint(state, f"checkpoint {path}", options.builds)
     if changed := changed_since(state.get("plugins", {})):
         logger.warning(f"checkpoint {path} was made with other versions of its plugins' files {', '.join(changed)}")
     refuse_other_tasks(options, config.task, f"checkpoint {path}")

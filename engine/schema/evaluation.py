@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
 from datasets.class_names import ORDERS
 from engine.schema.additions import Plugins, Score
-from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key, several
+from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, is_absent, key, several
 from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 from keepless.norms.backends.activations import ACTIVATIONS
@@ -19,6 +19,7 @@ ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative input
 CENTER, TEN_CROP = VIEWS = ("center", "ten_crop")
 TEN = 10
 SEGMENTATION, CLASSIFICATION = "segmentation", "classification"  # tasks
+NETWORK = ("norm", "body", "head")  # groups that a trained network is built of
 
 
 @dataclass
@@ -81,6 +82,8 @@ class TrainedNetwork(Plugins):
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
     data: TrainedData = field(default_factory=TrainedData)
 
+    builds: ClassVar[tuple[str, ...]] = NETWORK  # groups of the training whose choices the command builds
+
     def apply_to(self, config: TrainingRun) -> None:
         """Override the training's keys by those given here. ValueError if they do not fit the network."""
         config.trainer.precision = self.precision or config.trainer.precision
@@ -92,6 +95,7 @@ class TrainedNetwork(Plugins):
 class Evaluation(TrainedNetwork):
     """One run of eval.py."""
 
+    builds: ClassVar[tuple[str, ...]] = (*NETWORK, "data")
     data: EvaluationData = field(default_factory=EvaluationData)
     # Replaces the activation of every norm (paper, Table 1), with its default parameter; null: as in training.
     activation: str | None = key(None, one_of=tuple(ACTIVATIONS))
@@ -164,6 +168,7 @@ class Evaluation(TrainedNetwork):
             *changed(self.crop, None, "crop{}"),
             *changed(self.resize, None, "resize{}"),
             *self.scores,
+            *(f"without_{name}" for name, own in config.scores.items() if is_absent(own)),
         ]
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
         return folder / f"{'_'.join(['results', *words]).replace('/', '-')}.json"  # splits may be paths

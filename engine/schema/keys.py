@@ -188,15 +188,24 @@ def chosen(group: str, value: Any) -> Iterable[tuple[str, Any]]:
     return [(f"{group}.{name}", one) for name, one in value.items()] if isinstance(value, dict) else [(group, value)]
 
 
+def is_absent(choice: Any) -> bool:
+    """Whether a checkpoint's choice is of a plugin that is not loaded, so that nothing can be built from it."""
+    return getattr(choice, "is_absent", False)
+
+
+def bases_of(schema: type[Keys]) -> dict[str, type[Any]]:
+    """{group: base class of its choices}"""
+    kinds = {entry.name: entry.metadata for entry in fields(schema) if "is_group" in entry.metadata}
+    hints = get_type_hints(schema) if kinds else {}
+    return {name: get_args(hints[name])[1] if "is_list" in given else hints[name] for name, given in kinds.items()}
+
+
 def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Any]]]:
     """{group: {name: dataclass}}"""
-    found: dict[str, dict[str, type[Any]]] = {}
-    for entry in fields(schema):
-        if "is_group" in entry.metadata:
-            kind = get_type_hints(schema)[entry.name]
-            known, base = CHOICES.get(entry.name, {}), get_args(kind)[1] if "is_list" in entry.metadata else kind
-            found[entry.name] = {name: own for name, own in known.items() if issubclass(own, base)}
-    return found
+    return {
+        group: {name: own for name, own in CHOICES.get(group, {}).items() if issubclass(own, base)}
+        for group, base in bases_of(schema).items()
+    }
 
 
 class Declared(NamedTuple):
@@ -246,6 +255,8 @@ def check_values(config: Keys, prefix: str = "") -> None:
         if "is_group" in entry.metadata:
             for place, one in chosen(name, value):
                 selected = one and one.name
+                if is_absent(one):
+                    continue
                 if type(one) is not alternative(place, groups[name], selected):
                     raise ValueError(f"{place}.name={selected} does not change the {name}: give {name}={selected}")
                 check_values(one, f"{place}.")

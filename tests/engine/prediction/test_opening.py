@@ -41,9 +41,9 @@ def file(tmp_path_factory) -> Path:
 def test_what_a_checkpoint_is_made_of_must_be_imported_before(file, tmp_path):
     """A command is given plugins=[…]; a Python program imports them itself."""
     state = checkpoint.load(file)
-    state["config"] |= {"plugins": ["mine", "own.losses"], "loss": {"name": "focal", "gamma": 1.0}}
+    state["config"] |= {"plugins": ["mine", "own.losses"], "head": {"name": "ocr", "depth": 1}}
     torch.save(state, tmp_path / "net.pt")
-    problem = f"checkpoint {tmp_path / 'net.pt'}: loss=focal"
+    problem = f"checkpoint {tmp_path / 'net.pt'}: head=ocr"
     needed = f"{problem} is registered by a module of your own: import mine, own.losses first"
     with pytest.raises(ValueError, match=f"^{re.escape(needed)}$"):
         open_network(tmp_path / "net.pt")
