@@ -13,6 +13,7 @@ files.
 
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,9 +37,19 @@ from scripts.reports import papers
 DATA = sorted(name for name, kind in CHOICES["data"].items() if not imported("data", kind).drawn)  # in folders
 
 
+class Tables(tuple[str, ...]):
+    """Names of tables: ours, and those of plugins, which are loaded later."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(papers.titles())
+
+    def __contains__(self, name: object) -> bool:
+        return name in papers.titles()
+
+
 @dataclass
 class RunTable(Plugins):
-    table: str = key(MISSING, one_of=tuple(papers.TABLES))  # as experiments name it
+    table: str = key(MISSING, one_of=Tables(papers.TABLES))  # as experiments name it, also those of plugins
     dry_run: bool = False  # only list the commands
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
@@ -88,7 +99,7 @@ def run(arguments: RunTable) -> int:
     """
     console = make_console()
     trainings = list(trainings_of(arguments))
-    console.print(training_table(trainings, papers.TABLES[arguments.table]))
+    console.print(training_table(trainings, papers.titles()[arguments.table]))
     for command in (command for training in trainings for command in (training.command, *training.evaluations)):
         console.print(shlex.join(command), soft_wrap=True)
     if arguments.dry_run:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,8 @@ from engine.schema.classification import ImageNetData, SmallImagesData
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import CHOICES
 from engine.schema.segmentation import SegmentationRun
-from scripts import browse_data  # noqa: F401  # a command that tests compose
+from scripts import browse_data, run_table  # noqa: F401  # commands that tests compose
+from scripts.reports import papers
 from tests import runs
 from tests.choices import forgotten
 from tests.runs import REPOSITORY, SHORT, checked, classification_config, run_config
@@ -277,6 +279,18 @@ def test_a_classifier_trained_on_a_plugin_s_data_predicts_without_it(loading):
         config |= {"plugins": ["mine"], "data": config["data"] | {"name": "leaves"}}
         found = cfg.of_checkpoint({"task": "classification", "config": config}, "net.pt", Prediction.builds)
         assert isinstance(found.data, base) and cfg.plain(found) == config
+
+
+def test_an_experiment_with_a_table_of_its_own_breaks_no_other(loading, monkeypatch):
+    mine = loading / "configs" / "experiment" / "mine.yaml"
+    mine.write_text("# @package _global_\n# paper: {table: theirs, row: 1}\n" + EXPERIMENT.partition("\n")[2])
+    load(["plugins=[mine,boundaries]"])
+    monkeypatch.setattr(papers, "all_experiments", cache(papers.all_experiments.__wrapped__))  # others' are cached
+    listed = run_table.trainings_of(checked("run_table", "plugins=[mine,boundaries]", "table=theirs"))
+    assert [each.title for each in listed] == ["mine, seed 0"] and "experiment=mine" in listed[0].command
+    assert run_table.trainings_of(checked("run_table", "plugins=[mine,boundaries]", "table=camvid"))
+    with pytest.raises(ValueError, match="^table=other: expected one of table1, .*cifar10, theirs$"):
+        checked("run_table", "plugins=[mine,boundaries]", "table=other")
 
 
 def test_browse_data_shows_augmentations(loading):

@@ -4,7 +4,17 @@ from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
-from engine.configuration.choices import CONFIGS, PAPER, choices, command_of, paper_of, settings_of, weights_of
+from engine.configuration.choices import (
+    CONFIGS,
+    PAPER,
+    choices,
+    command_of,
+    file_of,
+    folders,
+    paper_of,
+    settings_of,
+    weights_of,
+)
 from engine.configuration.command_line import checked
 from engine.configuration.config import register
 from engine.configuration.help import as_text
@@ -63,12 +73,18 @@ def experiments_of(table: str) -> list[str]:
 
 
 def tables_of(experiment: str) -> list[str]:
-    """The tables of which an experiment is a row. ValueError: there is no such table."""
-    tables = as_list(paper_of(experiment).get("table", []))
-    if unknown := {*tables} - TABLES.keys():
+    """The tables of which an experiment is a row; one of a plugin may name others. ValueError: there is no such."""
+    tables, file = as_list(paper_of(experiment).get("table", [])), file_of("experiment", experiment)
+    is_ours = file is None or file.is_relative_to(folders()[0])
+    if is_ours and (unknown := {*tables} - TABLES.keys()):
         name = f"configs/experiment/{experiment}.yaml: paper: table={unknown.pop()}"
         raise ValueError(f"{name}: expected one of {', '.join(TABLES)}, or none")
     return tables
+
+
+def titles() -> dict[str, str]:
+    """{table: its title}: ours, then those that plugins' experiments name."""
+    return {table: TABLES.get(table, table) for each in (TABLES, *map(tables_of, all_experiments())) for table in each}
 
 
 @cache
@@ -163,8 +179,8 @@ def _training(experiment: str) -> dict[str, object]:
 
 
 def first_of(experiment: str) -> str:
-    """The first of the experiments that are the same training, in the order of `TABLES`."""
-    order = list(TABLES)
+    """The first of the experiments that are the same training, in the order of `titles`."""
+    order = list(titles())
 
     def place(name: str) -> tuple[int, str]:
         return min(map(order.index, tables_of(name)), default=len(order)), name
