@@ -113,7 +113,8 @@ class LibraryBody(Body):
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
         between = pairwise([0, *(self._ends[end - 1] for end in ends)])  # numbers of parts
         segments = [partial(self._run_parts, begin, end) for begin, end in between]
-        return [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
+        found = [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
+        return [x.movedim(-1, 1) if self._ends_in_channels[end - 1] else x for x, end in zip(found, ends, strict=True)]
 
     def _run_parts(self, begin: int, end: int, x: Tensor) -> Tensor:
         """Run parts from `begin` to `end`. Layers before the first block and after the last are never checkpointed.
@@ -153,37 +154,39 @@ class LibraryBody(Body):
     def _dilate(self, x: Tensor, output_stride: int, network: str) -> tuple[int, int]:
         """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride.
 
-        Sets `feature_info`: features, which no part after them overwrites, and the numbers of parts where they end.
+        Sets `feature_info`: features, which no part after them overwrites, the numbers of parts where they end, and
+        whether they are maps (N, H, W, C).
         """
         dilation, pooling = 1, ""
         names = [name for name, _ in self.named_parts()]
         features: list[Feature] = []
         self._ends: list[int] = []
+        self._ends_in_channels: list[bool] = []
 
-        def note(end: int, y: Tensor) -> None:
-            name = _name_of_feature(names[end - 1], names, features)
+        def note(end: int, own: Tensor) -> None:
+            name, y = _name_of_feature(names[end - 1], names, features), _channels_first(own)
             features.append(Feature(name, y.shape[1], SIDE // y.shape[-1]))
             self._ends.append(end)
+            self._ends_in_channels.append(y is not own)
 
         try:
             for index, part in enumerate(self.eval().parts()):
                 version = x._version
                 y = part(x)
-                if index and y.shape[-1] < x.shape[-1] and x._version == version:
+                if index and _cells(y) < _cells(x) and x._version == version:
                     note(index, x)
-                stride = x.shape[-1] // y.shape[-1] if SIDE > output_stride * y.shape[-1] else 1
+                stride = _cells(x) // _cells(y) if SIDE > output_stride * _cells(y) else 1
                 if dilation * stride > 1:
                     _dilate(part, x, dilation, stride)
                     try:
                         y, dilation = part(x), dilation * stride
                     except RuntimeError:  # its shortcut pools, and still strides
                         pooling = pooling or type(part).__name__
-                if SIDE > output_stride * y.shape[-1]:
+                if SIDE > output_stride * _cells(y):
                     pooling = pooling or type(part).__name__
                 x = y
-            channels, cells = x.shape[1], x.shape[3]
             note(len(names), x)
-            self._feature_info = tuple(features)
+            channels, cells, self._feature_info = features[-1].channels, _cells(x), tuple(features)
         except Exception as error:  # a module may raise anything
             raise ValueError(
                 f"{network} does not run its {', '.join(self.order)} one after the other ({type(error).__name__}): "
@@ -273,6 +276,15 @@ def _check_name(network: str, known: Sequence[str], library: str) -> None:
     if network not in known:
         nearest = ", ".join(difflib.get_close_matches(network, known, n=5, cutoff=0))
         raise ValueError(f"network={network}: {library} has no such network; the nearest are {nearest}")
+
+
+def _channels_first(square: Tensor) -> Tensor:
+    """The map of a square image as (N, C, H, W); Swin's are (N, H, W, C)."""
+    return square.movedim(-1, 1) if square.shape[1] == square.shape[2] != square.shape[-1] else square
+
+
+def _cells(square: Tensor) -> int:
+    return _channels_first(square).shape[-1]
 
 
 def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:

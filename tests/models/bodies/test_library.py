@@ -381,6 +381,25 @@ def test_normalisation_follows_timm_s_weights_unless_given(monkeypatch):
         assert (config.data.mean, config.data.std) == (list(mean), list(std))
 
 
+def test_maps_whose_channels_are_last_become_features_as_heads_read_them():
+    """Strides were read along their channels: Swin's three first features were of stride 0."""
+    body = torchvision_body(network="swin_t")
+    assert [feature[1:] for feature in body.feature_info] == [(96, 4), (192, 8), (384, 16), (768, 32)]
+    assert (body.out_channels, body.output_stride) == (768, 32)
+    images, reference = torch.randn(1, 3, 64, 96), torchvision.models.swin_t().eval()
+    reference.load_state_dict(body.state_dict(), strict=False)  # without its classifier
+    names = [feature.name for feature in body.feature_info]
+    with torch.no_grad():
+        found = body.eval()(images, features=names)
+        expected = [reference.features[: 2 * stage](images).permute(0, 3, 1, 2) for stage in (1, 2, 3)]
+        expected.append(reference.permute(reference.norm(reference.features(images))))
+        assert all(map(torch.equal, found, expected)) and torch.equal(body(images), found[-1])
+        early = torchvision_body(network="swin_t", last="features.3")
+        assert early(images).shape == (1, 192, 8, 12) == (1, early.out_channels, 64 // 8, 96 // 8)
+    with pytest.raises(ValueError, match="cannot be dilated to output_stride=16, because its PatchMerging strides"):
+        torchvision_body(network="swin_t", output_stride=16)
+
+
 @pytest.mark.parametrize(
     "stated, problem",
     [
