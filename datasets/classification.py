@@ -51,6 +51,10 @@ class ClassificationDataset(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        counts = f"{len(self):,} images of {self.channels} channels, {len(self.classes)} classes"
+        return f"{type(self).__name__}({self.name} {self.split}: {counts})"
+
     def names_and_sizes(self) -> tuple[str, str]:
         """Hashes of the files' names below the dataset's folder, and of their sizes."""
         return self.files.names_and_sizes()

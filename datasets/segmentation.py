@@ -122,6 +122,10 @@ class SegmentationDataset(Dataset):
         """The id of each class in labels and predictions."""
         return self.table.official_ids
 
+    def __repr__(self) -> str:
+        counts = f"{len(self):,} images of {self.channels} channels, {len(self.classes)} classes"
+        return f"{type(self).__name__}({self.name} {self.split}: {counts})"
+
     def path(self, index: int) -> Path:
         """The file of image `index`."""
         return self.files[index].image

@@ -132,7 +132,7 @@ def _absent(base: type, known: Mapping[str, type], values: Mapping[str, Any]) ->
 
     It derives from what ours of the group derive from: of `base` the class that has most of its keys.
     """
-    kinds = [base]
+    kinds: list[type[Any]] = [base]
     for each in kinds:
         kinds += [sub for sub in each.__subclasses__() if sub not in known.values() and not is_absent(sub)]
     keys = {kind: {entry.name for entry in fields(kind)} for kind in kinds}

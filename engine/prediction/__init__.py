@@ -1,5 +1,5 @@
-"""Open trained networks from their files, to predict images or to export them."""
+"""Open trained networks from their files, to evaluate them, predict images or export them."""
 
-from engine.prediction.opening import open_network
+from engine.prediction.opening import evaluate, open_checkpoint, open_network
 
-__all__ = ["open_network"]
+__all__ = ["evaluate", "open_checkpoint", "open_network"]

@@ -7,21 +7,34 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from rich.progress import Progress
 
-from datasets import fixed_crops
+from datasets import (
+    ClassificationDataset,
+    ImagesInFiles,
+    ImagesInMemory,
+    SegmentationDataset,
+    WholeImages,
+    collated,
+    fixed_crops,
+)
+from datasets.workers import Loader
 from engine import assemble
 from engine.checkpoint import files
 from engine.checkpoint.random_states import ranks_of
+from engine.classification import accuracy
 from engine.configuration.config import PluginsNeeded, of_checkpoint
 from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
-from engine.process.distributed import device_of
+from engine.process.distributed import World, device_of
 from engine.process.plugins import changed_since
+from engine.records.evaluated import Dataset
 from engine.schema.classification import ImageNetData
 from engine.schema.evaluation import TEN_CROP, Prediction, TrainedNetwork
 from engine.schema.keys import refuse_other_tasks
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
+from engine.segmentation import evaluation as segmentation
 from keepless import from_released, to_standard
 from models.forward import Forward
 
@@ -75,14 +88,40 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
     register what it is made of are not imported.
     """
     try:
-        return open_checkpoint(checkpoint, options or Prediction()).network
+        return open_checkpoint(checkpoint, options).network
     except PluginsNeeded as error:
         raise ValueError(error.in_python) from error
 
 
-def open_checkpoint(checkpoint: str | Path, options: Prediction) -> Opened:
+def evaluate(network: Segmenter | Classifier, dataset: Dataset) -> dict:
+    """The scores of eval.py (`miou`, `iou`, …; `top1`, …) on a split, with the network's own views.
+
+    ValueError: the dataset has no labels, or not the network's classes; or an image cannot be read.
+    """
+    if network.classes != dataset.classes or not dataset.has_labels:
+        raise ValueError(f"{dataset}: expected labels of the network's {len(network.classes)} classes")
+    passes, world, progress = network.passes, World(device=network.mean.device), Progress(disable=True)
+    if isinstance(network, Classifier):
+        assert isinstance(dataset, ClassificationDataset)
+        items = ImagesInFiles(dataset, network.view) if dataset.pixels is None else ImagesInMemory(dataset)
+        images = Loader(items, 0, batch_size=1, collate_fn=collated)
+        return accuracy.evaluate_split(passes, dataset, images, world=world, progress=progress).scores
+    assert isinstance(dataset, SegmentationDataset)
+    return segmentation.evaluate_split(
+        passes,
+        dataset,
+        Loader(WholeImages(dataset), 0, batch_size=1),
+        views=network.views,
+        world=world,
+        progress=progress,
+        on_prediction=lambda *_: None,
+        at_once=network.at_once,
+    ).scores
+
+
+def open_checkpoint(checkpoint: str | Path, options: Prediction | None = None) -> Opened:
     """Like `open_network`, with configuration and checkpoint content. `options` override the configuration."""
-    options = replace(options, checkpoint=str(checkpoint))
+    options = replace(options or Prediction(), checkpoint=str(checkpoint))
     path, state, config = checkpoint_of(options)
     options.apply_to(config)
     config.trainer.recompute = "none"

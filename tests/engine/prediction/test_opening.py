@@ -1,6 +1,8 @@
 """Open networks predict as an evaluation does: images in any form, the options of the command, nothing compiled."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets import fixed_crops
+from datasets import camvid, fixed_crops
 from datasets.reading import decode_image
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
-from engine.prediction import predictors
+from engine.prediction import evaluate, predictors
 from engine.prediction.opening import open_checkpoint, open_network, predictor
 from engine.prediction.programs import exported
 from engine.schema.evaluation import Prediction, Window
@@ -25,7 +27,7 @@ from models.forward import Forward
 from tests import trees
 from tests.checkpoints import saved
 from tests.host_reads import host_reads
-from tests.runs import REPOSITORY, checked, classification_config, run_config
+from tests.runs import REPOSITORY, SHORT, checked, classification_config, run_config
 
 CLASSES = [f"class {number}" for number in range(11)]
 
@@ -80,6 +82,41 @@ def test_the_example_in_python_runs(file, tmp_path, monkeypatch):
     for wrong in (gray.astype(float), gray[..., None], Image.fromarray(gray.astype(np.float32)), None):
         with pytest.raises(ValueError, match="expected pixels of 8 bits, as a uint8 array"):
             network.predict(wrong)
+
+
+def test_the_page_s_program_trains_and_scores_as_the_commands_do(tmp_path, monkeypatch, capsys):
+    page = (REPOSITORY / "docs" / "training.md").read_text()
+    (program,) = re.findall(r"(?s)<!-- python start -->\n```python\n(.*?)```", page)
+    words = (*SHORT, "trainer.steps=2", "trainer.epochs=null", "trainer.evaluate_images=null")
+    program = program.replace('"data=folder", "data.root=DIR"', repr(words)[1:-1])
+    program = program.replace("REPOSITORY", str(REPOSITORY))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    ran: dict = {}
+    exec(program, ran)
+    assert ran["state"]["step"] == 2 and ran["config"].optim.lr == 0.05
+    assert ran["recorded"]["miou"] == ran["results"]["miou"]
+    assert ran["scores"].keys() <= ran["results"].keys() and ran["scores"]["iou"].keys() == ran["results"]["iou"].keys()
+    assert ran["scores"]["miou"] == pytest.approx(ran["results"]["miou"], abs=1e-4)
+    dataset = assemble.dataset(ran["config"].data, "val")
+    assert repr(dataset) == "SegmentationDataset(synthetic val: 8 images of 3 channels, 19 classes)"
+    weights = sum(each.numel() for each in ran["network"].parameters())
+    assert f"19 classes, images of 3 channels, {weights:,} parameters" in repr(ran["network"])
+    with pytest.raises(ValueError, match="camvid val: 2 images .*: expected labels of the network's 19 classes"):
+        evaluate(ran["network"], camvid(trees.camvid_folders(tmp_path / "camvid"), "val"))
+
+
+def test_an_installed_package_of_the_name_of_ours_is_named(tmp_path):
+    """As Hugging Face's: from it nothing of ours can be imported."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "__init__.py").touch()
+    program = f"import sys; sys.path.append({str(REPOSITORY)!r}); import engine.prediction"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: the package datasets of this project lies in {REPOSITORY}, and Python finds "
+        f'{tmp_path}/datasets/__init__.py: write sys.path.insert(0, "{REPOSITORY}") before any import of it, in place '
+        f"of sys.path.append"
+    )
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(file, tmp_path):
