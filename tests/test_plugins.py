@@ -255,7 +255,7 @@ def test_a_command_asks_only_for_the_plugins_of_what_it_builds(loading, caplog):
     plugins.LOADED.clear()
     state["config"]["data"] |= {"name": "leaves", "season": ["spring", 2], "mean": [0.1, 0.2, 0.3]}
     state["config"]["logger"] = {"mlflow": {"name": "mlflow", "uri": "none"}}
-    found = cfg.of_checkpoint(state, "net.pt", Prediction.builds)
+    found = cfg.of_checkpoint(state, "net.pt", Prediction.needed)
     assert cfg.plain(found) == state["config"]
     assert found.data.normalisation().mean == (0.1, 0.2, 0.3) and found.data.season == ["spring", 2]
     (said,) = caplog.messages
@@ -266,10 +266,10 @@ def test_a_command_asks_only_for_the_plugins_of_what_it_builds(loading, caplog):
     assert added_scores(found, SimpleNamespace(classes=["a"])).by_name == {}
     assert Evaluation(checkpoint="run/last.pt").default_results_file(found).stem == "results_without_boundary_f1"
     with pytest.raises(cfg.PluginsNeeded, match="^net.pt: data=leaves: registered by plugins="):
-        cfg.of_checkpoint(state, "net.pt", Evaluation.builds)
+        cfg.of_checkpoint(state, "net.pt", Evaluation.needed)
     state["config"]["norm"] = {"name": "in_groups"}
     with pytest.raises(cfg.PluginsNeeded, match="^net.pt: norm=in_groups: "):
-        cfg.of_checkpoint(state, "net.pt", Prediction.builds)
+        cfg.of_checkpoint(state, "net.pt", Prediction.needed)
 
 
 def test_a_classifier_trained_on_a_plugin_s_data_predicts_without_it(loading):
@@ -277,7 +277,7 @@ def test_a_classifier_trained_on_a_plugin_s_data_predicts_without_it(loading):
     for data, base in (("cifar10", SmallImagesData), ("imagenet", ImageNetData)):
         config = cfg.plain(classification_config(f"data={data}", "data.val_split=test"))
         config |= {"plugins": ["mine"], "data": config["data"] | {"name": "leaves"}}
-        found = cfg.of_checkpoint({"task": "classification", "config": config}, "net.pt", Prediction.builds)
+        found = cfg.of_checkpoint({"task": "classification", "config": config}, "net.pt", Prediction.needed)
         assert isinstance(found.data, base) and cfg.plain(found) == config
 
 

@@ -28,7 +28,6 @@ from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
 from engine.process.distributed import World, device_of
 from engine.process.plugins import changed_since
-from engine.records.evaluated import Dataset
 from engine.schema.classification import ImageNetData
 from engine.schema.evaluation import TEN_CROP, Prediction, TrainedNetwork
 from engine.schema.keys import refuse_other_tasks
@@ -61,7 +60,7 @@ def checkpoint_of(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
     """
     path = files.file_of(options.checkpoint)
     state, options.checkpoint = files.load(path), str(path)
-    config = of_checkpoint(state, f"checkpoint {path}", options.builds)
+    config = of_checkpoint(state, f"checkpoint {path}", options.needed)
     if changed := changed_since(state.get("plugins", {})):
         logger.warning(f"checkpoint {path} was made with other versions of its plugins' files {', '.join(changed)}")
     refuse_other_tasks(options, config.task, f"checkpoint {path}")
@@ -93,7 +92,7 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
         raise ValueError(error.in_python) from error
 
 
-def evaluate(network: Segmenter | Classifier, dataset: Dataset) -> dict:
+def evaluate(network: Segmenter | Classifier, dataset: SegmentationDataset | ClassificationDataset) -> dict:
     """The scores of eval.py (`miou`, `iou`, …; `top1`, …) on a split, with the network's own views.
 
     ValueError: the dataset has no labels, or not the network's classes; or an image cannot be read.

@@ -82,7 +82,7 @@ class TrainedNetwork(Plugins):
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
     data: TrainedData = field(default_factory=TrainedData)
 
-    builds: ClassVar[tuple[str, ...]] = NETWORK  # groups of the training whose choices the command builds
+    needed: ClassVar[tuple[str, ...]] = NETWORK  # groups of the training whose choices the command builds
 
     def apply_to(self, config: TrainingRun) -> None:
         """Override the training's keys by those given here. ValueError if they do not fit the network."""
@@ -95,7 +95,7 @@ class TrainedNetwork(Plugins):
 class Evaluation(TrainedNetwork):
     """One run of eval.py."""
 
-    builds: ClassVar[tuple[str, ...]] = (*NETWORK, "data")
+    needed: ClassVar[tuple[str, ...]] = (*NETWORK, "data")
     data: EvaluationData = field(default_factory=EvaluationData)
     # Replaces the activation of every norm (paper, Table 1), with its default parameter; null: as in training.
     activation: str | None = key(None, one_of=tuple(ACTIVATIONS))
