@@ -51,8 +51,8 @@ def train(
     minibatch_size = run.config.data.crops_per_minibatch
     if run.config.trainer.profile and world.first:
         minibatches = _profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
-    if learner.captured is not None and getattr(loss, "asks_for_batch", False):
-        learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
+    if getattr(loss, "asks_for_batch", False):
+        minibatches = _numbered(minibatches, run)
     run.begin()
     run.stop.training = True
     with run.metrics as metrics:
@@ -70,7 +70,6 @@ def train(
             first = step <= run.start_step + CHECKED_STEPS
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
-            minibatch |= {"step": step, "epoch": schedule.epoch(step)}
             try:
                 with checking_repetitions() if first else nullcontext():
                     outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
@@ -125,6 +124,14 @@ def _read(taken: Taken, run: Run[Config, Split]) -> bool:
         memory_mib = peak_memory_mib(run.world.device)
         metrics.training(step, run.schedule.epoch(step), taken.lr, memory_mib, loss_scale, waits_s)
     return asked
+
+
+def _numbered(minibatches: Iterable[dict], run: Run[Config, Split]) -> Iterator[dict]:
+    """The minibatches with their steps and epochs, for a loss that asks for each, which is then not captured."""
+    if run.learner.captured is not None:
+        run.learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
+    for step, minibatch in enumerate(minibatches, start=run.start_step + 1):
+        yield minibatch | {"step": step, "epoch": run.schedule.epoch(step)}
 
 
 def _profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:
