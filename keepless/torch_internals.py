@@ -65,6 +65,7 @@ try:
         for name, backend in _backend_names.items()
     }
     ASSERT_SCALAR = torch.ops.aten._assert_scalar.default  # a guard of exported programs
+    ITEM = torch.ops.aten._local_scalar_dense.default  # `tensor.item()`
     # Whether a tensor has a storage; sparse and batched ones have none.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
     # How many objects of C++ and Python hold a storage, by its address.

@@ -85,5 +85,8 @@ class _Convolution(torch.autograd.Function):
         of_input, *_ = gradients(*given, of=(True, False, False)) if ctx.needs_input_grad[0] else (None,)
         # Two strides of a depthwise weight fit both formats: `contiguous` would not change them.
         copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in given)
-        _, of_weight, _ = gradients(*copies, of=(False, True, False)) if ctx.needs_input_grad[1] else (None,) * 3
-        return of_input, of_weight, None, None, None, None
+        if not ctx.needs_input_grad[1]:
+            return of_input, *[None] * 5
+        _, of_weight, _ = gradients(*copies, of=(False, True, False))
+        laid_out = torch.empty_like(ctx.saved_tensors[1]).copy_(of_weight)  # as the weight, which DDP's buckets expect
+        return of_input, laid_out, None, None, None, None

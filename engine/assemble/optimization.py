@@ -43,7 +43,7 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     if made.defaults.get("fused") and not made.param_groups[0]["params"][0].is_meta:
         # Its flag skips this step. Later, SGD's kernel would leave momentum uninitialised if it skips the first step,
         # and PyTorch would refuse a parameter that gets its first gradient after others.
-        made.found_inf, made.grad_scale = torch.ones(()), None
+        made.found_inf, made.grad_scale = torch.ones((), dtype=torch.float32), None
         for state in states_after_a_step(made).values():
             if "momentum_buffer" in state:
                 state["momentum_buffer"].zero_()

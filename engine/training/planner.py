@@ -37,7 +37,7 @@ from keepless.made_tensors import bytes_of_tensors
 from keepless.recompute.signatures.plans import FEWEST, plan
 from keepless.recompute.step.costs import times_of
 from keepless.saved import kept_bytes, size_text
-from keepless.torch_internals import FakeTensorMode, TorchDispatchMode, before_capture, tree_map
+from keepless.torch_internals import ITEM, FakeTensorMode, TorchDispatchMode, before_capture, tree_map
 
 Config = TypeVar("Config", bound=TrainingRun)
 
@@ -126,7 +126,7 @@ class _NumbersRead(TorchDispatchMode):
     """A number that is read from a fake tensor, such as an optimiser's count of steps, is 0.5: 1 less is not 0."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return 0.5 if function is torch.ops.aten._local_scalar_dense.default else function(*args, **kwargs or {})
+        return 0.5 if function is ITEM else function(*args, **kwargs or {})
 
 
 def update(learner: Learner) -> None:

@@ -54,3 +54,4 @@ def test_strided_1x1_convolutions_of_few_channels_train_in_float32():
     exact(image.double()).square().sum().backward()
     for ours, right in zip(network.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.double(), right.grad, rtol=1e-5, atol=1e-5)
+        assert ours.grad.stride() == ours.stride()  # as DDP's buckets expect

@@ -244,7 +244,7 @@ def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
 
 # Keys that say where and how to compute, not what.
 FREE_ON_RESUME = {
-    *("run_dir", "resume", "sampler.folder", "trainer.device", "trainer.pictures", "trainer.profile"),
+    *("run_dir", "resume", "trust_plugins", "sampler.folder", "trainer.device", "trainer.pictures", "trainer.profile"),
     *("data.root", "data.workers", "data.verify", "data.timeout_seconds", "trainer.capture"),
     *("trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.checkpoint_every_steps"),
     *("trainer.evaluate_images", "trainer.log_every_steps", "trainer.recompute", "trainer.timeout_seconds"),

@@ -143,13 +143,15 @@ class Limited:
     def __init__(self, most: int):
         self.most, self.tried = most, []
 
-    def __call__(self, forward: Forward, images: Tensor, views: Views, *, unscored: Tensor, windows: int) -> Tensor:
+    def __call__(
+        self, forward: Forward, images: Tensor, views: Views, *, unscored: Tensor, windows: int, **others
+    ) -> Tensor:
         self.tried.append(len(images) * windows)
         unscored += 1
         if self.tried[-1] > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         unscored -= 1
-        return predict(forward, images, views, unscored=unscored, windows=windows)
+        return predict(forward, images, views, unscored=unscored, windows=windows, **others)
 
 
 @pytest.mark.parametrize("at_once", [AtOnce(8), AtOnce(pixels=8 * 32 * 48)], ids=["images", "pixels"])
