@@ -186,6 +186,10 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
     for wrong, words in WRONG.items():
         with pytest.raises(ValueError, match=words):
             recompute_activations(network, budget=wrong)
+    with pytest.raises(TypeError, match='by name: write budget="6GiB"'):
+        recompute_activations(network, "6GiB")
+    with pytest.warns(UserWarning, match="plan got a network in eval mode, .*: call network.train.. first"):
+        plan(blocks(4).eval(), x)
     with pytest.raises(ValueError, match="checkpointed_only=True"):
         recompute_activations(network, budget=0.5, checkpointed_only=True)
     with pytest.raises(ValueError, match="expected one of at least .*, the lowest that a plan keeps"):
