@@ -88,5 +88,5 @@ class _Convolution(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return of_input, *[None] * 5
         _, of_weight, _ = gradients(*copies, of=(False, True, False))
-        laid_out = torch.empty_like(ctx.saved_tensors[1]).copy_(of_weight)  # as the weight, which DDP's buckets expect
+        laid_out = torch.empty_like(given[2]).copy_(of_weight)  # as the weight, which DDP's buckets expect
         return of_input, laid_out, None, None, None, None

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from keepless.saved import kept_bytes
 from models.cpu_gradients import FromCopies, correct_gradients, wrong_gradients
@@ -55,3 +56,11 @@ def test_strided_1x1_convolutions_of_few_channels_train_in_float32():
     for ours, right in zip(network.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.double(), right.grad, rtol=1e-5, atol=1e-5)
         assert ours.grad.stride() == ours.stride()  # as DDP's buckets expect
+
+
+def test_a_checkpointed_block_reads_what_it_saved_once():
+    """`torch.utils.checkpoint` refuses to unpack a tensor twice."""
+    network = nn.Sequential(nn.Conv2d(3, 16, 1, stride=2), nn.ReLU())
+    assert correct_gradients(network, "float32") == []
+    checkpoint(network, torch.randn(2, 3, 64, 64), use_reentrant=False).sum().backward()
+    assert network[0].weight.grad.abs().max() > 0
