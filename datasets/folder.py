@@ -361,9 +361,9 @@ def _names_on(file: Path, images: Mapping[str, Path]) -> list[str]:
 
 
 def on_no_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
-    """The names of `images` in `root`/images that are on no list beside `own`.txt, nor on a test split's, sorted.
+    """The names of `images` in `root`/images that are on none of the lists beside `own`.txt, sorted.
 
-    A test split may be that of all lists and folds.
+    All folds share `root`/test.txt, so it counts for each of them.
     """
     beside = own.parent if own.name != WITHHELD else root
     lists = {*beside.glob("*.txt"), root / f"{WITHHELD}.txt"}

@@ -38,7 +38,7 @@ DATA = sorted(name for name, kind in CHOICES["data"].items() if not imported("da
 
 
 class Tables(tuple[str, ...]):
-    """Names of tables: ours, and those of plugins, which are loaded later."""
+    """The names of all tables, read when they are needed: plugins are loaded after this file, and may add some."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(papers.titles())
@@ -49,7 +49,7 @@ class Tables(tuple[str, ...]):
 
 @dataclass
 class RunTable(Plugins):
-    table: str = key(MISSING, one_of=Tables(papers.TABLES))  # as experiments name it, also those of plugins
+    table: str = key(MISSING, one_of=Tables(papers.TABLES))  # its name, as at the head of its experiments
     dry_run: bool = False  # only list the commands
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}

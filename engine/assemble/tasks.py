@@ -108,7 +108,7 @@ def classify(
 
 
 def added_scores(config: TrainingRun, dataset: SegmentationDataset | ClassificationDataset) -> AddedScores:
-    """The run's own scores, for one evaluation; without those of plugins that are not loaded."""
+    """The scores that a run names, for one evaluation. Those of plugins that are not loaded are left out."""
     given = {"classes": dataset.classes, "ignore_index": IGNORED}
     known = {name: own for name, own in config.scores.items() if not is_absent(own)}
     return AddedScores({name: builder("scores", own)(**given) for name, own in known.items()})

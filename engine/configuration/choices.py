@@ -39,7 +39,7 @@ def file_of(group: str, choice: str) -> Path | None:
 
 
 def store_choices(schema: type[Keys]) -> None:
-    """Make a schema's choices known to Hydra that have no file here: those that plugins have registered."""
+    """Register with Hydra the choices of a schema that have no YAML file here, such as plugins'."""
     for group, known in groups_of(schema).items():
         is_list = "is_list" in declared_in(schema)[group].metadata
         for name, own in known.items():

@@ -121,7 +121,8 @@ class Messages:
             return None  # a plugin may have what is meant: `no_such` lists its choices, too
         if meant is None or name not in map(_last, same):
             return meant
-        # A new choice need not know words.yaml; data's keys are those of all datasets, and are told apart there.
+        # A choice's own key counts before another program's word that is spelled alike, so a new choice need not know
+        # words.yaml. Not so for data, whose keys all datasets share.
         of_choices = any(key.partition(".")[0] in self.groups.keys() - {"data"} for key in same)
         gives = {_last(key) for key in words_of_others.keys_of(meant[0] or "")}
         return None if meant[1].startswith(NONE) or of_choices and name not in gives else meant

@@ -151,10 +151,10 @@ class Run(Generic[Config, Split]):
         return torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else [])
 
     def tell(self, what: str, *given: Any) -> None:
-        """Call a method of the run's own loggers, of those that have it. Their errors change nothing.
+        """Call a method on each of the run's own loggers that has it. Their errors are only logged.
 
-        It is scalars(step, {name: number}), picture(step, name, uint8 (H, W, 3)), or end with a status: finished,
-        stopped or failed.
+        The methods are scalars(step, {name: number}), picture(step, name, uint8 (H, W, 3)), and end(status), where
+        the status is finished, stopped or failed.
         """
         for name, own in self.loggers.items():
             try:

@@ -83,7 +83,7 @@ def tables_of(experiment: str) -> list[str]:
 
 
 def titles() -> dict[str, str]:
-    """{table: its title}: ours, then those that plugins' experiments name."""
+    """The titles of all tables by name: ours first, then those that experiments of plugins name."""
     return {table: TABLES.get(table, table) for each in (TABLES, *map(tables_of, all_experiments())) for table in each}
 
 

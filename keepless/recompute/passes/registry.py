@@ -79,8 +79,8 @@ class KnownValues:
         self.hold: type[Saved] = Compared if compares.get() else Saved
         self.log = Log()
         self.call: Call | None = None  # the running one
-        # By id of a tensor: a reference to it, its version, and its value; by id and function: that of its sign mask,
-        # which advice has made, as other consumers need the tensor itself.
+        # A tensor's value, by its id, with a weak reference to the tensor and its version. The sign mask that advice
+        # makes of it has the key (id, function), because other consumers need the tensor itself.
         self.found: dict[Any, tuple[weakref.ref[Tensor], int, Value]] = {}
         self.memories: ByStorage[Memory] = ByStorage()
         self.unnoted: list[Value | Kept] = []  # kept by advice, or parameters of recipes, and not yet in `memories`
