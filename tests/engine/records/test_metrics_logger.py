@@ -75,6 +75,7 @@ def test_a_folder_that_is_gone_is_an_error_of_the_run_without_a_traceback_of_ten
     with pytest.raises(OSError, match=message), directory.in_use(run_config()):
         directory.lock()
         with logger(directory.path) as running:
+            running.tensorboard.flush()  # its thread would write into the folder while it is removed
             shutil.rmtree(directory.path)
             running.tensorboard.add_scalar("loss", 1.0, 1)
             running.tensorboard.flush()
