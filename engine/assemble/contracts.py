@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import partial
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -57,16 +56,16 @@ def builder(group: str, choice: Keys, more: Iterable[str] = ()) -> Callable[...,
     `more`: further arguments that this call gives.
     ValueError, naming the choice: it cannot be imported, or does not take these arguments.
     """
-    made, own = imported(group, type(choice)), own_keys(group, choice)
+    contract, made, own = CONTRACTS[group], imported(group, type(choice)), own_keys(group, choice)
     made = made.make if isinstance(made, Row) else made
-    check_arguments(group, type(choice), made, [*own, *more, *asked(group, choice)])
-    return partial(made, **own)
+    asked = {name for name in contract.asked if name in signature(made).parameters and name not in own}
+    check_arguments(group, type(choice), made, [*own, *more, *asked])
+    unwanted = {*contract.asked} - asked | {name for name in contract.optional if not takes(made, name)}
 
+    def make(*first: Any, **given: Any) -> Any:
+        return made(*first, **{**own, **{name: value for name, value in given.items() if name not in unwanted}})
 
-def asked(group: str, choice: Keys) -> list[str]:
-    """The further arguments of its contract that what a choice builds names, and that are no keys of its own."""
-    made, own = imported(group, type(choice)), own_keys(group, choice)
-    return [name for name in CONTRACTS[group].asked if name in signature(made).parameters and name not in own]
+    return make
 
 
 def check_choices(config: TrainingRun) -> None:

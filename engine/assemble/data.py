@@ -26,7 +26,7 @@ from datasets.folder import CLASSES
 from datasets.row import Row
 from datasets.segmentation import joined
 from datasets.workers import Loader
-from engine.assemble.contracts import asked, builder, imported, own_keys
+from engine.assemble.contracts import builder, imported, own_keys
 from engine.process.console import logger
 from engine.process.distributed import World, cores_per_rank
 from engine.schema.data import Data, SegmentationData
@@ -140,9 +140,8 @@ def training_loader(
     ValueError: the minibatch size does not fit the images or the world size.
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
-    if "names" in asked("sampler", sampler):
-        order["names"] = [entry.name for entry in dataset.files]
-    minibatches = builder("sampler", sampler)(index if sampler.needs_class_index else len(dataset), **order)
+    names, source = [entry.name for entry in dataset.files], index if sampler.needs_class_index else len(dataset)
+    minibatches = builder("sampler", sampler)(source, names=names, **order)
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
     return loader(crops, data, world, batch_sampler=minibatches)
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from datasets import minibatches_per_epoch
-from engine.assemble.contracts import builder, takes
+from engine.assemble.contracts import builder
 from engine.schema import optim as schema
 from engine.schema.schedule import Schedule, in_steps
 from engine.schema.training import TrainingRun
@@ -29,8 +29,8 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
             by_rate.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
     body_first = sorted(by_rate.items(), key=lambda group: group[0][0] != 1.0)
     groups = [{"params": own, "lr": config.lr * factor, "weight_decay": w} for (factor, w), own in body_first]
-    make, options = builder("optim", config), ("lr", "weight_decay", "fused")
-    made = make(groups, **{name: getattr(config, name) for name in options if takes(make, name)})
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused}
+    made = builder("optim", config)(groups, **options)
     closure = signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise ValueError(

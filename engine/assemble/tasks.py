@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
 from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
-from engine.assemble.contracts import asked, builder, imported
+from engine.assemble.contracts import builder, imported
 from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.network import body, norm_act
@@ -67,20 +67,20 @@ def segment(
     console: Console,
     processes: int,
 ) -> Evaluated:
-    """Predict and score this rank's images, see `evaluate_into_files`. `processes`: of the training."""
-    return segmentation.evaluate_into_files(
-        forward,
-        dataset,
-        evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
-        views=replace(views(options, config.data), upsampling=options.upsampling),
-        world=world,
-        console=console,
-        at_once=at_once(config, world.device, processes),
-        added=added_scores(config, dataset),
-        predictions=options.predictions,
-        overlays=options.overlays,
-        per_image=options.per_image,
-    )
+    """Predict and score this rank's images, and write what is asked for. `processes`: of the training."""
+    files = options.predictions, options.overlays, options.per_image
+    with segmentation.written_predictions(dataset, world, *files) as write, progress_bar(console) as progress:
+        return segmentation.evaluate_split(
+            forward,
+            dataset,
+            evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
+            views=replace(views(options, config.data), upsampling=options.upsampling),
+            world=world,
+            progress=progress,
+            on_prediction=write,
+            at_once=at_once(config, world.device, processes),
+            added=added_scores(config, dataset),
+        )
 
 
 def classify(
@@ -127,8 +127,8 @@ def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.
         reads, channels = getattr(imported("head", type(config.head)), "reads", None), [features.out_channels]
         if reads is not None:
             channels = [each.channels for each in features_read(features, reads, f"head={config.head.name}")]
-        more = {"classes": classes} if "classes" in asked("head", config.head) else {}
-        head = builder("head", config.head)(channels[0] if reads is None else channels, norm_act=norm, **more)
+        in_channels = channels[0] if reads is None else channels
+        head = builder("head", config.head)(in_channels, norm_act=norm, classes=classes)
         network = SegmentationNetwork(features, head, classes)
         if auxiliary and config.head.auxiliary_weight:
             _add_auxiliary(network, config.head, norm)

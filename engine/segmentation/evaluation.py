@@ -1,19 +1,19 @@
 """Scores and predictions of a segmentation network on a whole split, with a progress bar."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.process.console import logger, progress_bar, speed_of, table_of, tracked
+from engine.process.console import logger, speed_of, table_of, tracked
 from engine.process.distributed import World
 from engine.process.output_files import WrittenBehind, short_name
 from engine.process.stopping import UntilStopped
@@ -100,21 +100,11 @@ def evaluate_split(
     return added.added_to(evaluated, world)
 
 
-def evaluate_into_files(
-    forward: Forward,
-    dataset: SegmentationDataset,
-    images: DataLoader | UntilStopped,
-    *,
-    views: Views,
-    world: World,
-    console: Console,
-    at_once: AtOnce,
-    added: AddedScores,
-    predictions: str | None,
-    overlays: str | None,
-    per_image: str | None,
-) -> Evaluated:
-    """`evaluate_split`, and write predictions and overlays, folders of PNGs, and `per_image`, a table, where given.
+@contextmanager
+def written_predictions(
+    dataset: SegmentationDataset, world: World, predictions: str | None, overlays: str | None, per_image: str | None
+) -> Iterator[Callable[[dict, Tensor], None]]:
+    """Context with an `on_prediction` that fills the folders `predictions` and `overlays`, and the table `per_image`.
 
     ValueError, naming one of the three: it cannot be written, or would replace other files; or the split lacks labels.
     """
@@ -123,33 +113,20 @@ def evaluate_into_files(
     if len({*places}) < len(places):
         raise ValueError(f"predictions={predictions} is also the folder of overlays: give two folders")
     names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
-    table = None
-    if per_image is not None:
-        if not dataset.has_labels:
-            raise ValueError(f"per_image={per_image}: split {dataset.split} of {dataset.name} has no labels")
-        table = ImageScores(dataset.classes, Path(per_image), "per_image")
+    if per_image is not None and not dataset.has_labels:
+        raise ValueError(f"per_image={per_image}: split {dataset.split} of {dataset.name} has no labels")
+    table = None if per_image is None else ImageScores(dataset.classes, Path(per_image), "per_image")
     encoded, shown = (path and folder_for_pictures(key, path, dataset, names) for key, path in given.items())
 
-    def written(minibatch: dict, predicted: Tensor) -> None:
+    def write(minibatch: dict, predicted: Tensor) -> None:
         write_predictions(dataset, encoded or None, shown or None, files, minibatch, predicted)
         if table is not None:
             table.add(minibatch, predicted)
 
-    with progress_bar(console) as progress, WrittenBehind() as files:
-        evaluated = evaluate_split(
-            forward,
-            dataset,
-            images,
-            views=views,
-            world=world,
-            progress=progress,
-            on_prediction=written,
-            at_once=at_once,
-            added=added,
-        )
+    with WrittenBehind() as files:
+        yield write
     if table is not None:
         table.write(world)
-    return evaluated
 
 
 def iou_table(scores: dict) -> Table:

@@ -297,8 +297,11 @@ def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Coun
             note("predictor", {**parts, "_made": _of_forward(network.passes), "view": getattr(network, "view", None)})
             return lines
         evaluated = Evaluated({}, "", 0)
-        for name in ("segmentation.evaluation.evaluate_into_files", "classification.accuracy.evaluate_split"):
-            patch.setattr(f"engine.{name}", lambda _, *given, **own: note("evaluated", *given, own) or evaluated)
+        for name in ("segmentation.evaluation", "classification.accuracy"):
+            name = f"engine.{name}.evaluate_split"
+            patch.setattr(name, lambda _, *given, **own: note("evaluated", *given, own) or evaluated)
+        files = "engine.segmentation.evaluation.written_predictions"
+        patch.setattr(files, lambda _, world, *given: note("files", given) or nullcontext())
         patch.setattr(entry, "writable_file", lambda *_, **__: None)
         patch.setattr(entry, "write_results", lambda file, *_, **__: note("file", file) or {})
         patch.setattr(entry, "print_results", lambda *_: None)
