@@ -32,7 +32,6 @@ NEEDED = ("task", "step", "config", "classes", "network")
 # mean_image: was subtracted from the images.
 OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "scores", "data")  # only to resume a run
-_NOT_FLUSHED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EBADF  # of folders on network disks
 _ALONE = "scripts.convert_checkpoint"
 _COUNT, _BYTE = range(2**63), range(256)
 # What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
@@ -56,6 +55,9 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "data": ({str: (str, str, str)}, "three texts for each split"),
     "plugins": ({str: {str: str}}, "a checksum for each file of each plugin"),
 }
+
+
+_warn_once = cache(logger.warning)
 
 
 class OtherFormat(ValueError):
@@ -136,7 +138,7 @@ def _replace(
 
 
 def _flush_renames(folder: Path) -> None:
-    """Flush a folder. Where it cannot be flushed a warning says so: the file itself is on the disk."""
+    """Flush a folder. A warning says if it cannot be, as on network disks: the file itself is on the disk."""
     try:
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -144,20 +146,8 @@ def _flush_renames(folder: Path) -> None:
         finally:
             os.close(opened)
     except OSError as error:
-        if error.errno == errno.EIO:
-            logger.warning(f"{folder} cannot be flushed to its disk ({error.strerror}): check the disk")
-        elif error.errno in _NOT_FLUSHED:
-            _warn_once(folder, error.strerror)
-        else:
-            raise
-
-
-@cache
-def _warn_once(folder: Path, why: str) -> None:
-    logger.warning(
-        f"the disk of {folder} does not flush folders ({why}): after a power failure a checkpoint may have its earlier "
-        f"name"
-    )
+        warn = logger.warning if error.errno == errno.EIO else _warn_once
+        warn(f"{folder} cannot be flushed ({error.strerror}): after a power failure a checkpoint may have another name")
 
 
 def what_is_left(reason: OSError, folder: Path, *checkpoints: Path | None) -> str:
