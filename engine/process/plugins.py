@@ -1,7 +1,6 @@
 """plugins=[…] on the command line: modules of the user's own, which register choices when they are imported."""
 
 import grp
-import hashlib
 import importlib
 import os
 import pwd
@@ -10,10 +9,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -29,11 +28,6 @@ class Plugin(NamedTuple):
     files: tuple[Path, ...]  # its Python files, first the module's own
     configs: Path | None  # its folder of YAML files, which is searched after ours
 
-    def hashes(self) -> dict[str, str]:
-        """SHA-256 of each file, by its path from the plugin's own folder."""
-        top = self.files[0].parent
-        return {file.relative_to(top).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in self.files}
-
 
 def load(words: Sequence[str], choices: Mapping[str, Mapping[str, type]]) -> None:
     """Import the plugins that a command names, once.
@@ -47,62 +41,55 @@ def load(words: Sequence[str], choices: Mapping[str, Mapping[str, type]]) -> Non
         key, equals, value = word.partition("=")
         if key == KEY and equals:
             for given in filter(None, value.strip("[]").split(",")):
-                _load(given.strip().strip("'\""), choices, is_trusted)
+                given = given.strip().strip("'\"")
+                try:
+                    _load(given, choices, is_trusted)
+                except ValueError as error:
+                    raise ValueError(f"{KEY}=[{given}]: {error}") from error
 
 
 def _load(given: str, choices: Mapping[str, Mapping[str, type]], is_trusted: bool) -> None:
     name = name_of(given)
     if not name.strip("."):
-        raise ValueError(
-            f"{KEY}=[{given}]: expected a module's name, or the path of a .py file or of a package's folder"
-        )
+        raise ValueError("expected a module's name, or the path of a .py file or of a package's folder")
     file = _file_of(given)
     if name in LOADED:
         return
     if file is not None and not is_trusted and (shared := _shared(file, _configs_of(file))):
         raise ValueError(
-            f"{KEY}=[{given}]: another user owns {shared}, or can write to it, and could run code as you: make it your "
-            f"own (chown; chmod go-w), or give {TRUST}"
+            f"another user owns {shared}, or can write to it, and could run code as you: make it your own (chown; "
+            f"chmod go-w), or give {TRUST}"
         )
     known, threads = _modules(choices), threading.active_count()
     try:
         module = _imported(name, file)
     except (Exception, SystemExit) as error:  # a module may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            raise ValueError(
-                f"{KEY}=[{given}]: there is no {name}.py or package {name} in {Path.cwd()}, nor where Python looks; "
-                f"give its path"
-            ) from error
+            places = f"in {Path.cwd()}, nor where Python looks"
+            raise ValueError(f"there is no {name}.py or package {name} {places}; give its path") from error
         about = f"{type(error).__name__}: {error}{hidden_library(error)}"
-        raise ValueError(f"{KEY}=[{given}] cannot be imported: {about}") from error
+        raise ValueError(f"it cannot be imported: {about}") from error
     if getattr(module, "__file__", None) is None:
-        raise ValueError(f"{KEY}=[{given}]: {name} is no file of Python code: expected a module of your own")
+        raise ValueError(f"{name} is no file of Python code: expected a module of your own")
     found = Path(module.__file__ or "").resolve()
     if file not in (None, found):
-        raise ValueError(f"{KEY}=[{given}]: {file} is hidden by {found}, of the same name: rename it")
+        raise ValueError(f"{file} is hidden by {found}, of the same name: rename it")
     configs = _configs_of(found)
     if configs is None and not any(own not in known or f"{own}.".startswith(f"{name}.") for own in _modules(choices)):
-        raise ValueError(f"{KEY}=[{given}]: {found} registers no choice, and has no folder configs beside it")
+        raise ValueError(f"{found} registers no choice, and has no folder configs beside it")
     if threading.active_count() > threads or torch.cuda.is_initialized():
         raise ValueError(
-            f"{KEY}=[{given}]: importing {found} starts a thread or uses a GPU, but help, sweeps and data workers "
-            f"import it, too: do that in a logger, or when the network is built"
+            f"importing {found} starts a thread or uses a GPU, but help, sweeps and data workers import it, too: do "
+            f"that in a logger, or when the network is built"
         )
     others = sorted({*found.parent.rglob("*.py")} - {found}) if _is_package(found) else []
     LOADED[name] = Plugin((found, *others), configs)
 
 
-class _Source(SourceFileLoader):
-    """Reads no __pycache__, which others may have written."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def _imported(name: str, file: Path | None) -> ModuleType:
     """Import a plugin. Its folder goes to the end of `sys.path`, so that it hides no module of ours.
 
-    A folder that others can write to does not: the plugin is then imported by its file alone.
+    A folder that others can write to does not: the plugin's file alone is run, and no __pycache__ of theirs.
     """
     if file is None:
         return importlib.import_module(name)
@@ -110,13 +97,11 @@ def _imported(name: str, file: Path | None) -> ModuleType:
     if not is_shared(folder):
         sys.path.extend([str(folder)] if str(folder) not in sys.path else [])
     elif "." not in name and find_spec(name) is None:
-        places = [str(file.parent)] if _is_package(file) else None
-        loader = _Source(name, str(file))
-        spec = spec_from_file_location(name, file, loader=loader, submodule_search_locations=places)
-        assert spec is not None
-        sys.modules[name] = module_from_spec(spec)
+        sys.modules[name] = module = ModuleType(name)
+        module.__file__, module.__package__ = str(file), name
+        module.__path__ = [str(file.parent)] if _is_package(file) else []
         try:
-            loader.exec_module(sys.modules[name])
+            exec(compile(file.read_bytes(), file, "exec"), vars(module))
         except BaseException:
             del sys.modules[name]
             raise
@@ -167,7 +152,7 @@ def _file_of(given: str) -> Path | None:
     options = [place] if given.endswith(".py") else [place / "__init__.py", place.parent / f"{place.name}.py"]
     file = next((option for option in options if option.is_file()), None)
     if is_path and file is None:
-        raise ValueError(f"{KEY}=[{given}]: there is no such file, nor a package; expected a .py or a package's folder")
+        raise ValueError("there is no such file, nor a package; expected a .py or a package's folder")
     return file
 
 
@@ -197,19 +182,21 @@ def name_of(given: str) -> str:
 def words() -> list[str]:
     """The word that loads the same plugins in a process with another current folder; none without plugins."""
     files = {name: plugin.files[0] for name, plugin in LOADED.items()}
-    paths = {name: file.parent if file.name == "__init__.py" else file for name, file in files.items()}
-    places = [name if "." in name else str(path) for name, path in paths.items()]
+    places = [name if "." in name else str(file.parent if _is_package(file) else file) for name, file in files.items()]
     trust = [TRUST] if any(_shared(plugin.files[0], plugin.configs) for plugin in LOADED.values()) else []
     return [f"{KEY}=[{','.join(places)}]", *trust] if places else []
 
 
 def hashes() -> dict[str, dict[str, str]]:
-    """{plugin: {file: SHA-256}} of all that are loaded, for records."""
-    return {name: plugin.hashes() for name, plugin in LOADED.items()}
+    """{plugin: {file: SHA-256}} of all that are loaded, for records. Files are named from the plugin's own folder."""
+    return {
+        name: {str(file.relative_to(files[0].parent)): sha256(file.read_bytes()).hexdigest() for file in files}
+        for name, (files, _) in LOADED.items()
+    }
 
 
 def changed_since(recorded: dict[str, dict[str, str]]) -> list[str]:
     """The files of loaded plugins that are not as `hashes` has recorded them."""
     now = hashes()
-    pairs = ((name, {**files, **now[name]}) for name, files in recorded.items() if name in now)
-    return [file for name, files in pairs for file in files if now[name].get(file) != recorded[name].get(file)]
+    pairs = [(files, now[name]) for name, files in recorded.items() if name in now]
+    return [file for before, after in pairs for file in before | after if before.get(file) != after.get(file)]
