@@ -221,23 +221,16 @@ def pixels_of(image: Picture, range16: Range16 = ALL_16, channels: int = COLOURS
     """
     if isinstance(image, (str, Path)):
         return of_channels.decode(Path(image), turned=True, range16=range16, channels=channels)
-    if channels != COLOURS:
-        if isinstance(image, np.ndarray) and image.ndim == 2:
-            image = image[..., None]
-        if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] == (channels,) and image.size:
-            return image
-        found = f"an array of {image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
-        raise ValueError(f"got {found}: expected a uint8 array (H, W, {channels}), or the path of a file")
-    found = f"a Pillow image of mode {image.mode}" if isinstance(image, Image.Image) else ""
-    if isinstance(image, Image.Image) and not image.mode.startswith(("I", "F")):
-        return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    found, is_colour = type(image).__name__, channels == COLOURS
+    if isinstance(image, Image.Image):
+        if is_colour and not image.mode.startswith(("I", "F")):
+            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+        found = f"a Pillow image of mode {image.mode}"
     if isinstance(image, np.ndarray):
-        if image.dtype == np.uint8 and image.ndim == 2:
-            image = np.repeat(image[..., None], 3, axis=2)
-        if image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.size:
-            return image
         found = f"an array of {image.dtype} {image.shape}"
-    raise ValueError(
-        f"got {found or type(image).__name__}: expected pixels of 8 bits, as a uint8 array (H, W, 3) of RGB or (H, W) "
-        f"of gray, as a Pillow image, or as the path of a file"
-    )
+        planes = image if image.ndim != 2 else np.repeat(image[..., None], COLOURS if is_colour else 1, axis=2)
+        if planes.dtype == np.uint8 and planes.shape[2:] == (channels,) and planes.size:
+            return planes
+    pixels = "pixels of 8 bits, as a uint8 array (H, W, 3) of RGB or (H, W) of gray, as a Pillow image, or as"
+    pixels = pixels if is_colour else f"a uint8 array (H, W, {channels}), or"
+    raise ValueError(f"got {found}: expected {pixels} the path of a file")

@@ -1,7 +1,7 @@
 """The user's own scores of an evaluation, of either task."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,19 +50,19 @@ class AddedScores:
 
     def add(self, predictions: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch. On a GPU the host waits for it."""
-        if of_predictions := self.reading(PREDICTION):
-            columns = predictions.cpu().numpy(), labels.cpu().numpy(), names or [""] * len(labels)
-            for prediction, label, image in zip(*columns, strict=True):
-                for name, own in of_predictions.items():
-                    with _named(name):
-                        own.add(*map(_unwritable, (prediction, label)), *[image] * getattr(own, "takes_name", False))
+        if self.reading(PREDICTION):
+            self._add(PREDICTION, (predictions.cpu().numpy(), labels.cpu().numpy()), names, _unwritable)
 
     def add_probabilities(self, probabilities: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch, or some rows of it: probabilities (N, classes, …), labels (N, …)."""
-        for name, own in self.reading(PROBABILITIES).items():
-            for each, label, image in zip(probabilities, labels, names or [""] * len(labels), strict=True):
+        self._add(PROBABILITIES, (probabilities, labels), names, Tensor.clone)
+
+    def _add(self, what: str, columns: tuple, names: Sequence[str], copied: Callable[[Any], Any]) -> None:
+        """Give each image of a minibatch to the scores that read `what`, each its own copy."""
+        for *given, image in zip(*columns, names or [""] * len(columns[0]), strict=True):
+            for name, own in self.reading(what).items():
                 with _named(name):
-                    own.add(each.clone(), label.clone(), *[image] * getattr(own, "takes_name", False))
+                    own.add(*map(copied, given), *[image] * getattr(own, "takes_name", False))
 
     @contextmanager
     def undone_after_errors(self) -> Iterator[None]:

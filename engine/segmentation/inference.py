@@ -106,29 +106,21 @@ def predict(
     MemoryError: the device does not have enough memory for these images.
     """
 
-    def most_likely(scores: Tensor) -> Tensor:
-        highest, classes = scores.max(dim=1, keepdim=True)
-        note(highest)
-        if decide is not None:
-            classes = decide(scores if views.count() == 1 else mean_softmax(scores).log())[:, None]
-        return classes.to(torch.uint8)
-
-    def note(highest: Tensor) -> None:
-        if unscored is not None:
-            unscored[0] += highest.isfinite().logical_not_().sum()
-            unscored[1] += highest.numel()
-
     def mean_softmax(scores: Tensor) -> Tensor:
         return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
 
-    def all_classes(scores: Tensor) -> Tensor:
-        note(scores.amax(dim=1))
-        return mean_softmax(scores)
+    def kept(scores: Tensor) -> Tensor:  # (N, classes, rows, W) -> (N, channels, rows, W)
+        highest, classes = scores.max(dim=1, keepdim=True)
+        if unscored is not None:
+            unscored[0] += highest.isfinite().logical_not_().sum()
+            unscored[1] += highest.numel()
+        if probabilities:
+            return mean_softmax(scores)
+        if hasattr(getattr(network, "head", None), "decide"):
+            classes = network.decide(scores if views.count() == 1 else mean_softmax(scores).log())[:, None]
+        return classes.to(torch.uint8)
 
-    network: Any = forward.network
-    decide = network.decide if hasattr(getattr(network, "head", None), "decide") else None
-    kept = all_classes if probabilities else most_likely  # (N, classes, rows, W) -> (N, channels, rows, W)
-    forward.network.eval()
+    network: Any = forward.network.eval()
     count, _, height, width = images.shape
     size, (classes, stride) = views.size((height, width)), resolution(forward)
     values = count * classes * math.prod(math.ceil(side / stride) * stride for side in size)
