@@ -6,10 +6,10 @@
 import hashlib
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
-from datasets.layout import first_of
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import COLOURS, Stored, label_palette, orientation, read
 from datasets.segmentation import SegmentationDataset, restorable
@@ -169,8 +168,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    problems, digests, deep = list[Problem](), list[int](), list[Use]()
-    several, further, turned = Counter[str](), Counter[str](), list[str]()
+    problems, digests, deep, notes = list[Problem](), list[int](), list[Use](), defaultdict[str, dict[str, int]](dict)
     values, holding, sizes = np.zeros(256, np.int64), np.zeros(256, np.int64), Counter[tuple[int, int]]()
     table = dataset.table if isinstance(dataset, SegmentationDataset) else None
     palettes = Palettes(None if table is None else table.label_palette)
@@ -180,59 +178,48 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
         problems += seen.problems
         digests.append(seen.digest)
         deep += filter(None, [seen.used])
-        several.update({str(dataset.path(index)): seen.pages} if seen.pages > 1 else {})
-        further.update({str(dataset.path(index)): seen.channels} if seen.channels else {})
-        turned += [str(dataset.path(index))] * seen.is_turned
+        for kind, number in seen.notes.items():
+            notes[kind][str(dataset.path(index))] = number
         if table is not None:
+            sizes.update(filter(None, [seen.size]))
+        if table is not None and seen.pixels is not None:
             values += seen.pixels
             holding += table.by_class(seen.pixels) > 0
-            sizes.update(filter(None, [seen.size]))
         if seen.palette is not None:
             palettes.add(*seen.palette)
     if isinstance(dataset, ClassificationDataset):
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
-        return Inspection(dataset, tuple(problems), [], images, None, digests, deep, (), several_pages(several))
+        return Inspection(dataset, tuple(problems), [], images, None, digests, deep, (), [*noted(notes)])
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
-    gray = "" if table is None or dataset.palette_fix is None else palettes.about_grays(table)
-    if table is not None and gray and palettes.grays_fit(table):
-        problems.append(Problem("gray palettes", f"{gray}. {dataset.palette_fix}"))
-        gray = ""
+    said = [*noted(notes, dataset.channels_key), *palettes.swapped(dataset.table.label_colours)]
+    if dataset.palette_fix is not None and (gray := palettes.about_grays(dataset.table)):
+        if palettes.grays_fit(dataset.table):
+            problems.append(Problem("gray palettes", f"{gray}. {dataset.palette_fix}"))
+        else:
+            said.append(gray)
     found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, digests, deep
-    said = [*several_pages(several, dataset.channels_key), *further_channels(further, dataset.channels_key)]
-    said += palettes.swapped({} if table is None else table.label_colours) + turned_images(turned)
-    said += [gray] * bool(gray)
     return Inspection(*found, [(*size, images) for size, images in sizes.items()], said)
 
 
-def several_pages(pages: Mapping[str, int], key: str | None = None) -> list[str]:
-    """A sentence on images of which only the first page is read. `pages`: of each, above 1.
+def noted(found: Mapping[str, Mapping[str, int]], key: str | None = None) -> Iterator[str]:
+    """A sentence on each kind of images that a training may not read as meant: {kind: {file: its number}}.
 
-    `key`: the option that makes the pages of a TIFF channels, if there is one.
+    `key`: the option that sets the number of channels, if there is one.
     """
-    said = "images have several pages or frames, and only the first is read: export each as an image, or three as RGB"
-    said += f"; {key}=N reads the pages of a TIFF as N channels, if these are not three" * bool(key)
-    return [f"{len(pages)} {said} (such as {name}, {count})" for name, count in [*pages.items()][:1]]
-
-
-def turned_images(images: Sequence[str]) -> list[str]:
-    """A sentence on images that are turned, whose labels' sizes are the same if they are not."""
-    said = f"{len(images)} images with labels are turned by their EXIF orientation (such as {first_of(images[:1])})"
-    advice = "their labels must be as viewers show them, which sizes do not tell: look at some with scripts.browse_data"
-    return [f"{said}: {advice}"] * bool(images)
-
-
-def further_channels(channels: Mapping[str, int], key: str | None) -> list[str]:
-    """A sentence on images that are read as RGB, and have a further channel that varies. `channels`: of each.
-
-    `key`: the option that makes it read all of them.
-    """
-    return [
-        f"images have {count} channels, of which one besides gray or red, green and blue varies (such as alpha or "
-        f"infrared), and are read as RGB: give {key}={count} to train on all of them, or export the images as RGB "
-        f"({len(channels)} of those looked at, such as {name})"
-        for name, count in [*channels.items()][:1]
-    ]
+    as_channels = f"; {key}=N reads the pages of a TIFF as N channels, if these are not three" * bool(key)
+    for kind, files in found.items():
+        (name, number), count = next(iter(files.items())), len(files)
+        yield {
+            "pages": f"{count} images have several pages or frames, and only the first is read: export each as an "
+            f"image, or three as RGB{as_channels} (such as {readable(name)}, {number})",
+            "channels": f"images have {number} channels, of which one besides gray or red, green and blue varies (such "
+            f"as alpha or infrared), and are read as RGB: give {key}={number} to train on all of them, or export the "
+            f"images as RGB ({count} of those looked at, such as {readable(name)})",
+            "turned": f"{count} images with labels are turned by their EXIF orientation (such as {readable(name)}): "
+            f"their labels must be as viewers show them, which sizes do not tell: look at some with "
+            f"scripts.browse_data",
+        }[kind]
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -257,67 +244,64 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
         raise TimeoutError(f"{readable(dataset.path(done))}: {error}") from error
 
 
-class _Seen(NamedTuple):
+@dataclass
+class _Seen:
     """What `_looked` has found in an image and its label."""
 
-    problems: list[Problem]
-    digest: int  # of the image file
-    used: Use | None
-    pages: int  # or frames of the image that are not read, and the first one
-    channels: int  # of the file, if one of them varies that is not read, else 0
-    size: tuple[int, int] | None  # of the image
-    is_turned: bool  # by its EXIF orientation, and its size does not say whether its label is, too
-    pixels: np.ndarray  # of each raw value of the label, int64 (256,)
-    palette: Any  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
+    problems: list[Problem] = field(default_factory=list)
+    digest: int = 0  # of the image file
+    used: Use | None = None
+    notes: dict[str, int] = field(
+        default_factory=dict
+    )  # see `noted`: by kind, the pages or channels of the image, or 1
+    size: tuple[int, int] | None = None  # of the image
+    pixels: np.ndarray | None = None  # of each raw value of the label, int64 (256,)
+    palette: Any = None  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
 
 
 def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
-    problems, its_use, size, further = list[Problem](), None, None, 0
-    path, channels = dataset.path(index), dataset.channels
+    seen, path, channels = _Seen(), dataset.path(index), dataset.channels
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return read(*arguments)
         except ValueError as error:
-            problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
+            seen.problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
         except Exception as error:  # it must not stop the check of the other files
             where = readable(path)
-            problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
+            seen.problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
         return None
 
-    read_file = restorable()(of_channels.read_file)
-    file = attempted("unreadable image", read_file, path, dataset.turned, channels)
-    paged = 1 if file is None else of_channels.pages_if_one_is_read(file, channels)
-    whole = (
-        attempted("unreadable image", path.read_bytes) if file and of_channels.is_array(file) else file and file.data
-    )
-    its_digest = digest(whole) if whole else 0
+    file = attempted("unreadable image", restorable()(of_channels.read_file), path, dataset.turned, channels)
     if file is not None:
+        whole = attempted("unreadable image", path.read_bytes) if of_channels.is_array(file) else file.data
+        seen.digest = digest(whole) if whole else 0
+        if (pages := of_channels.pages_if_one_is_read(file, channels)) > 1:
+            seen.notes["pages"] = pages
         every_pixel = decode or isinstance(dataset, ClassificationDataset)
-        size = attempted("unreadable image", restorable()(_size), file, dataset.turned, every_pixel, channels)
+        seen.size = attempted("unreadable image", restorable()(_size), file, dataset.turned, every_pixel, channels)
     chosen = index % max(1, len(dataset) // _DECODED) == 0
-    if file is not None and size is not None and (decode or chosen):
-        its_use = attempted("unreadable image", used, file, dataset.turned, channels, dataset.range16, chosen)
-        if dataset.channels_key is not None and channels == COLOURS and paged == 1:
-            further = of_channels.further_channels(file)
-    if isinstance(dataset, ClassificationDataset):
-        return _Seen(problems, its_digest, its_use, paged, 0, size, False, np.zeros(0), None)
-    entry, palette = dataset.files[index], None
-    label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
-    if size is not None and label is not None:
-        attempted("sizes differ", dataset.check_size, entry, size, label.shape[::-1])
-    pixels = np.bincount(() if label is None else label.reshape(-1), minlength=256)
-    if entry.label is not None and label is not None and (dataset.palette_fix or dataset.table.label_palette):
+    if seen.size is not None and (decode or chosen):
+        seen.used = attempted("unreadable image", used, file, dataset.turned, channels, dataset.range16, chosen)
+        may_have_further = dataset.channels_key is not None and channels == COLOURS and "pages" not in seen.notes
+        if may_have_further and (number := of_channels.further_channels(file)):
+            seen.notes["channels"] = number
+    if isinstance(dataset, ClassificationDataset) or (entry := dataset.files[index]).label is None:
+        return seen
+    if (label := attempted("unreadable label", dataset.raw_label, index)) is None:
+        return seen
+    seen.pixels = np.bincount(label.reshape(-1), minlength=256)
+    if dataset.palette_fix or dataset.table.label_palette:
         colours = label_palette(read(entry.label, photograph=dataset.turned))
-        palette = (
-            entry.label,
-            {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
-        )
-    is_turned = False
-    if dataset.turned and file is not None and size is not None and label is not None:
-        is_turned = orientation(file.data) in range(2, 9 if size[0] == size[1] else 5)
-    return _Seen(problems, its_digest, its_use, paged, further, size, is_turned, pixels, palette)
+        held = np.flatnonzero(seen.pixels).tolist()
+        seen.palette = entry.label, {number: colours[number] for number in held if number in colours}
+    if seen.size is not None:
+        attempted("sizes differ", dataset.check_size, entry, seen.size, label.shape[::-1])
+        width, height = seen.size
+        if dataset.turned and orientation(file.data) in range(2, 9 if width == height else 5):
+            seen.notes["turned"] = 1  # and its size does not say whether its label is, too
+    return seen
 
 
 def _size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import csv
 import json
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import StringIO
@@ -30,7 +30,7 @@ from datasets.label_names import LabelNames
 from datasets.layout import RARE, first_of
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import COLOURS
-from datasets.verify import several_pages
+from datasets.verify import noted
 from engine import assemble
 from engine.checkpoint.files import file_of
 from engine.configuration.command_line import configured
@@ -79,7 +79,7 @@ def predict(options: Prediction) -> list[Path]:
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
     written, unreadable, rows, deep = [] if segments else [output / TABLE], [], list[list[str]](), list[Use]()
-    started, since_s, several = 0, 0.0, dict[str, int]()
+    started, since_s, notes = 0, 0.0, defaultdict[str, dict[str, int]](dict)
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
@@ -99,9 +99,8 @@ def predict(options: Prediction) -> list[Path]:
                 continue
             started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
             shown = str(file.relative_to(source if source.is_dir() else source.parent))
-            several |= (
-                {shown: count} if (count := of_channels.pages_if_one_is_read(stored, network.channels)) > 1 else {}
-            )
+            if (pages := of_channels.pages_if_one_is_read(stored, network.channels)) > 1:
+                notes["pages"][shown] = pages
             picture = of_channels.picture(image, network.shown)
             add = partial(page.add, shown, picture) if options.report else None
             if isinstance(network, Segmenter):
@@ -120,7 +119,7 @@ def predict(options: Prediction) -> list[Path]:
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
     of_levels = doubts_of_levels(deep, network.range16, f"images in {source}", keys=None)
-    for doubt in [*several_pages(several), *of_levels]:
+    for doubt in [*noted(notes), *of_levels]:
         logger.warning(doubt)
     console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:
