@@ -13,14 +13,7 @@ from datasets.coco_stuff import coco_stuff
 from datasets.folder import folder
 from datasets.image_transforms import PaddedCrop, colour_jitter, fixed_crops, random_crops
 from datasets.imagenet import image_folder, imagenet
-from datasets.items import (
-    Draw,
-    ImagesInFiles,
-    ImagesInMemory,
-    TrainingCrops,
-    WholeImages,
-    collated,
-)
+from datasets.items import Draw, ImagesInFiles, ImagesInMemory, TrainingCrops, WholeImages, collated
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, minibatches_per_epoch
 from datasets.segmentation import SegmentationDataset
 from datasets.shapes import shapes

@@ -1,6 +1,7 @@
 """The user's own augmentations, after a training crop is made."""
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,11 +47,10 @@ class Augmentations:
         if self._first is None:
             *_, (_, crop) = self._steps(image, label, key, classes, draw)
             return crop
-        given, made = (_copied(image), _copied(label), key, classes, draw), list[Crop]()
-        for _, crop in self._steps(image, label, key, classes, draw):
-            made.append((_copied(crop[0]), _copied(crop[1])))
+        given = *deepcopy((image, label)), key, classes, draw
+        made = [deepcopy(crop) for _, crop in self._steps(image, label, key, classes, draw)]
         self._first.append((given, made))
-        return crop
+        return deepcopy(made[-1])
 
     def check_order(self) -> None:
         """After each minibatch of a process: make the crops of the first again, in reverse order.
@@ -95,10 +95,6 @@ class Augmentations:
                     f"from 0 to {classes - 1}, and {IGNORED} for pixels that do not count"
                 )
             yield name, (image, label)
-
-
-def _copied(array: Any) -> Any:
-    return None if array is None else np.array(array)
 
 
 def _form(array: object) -> str:

@@ -15,35 +15,15 @@ import numpy as np
 from PIL import Image, ImageOps, TiffImagePlugin
 
 from datasets import file_formats as formats
-from datasets.file_formats import Tags
+from datasets import reading
+from datasets.file_formats import BITS, CHANNELS, COMPRESSION, HEIGHT, INTERPRETATION, KIND, PLANES, WIDTH, Tags
 from datasets.file_list import readable, unfit
-from datasets.reading import (
-    ALL_16,
-    COLOURS,
-    EVERYTHING,
-    MOST_PIXELS,
-    PHOTOGRAPHS,
-    Range16,
-    Stored,
-    Unreadable,
-    Window,
-    as_levels,
-    decode_image,
-    decode_values,
-    decode_window,
-    decoding,
-    orientation,
-    pages,
-    read,
-    upright,
-)
+from datasets.reading import ALL_16, COLOURS, EVERYTHING, Range16, Stored, Unreadable, Window
 
 ARRAY = ".npy"  # the suffix of images that are arrays
 _ARRAY_MARK = b"\x93NUMPY"
 _OF_PNG = {formats.GRAY: 1, formats.COLOUR: 3, 4: 2, 6: 4}  # channels of the colour types, except a palette
-_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _INTERPRETATION = 256, 257, 258, 259, 262  # tags of TIFF files
-_CHANNELS, _PLANES, _KIND = 277, 284, 339
-_FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH = 266, 274, 317, 322
+_FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH = 266, 274, 317, 322  # tags of TIFF files
 _PLACES = 273, 278, 279, 323, 324, 325  # tags of where strips or tiles lie, and of their heights
 _STARTS = 273, 324
 _LOSSLESS = {1, 5, 8, 32_773, 32_946, 34_925, 50_000}  # none, LZW, deflate, PackBits, deflate, LZMA, Zstandard
@@ -63,7 +43,7 @@ class Beginning(bytes):
 def read_file(path: Path, photograph: bool, channels: int) -> Stored:
     """`read`; of arrays of other than three channels only what is used is read, when it is."""
     if channels == COLOURS or path.suffix.lower() != ARRAY:
-        return read(path, photograph)
+        return reading.read(path, photograph)
     where = Path(readable(path))
     if (why := unfit(path)) is not None:
         raise Unreadable(f"{where}: {why}.")
@@ -93,9 +73,9 @@ def decode(
     """
     stored = file if isinstance(file, Stored) else read_file(file, turned or channels != COLOURS, channels)
     if channels == COLOURS and not is_array(stored):
-        return decode_image(stored, window, turned, range16)
+        return reading.decode_image(stored, window, turned, range16)
     pixels = _values(stored, channels, window)
-    return np.ascontiguousarray(as_levels(pixels, range16))
+    return np.ascontiguousarray(reading.as_levels(pixels, range16))
 
 
 def size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
@@ -122,7 +102,7 @@ def stored_values(file: Stored, turned: bool, channels: int, shallow: bool = Fal
     if not (shallow or has_16):
         return None
     is_read = channels == COLOURS and not is_array(file)
-    pixels = decode_values(file, turned=turned, deep=True) if is_read else _values(file, channels, EVERYTHING)
+    pixels = reading.decode_values(file, turned=turned, deep=True) if is_read else _values(file, channels, EVERYTHING)
     return pixels if shallow or pixels.dtype == np.uint16 else None
 
 
@@ -132,10 +112,7 @@ def further_channels(file: Stored) -> int:
     Such are alpha, an infrared channel, or black in a CMYK TIFF: reading as RGB drops them, or mixes them in.
     """
     try:
-        if not (file.data.startswith(formats.PNG) or _is_tiff(file)) or (number := count(file)) in (
-            1,
-            COLOURS,
-        ):
+        if not (file.data.startswith(formats.PNG) or file.is_tiff) or (number := count(file)) in (1, COLOURS):
             return 0
         further = _values(file, number, EVERYTHING)[..., 1 if number == 2 else COLOURS :]
     except ValueError:  # of a kind that is read as RGB only
@@ -145,7 +122,7 @@ def further_channels(file: Stored) -> int:
 
 def pages_if_one_is_read(file: Stored, channels: int) -> int:
     """Number of pages of an image whose first page alone is read. 1 if all of its pages are read."""
-    return 1 if channels != COLOURS and _is_tiff(file) else pages(file)
+    return 1 if channels != COLOURS and file.is_tiff else reading.pages(file)
 
 
 def visible(channels: int, shown: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -163,10 +140,6 @@ def picture(image: np.ndarray, shown: Sequence[int] | None = None) -> np.ndarray
     return image if places == (*range(image.shape[2]),) else np.ascontiguousarray(image[..., places])
 
 
-def _is_tiff(file: Stored) -> bool:
-    return formats.is_tiff(file.data)
-
-
 def is_array(file: Stored) -> bool:
     return bytes(file.data[:6]) == _ARRAY_MARK
 
@@ -178,12 +151,12 @@ def count(file: Stored) -> int:
         return _array(file, None)[0][2]
     if data.startswith(formats.PNG):
         number = _OF_PNG.get(data[25], 0)
-    elif _is_tiff(file):
+    elif file.is_tiff:
         its = _pages(file)
-        number = 0 if _PALETTE in (tags.get(_INTERPRETATION) for tags in its) else sum(map(_channels_of, its))
+        number = 0 if _PALETTE in (tags.get(INTERPRETATION) for tags in its) else sum(map(_channels_of, its))
     else:
-        with decoding(path, f"an image; expected {', '.join(PHOTOGRAPHS)}"):
-            bands = Image.open(BytesIO(data), formats=PHOTOGRAPHS).getbands()
+        with reading.decoding(path, f"an image; expected {', '.join(reading.PHOTOGRAPHS)}"):
+            bands = Image.open(BytesIO(data), formats=reading.PHOTOGRAPHS).getbands()
         number = 0 if "P" in bands else len(bands)
     if number == 0:
         raise ValueError(f"{path}: has a palette, whose indices are no channel: convert it to gray or RGB.")
@@ -192,7 +165,7 @@ def count(file: Stored) -> int:
 
 def check_number(file: Stored, channels: int) -> None:
     """ValueError if a file has another number of channels; one may be stored as three equal ones of one page."""
-    as_colours = channels == 1 and not (_is_tiff(file) and len(_pages(file)) > 1)
+    as_colours = channels == 1 and not (file.is_tiff and len(_pages(file)) > 1)
     if (found := count(file)) != channels and not (found == COLOURS and as_colours):
         fix = _axes(file, channels) or "set channels to the number of every image, or convert this one"
         raise ValueError(f"{file.path}: has {found} channel{'s' * (found > 1)}, expected {channels}: {fix}.")
@@ -204,8 +177,8 @@ def _axes(file: Stored, channels: int) -> str:
         first, *others = _array(file, None)[0]
         if first == channels or first < min(others):
             return f"its first axis is {first} long: store (H, W, channels), as numpy.moveaxis(array, 0, 2) gives it"
-    elif _is_tiff(file) and len(its := _pages(file)) > 1:
-        height, width = its[0][_HEIGHT], its[0][_WIDTH]
+    elif file.is_tiff and len(its := _pages(file)) > 1:
+        height, width = its[0][HEIGHT], its[0][WIDTH]
         if width == channels or width < min(height, len(its)):
             as_channels = "tifffile.imwrite(FILE, array, photometric='minisblack', planarconfig='contig')"
             kind = f"it has {len(its)} pages of {height}x{width}, so the rows of an array (H, W, channels) became pages"
@@ -219,18 +192,18 @@ def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
     check_number(file, channels)
     if is_array(file):
         return _array(file, window)[1]
-    if _is_tiff(file) and channels > 1:
+    if file.is_tiff and channels > 1:
         return _tiff(file)[window]
     if channels == 1:
         return _gray(file, window)
-    turn = orientation(data)
+    turn = reading.orientation(data)
     if not data.startswith(formats.PNG):
-        with decoding(path, "an image"), Image.open(BytesIO(data), formats=PHOTOGRAPHS) as image:
+        with reading.decoding(path, "an image"), Image.open(BytesIO(data), formats=reading.PHOTOGRAPHS) as image:
             pixels, mode = np.asarray(ImageOps.exif_transpose(image)), image.mode
         if mode not in ("LA", "RGBA"):
             raise ValueError(f"{path}: is stored as {mode}; expected a PNG, {_EXPECTED['TIFF']}, or .npy.")
         return pixels[window]
-    if turn == 1 and window != EVERYTHING and (part := decode_window(data, window, 4, 6)) is not None:
+    if turn == 1 and window != EVERYTHING and (part := reading.decode_window(data, window, 4, 6)) is not None:
         return part
     file.size()  # refuses too many pixels
     if b"acTL" in data:  # OpenCV skips a first image that the animation does not show
@@ -238,11 +211,11 @@ def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
     found = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)  # BGRA, of gray with alpha too
     if found is None:
         raise Unreadable(f"{path}: cannot be decoded as an image; expected a PNG, undamaged.")
-    return upright(found[..., [2, 1, 0, 3] if channels == 4 else [0, 3]], turn)[window]
+    return reading.upright(found[..., [2, 1, 0, 3] if channels == 4 else [0, 3]], turn)[window]
 
 
 def _gray(file: Stored, window: Window) -> np.ndarray:
-    colours = decode_values(file, window, turned=True, deep=True)
+    colours = reading.decode_values(file, window, turned=True, deep=True)
     gray = colours[..., :1]
     if (colours != gray).any():
         raise ValueError(f"{file.path}: has 3 channels that differ, expected 1: gray, or RGB of equal channels.")
@@ -257,7 +230,7 @@ def _array(file: Stored, window: Window | None) -> tuple[tuple[int, int, int], n
     """
     path, data = file
     with (
-        decoding(path, f"an image; expected {_EXPECTED['array']}"),
+        reading.decoding(path, f"an image; expected {_EXPECTED['array']}"),
         open(data.file, "rb") if isinstance(data, Beginning) else BytesIO(data) as stored,
     ):
         version = np.lib.format.read_magic(stored)
@@ -265,7 +238,7 @@ def _array(file: Stored, window: Window | None) -> tuple[tuple[int, int, int], n
         shape, by_columns, dtype = read_header[version](stored)
         own = dtype.newbyteorder("=")
         if fits := own in (np.uint8, np.uint16) and len(shape) in (2, 3) and min(shape) > 0:
-            if shape[0] * shape[1] > MOST_PIXELS:
+            if shape[0] * shape[1] > reading.MOST_PIXELS:
                 raise Image.DecompressionBombError
             height, width, channels = (*shape, 1)[:3]
             start, row = stored.tell(), width * channels * dtype.itemsize
@@ -284,24 +257,24 @@ def _array(file: Stored, window: Window | None) -> tuple[tuple[int, int, int], n
 
 def _pages(file: Stored) -> list[Tags]:
     """The tags of a TIFF's pages, see `tiff_pages`."""
-    with decoding(file.path, f"an image; expected {_EXPECTED['TIFF']}"):
+    with reading.decoding(file.path, f"an image; expected {_EXPECTED['TIFF']}"):
         return formats.tiff_pages(file.data)
 
 
 def _channels_of(tags: Tags) -> int:
-    return int(tags.get(_CHANNELS, 1))
+    return int(tags.get(CHANNELS, 1))
 
 
 def _tiff(file: Stored) -> np.ndarray:
     """The channels of all pages, uint8 or uint16 (H, W, channels)."""
     path, data = file
     its = _pages(file)
-    bits = {bits for tags in its for bits in tags.get(_BITS, (1,))}
+    bits = {bits for tags in its for bits in tags.get(BITS, (1,))}
     others = (
-        tags.get(_COMPRESSION, 1) not in _LOSSLESS
-        or tags.get(_INTERPRETATION) not in _AS_STORED
-        or (tags.get(_PLANES, 1) == 2 and _channels_of(tags) > 1)
-        or {*tags.get(_KIND, (1,))} != {1}
+        tags.get(COMPRESSION, 1) not in _LOSSLESS
+        or tags.get(INTERPRETATION) not in _AS_STORED
+        or (tags.get(PLANES, 1) == 2 and _channels_of(tags) > 1)
+        or {*tags.get(KIND, (1,))} != {1}
         or tags.get(_FILL_ORDER, 1) != 1
         or tags.get(_PREDICTOR, 1) not in (1, 2)
         for tags in its
@@ -309,20 +282,20 @@ def _tiff(file: Stored) -> np.ndarray:
     if any(others) or bits not in ({8}, {16}):
         held = f"cannot be decoded as an image (it holds {formats.tiff_type(its[0])})"
         raise ValueError(f"{path}: {held}; expected {_EXPECTED['TIFF']}: convert it.")
-    with decoding(path, f"an image; expected {_EXPECTED['TIFF']}"):
-        if its[0][_WIDTH] * its[0][_HEIGHT] > MOST_PIXELS:
+    with reading.decoding(path, f"an image; expected {_EXPECTED['TIFF']}"):
+        if its[0][WIDTH] * its[0][HEIGHT] > reading.MOST_PIXELS:
             raise Image.DecompressionBombError
         found = np.concatenate([_page(data, tags) for tags in its], axis=2)
-    return upright(found, its[0].get(_ORIENTATION, 1))
+    return reading.upright(found, its[0].get(_ORIENTATION, 1))
 
 
 def _page(data: bytes, tags: Tags) -> np.ndarray:
     """An interleaved page, uint8 or uint16 (H, W, its channels). Raises whatever Pillow does for damaged files."""
     formats.check_pixels(tags, len(data))
-    channels, bits, order = _channels_of(tags), tags[_BITS][0], "<" if data.startswith(b"II") else ">"
+    channels, bits, order = _channels_of(tags), tags[BITS][0], "<" if data.startswith(b"II") else ">"
     gray: dict[int, Any] = {place: tags[place] for place in _PLACES if place in tags}
-    gray |= {tag: channels * tags[tag] for tag in (_WIDTH, _TILE_WIDTH) if tag in tags}
-    gray |= {_HEIGHT: tags[_HEIGHT], _BITS: bits, _COMPRESSION: tags.get(_COMPRESSION, 1), _INTERPRETATION: 1}
+    gray |= {tag: channels * tags[tag] for tag in (WIDTH, _TILE_WIDTH) if tag in tags}
+    gray |= {HEIGHT: tags[HEIGHT], BITS: bits, COMPRESSION: tags.get(COMPRESSION, 1), INTERPRETATION: 1}
     head = data[:2] + struct.pack(f"{order}HL", 42, 8)
     moved = len(head) + len(_directory(gray, order))  # the directory comes first: it cannot be read as missing pixels
     gray |= {tag: tuple(place + moved for place in tags[tag]) for tag in _STARTS if tag in tags}
@@ -332,13 +305,13 @@ def _page(data: bytes, tags: Tags) -> np.ndarray:
         parts = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in image.tile)
         if sum(parts) < image.width * image.height:
             raise ValueError("a strip or tile is missing")
-        pixels = np.array(image).astype(f"u{bits // 8}").reshape(tags[_HEIGHT], tags[_WIDTH], channels)
-    if tags.get(_PREDICTOR, 1) == 2 and tags.get(_COMPRESSION, 1) != 1:  # each pixel less the one before it
-        step = tags.get(_TILE_WIDTH, tags[_WIDTH])
-        for left, right in pairwise([*range(0, tags[_WIDTH], step), tags[_WIDTH]]):
+        pixels = np.array(image).astype(f"u{bits // 8}").reshape(tags[HEIGHT], tags[WIDTH], channels)
+    if tags.get(_PREDICTOR, 1) == 2 and tags.get(COMPRESSION, 1) != 1:  # each pixel less the one before it
+        step = tags.get(_TILE_WIDTH, tags[WIDTH])
+        for left, right in pairwise([*range(0, tags[WIDTH], step), tags[WIDTH]]):
             part = pixels[:, left:right]
             np.add.accumulate(part, axis=1, dtype=pixels.dtype, out=part)
-    return ~pixels if tags.get(_INTERPRETATION) == _WHITE_IS_0 else pixels
+    return ~pixels if tags.get(INTERPRETATION) == _WHITE_IS_0 else pixels
 
 
 def _directory(tags: Mapping[int, Any], order: str) -> bytes:

@@ -15,8 +15,10 @@ JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
 GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
 _PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
 PNG_PIXELS, PNG_ANIMATION = (_PIXELS, b"fdAT"), (b"acTL", b"fcTL", b"fdAT")  # kinds of chunks
-_WIDTH, _HEIGHT, _SUBFILE = 256, 257, 254  # tags of TIFF files; the last: 1 a reduced copy, 4 a mask
-_BITS, _KIND = 258, 339
+# Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 2: RGB; 3: palette; 5: CMYK; 6: YCbCr. A
+# subfile of 1 is a reduced copy, of 4 a mask.
+WIDTH, HEIGHT, BITS, COMPRESSION, INTERPRETATION, CHANNELS, PLANES = 256, 257, 258, 259, 262, 277, 284
+KIND, _SUBFILE = 339, 254
 _PLACES = (273, 279), (324, 325)  # where strips and tiles begin, and their bytes
 _HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing
 _CHANNELS = {GRAY: 1, COLOUR: 3, PALETTE: 1, 4: 2, 6: 4}
@@ -120,10 +122,6 @@ def jpeg_down_to(data: bytes, rows: int) -> bytes | None:
     return data[: offset + 5] + height.to_bytes(2, "big") + data[offset + 7 :]
 
 
-def is_tiff(data: bytes) -> bool:
-    return bytes(data[:4]) in TiffImagePlugin.PREFIXES
-
-
 def tiff_pages(data: bytes) -> list[Tags]:
     """The tags of a TIFF's pages of the first one's size, without reduced copies and masks. Raises as Pillow does."""
     header, found, seen = data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8], list[Tags](), set[int]()
@@ -136,8 +134,8 @@ def tiff_pages(data: bytes) -> list[Tags]:
         tags.load(content)
         found.append({**tags})
         place = tags.next
-    size = found[0][_WIDTH], found[0][_HEIGHT]
-    return [tags for tags in found if (tags[_WIDTH], tags[_HEIGHT]) == size and not tags.get(_SUBFILE, 0) & 5]
+    size = found[0][WIDTH], found[0][HEIGHT]
+    return [tags for tags in found if (tags[WIDTH], tags[HEIGHT]) == size and not tags.get(_SUBFILE, 0) & 5]
 
 
 def check_pixels(tags: Tags, size: int) -> None:
@@ -154,4 +152,4 @@ def check_pixels(tags: Tags, size: int) -> None:
 def tiff_type(tags: Tags) -> str:
     """The type of a TIFF page's values, such as "float32"."""
     kinds = {1: "uint", 2: "int", 3: "float"}
-    return f"{kinds.get(tags.get(_KIND, (1,))[0], 'another kind of ')}{tags.get(_BITS, (1,))[0]}"
+    return f"{kinds.get(tags.get(KIND, (1,))[0], 'another kind of ')}{tags.get(BITS, (1,))[0]}"

@@ -1,7 +1,7 @@
 """Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from io import BytesIO
@@ -13,6 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
+from datasets.file_formats import BITS, CHANNELS, COMPRESSION, INTERPRETATION, KIND, PLANES
 from datasets.file_list import readable, unfit
 
 MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
@@ -21,12 +22,10 @@ _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
-# Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
-_BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
+_EXTRA_CHANNELS = 338  # a tag of TIFF files
 # Kinds of PNGs: depth, colour type (4 and 6 have alpha). Decoders stretch gray of 2 and 4 bits.
 _LABELS = {(8, formats.GRAY), *((depth, formats.PALETTE) for depth in (1, 2, 4, 8))}
 _MASKS = {(1, formats.GRAY), (16, formats.GRAY), (8, 4), (8, 6)}
-_ONE_ID = "one 8-bit class id per pixel (not a colour picture)"
 _TIFF = "a TIFF of gray, RGB, CMYK or a palette, with unsigned integers of 8 or 16 bits, channels interleaved"
 _AS_IDS = (  # a command; what is no id becomes a value above 255, which is refused
     'python -c "import numpy, sys; from PIL import Image; [Image.fromarray(numpy.asarray(Image.open(file))'
@@ -56,6 +55,10 @@ class Stored(NamedTuple):
     def has_end_mark(self) -> bool:
         """Whether it is a PNG or JPEG: only these can be checked, and decoded in parts, without decoding all pixels."""
         return bytes(self.data[:4]).startswith((formats.PNG, formats.JPEG))
+
+    @property
+    def is_tiff(self) -> bool:
+        return bytes(self.data[:4]) in TiffImagePlugin.PREFIXES
 
     def size(self, turned: bool = False) -> tuple[int, int]:
         """(width, height), from the header of a PNG or JPEG; other formats are decoded. `turned`: see `decode_image`.
@@ -179,7 +182,12 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
 
     Rows far below `window` are not decoded.
     """
-    path, data = _png(file, _LABELS, _ONE_ID)
+    path, data = _stored(file)
+    if not data.startswith(formats.PNG):
+        raise Unreadable(f"{path}: is a JPEG, which changes values; expected a PNG.")
+    if (kind := (data[24], data[25])) not in _LABELS:
+        expected = "one 8-bit class id per pixel (not a colour picture)"
+        raise Unreadable(f"{path}: is a PNG of {kind[0]} bits and colour type {kind[1]}; expected {expected}.")
     if window != EVERYTHING and (part := decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
         return part
     return _exact(path, data)[window]
@@ -221,13 +229,13 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
 def _decode_tiff_label(file: Stored) -> np.ndarray:
     """The values in a TIFF: (H, W) of 1, 8 or 16 bits, or uint8 (H, W, channels)."""
     path, data = file
-    if not formats.is_tiff(data):
+    if not file.is_tiff:
         raise Unreadable(f"{path}: is neither PNG nor TIFF (starts with {data[:4]!r}); expected one of them.")
     expected = f"a label; expected {_TIFF}, black as 0, unturned, one page"
     with decoding(path, expected), Image.open(BytesIO(data), formats=["TIFF"]) as image:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         formats.check_pixels(tags, len(data))
-        turned, inverted = orientation(data) != 1, tags.get(_INTERPRETATION) == 0
+        turned, inverted = orientation(data) != 1, tags.get(INTERPRETATION) == 0
         if (found := formats.tiff_type(tags)) in ("uint1", "uint8", "uint16"):
             exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
             if not exact or turned or inverted or _is_misread(image, tags) or pages(file) > 1:
@@ -251,7 +259,7 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
 def pages(file: Stored) -> int:
     """How many pages a TIFF has (see `tiff_pages`), or frames a GIF, WebP or AVIF."""
     with suppress(Exception):
-        if formats.is_tiff(file.data):
+        if file.is_tiff:
             return len(formats.tiff_pages(file.data))
         if not file.has_end_mark:
             return getattr(Image.open(BytesIO(file.data), formats=PHOTOGRAPHS), "n_frames", 1)
@@ -261,17 +269,17 @@ def pages(file: Stored) -> int:
 def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
     """`decode_values` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
-    known, is_tiff = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel", formats.is_tiff(data)
+    known, is_tiff = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel", file.is_tiff
     with decoding(path, f"an image; expected {_TIFF if is_tiff else known}", converts=is_tiff):
         with _opened(data) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
             formats.check_pixels(tags, len(data))
             if data.startswith(b"MM\0+") or _is_misread(stored, tags):
                 raise UnidentifiedImageError("another kind of TIFF")
-            image, bits = ImageOps.exif_transpose(stored), tags.get(_BITS, (16 if "I" in stored.mode else 8,))[0]
+            image, bits = ImageOps.exif_transpose(stored), tags.get(BITS, (16 if "I" in stored.mode else 8,))[0]
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             values = np.asarray(image).astype(np.uint16) << (16 - bits)
-            values = 65_535 - values if tags.get(_INTERPRETATION) == 0 else values
+            values = 65_535 - values if tags.get(INTERPRETATION) == 0 else values
             return np.repeat((values if deep and bits == 16 else (values >> 8).astype(np.uint8))[..., None], 3, axis=2)
         if image.mode in ("I", "F"):
             raise UnidentifiedImageError("the black and white of 32 bits are unknown")
@@ -328,14 +336,14 @@ def _is_misread(image: Image.Image, tags: Mapping[int, Any]) -> bool:
     Pillow 13 was compared with tifffile over bits, kinds, interpretations, planes, compressions, byte orders, tiles,
     strips, predictors and orientations.
     """
-    uncompressed, interpretation = tags.get(_COMPRESSION, 1) == 1, tags.get(_INTERPRETATION, 0)
+    uncompressed, interpretation = tags.get(COMPRESSION, 1) == 1, tags.get(INTERPRETATION, 0)
     parts = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in getattr(image, "tile", ()))
     return (
-        {*tags.get(_KIND, (1,))} != {1}
-        or (tags.get(_PLANES) == 2 and tags.get(_CHANNELS, 1) > 1)
+        {*tags.get(KIND, (1,))} != {1}
+        or (tags.get(PLANES) == 2 and tags.get(CHANNELS, 1) > 1)
         or (uncompressed and interpretation == 6)  # its blocks of subsampled colours
         or (interpretation in (0, 1, 3) and 0 in tags.get(_EXTRA_CHANNELS, ()))
-        or (_BITS in tags and sum(parts) < image.width * image.height)
+        or (BITS in tags and sum(parts) < image.width * image.height)
     )
 
 
@@ -358,17 +366,6 @@ def _exact(path: Path, data: bytes) -> np.ndarray:
 
 def _stored(file: Path | Stored, photograph: bool = False) -> Stored:
     return file if isinstance(file, Stored) else read(file, photograph)
-
-
-def _png(file: Path | Stored, kinds: Set[tuple[int, ...]], expected: str) -> Stored:
-    """A PNG of one of some kinds. Unreadable if it is of another."""
-    path, data = stored = _stored(file)
-    if not data.startswith(formats.PNG):
-        raise Unreadable(f"{path}: is a JPEG, which changes values; expected a PNG.")
-    depth, colour_type = data[24:26]
-    if (depth, colour_type) not in kinds:
-        raise Unreadable(f"{path}: is a PNG of {depth} bits and colour type {colour_type}; expected {expected}.")
-    return stored
 
 
 def decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarray | None:

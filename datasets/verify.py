@@ -251,9 +251,7 @@ class _Seen:
     problems: list[Problem] = field(default_factory=list)
     digest: int = 0  # of the image file
     used: Use | None = None
-    notes: dict[str, int] = field(
-        default_factory=dict
-    )  # see `noted`: by kind, the pages or channels of the image, or 1
+    notes: dict[str, int] = field(default_factory=dict)  # by kind, its pages or channels, or 1: see `noted`
     size: tuple[int, int] | None = None  # of the image
     pixels: np.ndarray | None = None  # of each raw value of the label, int64 (256,)
     palette: Any = None  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter

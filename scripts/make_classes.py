@@ -34,29 +34,12 @@ import numpy as np
 from rich.console import Console
 
 from datasets import channels as of_channels
-from datasets import reading_errors
+from datasets import label_values, reading_errors
 from datasets.class_table import Palettes, ranges
 from datasets.file_list import readable
-from datasets.folder import (
-    CLASSES,
-    TRAINED,
-    WITHHELD,
-    LabelFiles,
-    alike,
-    check_whole,
-    folder_labels,
-    palette_fix,
-)
+from datasets.folder import CLASSES, TRAINED, WITHHELD, LabelFiles, alike, check_whole, folder_labels, palette_fix
 from datasets.label_names import LabelNames
-from datasets.label_values import (
-    WHITE,
-    between,
-    has_large_gaps,
-    has_smoothed_edges,
-    instances,
-    is_evenly_spread,
-    smoothed,
-)
+from datasets.label_values import WHITE
 from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import decode_mask, label_palette, read
@@ -145,7 +128,7 @@ class Held:
     palettes: Palettes = field(default_factory=Palettes)
     other_sizes: list[str] = field(default_factory=list)  # than their images have
     used: list[Use] = field(default_factory=list)  # by 16-bit images
-    between: Counter[int] = field(default_factory=Counter)  # see `between`
+    between: Counter[int] = field(default_factory=Counter)  # see `label_values.between`
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
         """Count entries of one kind as another, under the `value` of each."""
@@ -241,9 +224,9 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
         counts = ([of[value] for value in values_of.values()] for of in (pixels, holding))
         console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
     ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
-    odd = [*instances(holding, len(labels.images))]
+    odd = [*label_values.instances(holding, len(labels.images))]
     check_number(root, kind, pixels, ids, ignored, *odd)
-    odd += [] if kind == IDS and held.colours else smoothed(pixels, held.between)
+    odd += [] if kind == IDS and held.colours else label_values.smoothed(pixels, held.between)
     dark = doubts_of_levels(held.used, config.data.range16, "images", keys="data.")
     for note in [*notes, *doubts(pixels, ids, ignored), *odd, *dark]:
         console.print(note, soft_wrap=True)
@@ -322,7 +305,9 @@ def settle_kind(held: Held, ignored: list[int], gray: str | None) -> list[str]:
     if levels := {code & WHITE for code in held.pixels.get(GRAY, ())}:
         between = levels - {*ignored, WHITE}  # 255 beside small ids marks pixels without a class
         taken, other = "colours", "ids"
-        if COLOURS not in held.pixels and (IDS in held.pixels or (any(between) and not has_large_gaps(between))):
+        if COLOURS not in held.pixels and (
+            IDS in held.pixels or (any(between) and not label_values.has_large_gaps(between))
+        ):
             taken, other = other, taken
         if gray is None and COLOURS not in held.pixels:
             notes = [f"labels in RGB have three equal channels: they are read as {taken}, with gray={other} as {other}"]
@@ -343,7 +328,7 @@ def check_number(
     root: str, kind: str, pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int], *odd: str
 ) -> None:
     """ValueError if the number of classes cannot be trained, or looks wrong. `odd`: the likely reason, if known."""
-    smoothed = kind != COLOURS and has_smoothed_edges(pixels)
+    smoothed = kind != COLOURS and label_values.has_smoothed_edges(pixels)
     if smoothed or len(ids) not in TRAINED:
         without = f", not counting {', '.join(map(str, ignored))}, which is ignored" if ignored else ""
         found, expected = ("values", "one per class") if smoothed else ("classes", f"{TRAINED[0]} to {TRAINED[-1]}")
@@ -357,12 +342,14 @@ def check_number(
 def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]) -> Iterator[str]:
     """What may be wrong with the classes."""
     if unseen := [number for number in range(max(ids)) if number not in ids and number not in ignored]:
-        why = ": check that the labels are not gray copies of colours, or stretched" * has_large_gaps({*ids})
+        why = ": check that the labels are not gray copies of colours, or stretched" * label_values.has_large_gaps(
+            {*ids}
+        )
         yield f"ids that occur nowhere, and are ignored: {ranges(unseen)}{why}"
     left_out = {number: pixels[number] for number in ignored if pixels[number]}
     if (share := sum(left_out.values()) / pixels.total()) > 0.5:
         yield f"{share:.0%} of the pixels have the ignored id {ranges(left_out)}: if it is a class, give ignored=null"
-    if left_out and is_evenly_spread({*pixels}):
+    if left_out and label_values.is_evenly_spread({*pixels}):
         yield "255 is ignored, but the values up to it are evenly spread: if it is a class, give ignored=null"
     if similar := sorted(alike({number: colour for number, colour in ids.items() if colour})):
         yield f"the colours of the classes {ranges(similar)} can hardly be told apart: pictures show others"
@@ -414,7 +401,7 @@ def contents(path: Path, image: Path | None, channels: int) -> Contents:
         palette = label_palette(file)
         kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
         colours = {number: palette[number] for number in pixels if number in palette}
-    return Contents(kind, pixels, colours, other_size, its_use, between(raw))
+    return Contents(kind, pixels, colours, other_size, its_use, label_values.between(raw))
 
 
 main = configured("make_classes", MakeClasses)(make_classes)
