@@ -1,4 +1,4 @@
-"""The wheel: pure, small and complete; the examples and recipes of its page run."""
+"""The wheel: pure, small and complete; the examples, recipes and scripts of its pages run."""
 
 import importlib.util
 import os
@@ -77,6 +77,18 @@ def test_the_examples_of_its_page_run(tmp_path, monkeypatch):
     examples = re.findall(r"(?ms)^```python\n(.*?)^```", page)
     assert len(examples) == 6
     exec("\n".join(examples), {})
+
+
+ISSUES = (REPOSITORY / "docs" / "pytorch_issues.md").read_text()
+SCRIPTS = dict(re.findall(r"(?ms)^\[((?:rfcs )?\d+)\]\(https:.*?^```python\n(.*?)^```", ISSUES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("issue", SCRIPTS)
+def test_each_issue_of_pytorch_that_a_page_answers_has_a_script_that_runs_alone(issue, tmp_path, monkeypatch):
+    assert len(SCRIPTS) == ISSUES.count("\n## ") == ISSUES.count("/issues/") == 6
+    monkeypatch.chdir(tmp_path)
+    exec(SCRIPTS[issue], {"__name__": "__main__"})
 
 
 SMALL = """
