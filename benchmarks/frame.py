@@ -157,7 +157,7 @@ def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> No
     new: dict[str, Any] = {"arguments": known, "environment": environment}
     call = next((other for _, other in written_here(record) if other.items() >= new.items()), None)
     if call is None:
-        # benchmarks/sentences.py finds a call by its name; a better one may be written into the record.
+        # Summaries find a call by its name; a better one may be written into the record.
         call = {"name": environment["commit"], "command": "", **new, "seconds": 0, "items": {}}
         record["calls"].append(call)
     before_s, found = call["seconds"], call["items"]

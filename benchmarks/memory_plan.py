@@ -3,20 +3,26 @@
     python -m benchmarks.memory_plan table=table3 out=FILE.json
     python -m benchmarks.memory_plan table=all out=FILE.json
     python -m benchmarks.memory_plan table=table3 only=[one_device] out=FILE.json
+    python -m benchmarks.memory_plan table=all only=[hours] out=FILE.json
 
 table is one that experiments name (all: each). For Table 3, the columns fixed crop and fixed batch are filled
 too, beside the paper's, on which the deductions from a device's memory are calibrated, and README's minibatch on one
-device. Steps of tables have the paper's loss, with full-resolution logits (loss.tiles=false). What fits for any other
-experiment is shown by scripts.plan_memory.
+device. The hours of trainings on four devices or more are those of their operations, at the rate of steps that were
+measured on an H100. Steps of tables have the paper's loss, with full-resolution logits (loss.tiles=false). What fits
+for any other experiment is shown by scripts.plan_memory.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 
 from omegaconf import MISSING
 
 from benchmarks import frame
+from benchmarks.measuring import operations_of
 from benchmarks.rows import GIB, Columns, Rows, columns, compared, section
+from engine.assemble import schedule_of
 from engine.schema.keys import key
 from engine.schema.memory import Memory, deductions, device_memory
 from engine.schema.segmentation import CrossEntropyLoss, SegmentationRun
@@ -42,10 +48,12 @@ class PlanArguments(frame.Arguments):
 def items(arguments: PlanArguments) -> dict[str, tuple]:
     """{name of an item: (part of the page, arguments of its measurement)}"""
     own = [table for table in papers.TABLES if arguments.table in (ALL, table)]
-    chosen: list[tuple] = [("experiments", name) for table in own for name in papers.experiments_of(table)]
+    trained = [name for table in own for name in papers.experiments_of(table)]
+    chosen: list[tuple] = [("experiments", name) for name in trained]
     if "table3" in own:
         chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
         chosen += [("one_device", words) for words in ON_ONE_DEVICE]
+    chosen += [("hours", name) for name in trained if papers.devices_of(name) >= DEVICES]
     return {"/".join(item): item for item in chosen}
 
 
@@ -98,10 +106,22 @@ def on_one_device(words: str) -> Iterator[dict]:
     yield {"overrides": words, "GiB": _gib(device_memory(needed))}
 
 
+def work(experiment: str) -> Iterator[dict]:
+    """Steps of a training, and floating-point operations of each on one device."""
+    config, devices = papers.configured_as(experiment), papers.devices_of(experiment)
+    share, size = planner.share_of(config, devices), config.data.crop_size
+    with planner.FakeTensors():
+        learner, loss, minibatch, _ = planner.fake_step(config, share, size)
+        operations = operations_of(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]).backward())
+    steps = schedule_of(config, planner.training_images(config.data)).total_steps
+    yield {"experiment": experiment, "devices": devices, "steps": steps, "share": share, "operations": operations}
+
+
 PARTS: dict[str, Callable[..., Iterator[dict]]] = {
     "experiments": planned,
     "fits": fit_of,
     "one_device": on_one_device,
+    "hours": work,
 }
 
 
@@ -125,6 +145,24 @@ def sections(call: dict, _: str) -> Iterator[str]:
         ordered = sorted(experiments, key=lambda row: row["experiment"])
         yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
 
+    if rows := by_part["hours"]:
+        yield section(f"Hours of {len(rows)} trainings", columns(with_hours(rows), HOURS))
+
+
+def with_hours(rows: Rows) -> Iterator[dict]:
+    """Hours at the rate of the network's own step on an H100, of ResNeXt-101's if the network was not measured."""
+    operations = {row["experiment"]: row["operations"] / row["share"] for row in rows}
+    rates = {}
+    for call in json.loads((frame.RESULTS / "steps.json").read_text())["calls"]:
+        if call["arguments"]["device"] == "cuda":
+            recipe, crops = call["arguments"]["recipe"], call["arguments"]["crops"]
+            (step,) = (row for row in frame.rows_of(call) if row["switch"] == "trainer.capture=true")
+            rates[recipe.split("_")[1]] = median(step["times_ms"]) / 1000 / (crops * operations[recipe])
+    for row in rows:
+        network = next((name for name in rates if name in row["experiment"]), "resnext101")
+        hours = row["steps"] * row["operations"] * rates[network] / 3600
+        yield {**row, "measured": network, "hours": hours}
+
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.2f}"
@@ -138,6 +176,14 @@ EXPERIMENT: Columns = [
     ("saved", lambda row: _gib(row["kept"])),
     ("by tiles", lambda row: row["by_tiles"] and _gib(row["by_tiles"]) or ""),
     ("most in", "{place}"),
+]
+HOURS: Columns = [
+    ("experiment", "{experiment}"),
+    ("devices", "{devices}"),
+    ("steps", "{steps:,}"),
+    ("TFLOP of a step on each", lambda row: f"{row['operations'] / 1e12:.1f}"),
+    ("hours", lambda row: f"{row['hours']:.1f}"),
+    ("at the rate of", "{measured}"),
 ]
 FIT: Columns = [
     ("", "{column}"),
