@@ -52,6 +52,8 @@ def test_the_plan_is_what_a_new_trace_gives(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in PLANNED:
         assert memory_plan.measure(memory_plan.PlanArguments(), "experiments", name) == [PLANNED[name]]
+    (work,) = (row for row in recorded("memory_plan", "hours") if row["experiment"] == "table2/release_resnet34")
+    assert memory_plan.measure(memory_plan.PlanArguments(), "hours", work["experiment"]) == [work]
 
 
 def test_the_planner_is_calibrated_on_table_3():
