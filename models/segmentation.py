@@ -185,7 +185,9 @@ class SegmentationNetwork(nn.Module):
                 f"pixels: expected {padded[0]}x{padded[1]}, as those of the first feature that it reads"
             )
         height, width = (rounded_up(side, stride) // stride for side in size)
-        return logits if padded == (height, width) else logits[..., :height, :width]
+        if padded == (height, width) and not torch.compiler.is_exporting():  # a program is for all sizes
+            return logits
+        return logits[..., :height, :width]
 
 
 def features_read(body: Any, reads: Sequence[int], by: str) -> list[Feature]:

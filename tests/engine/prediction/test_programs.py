@@ -65,6 +65,16 @@ def test_a_program_takes_every_size_that_the_network_takes(stride):
         torch.testing.assert_close(program(images), made(images))
 
 
+def test_a_program_cuts_the_finer_cells_of_a_head_at_every_size():
+    """The example's sides, multiples of the body's stride, need no cut."""
+    body = nn.Sequential(nn.Conv2d(3, 8, 3, 8, padding=1), ABN(8))
+    body.output_stride = 8
+    head = nn.Sequential(nn.Conv2d(8, 6, 1), nn.Upsample(scale_factor=2, mode="bilinear"))
+    head.out_channels, head.output_stride = 6, 4
+    made = predictor(SegmentationNetwork(body, head, len(CLASSES)))
+    assert largest_difference(exported(made).module(), made) < 1e-10
+
+
 def test_norms_stay_in_float32_and_no_file_is_named():
     network = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), InPlaceABN(8), nn.Conv2d(8, len(CLASSES), 1))
     made = predictor(network, torch.float32)
