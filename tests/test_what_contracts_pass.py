@@ -126,6 +126,36 @@ def test_one_that_a_function_makes_is_found_before_it_would_be_captured(tmp_path
     assert "capture off: the loss asks for each batch" in (tmp_path / "run" / "log.txt").read_text()
 
 
+class Keeping(CrossEntropy):
+    """Cross entropy with something of its own."""
+
+    kind: ClassVar[str] = ""
+
+    def __init__(self, ignore_index, weights, stride):
+        super().__init__(ignore_index, weights, stride=stride)
+        self.attribute, self.parameter = 0, nn.Parameter(torch.zeros(()))
+        self.register_buffer("buffer", torch.zeros(()))
+
+    def forward(self, logits, labels):
+        self.attribute += self.kind == "attribute"
+        self.buffer += self.kind == "buffer"
+        return super().forward(logits, labels) + (self.parameter if self.kind == "parameter" else 0)
+
+
+@dataclass
+class KeepingLoss(Loss):
+    name: str = "keeping"
+    builds: ClassVar[type] = Keeping
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "parameter"])
+def test_a_loss_that_a_resumed_run_would_begin_anew_or_that_is_not_trained_is_refused(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(Keeping, "kind", kind)
+    says = "gets a gradient, but only the network is trained" if kind == "parameter" else "changes from step to step"
+    with pytest.raises(ValueError, match=rf"^loss=keeping: losses\.\d+\.{kind} {says}"):
+        train_short(tmp_path / "run", "loss=keeping", "trainer.steps=3")
+
+
 def test_the_memory_of_a_loss_that_asks_for_batches_is_planned():
     peaks = [step_memory(run_config(*SHORT, f"loss={loss}"), 2, 64).peak for loss in ("watching", "cross_entropy")]
     assert peaks[0] == peaks[1]
@@ -345,5 +375,5 @@ def test_crops_that_cannot_be_mixed_are_refused_by_name(mixes, entry, monkeypatc
 OWN = (
     ("augmentations", MosaicAugmentation),
     *(("loss", WatchingLoss), ("loss", MadeLoss), ("head", EvenHead), ("logger", TableLogger), ("logger", DownLogger)),
-    *(("sampler", NamedSampler),),
+    *(("sampler", NamedSampler), ("loss", KeepingLoss)),
 )

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from engine.schema.keys import override
+from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 
 
@@ -65,4 +66,15 @@ def on_random_weights(experiment: str) -> str:
     return (
         f"experiment={experiment} starts from a pretrained backbone, and this run from random weights: it will "
         f"count for no row of a table. Give init.weights=FILE; see the head of configs/experiment/{experiment}.yaml"
+    )
+
+
+def on_loss(config: TrainingRun, trained: list[str], changed: list[str]) -> str:
+    """An error about a loss that has parameters to train, or keeps what a resumed run would lack."""
+    whose = f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "the loss"
+    if trained:
+        return f"{whose}: {trained[0]} gets a gradient, but only the network is trained: let the head have it"
+    return (
+        f"{whose}: {changed[0]} changes from step to step, and a resumed run would begin anew with it: compute it from "
+        f"batch.step or batch.epoch (docs/extending.md); a network in a loss belongs into eval mode"
     )

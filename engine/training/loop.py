@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, profiler
+from torch import Tensor, nn, profiler
 
 from engine.process.allocations import cause_of, forget_peak, is_out_of_memory, peak_memory_mib
 from engine.process.console import logger
@@ -26,6 +26,7 @@ from keepless import checking_repetitions
 from models.freezing import training_mode
 
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
+_NUMBERS = (int, float, Tensor)
 # A network's result, labels, perhaps the `Batch` -> mean over the images of a micro-batch.
 Loss = Callable[..., Tensor]
 
@@ -45,7 +46,7 @@ def train(
         MemoryError: the device does not have enough memory; the message suggests settings that need less.
         Preempted: the run was asked to stop; the current step has been saved.
         RuntimeError: a reversible branch's recomputation differs (see `checking_repetitions`).
-        ValueError: an image cannot be read.
+        ValueError: an image cannot be read; or a loss would not go on after resuming, see `_checked`.
     """
     learner, schedule, world = run.learner, run.schedule, run.world
     minibatch_size = run.config.data.crops_per_minibatch
@@ -63,7 +64,7 @@ def train(
             raise Preempted(f"stopped before step {run.start_step + 1}")
         if evaluated is not None and metrics.ends_early:
             return evaluated
-        before, ended_s = None, time.perf_counter()
+        before, kept, ended_s = None, dict[str, Any](), time.perf_counter()
         for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
@@ -71,7 +72,7 @@ def train(
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             try:
-                with checking_repetitions() if first else nullcontext():
+                with _checked(loss, kept, run.config) if first else nullcontext():
                     outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
             except Exception as error:
                 _explain(error, step, minibatch, run)
@@ -98,6 +99,31 @@ def train(
             run.directory.saved(wait=False)
             ended_s = time.perf_counter()
         return run.evaluate(schedule.total_steps, evaluate)
+
+
+@contextmanager
+def _checked(loss: Loss, kept: dict[str, Any], config: Config) -> Iterator[None]:
+    """Context of one of the first steps: no branch's recomputation differs, and the loss keeps nothing for later steps.
+
+    `kept`: the numbers and tensors in the loss after the last step, which no checkpoint has. They are noted there.
+    ValueError: they have changed, or a parameter is among them that gets a gradient.
+    """
+    with checking_repetitions():
+        yield
+    if not isinstance(loss, nn.Module):
+        return
+    own = {f"{at}.{name}": one for at, part in loss.named_modules() for name, one in vars(part).items()}
+    own |= dict(loss.named_buffers())
+    now = {name: (one, getattr(one, "_version", 0)) for name, one in own.items() if isinstance(one, _NUMBERS)}
+    changed = [name for name, (one, version) in kept.items() if name in now and not _is(now[name], one, version)]
+    trained = [name for name, parameter in loss.named_parameters() if parameter.grad is not None]
+    if trained or changed:
+        raise ValueError(advice.on_loss(config, trained, changed))
+    kept.update(now)
+
+
+def _is(before: tuple[Any, int], one: Any, version: int) -> bool:
+    return version == before[1] and (one is before[0] if isinstance(one, Tensor) else one == before[0])
 
 
 class Taken(NamedTuple):
