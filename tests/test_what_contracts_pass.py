@@ -1,5 +1,6 @@
 """What the choices of a plugin get if they ask for it, in trainings as users start them."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,6 +307,9 @@ def test_a_logger_that_fails_in_the_middle_is_named_and_the_run_goes_on(tmp_path
     assert log.count("logger=down: ConnectionError: no route to host") == 3 and Down.told == [("finished",)]
 
 
+COUNT = itertools.count()
+
+
 class Named(ShuffledMinibatches):
     """Draws the images whose names come first in the alphabet."""
 
@@ -330,6 +334,21 @@ def test_a_sampler_knows_the_names_of_the_images():
     train_set, _ = assemble.labelled_splits(config.data)
     [minibatch] = assemble.training_loader(config, train_set, 1, World())
     assert minibatch["name"] == sorted(entry.name for entry in train_set.files)[:2]
+
+
+@pytest.mark.parametrize(
+    "drawn, says",
+    [
+        (lambda epoch: [3, 4], r"gives 3: expected \(epoch, number\) or datasets\.Draw for each image"),
+        (lambda epoch: [(epoch, next(COUNT)), (epoch, 0)], "gives other images when it is made again, so a resumed"),
+    ],
+)
+def test_a_sampler_of_other_items_or_without_a_seed_is_refused_before_the_first_step(drawn, says, monkeypatch):
+    monkeypatch.setattr(Named, "keys", lambda _, epoch: drawn(epoch))
+    config = run_config(*SHORT, "sampler=named")
+    train_set, _ = assemble.labelled_splits(config.data)
+    with pytest.raises(ValueError, match=rf"^sampler=named {says}"):
+        assemble.training_loader(config, train_set, 1, World())
 
 
 class Mosaic:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from datasets import (
 )
 from datasets.augmentations import MOST_MIXES, Augmentations
 from datasets.folder import CLASSES
+from datasets.items import Draw
 from datasets.row import Row
 from datasets.segmentation import joined
 from datasets.workers import Loader
@@ -141,9 +142,22 @@ def training_loader(
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     names, source = [entry.name for entry in dataset.files], index if sampler.needs_class_index else len(dataset)
-    minibatches = builder("sampler", sampler)(source, names=names, **order)
+    make = partial(builder("sampler", sampler), source, names=names, **order)
+    check_sampler(f"sampler={sampler.name}", *(next(iter(make()), []) for _ in range(2)))
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
-    return loader(crops, data, world, batch_sampler=minibatches)
+    return loader(crops, data, world, batch_sampler=make())
+
+
+def check_sampler(which: str, first: Sequence[Any], again: Sequence[Any]) -> None:
+    """ValueError: the first minibatches of two equal samplers differ, or hold something else than draws of images."""
+    fit = range(2, len(Draw._fields) + 1)
+    if wrong := [each for each in first if not isinstance(each, tuple | list) or len(each) not in fit]:
+        raise ValueError(f"{which} gives {wrong[0]!r}: expected (epoch, number) or datasets.Draw for each image")
+    if [*first] != [*again]:
+        raise ValueError(
+            f"{which} gives other images when it is made again, so a resumed run would: draw from seed and epoch "
+            f"alone, such as by numpy.random.default_rng([seed, epoch])"
+        )
 
 
 def class_index(
