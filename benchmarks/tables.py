@@ -7,7 +7,7 @@
 `runs`: one or several folders with run directories at any depth. Writes OUT/tables.md. A run counts for an experiment
 if it has the same configuration, apart from settings of speed such as precision, which are printed beside its
 score; other runs are listed with the keys that they changed. Planned memory is from docs/results/memory_plan.json.
-For curves, use scripts.compare_runs.
+Experiments of a plugin may have tables of their own: plugins=[NAME]. For curves, use scripts.compare_runs.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from benchmarks import frame
 from benchmarks.rows import GIB, MIB, section
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
+from engine.schema.additions import Plugins
 from engine.schema.keys import as_list, key
 from scripts.reports import papers
 from scripts.reports.markdown import escaped, in_lines, mean_of, table
@@ -36,7 +37,7 @@ LEFT_OUT = "left_out"  # name of the block of run directories that are in no tab
 
 
 @dataclass
-class Tables:
+class Tables(Plugins):
     runs: Any = key("docs/results", names=True)  # folder that holds run directories, or a list of such folders
     out: str = MISSING  # folder
 
@@ -54,7 +55,7 @@ class Row(NamedTuple):
 def write(arguments: Tables) -> Path:
     """Write the page; return its path. ValueError: folders have no runs, or runs that do not go together."""
     out = Path(arguments.out)
-    page, titles = out / "tables.md", papers.TABLES | {LEFT_OUT: "In no table"}
+    page, titles = out / "tables.md", papers.titles() | {LEFT_OUT: "In no table"}
     parts = (section(titles[name], text, level=2) for name, text in tables_of(as_list(arguments.runs), out).items())
     write_file(page, "\n\n".join(parts) + "\n")
     print(page)
@@ -97,7 +98,7 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
 
     ValueError: two runs of a row have other classes.
     """
-    names = {table: papers.experiments_of(table) for table in papers.TABLES}
+    names = {table: papers.experiments_of(table) for table in papers.titles()}
     changes = {
         (name, run.folder): papers.changed_keys(run.typed, name, run.processes)
         for name in itertools.chain(*names.values())

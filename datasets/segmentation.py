@@ -106,6 +106,8 @@ class SegmentationDataset(Dataset):
     has_labels: bool = field(init=False)  # False for test splits whose labels are withheld
 
     def __post_init__(self) -> None:
+        if wrong := [one for one in self.files if not isinstance(one, Files)]:
+            raise ValueError(f"files of {self.name} hold {wrong[0]!r}: expected Files(name, image, label)")
         self.files = FileTable(self.files)
         self.has_labels = bool(self.files.rows[:, 2].all())
 

@@ -118,7 +118,7 @@ class SegmentationNetwork(nn.Module):
         ids = own(scores)
         if torch.compiler.is_compiling():  # a program for all sizes
             return ids
-        shape, whose = (len(scores), *scores.shape[2:]), f"{type(self.head).__name__}.decide returned"
+        shape, whose = (len(scores), *scores.shape[2:]), f"the head's {type(self.head).__name__}.decide returned"
         if not isinstance(ids, Tensor) or ids.shape != shape or ids.is_floating_point() or ids.is_complex():
             found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f"{whose} {found}: expected whole numbers {shape}, the class of each pixel")

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -21,14 +22,14 @@ from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
 from engine.process.distributed import World
 from engine.schema import evaluation
-from engine.schema.additions import Augmentation, Logger
+from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.data import Sampler
 from engine.schema.keys import choice
 from engine.schema.network import Head
 from engine.schema.segmentation import Loss
 from engine.segmentation import inference
 from engine.segmentation.cross_entropy import Batch, CrossEntropy
-from engine.training import build, capture
+from engine.training import build, capture, loop
 from engine.training.planner import step_memory
 from eval import evaluate
 from scripts.export import export
@@ -351,6 +352,60 @@ def test_a_sampler_of_other_items_or_without_a_seed_is_refused_before_the_first_
         assemble.training_loader(config, train_set, 1, World())
 
 
+def without_counts(classes, ignore_index):
+    return SimpleNamespace(add=print, scores=dict)
+
+
+class PerCell(nn.Module):
+    def __init__(self, ignore_index, weights, stride):
+        super().__init__()
+
+    def forward(self, logits, labels):
+        return logits.mean(dim=1)
+
+
+def for_two():
+    return lambda image, label: (image, label)
+
+
+@dataclass
+class Countless(Score):
+    name: str = "countless"
+    builds: ClassVar[str] = f"{__name__}.without_counts"
+
+
+@dataclass
+class PerCellLoss(Loss):
+    name: str = "per_cell"
+    builds: ClassVar[type] = PerCell
+
+
+@dataclass
+class Alone(Augmentation):
+    name: str = "alone"
+    builds: ClassVar[str] = f"{__name__}.for_two"
+
+
+def test_a_loss_that_is_no_scalar_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^PerCell returned \(2, \d+, \d+\): expected a scalar"):
+        train_short(tmp_path / "run", "loss=per_cell")
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["head=even"], r"the head's Even\.decide returned torch\.float32 \(1, 2, 2\): expected"),
+        (["scores=[countless]"], r"scores=countless has no counts: expected an array"),
+        (["augmentations=[alone]"], r"augmentations=alone does not take \(crop, label, generator\)"),
+    ],
+)
+def test_parts_that_fail_only_later_are_refused_before_the_first_step(words, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(Even, "decide", lambda _, scores: scores[:, 0])
+    monkeypatch.setattr(loop, "train_step", lambda *_: pytest.fail("a step was taken"))
+    with pytest.raises(ValueError, match=f"^{says}"):
+        train_short(tmp_path / "run", *words)
+
+
 class Mosaic:
     """Four crops in one, each at half its size."""
 
@@ -394,5 +449,6 @@ def test_crops_that_cannot_be_mixed_are_refused_by_name(mixes, entry, monkeypatc
 OWN = (
     ("augmentations", MosaicAugmentation),
     *(("loss", WatchingLoss), ("loss", MadeLoss), ("head", EvenHead), ("logger", TableLogger), ("logger", DownLogger)),
-    *(("sampler", NamedSampler), ("loss", KeepingLoss)),
+    *(("sampler", NamedSampler), ("loss", KeepingLoss), ("loss", PerCellLoss), ("augmentations", Alone)),
+    *(("scores", Countless),),
 )

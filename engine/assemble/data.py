@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,14 @@ def augmentations(config: TrainingRun) -> Augmentations | None:
                 f"augmentations={name} has mixes={mixes!r}: expected a whole number of further crops up to "
                 f"{MOST_MIXES}, and 0 in classification, which has none"
             )
+        taken = ["crop", "label", "generator", *["others"] * bool(mixes)]
+        try:
+            signature(own).bind(*taken)
+        except TypeError as error:
+            raise ValueError(
+                f"augmentations={name} does not take ({', '.join(taken)}): {error}; an attribute mixes = k asks for "
+                f"k others"
+            ) from error
     return Augmentations(made, config.seed) if made else None
 
 

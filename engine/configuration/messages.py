@@ -193,6 +193,8 @@ class Messages:
         if not isinstance(reason, (HydraException, OmegaConfBaseException)):
             return str(reason)
         about = " ".join(str(reason).partition("\n    full_key")[0].split())
+        if "@experiment." in about:
+            return f"{about.partition(':')[0]}: the file must begin with the line `# @package _global_`"
         return f"{key}: {about}" if key else about
 
     def _about_value(self, key: str, value: str) -> str:

@@ -182,9 +182,9 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
             error = OSError(f"{error}: the user has all that ulimit -u, or the container's limit, allows: end some")
         for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))
         out_of_memory = not for_users and is_out_of_memory(error)
+        logger.debug("", exc_info=True)  # the traceback goes to log.txt
         if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):
             raise
-        logger.debug("", exc_info=True)  # the traceback goes to log.txt
         if out_of_memory:
             what = next(iter(str(error).strip().splitlines()), "the system gives no more")
             sys.exit(

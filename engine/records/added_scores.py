@@ -35,7 +35,7 @@ class AddedScores:
     One with `reads = "probabilities"` gets tensors on the device instead: float32 (classes, rows, W), in classification
     (classes,), and their label. A large image comes in several calls, with some of its rows in each.
 
-    ValueError: `reads` is another.
+    ValueError: `reads` is another, or there are no `counts`.
     """
 
     def __init__(self, by_name: Mapping[str, Any]):
@@ -43,6 +43,8 @@ class AddedScores:
         for name, own in self.by_name.items():
             if (reads := getattr(own, "reads", PREDICTION)) not in (PREDICTION, PROBABILITIES):
                 raise ValueError(f"scores={name} has reads={reads!r}: expected {PROBABILITIES!r}, or leave it out")
+            if not hasattr(own, "counts"):
+                raise ValueError(f"scores={name} has no counts: expected an array of what it counts")
 
     def reading(self, what: str) -> dict[str, Any]:
         """The scores that read predictions, or probabilities."""

@@ -90,15 +90,23 @@ class SummedLoss(nn.Module):
     def forward(self, outputs: Outputs | Tensor, labels: Tensor, **batch: Batch) -> Tensor:
         """Outputs, or logits alone, of any floating dtype, labels (N, H, W) of any integer dtype -> scalar."""
         if isinstance(outputs, Tensor):
-            return self._of(None, outputs)(outputs, labels, **batch)
+            return self._scalar(None, outputs, labels, batch)
         total = self._weighted(outputs.main, labels, batch)
         for output in outputs.auxiliary:
             total = total + self._weighted(output, labels, batch)
         return total
 
     def _weighted(self, output: Output, labels: Tensor, batch: dict[str, Batch]) -> Tensor:
-        loss = self._of(output.stride, output.logits)(output.logits, labels, **batch)
+        loss = self._scalar(output.stride, output.logits, labels, batch)
         return loss if output.weight == 1 else output.weight * loss
+
+    def _scalar(self, stride: int | None, logits: Tensor, labels: Tensor, batch: dict[str, Batch]) -> Tensor:
+        own = self._of(stride, logits)
+        loss = own(logits, labels, **batch)
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"{type(own).__name__} returned {found}: expected a scalar, the mean over the images")
+        return loss
 
     def _of(self, stride: int | None, logits: Tensor) -> nn.Module:
         if str(stride) not in self.losses:

@@ -16,6 +16,7 @@ from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
 from models.cpu_gradients import KINDS, correct_gradients, wrong_gradients
 from models.forward import Forward
+from models.segmentation import SegmentationNetwork
 
 
 def learner(
@@ -26,11 +27,14 @@ def learner(
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
     `make` builds the network on the CPU. `eager_because`: see `planner.fitted`.
-    ValueError: the network is to be compiled but there is no compiler; PyTorch would compute wrong gradients of it; or
-    see `lr_schedule`, `make`.
+    ValueError: the network is to be compiled but there is no compiler; PyTorch would compute wrong gradients of it; its
+    head decides for what is no class; or see `lr_schedule`, `make`.
     """
     torch.manual_seed(config.seed)
     plain = forward(config, make(), world.device)
+    if isinstance(plain.network, SegmentationNetwork):
+        with torch.no_grad():  # the first evaluation is late to find that the head decides wrongly
+            plain.network.decide(torch.zeros(1, plain.network.classes, 2, 2, device=world.device))
     if world.device.type == "cpu" and (config.trainer.channels_last or config.trainer.precision == "bfloat16"):
         _correct_on_cpu(config.trainer, plain.network)
     if world.rank:

@@ -19,6 +19,7 @@ from engine.assemble.contracts import builder, check_choices
 from engine.assemble.data import official_classes, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
+from engine.assemble.tasks import added_scores
 from engine.checkpoint.files import first_difference, has_ended
 from engine.checkpoint.initial_weights import check_exists, initialise, normalisation_of
 from engine.checkpoint.random_states import random_states, restore_random_states
@@ -79,8 +80,9 @@ class Run(Generic[Config, Split]):
     def start(self, make: Callable[[], nn.Module], eager_because: str = "") -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
 
-        ValueError: see `build.learner`, `initialise`; or the checkpoint does not fit.
+        ValueError: see `build.learner`, `initialise`; the checkpoint does not fit; or a score of one's own is none.
         """
+        added_scores(self.config, self.val_set)  # the first evaluation is late to find what is wrong
         learner = build.learner(self.config, make, self.schedule, self.world, eager_because)
         known: list[tuple[int, float]] = []
         had_ended = self.resumed is not None and has_ended(self.resumed)
