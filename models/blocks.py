@@ -28,25 +28,22 @@ class Convolutions(NamedTuple):
         ValueError if there are neither two nor three channels, or the groups do not fit.
         """
         in_channels, channels, _, dilation, groups, _ = self
-        if len(channels) == 2:
-            if groups != 1:
-                raise ValueError(
-                    f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a "
-                    f"bottleneck; two 3x3 convolutions have no groups"
-                )
-            first, last = channels
-            return [
-                conv3x3(in_channels, first, stride=strides[0], dilation=dilation),
-                conv3x3(first, last, stride=strides[1], dilation=dilation),
-            ]
-        if len(channels) != 3:
+        if len(channels) not in (2, 3):
             raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
-        first, middle, last = channels
-        return [
-            nn.Conv2d(in_channels, first, 1, stride=strides[0], bias=False),
-            conv3x3(first, middle, stride=strides[1], dilation=dilation, groups=groups),
-            nn.Conv2d(middle, last, 1, bias=False),
-        ]
+        if len(channels) == 2 and groups != 1:
+            raise ValueError(
+                f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a bottleneck; "
+                f"two 3x3 convolutions have no groups"
+            )
+        layers: list[nn.Conv2d] = []
+        for number, (out_channels, stride) in enumerate(zip(channels, (*strides, 1), strict=False)):
+            if len(channels) == 2 or number == 1:
+                conv = conv3x3(in_channels, out_channels, stride=stride, dilation=dilation, groups=groups)
+            else:
+                conv = nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+            layers.append(conv)
+            in_channels = out_channels
+        return layers
 
     def projection(self) -> nn.Conv2d | None:
         """The 1x1 convolution of a shortcut; None if the shortcut is the input itself."""

@@ -5,7 +5,7 @@ the backward pass. The stem, the final norm and everything after the body keep t
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -58,11 +58,17 @@ def recompute_blocks(body: Any, recompute: str) -> None:
     body.recompute = recompute
 
 
-def units_of(stages: Iterable[nn.Module], recompute: str) -> list[Block]:
-    """The units for `run_blocks`: all blocks, or whole stages if all activations are saved, so that hooks fire."""
-    if recompute == "none":
-        return list(stages)
-    return [block for stage in stages for block in (stage if isinstance(stage, nn.Sequential) else [stage])]
+def units_of(stage: nn.Module, recompute: str) -> list[Block]:
+    """The units of a stage for `run_blocks`: its blocks, or itself if all activations are saved, so that hooks fire."""
+    return [*stage] if recompute != "none" and isinstance(stage, nn.Sequential) else [stage]
+
+
+def chain(*layers_and_x: Any) -> Tensor:
+    """Run layers one after the other. They are arguments, where `run_blocks` looks for norms with statistics."""
+    *layers, x = layers_and_x
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str, ends: Sequence[int] | None = None) -> list[Tensors]:

@@ -109,7 +109,7 @@ class Body(nn.Module):
 
     def stage_units(self) -> list[list[Block]]:
         """The units of each stage, see `units_of`. Several results of a unit are concatenated where a stage ends."""
-        return [units_of([stage], self.recompute) for stage in self.stage_modules()]
+        return [units_of(stage, self.recompute) for stage in self.stage_modules()]
 
     def classified(self, features: Tensor) -> Tensor:
         """Features (N, out_channels, ceil(H / output_stride), …), or their logits (N, classes)."""

@@ -13,7 +13,7 @@ from models.blocks import NormAct, conv3x3
 from models.bodies.body import Body
 from models.bodies.stem import STEM_STRIDES, build_stem, downsampling
 from models.initialisation import initialise
-from models.recomputation import Block, run_blocks
+from models.recomputation import Block, chain, run_blocks
 
 BOTTLENECK = 4  # output channels of a 1x1 convolution, in units of the growth
 
@@ -108,12 +108,8 @@ class DenseNet(Body):
         transitions = [None, *(getattr(self, f"tra{number}") for number in range(2, self.stages + 1))]
         pairs: Any = zip(transitions, self.stage_modules(), strict=True)
         if self.recompute == "none":
-            return [[partial(_after, transition, module)] for transition, module in pairs]
+            return [[partial(chain, *(each for each in pair if each is not None))] for pair in pairs]
         return [module.layers(transition) for transition, module in pairs]
-
-
-def _after(transition: nn.Module | None, module: nn.Module, x: Tensor) -> Tensor:
-    return module(x if transition is None else transition(x))
 
 
 def _layer(transition: nn.Module | None, convs1: nn.Module, convs3: nn.Module, *parts: Tensor) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from keepless.torch_internals import with_dispatch_modes_off
 from models.blocks import NormAct
 from models.bodies.body import Body, Feature
 from models.initialisation import initialise
-from models.recomputation import run_blocks
+from models.recomputation import chain, run_blocks
 
 LIBRARY_ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU}
 SIDE = 64  # pixels of the example that a new body runs on
@@ -111,24 +111,25 @@ class LibraryBody(Body):
         if not self.rounds_up:
             height, width = images.shape[2:]
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
-        between = pairwise([0, *(self._ends[end - 1] for end in ends)])  # numbers of parts
+        chosen = [self._ends[end - 1] for end in ends]
+        between = pairwise([0, *(end for end, _ in chosen)])  # numbers of parts
         segments = [partial(self._run_parts, begin, end) for begin, end in between]
         found = [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
-        return [x.movedim(-1, 1) if self._ends_in_channels[end - 1] else x for x, end in zip(found, ends, strict=True)]
+        return [x.movedim(-1, 1) if is_last else x for x, (_, is_last) in zip(found, chosen, strict=True)]
 
     def _run_parts(self, begin: int, end: int, x: Tensor) -> Tensor:
         """Run parts from `begin` to `end`. Layers before the first block and after the last are never checkpointed.
 
         With `sqrt`, L is the number of blocks between two features."""
         if self.recompute == "none":
-            return _run(self._whole(begin, end), x)
+            return chain(*self._whole(begin, end), x)
         parts = self.parts()
         blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
         # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
         cuts = [min(max(cut, begin), end) for cut in (blocks[0], *(index + 1 for index in blocks))]
-        units = [partial(_chain, *parts[one:other]) for one, other in pairwise(cuts) if one < other]
-        ((x,),) = run_blocks(units, _run(parts[begin : cuts[0]], x), self.recompute)
-        return _run(parts[cuts[-1] : end], x)
+        units = [partial(chain, *parts[one:other]) for one, other in pairwise(cuts) if one < other]
+        ((x,),) = run_blocks(units, chain(*parts[begin : cuts[0]], x), self.recompute)
+        return chain(*parts[cuts[-1] : end], x)
 
     def _whole(self, begin: int, end: int) -> list[nn.Module]:
         """Parts from `begin` to `end`; all of a module's are the module, so that its hooks fire."""
@@ -160,14 +161,12 @@ class LibraryBody(Body):
         dilation, pooling = 1, ""
         names = [name for name, _ in self.named_parts()]
         features: list[Feature] = []
-        self._ends: list[int] = []
-        self._ends_in_channels: list[bool] = []
+        self._ends: list[tuple[int, bool]] = []
 
         def note(end: int, own: Tensor) -> None:
             name, y = _name_of_feature(names[end - 1], names, features), _channels_first(own)
             features.append(Feature(name, y.shape[1], SIDE // y.shape[-1]))
-            self._ends.append(end)
-            self._ends_in_channels.append(y is not own)
+            self._ends.append((end, y is not own))
 
         try:
             for index, part in enumerate(self.eval().parts()):
@@ -233,7 +232,7 @@ def _of_timm(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
         layers, example = dict(whole.named_children()), torch.ones(1, in_channels, SIDE, SIDE)
         with torch.no_grad():
             *_, features = whole(example)
-            if not torch.equal(_run(list(layers.values()), example), features):
+            if not torch.equal(chain(*layers.values(), example), features):
                 raise ValueError("they give other features")
     except Exception as error:  # a module may raise anything
         raise ValueError(
@@ -285,17 +284,6 @@ def _channels_first(square: Tensor) -> Tensor:
 
 def _cells(square: Tensor) -> int:
     return _channels_first(square).shape[-1]
-
-
-def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
-def _chain(*layers_and_x: Any) -> Tensor:
-    """Run layers one after the other. They are arguments, where `run_blocks` looks for norms with statistics."""
-    return _run(layers_and_x[:-1], layers_and_x[-1])
 
 
 def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -378,11 +366,14 @@ def _exchange_norms(body: LibraryBody, norm_act: NormAct, own_momentum: bool, of
     def options(cls: type[nn.Module]) -> dict[str, Any]:
         return {name: getattr(made, name) for name in inspect.signature(cls).parameters if name not in kept}
 
-    reports: list[ConversionReport] = []
+    remarks: tuple[str, ...] = ()
     if isinstance(made, InPlaceABN):
+        reports: list[ConversionReport] = []
         to_inplace(body, report=reports.append)
-        if not reports[0].replaced:
+        replaced, norms = len(reports[0].replaced), len(reports[0].replaced) + len(reports[0].kept)
+        if not replaced:
             raise ValueError(f"{of} has no norm that can be in place: {instead}")
+        remarks = (f"{replaced} of {norms} norms are in place; elsewhere it would be wrong or save nothing",)
     for parent in list(body.modules()):
         for name, norm in parent.named_children():
             act = own_activation(norm)
@@ -397,8 +388,4 @@ def _exchange_norms(body: LibraryBody, norm_act: NormAct, own_momentum: bool, of
             if not new.learn_scale:
                 new.weight = None
             setattr(parent, name, new)
-    counts = [(len(report.replaced), len(report.replaced) + len(report.kept)) for report in reports]
-    return tuple(
-        f"{replaced} of {norms} norms are in place; elsewhere it would be wrong or save nothing"
-        for replaced, norms in counts
-    )
+    return remarks

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from keepless import InPlaceABN
 from models.blocks import Convolutions, IdentityResidualBlock, NormAct, residual_stage
@@ -12,7 +12,7 @@ from models.bodies.body import Body
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
 from models.pooling import MaxPool2d
-from models.recomputation import Block, units_of
+from models.recomputation import Block, chain, units_of
 
 WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)
 WRN38_CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096))
@@ -59,9 +59,8 @@ class WiderResNet(Body):
         in_channels = stem_channels
         stages = zip(structure, channels, strides, dropout, strict=True)
         for number, (blocks, stage_channels, (stride, dilation), probability) in enumerate(stages, start=2):
-            if number < 7:
-                pool = MaxPool2d(3, stride=2, padding=1) if number in pooled else nn.Identity()
-                self.add_module(f"pool{number}", pool)
+            if number in pooled:
+                self.add_module(f"pool{number}", MaxPool2d(3, stride=2, padding=1))
             convs = Convolutions(in_channels, stage_channels, stride, dilation, dropout=probability)
             stage = residual_stage(partial(IdentityResidualBlock, norm_act=norm_act), convs, blocks)
             self.add_module(f"mod{number}", stage)
@@ -76,14 +75,10 @@ class WiderResNet(Body):
         """See `Body.stage_units`."""
         stages: list[list[Block]] = []
         for number, stage in enumerate(self.stage_modules(), start=2):
-            first, *others = units_of([stage], self.recompute)
+            first, *others = units_of(stage, self.recompute)
             pool = getattr(self, f"pool{number}", None)
-            stages.append([first if pool is None else partial(_pooled, pool, first), *others])
+            stages.append([first if pool is None else partial(chain, pool, first), *others])
         return stages
-
-
-def _pooled(pool: nn.Module, block: Block, x: Tensor) -> Tensor:
-    return block(pool(x))
 
 
 def _downsampling(downsampling: str, output_stride: int) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
