@@ -6,7 +6,7 @@ import re
 import struct
 import zlib
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import cv2
@@ -21,7 +21,7 @@ from datasets.levels import measured, used
 from datasets.reading import EVERYTHING, decode_image, decode_mask, levels_of
 from datasets.verify import inspect, verify
 from tests import trees
-from tests.datasets.test_reading import tiff
+from tests.datasets.test_reading import chunk, tiff
 
 SIZE = HEIGHT, WIDTH = 21, 34
 WINDOW = slice(3, 15), slice(4, 30)
@@ -44,13 +44,10 @@ def written(path: Path, pixels: np.ndarray, **options) -> Path:
         kind = {"interpretation": 2 if colours == 3 else 1, "extra": (channels - colours) * [0]}
         path.write_bytes(tiff(pixels, **kind))
     elif channels == 2:  # which OpenCV does not write, nor Pillow with 16 bits
-        rows = pixels.astype(pixels.dtype.newbyteorder(">"))
-        raw = b"".join(b"\0" + row.tobytes() for row in rows)
+        raw = b"".join(b"\0" + row.tobytes() for row in pixels.astype(pixels.dtype.newbyteorder(">")))
         header = struct.pack(">IIBBBBB", WIDTH, HEIGHT, 8 * pixels.itemsize, 4, 0, 0, 0)
         parts = ((b"IHDR", header), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
-        chunks = (struct.pack(">I", len(part)) + kind + part for kind, part in parts)
-        crcs = (struct.pack(">I", zlib.crc32(kind + part)) for kind, part in parts)
-        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(map(bytes.__add__, chunks, crcs)))
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
     else:
         cv2.imwrite(str(path), pixels[..., [2, 1, 0, 3]] if channels == 4 else pixels)
     return path
@@ -86,35 +83,17 @@ def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
 
 def compressed(pixels: np.ndarray, order: str, predictor: bool, tile: bool) -> bytes:
     """An interleaved TIFF with deflated strips of 8 rows, or tiles of 16x16 pixels."""
-    channels, parts = pixels.shape[2], []
+    parts = []
     down, across = (16, 16) if tile else (8, WIDTH)
-    for y in range(0, HEIGHT, down):
-        for x in range(0, WIDTH, across):
-            part = pixels[y : y + down, x : x + across]
-            if tile:
-                padding = [(0, down - part.shape[0]), (0, across - part.shape[1]), (0, 0)]
-                part = np.pad(part, padding)
-            if predictor:
-                part = np.concatenate([part[:, :1], part[:, 1:] - part[:, :-1]], axis=1)
-            parts.append(zlib.compress(part.astype(part.dtype.newbyteorder(order)).tobytes()))
-    at, places = 8, []
-    for part in parts:
-        places.append(at)
-        at += len(part)
-    bits, lengths = 8 * pixels.itemsize, [len(part) for part in parts]
-    tags = {256: [WIDTH], 257: [HEIGHT], 258: channels * [bits], 259: [8], 262: [1], 277: [channels]}
-    tags |= {317: [2 if predictor else 1], 338: (channels - 1) * [0]}
-    tags |= {322: [16], 323: [16], 324: places, 325: lengths} if tile else {273: places, 278: [8], 279: lengths}
-    entries, beyond, at = b"", b"", at + at % 2
-    for tag, numbers in sorted(tags.items()):
-        packed = struct.pack(f"{order}{len(numbers)}L", *numbers)
-        if len(numbers) > 1:
-            place = at + 2 + 12 * len(tags) + 4 + len(beyond)
-            packed, beyond = struct.pack(f"{order}L", place), beyond + packed
-        entries += struct.pack(f"{order}HHL", tag, 4, len(numbers)) + packed
-    head = struct.pack(f"{order}2sHL", b"II" if order == "<" else b"MM", 42, at)
-    data = head + b"".join(parts)
-    return data + bytes(len(data) % 2) + struct.pack(f"{order}H", len(tags)) + entries + bytes(4) + beyond
+    for y, x in product(range(0, HEIGHT, down), range(0, WIDTH, across)):
+        part = pixels[y : y + down, x : x + across]
+        if tile:
+            part = np.pad(part, [(0, down - part.shape[0]), (0, across - part.shape[1]), (0, 0)])
+        if predictor:
+            part = np.concatenate([part[:, :1], part[:, 1:] - part[:, :-1]], axis=1)
+        parts.append(zlib.compress(part.astype(part.dtype.newbyteorder(order)).tobytes()))
+    kind = {"compression": 8, "interpretation": 1, "extra": (pixels.shape[2] - 1) * [0], "predictor": 1 + predictor}
+    return tiff(pixels, order, parts=parts, rows_per_strip=8, tile=16 * tile, **kind)
 
 
 @pytest.mark.parametrize("order", "<>")
@@ -325,8 +304,7 @@ def test_crops_treat_all_channels_alike(name, channels, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path):
     dataset = folder(made(tmp_path / "data", ".npy", 5, dtype), "train", channels=5)
     assert verify(dataset) == [] == verify(dataset) and inspect(dataset, 0).problems == ()
     images = np.stack([dataset[number].image for number in range(len(dataset))]) / 255
@@ -361,8 +339,7 @@ def test_an_array_of_three_channels_is_an_image_unless_another_has_its_name(dtyp
         (".png", 3, None),
     ],
 )
-def test_what_three_channels_leave_out_is_said_once(name, channels, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_what_three_channels_leave_out_is_said_once(name, channels, expected, tmp_path):
     root = made(tmp_path / "data", name, channels)
     for said in (verify(folder(root, "train", keys="data.")), verify(folder(root, "train", keys="data."))):
         assert [expected in sentence for sentence in said] == [True] * (expected is not None)

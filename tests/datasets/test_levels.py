@@ -44,8 +44,7 @@ SHALLOW = {
 
 
 @pytest.mark.parametrize("kind", SHALLOW)
-def test_images_of_8_bits_that_show_little_or_nothing_are_named(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_images_of_8_bits_that_show_little_or_nothing_are_named(kind, tmp_path):
     ranges, expected = SHALLOW[kind]
     dataset = folder(made(tmp_path / "data", noise(*ranges)), "train", channels=len(ranges))
     for _ in range(2):  # the second time it is remembered
@@ -53,8 +52,7 @@ def test_images_of_8_bits_that_show_little_or_nothing_are_named(kind, tmp_path, 
         assert len(said) == (expected is not None) and all(re.search(f"^8-bit .*{expected}", each) for each in said)
 
 
-def test_a_classification_is_checked_alike(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_classification_is_checked_alike(tmp_path):
     for name in "ab":
         trees.write(tmp_path / "data" / "train" / name / "0.png", noise(FLOATS, FLOATS, FLOATS))
     (said,) = verify(image_folder(tmp_path / "data", "train"), workers=0)
@@ -72,9 +70,8 @@ DEEP = {  # ranges of the channels, and the range that is advised
 
 
 @pytest.mark.parametrize("kind", DEEP)
-def test_channels_of_16_bits_get_a_range_each_if_one_does_not_fit_all(kind, tmp_path, monkeypatch):
+def test_channels_of_16_bits_get_a_range_each_if_one_does_not_fit_all(kind, tmp_path):
     """Then every channel that varies has its levels, nothing is cut off, and nothing more is said."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     ranges, expected = DEEP[kind]
     root = made(tmp_path / "data", noise(*ranges, dtype=np.uint16))
     dataset = folder(root, "train", channels=len(ranges))

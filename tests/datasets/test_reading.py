@@ -285,12 +285,11 @@ def test_only_bytes_up_to_the_end_mark_count(kind, tmp_path, capfd):
 @pytest.mark.parametrize("kind, at_end", [(b"zTXt", False), (b"iCCP", False), (b"iCCP", True)])
 def test_chunks_that_are_too_large_for_pillow_are_left_out(kind, at_end, tmp_path):
     """Such chunks hold compressed texts or colour profiles."""
-    added = chunk(kind, b"comment\0\0" + zlib.compress(bytes(2_000_000)))
+    added = b"comment\0\0" + zlib.compress(bytes(2_000_000))
 
     def enlarged(name: str, image: Image.Image) -> Path:
         data = saved(tmp_path / name, image).read_bytes()
-        place = len(data) - 12 if at_end else 33
-        (tmp_path / name).write_bytes(data[:place] + added + data[place:])
+        (tmp_path / name).write_bytes(with_chunk(data, kind, added, at_end))
         with pytest.raises(ValueError, match="MAX_TEXT"):
             Image.open(tmp_path / name).load()
         return tmp_path / name
@@ -311,30 +310,30 @@ def tiff(
 ) -> bytes:
     """A TIFF file of `values`, (H, W, channels) or with planes=2 (channels, H, W).
 
-    `more`: kind, extra, rows_per_strip, compression, start (where the pixels are said to be).
+    `more`: kind, extra, rows_per_strip, tile (its side), compression, predictor, parts (encoded strips or tiles), start
+    (where the pixels are said to be).
     """
     height, width, channels = values.shape if planes == 1 else np.moveaxis(values, 0, 2).shape
-    data = values.astype(values.dtype.newbyteorder(order)).tobytes()
+    stored = values.astype(values.dtype.newbyteorder(order))
+    parts = more.get("parts") or [part.tobytes() for part in (stored if planes == 2 else [stored])]
     if bits == 12:
-        data = bytes.fromhex("".join(f"{level:03x}" for level in values.flat))
-    strips, start = planes if planes == 1 else channels, more.get("start", 8)
+        parts = [bytes.fromhex("".join(f"{level:03x}" for level in values.flat))]
+    *places, _ = itertools.accumulate(map(len, parts), initial=more.get("start", 8))
+    data, lengths, tile = b"".join(parts), [*map(len, parts)], more.get("tile", 0)
     tags = {
         **{256: [width], 257: [height], 258: channels * [bits or 8 * values.itemsize]},
-        **{259: [more.get("compression", 1)], 262: [interpretation]},
-        **{
-            273: [start + strip * len(data) // strips for strip in range(strips)],
-            277: [channels],
-            278: [more.get("rows_per_strip", height)],
-        },
-        **{279: strips * [len(data) // strips], 284: [planes], 338: more.get("extra", []), 339: more.get("kind", [1])},
+        **{259: [more.get("compression", 1)], 262: [interpretation], 277: [channels], 284: [planes]},
+        **{317: [more.get("predictor", 1)], 338: more.get("extra", []), 339: more.get("kind", [1])},
     }
-    tags, entries, beyond = {tag: numbers for tag, numbers in tags.items() if numbers}, b"", b""
+    strips = {273: places, 278: [more.get("rows_per_strip", height)], 279: lengths}
+    tags |= {322: [tile], 323: [tile], 324: places, 325: lengths} if tile else strips
+    tags, entries, beyond = {tag: numbers for tag, numbers in sorted(tags.items()) if numbers}, b"", b""
     for tag, numbers in tags.items():
-        packed = struct.pack(f"{order}{len(numbers)}H", *numbers)
-        if len(packed) > 4:
+        packed = struct.pack(f"{order}{len(numbers)}I", *numbers)
+        if len(numbers) > 1:
             place = 8 + len(data) + 2 + 12 * len(tags) + 4 + len(beyond)
             packed, beyond = struct.pack(f"{order}I", place), beyond + packed
-        entries += struct.pack(f"{order}HHI", tag, 3, len(numbers)) + packed.ljust(4, b"\0")
+        entries += struct.pack(f"{order}HHI", tag, 4, len(numbers)) + packed
     head = struct.pack(f"{order}2sHI", b"II" if order == "<" else b"MM", 42, 8 + len(data))
     return head + data + struct.pack(f"{order}H", len(tags)) + entries + bytes(4) + beyond
 
@@ -472,9 +471,8 @@ def test_only_regular_files_of_at_most_4_gib_are_read(kind, tmp_path):
 
 
 def with_chunk(png: bytes, kind: bytes, content: bytes, late: bool) -> bytes:
-    chunk = len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
     place = len(png) - 12 if late else 33  # before its end mark, or behind its header
-    return png[:place] + chunk + png[place:]
+    return png[:place] + chunk(kind, content) + png[place:]
 
 
 EXIF = Image.Exif()
