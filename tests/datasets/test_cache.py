@@ -36,21 +36,20 @@ def shared(monkeypatch):
     shutil.rmtree(folder)
 
 
-def as_other(function: Callable[[], object]) -> None:
-    """Call a function in a process of another user."""
-    if os.getuid() != 0:
-        pytest.skip("only root may start a process of another user")
-
-    def call() -> None:
-        os.setgroups([])
-        os.setresgid(OTHER, OTHER, OTHER)
-        os.setresuid(OTHER, OTHER, OTHER)
-        function()
-
-    process = get_context("fork").Process(target=call)
+def exit_code(function: Callable[..., object], *arguments: object) -> int | None:
+    """Call a function in a process of its own."""
+    process = get_context("fork").Process(target=function, args=arguments)
     process.start()
     process.join()
-    assert process.exitcode == 0
+    return process.exitcode
+
+
+def as_other(function: Callable[[], object]) -> None:
+    """To be called in a process of another user."""
+    os.setgroups([])
+    os.setresgid(OTHER, OTHER, OTHER)
+    os.setresuid(OTHER, OTHER, OTHER)
+    function()
 
 
 def goes_on_without(root: Path, reason: str) -> None:
@@ -85,6 +84,7 @@ def test_the_cache_is_in_the_home_or_else_in_a_private_folder(tmp_path, shared, 
     assert cache_folder() == tmp_path / ".cache" / "inplace-abn-segmentation"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may start a process of another user")
 @pytest.mark.parametrize("trap", ["link", "folder", "file in ours"])
 def test_what_another_user_has_put_in_the_place_of_the_cache_is_not_used(trap, shared, camvid_folders, tmp_path):
     """A link led to the removal of all hidden files where it led; a foreign dataset was trained on."""
@@ -95,7 +95,7 @@ def test_what_another_user_has_put_in_the_place_of_the_cache_is_not_used(trap, s
         folder.mkdir()
         folder.chmod(0o777)
     places = {"link": lambda: folder.symlink_to(victim), "folder": folder.mkdir, "file in ours": (folder / "a").touch}
-    as_other(places[trap])
+    assert exit_code(as_other, places[trap]) == 0
     assert cache_folder() is None
     goes_on_without(camvid_folders, "no cache folder: this user has no home")
     assert (victim / "synthetic-streets-1" / ".git").read_text() == "mine"
@@ -144,21 +144,14 @@ def dies_while_it_saves(folder: str) -> None:
         write_arrays(cache_folder() / folder / "index.npz", {"a": np.zeros(3)})
 
 
-def killed(target, *arguments: str) -> None:
-    process = get_context("fork").Process(target=target, args=arguments)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-
-
 def test_what_killed_processes_left_is_removed(cache):
-    killed(dies_while_it_draws)
+    assert exit_code(dies_while_it_draws) == -signal.SIGKILL
     folder = next(cache_folder().glob("synthetic-*"))
     assert [path.name[:7] for path in folder.iterdir()] == [".1-1-0-"]
     assert len(synthetic(None, "train", images=(1, 1))) == 1
     assert [path.name for path in folder.iterdir()] == ["1-1-0"]
     file = cache_folder() / "key" / "index.npz"
-    killed(dies_while_it_saves, "key")
+    assert exit_code(dies_while_it_saves, "key") == -signal.SIGKILL
     assert [path.name[:7] for path in file.parent.iterdir()] == [".index-"]
     write_arrays(file, {"a": np.ones(3)})
     assert [path.name for path in file.parent.iterdir()] == ["index.npz"]

@@ -10,13 +10,7 @@ from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, im
 from datasets.augmentations import Augmentations
 from datasets.classification import mean_image
 from datasets.image_transforms import PaddedCrop, fixed_crops, random_crops
-from datasets.items import (
-    Draw,
-    ImagesInFiles,
-    ImagesInMemory,
-    TrainingCrops,
-    collated,
-)
+from datasets.items import Draw, ImagesInFiles, ImagesInMemory, TrainingCrops, collated
 from datasets.samplers import ShuffledMinibatches
 from datasets.workers import Loader, reading_errors
 from tests import trees
@@ -52,10 +46,14 @@ def crops_of(dataset, seed: int = 0, **options) -> TrainingCrops | ImagesInFiles
     return ImagesInMemory(dataset, PaddedCrop(), seed, **options)
 
 
-def minibatches(dataset, workers: int, start_step: int = 0, seed: int = 0) -> list[dict]:
-    sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=2 * len(dataset) // 3)
-    sampler.start_step = start_step
-    return list(Loader(crops_of(dataset, seed), workers, batch_sampler=sampler, collate_fn=collated))
+def minibatches(crops, workers: int, start_step: int = 0, size: int = 3) -> list[dict]:
+    """Those of two epochs."""
+    sampler = ShuffledMinibatches(len(crops), size, seed=0, steps=2 * len(crops) // size, start_step=start_step)
+    return list(Loader(crops, workers, batch_sampler=sampler, collate_fn=collated))
+
+
+def augmented(dataset, seed: int = 0, **augmentations) -> TrainingCrops | ImagesInFiles | ImagesInMemory:
+    return crops_of(dataset, augmentations=Augmentations(augmentations, seed))
 
 
 def darker(image, label, rng):
@@ -66,22 +64,18 @@ def swapped(image, label, rng):
     return image[:, ::-1], None if label is None else label[:, ::-1]
 
 
-def failing(image, label, rng):
-    raise KeyError("brightness")
-
-
 def same(a: dict, b: dict) -> bool:
     labels = (torch.as_tensor(item["label"]) for item in (a, b))
     return torch.equal(a["image"], b["image"]) and torch.equal(*labels) and a["name"] == b["name"]
 
 
 def test_minibatches_do_not_depend_on_workers_or_where_a_run_starts(dataset):
-    alone = minibatches(dataset, workers=0)
+    alone = minibatches(crops_of(dataset), workers=0)
     assert len(alone) == 2 * len(dataset) // 3  # two epochs
     for workers, start_step in ((2, 0), (2, 3), (0, len(alone) - 1)):
-        others = minibatches(dataset, workers, start_step)
+        others = minibatches(crops_of(dataset), workers, start_step)
         assert all(same(a, b) for a, b in zip(alone[start_step:], others, strict=True))
-    assert not same(alone[0], minibatches(dataset, 0, seed=1)[0])
+    assert not same(alone[0], minibatches(crops_of(dataset, seed=1), 0)[0])
 
 
 def test_a_crop_depends_on_seed_epoch_and_image(dataset):
@@ -205,21 +199,27 @@ def test_a_pixel_of_another_class_than_the_index_says_is_refused(scale, camvid_f
 
 
 def test_augmentations_change_a_crop_in_order_and_draw_by_seed_epoch_and_image(dataset):
-    plain, mirrored = crops_of(dataset), crops_of(dataset, augmentations=Augmentations({"swapped": swapped}, 0))
+    plain, mirrored = crops_of(dataset), augmented(dataset, swapped=swapped)
     assert torch.equal(plain[0, 1]["image"].flip(-1), mirrored[0, 1]["image"])
     label = torch.as_tensor(plain[0, 1]["label"])
     assert torch.equal(label.flip(-1) if label.ndim else label, torch.as_tensor(mirrored[0, 1]["label"]))
-    both = {"darker": darker, "swapped": swapped}
-    crops = [crops_of(dataset, augmentations=Augmentations(both, seed)) for seed in (0, 0, 1)]
+    crops = [augmented(dataset, seed, darker=darker, swapped=swapped) for seed in (0, 0, 1)]
     assert same(crops[0][0, 1], crops[1][0, 1]) and not same(crops[0][0, 1], crops[2][0, 1])
     shares = {crops[0][epoch, 1]["image"].sum() / plain[epoch, 1]["image"].sum() for epoch in (0, 1)}
     assert len(shares) == 2 and max(shares) <= 0.5
 
 
+def raising(error: BaseException):
+    def augment(image, label, rng):
+        raise error
+
+    return augment
+
+
 @pytest.mark.parametrize(
     "augment, problem",
     [
-        (failing, "augmentations=mine: KeyError: 'brightness'"),
+        (raising(KeyError("brightness")), "augmentations=mine: KeyError: 'brightness'"),
         (lambda image, label, rng: None, "augmentations=mine: TypeError: cannot unpack non-iterable NoneType object"),
         (
             lambda image, label, rng: (image / 255, label),
@@ -230,7 +230,7 @@ def test_augmentations_change_a_crop_in_order_and_draw_by_seed_epoch_and_image(d
 )
 def test_an_augmentation_that_fails_is_named(files, augment, problem):
     with pytest.raises(ValueError) as error:
-        crops_of(files, augmentations=Augmentations({"mine": augment}, 0))[0, 1]
+        augmented(files, mine=augment)[0, 1]
     assert str(error.value).startswith(problem)
 
 
@@ -245,9 +245,9 @@ def test_an_augmentation_that_makes_an_id_of_no_class_is_named(camvid_folders, a
     dataset = camvid(camvid_folders, "train")
     expected = "augmentations=mine returned a label with the ids 200: expected classes from 0 to 10, and 255 for"
     with pytest.raises(ValueError, match=expected):
-        crops_of(dataset, augmentations=Augmentations({"mine": augment}, 0))[0, 1]
-    ignored = Augmentations({"mine": lambda image, label, rng: (image, np.full_like(label, 255))}, 0)
-    assert (crops_of(dataset, augmentations=ignored)[0, 1]["label"] == 255).all()
+        augmented(dataset, mine=augment)[0, 1]
+    ignored = augmented(dataset, mine=lambda image, label, rng: (image, np.full_like(label, 255)))
+    assert (ignored[0, 1]["label"] == 255).all()
 
 
 class MixesWithTheLast:
@@ -273,22 +273,19 @@ class DrawsElsewhere:
 @pytest.mark.parametrize("augment", [MixesWithTheLast, DrawsElsewhere])
 def test_an_augmentation_that_keeps_state_is_refused_by_name(dataset, augment, workers, crops):
     """It would resume to other weights. A minibatch of one crop is compared with the next."""
-    own = Augmentations({"swapped": swapped, "mine": augment(), "darker": darker}, 0)
-    sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=crops, seed=0, steps=4)
-    loader = Loader(crops_of(dataset, augmentations=own), workers, batch_sampler=sampler, collate_fn=collated)
     with pytest.raises(ValueError, match="augmentations=mine made another crop of the same image .*: `mixes`"):
-        list(loader)
+        minibatches(augmented(dataset, swapped=swapped, mine=augment(), darker=darker), workers, size=crops)
 
 
 def test_the_check_of_augmentations_changes_no_crop(dataset):
     own = {"swapped": swapped, "darker": darker}
+    sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=2 * len(dataset) // 3)
     for workers in (0, 2):
-        crops = crops_of(dataset, augmentations=Augmentations(own, 0))
-        sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=3)
-        expected = [[crops_of(dataset, augmentations=Augmentations(own, 0))[key] for key in keys] for keys in sampler]
-        found = list(Loader(crops, workers, batch_sampler=sampler, collate_fn=collated))
-        for minibatch, items in zip(found, expected, strict=True):
-            assert torch.equal(minibatch["image"], torch.stack([item["image"] for item in items]))
+        found = minibatches(augmented(dataset, **own), workers)
+        for minibatch, keys in zip(found, sampler, strict=True):
+            assert torch.equal(
+                minibatch["image"], torch.stack([augmented(dataset, **own)[key]["image"] for key in keys])
+            )
 
 
 class CutMix:
@@ -307,28 +304,20 @@ class CutMix:
 
 def test_further_crops_to_mix_depend_on_seed_epoch_and_image(camvid_folders):
     dataset = camvid(camvid_folders, "train")
-    plain, mixed = crops_of(dataset), [crops_of(dataset, augmentations=Augmentations({"mix": CutMix()}, 0))] * 2
+    plain, mixed = crops_of(dataset), augmented(dataset, mix=CutMix())
     minibatch = [(0, number) for number in range(len(dataset))]
-    first, again = (crops.__getitems__(keys) for crops, keys in zip(mixed, (minibatch, minibatch[::-1]), strict=True))
+    first, again = (mixed.__getitems__(keys) for keys in (minibatch, minibatch[::-1]))
     assert all(map(same, first, again[::-1]))
     usual = plain.__getitems__(minibatch)
     assert not any(map(same, first, usual))
     for ours, theirs in zip(first, usual, strict=True):
         changed = (ours["image"] != theirs["image"]).any(dim=0)
         assert changed.sum() <= 64 and torch.equal(ours["image"][:, ~changed], theirs["image"][:, ~changed])
-    one = crops_of(dataset, augmentations=Augmentations({"darker": darker}, 0))[0, 1]
-    both = crops_of(dataset, augmentations=Augmentations({"mix": CutMix(), "darker": darker}, 0))[0, 1]
-    other = crops_of(dataset, augmentations=Augmentations({"mix": CutMix(), "darker": darker}, 0))[1, 1]
-    assert not same(one, both) and not same(both, other)
-
-
-def exiting(image, label, rng):
-    raise SystemExit(0)
+    one, both = augmented(dataset, darker=darker), augmented(dataset, mix=CutMix(), darker=darker)
+    assert not same(one[0, 1], both[0, 1]) and not same(both[0, 1], both[1, 1])
 
 
 def test_an_augmentation_that_ends_its_process_is_named_at_once(dataset):
     """The run waited for data.timeout_seconds, and blamed the disk."""
-    own = crops_of(dataset, augmentations=Augmentations({"mine": exiting}, 0))
-    sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=3)
     with pytest.raises(ValueError, match="augmentations=mine: SystemExit: 0"), reading_errors(600):
-        list(Loader(own, 2, batch_sampler=sampler, collate_fn=collated))
+        minibatches(augmented(dataset, mine=raising(SystemExit(0))), 2)
