@@ -12,7 +12,7 @@ from torch import nn
 
 from keepless import ABN, recompute_activations
 from models import bodies
-from models.bodies import DenseNet, ResNet, densenet264, resnet34, resnet50, resnext101
+from models.bodies import DenseNet, ResNet, densenet264, resnet34, resnet50, resnext101, timm_body, torchvision_body
 from tests.bodies import SMALL_BODIES, kept_maps, parameters, small_wider, small_wider_a2, trained
 from tests.norms import STRATEGIES
 from tests.runs import same
@@ -33,13 +33,19 @@ def test_the_stem_s_output_is_freed_when_the_first_stage_has_read_it(name):
     assert stem[1] is None
 
 
-@every_body
+LIBRARY = {
+    "torchvision": partial(torchvision_body, network="mobilenet_v3_small", output_stride=16),
+    "timm": partial(timm_body, network="mobilenetv3_small_050", output_stride=16),
+}
+
+
+@pytest.mark.parametrize("name", [*SMALL_BODIES, *LIBRARY])
 def test_images_of_any_number_of_channels_differ_in_the_first_convolution_alone(name):
     torch.manual_seed(0)
-    three, five = SMALL_BODIES[name](), SMALL_BODIES[name](in_channels=5)
-    shapes = {name: tensor.shape for name, tensor in three.state_dict().items()}
-    differ = {name for name, tensor in five.state_dict().items() if tensor.shape != shapes[name]}
-    assert differ == {"mod1.conv1.weight"} and five.mod1.conv1.in_channels == 5
+    three, five = (SMALL_BODIES | LIBRARY)[name](), (SMALL_BODIES | LIBRARY)[name](in_channels=5)
+    (first, *_), *others = ([*body.state_dict()] for body in (three, five))
+    differ = [name for name in others[0] if five.state_dict()[name].shape != three.state_dict()[name].shape]
+    assert differ == [first] and five.state_dict()[first].shape[1] == 5
     images = torch.randn(2, 5, 64, 64)
     assert five(images).shape == three(images[:, :3]).shape
 

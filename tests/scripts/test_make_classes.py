@@ -222,23 +222,41 @@ def test_the_seed_and_the_sources_decide_the_lists(tmp_path):
     assert [len(each) for each in places] == [1] * 6 and len(set.union(*places)) == 6  # as many lists as sources
 
 
+def one_is_there(root: Path) -> None:
+    (root / "fold1").mkdir()
+    (root / "fold1" / "val.txt").symlink_to("nowhere")
+
+
+def has_new_images(root: Path) -> None:
+    divided(root, "split=[0.5,0.5]")
+    annotated(root, "later/0")
+
+
+def of_other_hands(root: Path) -> None:
+    has_new_images(root)
+    (root / "split.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
-    "keys, problem",
+    "begun, keys, problem",
     [
-        (("folds=13",), "there are 12 images with labels in .*/images: expected at least 13, one for each list"),
-        (("folds=4", "group=^(place..)"), r"there are 3 sources by group=.*: expected at least 4"),
-        (("folds=2", "group=place02/(.*)"), "finds no source in 8 of 12 names: place00/0, place00/1"),
-        (("folds=2",), "own/fold1/val.txt is there already, and no list is replaced"),
+        (None, "folds=13", "there are 12 images with labels in .*/images: expected at least 13, one for each list"),
+        (None, "folds=4 group=^(place..)", r"there are 3 sources by group=.*: expected at least 4"),
+        (None, "folds=2 group=place02/(.*)", "finds no source in 8 of 12 names: place00/0, place00/1"),
+        (one_is_there, "folds=2", "own/fold1/val.txt is there already, and no list is replaced"),
+        (has_new_images, "split=[0.8,0.2] add=true", r"says that the lists were written with split=\[0.5, 0.5\]: give"),
+        (has_new_images, "split=[0.5,0.5] group=^(.*)/ add=true", "written with group=null: give the same"),
+        (has_new_images, "folds=2 add=true", "folds.json, which says how the lists were made, cannot be read"),
+        (of_other_hands, "split=[0.5,0.5] add=true", "add=true: .*/split.json, which says how .*, cannot be read"),
     ],
 )
-def test_lists_that_cannot_be_made_leave_everything_as_it_is(keys, problem, tmp_path):
+def test_lists_that_cannot_be_made_or_added_to_leave_everything_as_it_is(begun, keys, problem, tmp_path):
     root = sixty(tmp_path / "own", 12)
-    if "there already" in problem:
-        (root / "fold1").mkdir()
-        (root / "fold1" / "val.txt").symlink_to("nowhere")
+    if begun is not None:
+        begun(root)
     before = trees.contents(root)
     with pytest.raises(ValueError, match=problem):
-        make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+        make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys.split()))
     assert trees.contents(root) == before
 
 
@@ -303,27 +321,6 @@ def test_images_are_added_to_folds(tmp_path):
         assert lines[: len(before[name])] == before[name]
         others = sum((val for number, val in enumerate(vals) if name != f"fold{number}/train.txt"), [])
         assert "val" in name or sorted(lines) == sorted(others)
-
-
-@pytest.mark.parametrize(
-    "keys, problem",
-    [
-        ("split=[0.8,0.2]", r"says that the lists were written with split=\[0.5, 0.5\]: give the same"),
-        ("split=[0.5,0.5] group=^(.*)/", "written with group=null: give the same"),
-        ("folds=2", "folds.json, which says how the lists were made, cannot be read"),
-        ("split=[0.5,0.5]", "add=true: .*/split.json, which says how the lists were made, cannot be read"),
-    ],
-)
-def test_images_are_added_only_as_the_lists_were_made(keys, problem, tmp_path):
-    root = sixty(tmp_path, 12)
-    divided(root, "split=[0.5,0.5]")
-    annotated(root, "later/0")
-    if keys == "split=[0.5,0.5]":  # as for lists that somebody else wrote
-        (root / "split.json").write_text("[]")
-    before = trees.contents(root)
-    with pytest.raises(ValueError, match=problem):
-        make_classes(checked("make_classes", f"data.root={root}", "workers=0", "add=true", *keys.split()))
-    assert trees.contents(root) == before
 
 
 def test_lists_of_other_hands_are_added_to_if_their_making_is_written_down(tmp_path):

@@ -58,17 +58,6 @@ def library_features(network: nn.Module, name: str, images: torch.Tensor) -> tor
     return found[0].relu() if name == "densenet121" else found[0]
 
 
-@pytest.mark.parametrize("make, name", [(torchvision_body, "mobilenet_v3_small"), (timm_body, "mobilenetv3_small_050")])
-def test_images_of_any_number_of_channels_differ_in_the_first_convolution_alone(make, name):
-    if make is timm_body:
-        pytest.importorskip("timm")
-    three, five = make(network=name, output_stride=16), make(network=name, output_stride=16, in_channels=5)
-    shapes = {name: tensor.shape for name, tensor in three.state_dict().items()}
-    differ = [name for name, tensor in five.state_dict().items() if tensor.shape != shapes[name]]
-    assert differ == [next(iter(shapes))] and five.state_dict()[differ[0]].shape[1] == 5
-    assert five(torch.randn(2, 5, 64, 64)).shape == three(torch.randn(2, 3, 64, 64)).shape
-
-
 @pytest.mark.parametrize("name", some_slow(LAST))
 @torch.no_grad()
 def test_features_are_torchvision_s(name):
