@@ -59,6 +59,21 @@ def test_a_classification_is_checked_alike(tmp_path):
     assert said.startswith("8-bit images of train use 2 of the 256 levels")
 
 
+@pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 16_383, 64)])
+def test_broken_pixels_and_borders_without_a_value_do_not_count(low, high, levels, tmp_path):
+    for name in "ab":
+        values = noise((low, high), dtype=np.uint16)
+        values[0, :4], values[1:9], values[-9:], values[9, :2, 0] = 30_000, 0, 65_535, (low, high)
+        trees.write(tmp_path / "data" / "train" / name / "0.png", values)
+    dataset = image_folder(tmp_path / "data", "train")
+    assert verify(dataset, workers=0, keys="data.") == [
+        f"16-bit images of train use {levels} of the 256 levels that a network sees, as they hold values from {low} to "
+        f"{high}: give data.range16=[{low},{high}]"
+    ]
+    dataset.range16 = low, high
+    assert verify(dataset, workers=0, keys="data.") == []
+
+
 LOW, HEIGHT = (0, 2999), (0, 65_535)
 DEEP = {  # ranges of the channels, and the range that is advised
     "reflectances and a height": ([LOW] * 4 + [HEIGHT], [*LOW * 4, *HEIGHT]),

@@ -2,10 +2,8 @@
 
 import json
 import re
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from datasets import folder, index_classes
@@ -40,28 +38,6 @@ def test_complete_data_has_exact_counts_and_no_problem(tmp_path, capsys):
     (tmp_path / "notes.json").write_text("{}")
     with pytest.raises(ValueError, match="out=.*notes.json"):  # before anything is read
         verify_data(checked("verify_data", "data=folder", f"data.root={root}", f"out={tmp_path / 'notes.json'}"))
-
-
-@pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 16_383, 64)])
-@pytest.mark.parametrize("task", ["folder", "image_folder"])
-def test_16_bit_images_that_use_few_levels_are_named_with_a_cure(task, low, high, levels, tmp_path):
-    """Broken pixels do not count, nor black and white borders, where there is no value."""
-    rng = np.random.default_rng(0)
-    for split, name in product(("train", "val"), "ab"):
-        root, values = tmp_path / "data" / split, rng.integers(low, high + 1, (200, 300), dtype=np.uint16)
-        values[0, :9], values[1:9], values[-9:] = 30_000, 0, 65_535
-        values[9, :2] = low, high
-        trees.write(root / ("images" if task == "folder" else name) / f"{name}.png", values)
-        trees.write(root / "labels" / f"{name}.png", (values % 2).astype(np.uint8)) if task == "folder" else None
-    (tmp_path / "data" / "classes.json").write_text('{"classes": [{"name": "a"}, {"name": "b"}]}')
-    keys = (f"data={task}", f"data.root={tmp_path / 'data'}", "splits=[train,val]")
-    for split, report in verified(tmp_path, *keys).items():
-        assert report["doubts"] == [
-            f"16-bit images of {split} use {levels} of the 256 levels that a network sees, as they hold values from "
-            f"{low} to {high}: give data.range16=[{low},{high}]"
-        ]
-    cured = verified(tmp_path, *keys, f"data.range16=[{low},{high}]")
-    assert [report["doubts"] for report in cured.values()] == [[], []]
 
 
 def test_every_problem_is_reported(tmp_path, capsys):
