@@ -47,13 +47,13 @@ def camvid_folders(root: Path) -> Path:
     return _camvid(root, "{}/images/{}.jpg", "{}/labels/{}.png")
 
 
-def camvid_annot(root: Path, training_images: int = 6) -> Path:
+def camvid_annot(root: Path) -> Path:
     """{split}/*.png and {split}annot/*.png."""
-    return _camvid(root, "{}/{}.png", "{}annot/{}.png", training_images)
+    return _camvid(root, "{}/{}.png", "{}annot/{}.png")
 
 
-def _camvid(root: Path, images: str, labels: str, training_images: int = 6) -> Path:
-    for split, count in (("train", training_images), ("val", 2), ("test", 2)):
+def _camvid(root: Path, images: str, labels: str) -> Path:
+    for split, count in (("train", 6), ("val", 2), ("test", 2)):
         for index in range(count):
             image, label = pair(index, list(range(12)))
             write(root / images.format(split, f"0001TP_{index:06d}"), image)

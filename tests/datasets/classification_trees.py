@@ -54,22 +54,22 @@ def batch(seed: int, images: int, classes: int) -> tuple[np.ndarray, list[int]]:
     return pixels, [(images * seed + number) % classes for number in range(images)]
 
 
-def cifar10_python(root: Path, monkeypatch, images: int = 2) -> Path:
+def cifar10_python(root: Path, monkeypatch) -> Path:
     """The official files; torchvision is told their checksums."""
     files = []
     for number in range(6):
-        pixels, labels = batch(number, images, 10)
+        pixels, labels = batch(number, 2, 10)
         name = f"data_batch_{number + 1}" if number < 5 else "test_batch"
         files.append(_pickled(root / CIFAR10_FILES.base_folder / name, {"labels": labels, "data": pixels}))
     meta = _pickled(root / CIFAR10_FILES.base_folder / "batches.meta", {"label_names": CIFAR10})
     return _known(CIFAR10_FILES, files[:5], files[5:], meta, root, monkeypatch)
 
 
-def cifar100_python(root: Path, monkeypatch, images: int = 6) -> Path:
+def cifar100_python(root: Path, monkeypatch) -> Path:
     """The coarse label of fine label 30 + i is i."""
     files = []
     for seed, split in enumerate(("train", "test")):
-        pixels, coarse = batch(seed, images, 20)
+        pixels, coarse = batch(seed, 6, 20)
         content = {"coarse_labels": coarse, "fine_labels": [30 + label for label in coarse], "data": pixels}
         files.append(_pickled(root / CIFAR100_FILES.base_folder / split, content))
     meta = _pickled(root / CIFAR100_FILES.base_folder / "meta", {"fine_label_names": CIFAR100})
