@@ -96,13 +96,6 @@ class TrainingCrops(_Items):
         """A crop of any image, to be mixed into another."""
         return self.transform(*self.dataset.undecoded(int(rng.integers(len(self)))), rng)
 
-    def geometry(
-        self, key: tuple[int, int] | Draw, size: tuple[int, int]
-    ) -> tuple[tuple[int, int], tuple[int, int], bool]:
-        """`TrainingTransform.draw` of a crop from its image of `size` (H, W): scaled size, offset (top, left), flip."""
-        draw = Draw(*key)
-        return self.transform.draw(size, _generator(self.seed, draw), draw.pixel)
-
 
 @dataclass(eq=False)
 class ImagesInFiles(_Items):

@@ -54,12 +54,8 @@ class Body(nn.Module):
         """Register `classifier`, which is None for `classes` = 0."""
         self.classifier = None
         if classes:
-            layers = {
-                "avg_pool": nn.AdaptiveAvgPool2d(1),
-                "flatten": nn.Flatten(),
-                "fc": nn.Linear(in_channels, classes),
-            }
-            self.classifier = nn.Sequential(OrderedDict(layers))  # (N, C, H, W) -> (N, classes)
+            pooled = OrderedDict[str, nn.Module](avg_pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten())
+            self.classifier = nn.Sequential(pooled | {"fc": nn.Linear(in_channels, classes)})  # -> (N, classes)
         self.out_channels = in_channels
         self.classes = classes
 

@@ -34,18 +34,24 @@ def assert_as_defined(image, label, scaled_size, offset, crop_size):
     assert np.array_equal(got_label, expected_label)
 
 
+def noise(size: tuple[int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """An image, the hardest for interpolation, and a label."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (*size, 3), dtype=np.uint8), rng.integers(0, 19, size, dtype=np.uint8)
+
+
+PLACES = {"place": st.tuples(st.floats(0, 1), st.floats(0, 1)), "seed": st.integers(0, 99)}
+
+
 @settings(max_examples=100)
 @given(
     size=st.tuples(st.integers(2, 90), st.integers(2, 90)),
     scale=st.floats(0.7, 2.0),
     crop_size=st.tuples(st.integers(1, 80), st.integers(1, 80)),
-    place=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    seed=st.integers(0, 99),
+    **PLACES,
 )
 def test_equals_resize_then_crop(size, scale, crop_size, place, seed):
-    rng = np.random.default_rng(seed)
-    image = rng.integers(0, 256, (*size, 3), dtype=np.uint8)  # noise: the hardest case for interpolation
-    label = rng.integers(0, 19, size, dtype=np.uint8)
+    image, label = noise(size, seed)
     scaled_size = scaled(size, scale)
     offset = tuple(
         round(share * (whole - crop)) for share, whole, crop in zip(place, scaled_size, crop_size, strict=True)
@@ -72,20 +78,17 @@ def interpolated(image: np.ndarray, axis: int, positions: np.ndarray) -> np.ndar
     size=st.tuples(st.integers(20, 90), st.integers(20, 90)),
     step=st.floats(1.0, 6.0),
     crop_size=st.tuples(st.integers(1, 50), st.integers(1, 50)),
-    place=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    seed=st.integers(0, 99),
+    **PLACES,
 )
 def test_an_antialiased_crop_is_cut_out_of_the_whole_averaged_and_resized_image(size, step, crop_size, place, seed):
     """Blocks of 0.8 steps start at the image's first pixel, not at the crop's. Labels are not averaged."""
-    rng = np.random.default_rng(seed)
-    image, label = rng.integers(0, 256, (*size, 3), dtype=np.uint8), rng.integers(0, 19, size, dtype=np.uint8)
+    image, label = noise(size, seed)
     scaled_size = scaled(size, 1 / step)
     offset = tuple(
         round(share * max(0, whole - crop)) for share, whole, crop in zip(place, scaled_size, crop_size, strict=True)
     )
-    options = dict(fill=FILL)
-    got, got_label = scale_and_crop(image, label, scaled_size, offset, crop_size, **options)
-    aliased, plain_label = scale_and_crop(image, label, scaled_size, offset, crop_size, **options, antialias=False)
+    got, got_label = scale_and_crop(image, label, scaled_size, offset, crop_size, FILL)
+    aliased, plain_label = scale_and_crop(image, label, scaled_size, offset, crop_size, FILL, antialias=False)
     assert np.array_equal(got_label, plain_label)
     expected, blocks = image, []
     for axis in (0, 1):
@@ -161,8 +164,7 @@ def test_scales_cover_the_papers_range():
 
 @pytest.mark.parametrize("size, expected", [((30, 50), (12, 20)), ((50, 30), (20, 12)), ((6, 10), (12, 20))])
 def test_base_size_is_the_longest_side_at_scale_one(size, expected):
-    rng = np.random.default_rng(0)
-    image, label = rng.integers(0, 256, (*size, 3), dtype=np.uint8), rng.integers(0, 19, size, dtype=np.uint8)
+    rng, (image, label) = np.random.default_rng(0), noise(size, 0)
     transform = TrainingTransform(expected, scale=(1.0, 1.0), flip=0.0, base_size=20, antialias=False)
     crop, crop_label = transform(image, label, rng)
     assert np.abs(crop.astype(int) - cv2.resize(image, expected[::-1])).max() <= 2
@@ -237,9 +239,7 @@ JITTER = v2.ColorJitter(brightness=0.4, contrast=0.7, saturation=1.5, hue=0.2)
 
 @pytest.mark.parametrize("size", [(60, 80), (20, 30), (20, 90)], ids=["inside", "padded", "padded above and below"])
 def test_jitter_changes_neither_the_crop_nor_its_padding_nor_the_label(size):
-    rng = np.random.default_rng(0)
-    image = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
-    label = rng.integers(0, 19, size, dtype=np.uint8)
+    image, label = noise(size, 0)
     original = image.copy()
     options = dict(crop_size=(40, 50), fill=FILL)
     changed = 0
