@@ -27,13 +27,6 @@ def resize_then_crop(image, label, scaled_size, offset, crop_size):
     return image[window], label[window]
 
 
-def assert_as_defined(image, label, scaled_size, offset, crop_size):
-    expected_image, expected_label = resize_then_crop(image, label, scaled_size, offset, crop_size)
-    got_image, got_label = scale_and_crop(image, label, scaled_size, offset, crop_size, fill=FILL)
-    assert np.abs(got_image.astype(int) - expected_image).max() <= 2
-    assert np.array_equal(got_label, expected_label)
-
-
 def noise(size: tuple[int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """An image, the hardest for interpolation, and a label."""
     rng = np.random.default_rng(seed)
@@ -56,7 +49,10 @@ def test_equals_resize_then_crop(size, scale, crop_size, place, seed):
     offset = tuple(
         round(share * (whole - crop)) for share, whole, crop in zip(place, scaled_size, crop_size, strict=True)
     )
-    assert_as_defined(image, label, scaled_size, offset, crop_size)
+    expected_image, expected_label = resize_then_crop(image, label, scaled_size, offset, crop_size)
+    got_image, got_label = scale_and_crop(image, label, scaled_size, offset, crop_size, fill=FILL)
+    assert np.abs(got_image.astype(int) - expected_image).max() <= 2
+    assert np.array_equal(got_label, expected_label)
 
 
 def block_means(image: np.ndarray, axis: int, block: int) -> np.ndarray:

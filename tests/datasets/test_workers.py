@@ -249,13 +249,9 @@ def test_a_low_limit_of_open_files_is_named(monkeypatch):
         list(Loader([1, 2], 2))
 
 
-def exiting(number: int) -> None:
-    sys.exit(0)
-
-
 def test_code_that_ends_its_worker_is_reported_at_once(capfd):
     """With status 0, nobody noticed until the time limit."""
     with pytest.raises(ChildProcessError, match="process that reads images died: .* exited unexpectedly"):
         with reading_errors(600):
-            list(in_order(exiting, range(4), workers=2))
+            list(in_order(lambda number: sys.exit(0), range(4), workers=2))
     assert "sys.exit(0) ended a process that reads data" in capfd.readouterr().err

@@ -95,10 +95,6 @@ def test_released_networks_compute_what_their_description_says(tmp_path, name, s
         assert all(new.endswith("num_batches_tracked") for new in report.new)
 
 
-def segmenter(**options) -> SegmentationNetwork:
-    return SegmentationNetwork(small_wider_a2(output_stride=8), DeepLabV3(16, 4, out_channels=6, **options), 65)
-
-
 @torch.no_grad()
 def test_the_segmentation_network_with_the_sliding_window(tmp_path):
     """The head on a map larger than the window of 84 cells, and the whole network, stretched, on a smaller one."""
@@ -107,7 +103,8 @@ def test_the_segmentation_network_with_the_sliding_window(tmp_path):
     features = body.wider(images, **files.WIDER, a2=8)
     expected = cls.cls(head.head(features, 4, 6, window=84), 65)
     path = files.write_segmenter(tmp_path / "vistas.pth.tar", body, head, cls)
-    network = segmenter(pooling_size=(84, 84)).double()
+    windowed = DeepLabV3(16, 4, out_channels=6, pooling_size=(84, 84))
+    network = SegmentationNetwork(small_wider_a2(output_stride=8), windowed, 65).double()
     report = load_released(network, path)
     stretched = F.interpolate(expected, images.shape[2:], mode="bilinear")  # as the release does
     torch.testing.assert_close(network.eval()(images, "stretched"), stretched, rtol=1e-9, atol=1e-9)

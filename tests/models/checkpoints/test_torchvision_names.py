@@ -6,11 +6,6 @@ from torch import nn
 from models.checkpoints.torchvision_names import from_library
 
 
-def net() -> nn.Module:
-    features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-    return nn.ModuleDict({"blocks": features, "fc": nn.Linear(4, 9)})
-
-
 def test_names_of_efficientnet_pytorch_become_timm_s_and_other_names_are_not_guessed():
     """EfficientNet-PyTorch numbers blocks through all stages; blocks behind the body's last part are left over."""
     pairs = {
@@ -39,7 +34,8 @@ def test_names_of_efficientnet_pytorch_become_timm_s_and_other_names_are_not_gue
 
 def test_a_classifier_that_reads_more_than_the_features_is_not_taken():
     """timm's EfficientNets and MobileNets have a convolution before it, its ConvNeXts a norm."""
-    state = net().state_dict()
+    features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    state = nn.ModuleDict({"blocks": features, "fc": nn.Linear(4, 9)}).state_dict()
     names = {name: tensor for name, tensor in state.items() if name.startswith("blocks.")}
     assert from_library(state, names)[0].keys() == names.keys() | {"classifier.fc.weight", "classifier.fc.bias"}
     tensors, _ = from_library({**state, "head.norm.weight": torch.ones(4)}, names)
