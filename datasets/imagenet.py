@@ -7,7 +7,7 @@ from datasets.class_names import ORDERS, by_number, check_names
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, composed, is_hidden, list_classes, readable
 from datasets.layout import PHOTOGRAPHS, RARE, Layout, first_of, remarks_on
-from datasets.row import Row
+from datasets.row import Images, Row
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
@@ -68,12 +68,6 @@ def image_folder(
     return replace(dataset, turned=True)
 
 
-def own_splits(root: str | os.PathLike | None) -> list[str]:
-    """The splits of `image_folder` that exist."""
-    top = _OWN.top(root)
-    return [split for split in _OWN.splits if (top / split).is_dir()]
-
-
 def _in_folders(
     layout: Layout,
     root: str | os.PathLike | None,
@@ -132,5 +126,9 @@ def _in_folders(
     return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks)
 
 
+def _own_splits(root: str | None, **_: object) -> Images:
+    return {split: None for split in _OWN.splits if (_OWN.top(root) / split).is_dir()}
+
+
 IMAGENET = Row(imagenet, {"train": 1_281_167, "val": 50_000}, classes=1000)
-IMAGE_FOLDER = Row(image_folder, lambda root, **_: dict.fromkeys(own_splits(root)), classes=None)
+IMAGE_FOLDER = Row(image_folder, _own_splits, classes=None)

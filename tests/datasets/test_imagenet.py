@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from datasets import image_folder, imagenet, verify
-from datasets.imagenet import own_splits
+from datasets.imagenet import IMAGE_FOLDER
 from tests.datasets import classification_trees as trees
 from tests.datasets.classification_trees import WNIDS, encoded, photograph, write
 
@@ -81,7 +81,7 @@ def test_a_flat_split_is_refused_with_the_way_to_sort_it(root, beside):
         imagenet(root, "val")
     with pytest.raises(ValueError, match=f"{problem}[^$]*Fix: move each image into .* in DIR/train and DIR/val "):
         image_folder(root, "val")
-    assert own_splits(root) == ["train", "val"]
+    assert [*IMAGE_FOLDER.count_images(root)] == ["train", "val"]
 
 
 def test_splits_with_different_classes_are_refused_by_name(root):
