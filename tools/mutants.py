@@ -56,11 +56,8 @@ def swapped(node: ast.AST) -> Iterator[tuple[str, Change]]:
     def put(name: str, value: object) -> Change:
         return lambda node: setattr(node, name, value)
 
-    def put_first(operator: ast.cmpop) -> Change:
-        return lambda node: node.ops.__setitem__(0, operator)  # type: ignore[attr-defined]
-
     if isinstance(node, ast.Compare) and (new := SWAPPED.get(type(node.ops[0]))):
-        yield f"{type(node.ops[0]).__name__} -> {new.__name__}", put_first(new())
+        yield f"{type(node.ops[0]).__name__} -> {new.__name__}", put("ops", [new(), *node.ops[1:]])
     elif isinstance(node, (ast.BoolOp, ast.BinOp)) and (new := SWAPPED.get(type(node.op))):
         if not any(isinstance(each, (ast.JoinedStr, ast.List, ast.Tuple)) for each in ast.iter_child_nodes(node)):
             yield f"{type(node.op).__name__} -> {new.__name__}", put("op", new())

@@ -52,22 +52,6 @@ def as_other(function: Callable[[], object]) -> None:
     function()
 
 
-def goes_on_without(root: Path, reason: str) -> None:
-    """Checks run each time; what needs a cache folder names its key instead."""
-    with pytest.MonkeyPatch.context() as patch:
-        calls = []
-        patch.setattr(
-            sys.modules[verify.__module__], "inspect", lambda *given, **more: calls.append(1) or inspect(*given, **more)
-        )
-        for _ in range(2):
-            verify(camvid(root, "train"))
-    assert len(calls) == 2
-    with pytest.raises(ValueError, match=f"^data.split=train: data.root=None .give data.root=DIR.: .*{reason}"):
-        assemble.dataset(SyntheticData(), "train", draw=True)
-    with pytest.raises(ValueError, match=f"^the class index .*{reason}.* give sampler.folder=DIR"):
-        index_classes(camvid(root, "train"), folder_key="sampler.folder")
-
-
 def test_the_cache_is_in_the_home_or_else_in_a_private_folder(tmp_path, shared, monkeypatch):
     """Containers may run as a user without HOME and without a passwd entry. An older folder of ours becomes private."""
     folder = shared / f"inplace-abn-segmentation-{os.getuid()}"
@@ -86,8 +70,11 @@ def test_the_cache_is_in_the_home_or_else_in_a_private_folder(tmp_path, shared, 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may start a process of another user")
 @pytest.mark.parametrize("trap", ["link", "folder", "file in ours"])
-def test_what_another_user_has_put_in_the_place_of_the_cache_is_not_used(trap, shared, camvid_folders, tmp_path):
-    """A link led to the removal of all hidden files where it led; a foreign dataset was trained on."""
+def test_what_another_user_put_in_place_of_the_cache_is_not_used(trap, shared, camvid_folders, tmp_path, monkeypatch):
+    """A link led to the removal of all hidden files where it led; a foreign dataset was trained on.
+
+    Without a cache checks run each time, and what needs it names its key.
+    """
     folder, victim = shared / f"inplace-abn-segmentation-{os.getuid()}", tmp_path / "victim"
     (victim / "synthetic-streets-1").mkdir(parents=True)
     (victim / "synthetic-streets-1" / ".git").write_text("mine")
@@ -97,7 +84,16 @@ def test_what_another_user_has_put_in_the_place_of_the_cache_is_not_used(trap, s
     places = {"link": lambda: folder.symlink_to(victim), "folder": folder.mkdir, "file in ours": (folder / "a").touch}
     assert exit_code(as_other, places[trap]) == 0
     assert cache_folder() is None
-    goes_on_without(camvid_folders, "no cache folder: this user has no home")
+    calls, check = [], sys.modules[verify.__module__]
+    monkeypatch.setattr(check, "inspect", lambda *given, **more: calls.append(1) or inspect(*given, **more))
+    for _ in range(2):
+        verify(camvid(camvid_folders, "train"))
+    assert len(calls) == 2
+    reason = "no cache folder: this user has no home"
+    with pytest.raises(ValueError, match=f"^data.split=train: data.root=None .give data.root=DIR.: .*{reason}"):
+        assemble.dataset(SyntheticData(), "train", draw=True)
+    with pytest.raises(ValueError, match=f"^the class index .*{reason}.* give sampler.folder=DIR"):
+        index_classes(camvid(camvid_folders, "train"), folder_key="sampler.folder")
     assert (victim / "synthetic-streets-1" / ".git").read_text() == "mine"
     assert not (folder / "class-index").exists()
 
