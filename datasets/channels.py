@@ -195,7 +195,10 @@ def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
     if file.is_tiff and channels > 1:
         return _tiff(file)[window]
     if channels == 1:
-        return _gray(file, window)
+        colours = reading.decode_values(file, window, turned=True, deep=True)
+        if (colours != (gray := colours[..., :1])).any():
+            raise ValueError(f"{path}: has 3 channels that differ, expected 1: gray, or RGB of equal channels.")
+        return gray
     turn = reading.orientation(data)
     if not data.startswith(formats.PNG):
         with reading.decoding(path, "an image"), Image.open(BytesIO(data), formats=reading.PHOTOGRAPHS) as image:
@@ -212,14 +215,6 @@ def _values(file: Stored, channels: int, window: Window) -> np.ndarray:
     if found is None:
         raise Unreadable(f"{path}: cannot be decoded as an image; expected a PNG, undamaged.")
     return reading.upright(found[..., [2, 1, 0, 3] if channels == 4 else [0, 3]], turn)[window]
-
-
-def _gray(file: Stored, window: Window) -> np.ndarray:
-    colours = reading.decode_values(file, window, turned=True, deep=True)
-    gray = colours[..., :1]
-    if (colours != gray).any():
-        raise ValueError(f"{file.path}: has 3 channels that differ, expected 1: gray, or RGB of equal channels.")
-    return gray
 
 
 def _array(file: Stored, window: Window | None) -> tuple[tuple[int, int, int], np.ndarray]:

@@ -119,7 +119,8 @@ def _run(blocks: Sequence[Block], *tensors: Tensor) -> Tensors:
 def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
     if torch.compiler.is_compiling():  # compiled code repeats operators, but no updates of statistics
         return checkpoint(partial(_run, blocks), *tensors, use_reentrant=False)
-    modules = [module for block in blocks for module in _modules(block)]
+    parts = [part for block in blocks for part in ([block] if isinstance(block, nn.Module) else block.args)]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
     repeated = False
 
     def run(*tensors: Tensor) -> Tensors:
@@ -132,8 +133,3 @@ def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
 
     # A generator cannot be read while a CUDA graph is captured; nothing draws there: `trainer.capture` has checked it.
     return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=not is_capturing())
-
-
-def _modules(block: Block) -> list[nn.Module]:
-    parts = [block] if isinstance(block, nn.Module) else block.args
-    return [part for part in parts if isinstance(part, nn.Module)]
