@@ -12,8 +12,6 @@ from datasets import PaddedCrop, fixed_crops, random_crops
 from datasets.image_transforms import lighting, seeded
 from tests.datasets.classification_trees import encoded, photograph
 
-SIZES = [(375, 500), (500, 333), (120, 90), (1100, 821)]
-
 
 def as_jpeg(seed: int, size: tuple[int, int]) -> tuple[torch.Tensor, Image.Image]:
     """A decoded JPEG as tensor and as Pillow's image."""
@@ -26,7 +24,7 @@ def difference(ours: torch.Tensor, reference: Image.Image) -> int:
     return int((ours.int() - F.pil_to_tensor(reference).int()).abs().max())
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [(375, 500), (500, 333), (120, 90), (1100, 821)])
 @pytest.mark.parametrize("resize, crop", [(256, 224), (366, 320), (64, 64)])
 def test_centre_and_ten_crops_equal_torchvision_s_on_pillow_images(size, resize, crop):
     pixels, image = as_jpeg(2, size)

@@ -17,8 +17,6 @@ from tests.bodies import SMALL_BODIES, kept_maps, parameters, small_wider, small
 from tests.norms import STRATEGIES
 from tests.runs import same
 
-CIFAR_RESNET_32 = partial(ResNet, structure=(5, 5, 5), base_channels=(16, 16), stem_channels=16, stem="cifar")
-CIFAR_DENSENET_100 = partial(DenseNet, structure=(16, 16, 16), growth=12, stem_channels=24, stem="cifar")
 every_body = pytest.mark.parametrize("name", SMALL_BODIES)
 
 
@@ -53,8 +51,8 @@ def test_images_of_any_number_of_channels_differ_in_the_first_convolution_alone(
 @pytest.mark.parametrize(
     "build, classes, expected",
     [
-        (CIFAR_RESNET_32, 10, 466_906),
-        (CIFAR_DENSENET_100, 10, 769_162),
+        (partial(ResNet, structure=(5,) * 3, base_channels=(16, 16), stem_channels=16, stem="cifar"), 10, 466_906),
+        (partial(DenseNet, structure=(16,) * 3, growth=12, stem_channels=24, stem="cifar"), 10, 769_162),
         (bodies.resnet32_cifar, 10, 464_154),
         (bodies.resnet110_cifar, 100, 1_733_812),
         (bodies.resnet164_cifar, 10, 1_703_258),
@@ -108,10 +106,9 @@ def test_dropout_is_in_the_last_two_stages_of_a2_alone():
     assert dropouts(small_wider_a2(dropout=(0.0,) * 6)) == {}
 
 
-DILATED = [("resnext", 16, 2), ("resnext", 8, 4), ("resnext-cifar", 2, 2), ("wider-a2", 16, 2)]
-
-
-@pytest.mark.parametrize("name, output_stride, factor", DILATED)
+@pytest.mark.parametrize(
+    "name, output_stride, factor", [("resnext", 16, 2), ("resnext", 8, 4), ("resnext-cifar", 2, 2), ("wider-a2", 16, 2)]
+)
 @torch.no_grad()
 def test_features_of_a_dilated_body_contain_the_strided_body_s(name, output_stride, factor):
     """Turning strides of 1x1 convolutions into dilation gives the same features at `factor` times the resolution."""

@@ -86,12 +86,9 @@ def test_gradients_equal_stored_activations_and_statistics_move_once(name, norm)
         assert_equal_steps(step(name, norm, recompute), expected)
 
 
-BODIES_WITH_NORMS = list(zip(BODIES, cycle(["std", "inplace", "nn.BatchNorm2d"])))
-
-
 @pytest.mark.slow
 @every_choice
-@pytest.mark.parametrize("name, norm", BODIES_WITH_NORMS)
+@pytest.mark.parametrize("name, norm", list(zip(BODIES, cycle(["std", "inplace", "nn.BatchNorm2d"]))))
 def test_compiled_as_one_graph_gradients_equal_stored_activations(name, norm, recompute):
     assert_equal_steps(step(name, norm, recompute, compiled=True), step(name, norm, "none"))
 

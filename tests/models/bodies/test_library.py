@@ -175,14 +175,10 @@ def test_sizes_that_a_network_itself_cannot_take_are_padded():
         LibraryBody(LEAKY, 0, 2, make=lambda _: layers, network="it")
 
 
-NUMBERED = [
-    pytest.param(name, number, marks=() if name in QUICK else pytest.mark.slow) for number, name in enumerate(LAST)
-]
-
-
-@pytest.mark.parametrize("name, number", NUMBERED)
-def test_every_network_composes_steps_and_evaluates(name, number):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LAST])
+def test_every_network_composes_steps_and_evaluates(name):
     """Norms and ways to recompute take turns; gradients equal the ones that stored activations give."""
+    number = [*LAST].index(name)
     norm, recompute = NORMS[number % len(NORMS)], RECOMPUTE[number % len(RECOMPUTE)]
     stride = 32 if name in UNDILATED else 16
     keys = ("body=torchvision", f"body.network={name}", f"body.output_stride={stride}", "trainer.smoke=true")

@@ -173,13 +173,13 @@ def test_other_files_need_a_scale_or_the_report_says_which_was_taken(tmp_path, f
     load_released(network, counted, "raw")
 
 
-MISFITS = [
-    (partial(small_resnext, stem="7x7"), "The file holds resnext(structure=[1, 2, 2, 1], stem_channels="),
-    (partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "stem=3x3, groups=2)"),
-]
-
-
-@pytest.mark.parametrize("build, message", MISFITS)
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (partial(small_resnext, stem="7x7"), "The file holds resnext(structure=[1, 2, 2, 1], stem_channels="),
+        (partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "stem=3x3, groups=2)"),
+    ],
+)
 def test_a_network_that_does_not_fit_is_told_its_options(file, build, message):
     network = build(classes=3)
     before = copy.deepcopy(network.state_dict())
