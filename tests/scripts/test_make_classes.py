@@ -244,7 +244,7 @@ def of_other_hands(root: Path) -> None:
         (None, "folds=4 group=^(place..)", r"there are 3 sources by group=.*: expected at least 4"),
         (None, "folds=2 group=place02/(.*)", "finds no source in 8 of 12 names: place00/0, place00/1"),
         (one_is_there, "folds=2", "own/fold1/val.txt is there already, and no list is replaced"),
-        (has_new_images, "split=[0.8,0.2] add=true", r"says that the lists were written with split=\[0.5, 0.5\]: give"),
+        (has_new_images, "split=[0.8,0.2] add=true", r"lists were written with split=\[0.5, 0.5\]: give the same"),
         (has_new_images, "split=[0.5,0.5] group=^(.*)/ add=true", "written with group=null: give the same"),
         (has_new_images, "folds=2 add=true", "folds.json, which says how the lists were made, cannot be read"),
         (of_other_hands, "split=[0.5,0.5] add=true", "add=true: .*/split.json, which says how .*, cannot be read"),

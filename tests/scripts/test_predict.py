@@ -272,6 +272,10 @@ def test_pictures_are_replaced_only_beside_a_list_of_this_command(trained, kind,
         run(trained, image, out)
     assert relative_files(out) == [] and relative_files(labels) == [f"deep/{path.name}" for path in labels.rglob("b*")]
     (out / kind).unlink()
+    (out / "classes.json").write_text('["road", "sky"]')
+    with pytest.raises(ValueError, match=f"^output={out} has a dataset's classes.json, which would be lost"):
+        run(trained, image, out)
+    (out / "classes.json").unlink()
     run(trained, image, out)
     (out / "classes.json").unlink()
     with pytest.raises(ValueError, match="holds ids/a.png"):
@@ -339,10 +343,11 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
         with pytest.raises(ValueError, match=re.escape(message)):
             run(trained, tmp_path / "data/images", tmp_path / "out", override)
         assert relative_files(tmp_path) == before
-    classes = tmp_path / "data" / "classes.json"
+    image, classes = tmp_path / "data" / "images" / "a.png", tmp_path / "data" / "classes.json"
     classes.write_text('\n{"classes": []}')
     for override, message in (
         (f"report={tmp_path}", f"report={tmp_path} is a folder: give another file"),
+        (f"report={image}", f"report={image} is the input: give another file"),
         (f"output={tmp_path / 'data'}", f"output={tmp_path / 'data'} has a dataset's classes.json, which would be"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
