@@ -192,7 +192,7 @@ def test_the_page_s_dataset_body_norm_and_sampler_train_and_are_evaluated(leaves
     assert {*results["iou"]} == {"ground", "leaf"} and results["images"] == 6
     assert [line.split(",")[0] for line in (leaves / "scores.csv").read_text().splitlines()[1:]] == names
     state = torch.load(leaves / "run" / "checkpoints" / "last.pt", weights_only=True)["network"]
-    assert [name for name in state if name.startswith("body")][:2] == ["body.layers.0.weight", "body.layers.1.0.weight"]
+    assert [name for name in state if name.startswith("body")][:2] == ["body.mod1.0.weight", "body.mod1.1.0.weight"]
     with forgotten():
         exec(code_of("sampler"), made := {"__name__": __name__})
     order = {"crops_per_minibatch": 4, "seed": 0, "steps": 9}
