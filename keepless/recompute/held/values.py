@@ -49,18 +49,6 @@ class Again(NamedTuple):
     draws: bool = False
 
 
-class How(NamedTuple):
-    """The conditions under which a call is repeated, the same for all calls of an entry."""
-
-    device: str = "cpu"
-    autocast: tuple[bool, torch.dtype | None] = (False, None)  # during the forward pass
-    fresh: bool = False  # see `Again`
-    can_overwrite: bool = False
-
-
-_ON_CPU = {(fresh, over): How(fresh=fresh, can_overwrite=over) for fresh in (False, True) for over in (False, True)}
-
-
 class _BackwardPass(threading.local):
     """The backward pass that this thread runs, and the values that hold tensors during it."""
 
@@ -104,7 +92,7 @@ class Value:
     @property
     def is_spare(self) -> bool:
         """Whether a recipe computes it for a single consumer, which may overwrite it."""
-        return self.consumers == 1 and type(self.source) is Recipe and self.source.how.fresh
+        return self.consumers == 1 and type(self.source) is Recipe and self.source.fresh
 
     def may_be_read(self) -> bool:
         """Whether a recipe may still read it."""
@@ -160,14 +148,18 @@ class Value:
 
     def get(self) -> Tensor:
         """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
-        source = self.source
         if self.tensor is not None:
+            tensor = self.tensor
             if self.stream is not None:
-                wait_for(self.stream, self.tensor)
-            return self._again(self.tensor)
-        if type(source) is Recipe:
+                wait_for(self.stream, tensor)
+            check_version(tensor, self.version)  # a backward function may have overwritten its input
+            self.left -= 1
+            if self.left == 0:
+                self.tensor = None
+            return tensor
+        if type(source := self.source) is Recipe:
             given = [*source.arguments]
-            is_over = source.how.can_overwrite and type(given[0]) is Value and given[0].is_spare
+            is_over = source.can_overwrite and type(given[0]) is Value and given[0].is_spare
             for position, one in enumerate(given):  # one frame of Python for each recipe of a chain, which may be long
                 if type(one) is Value:
                     kept = one.source
@@ -194,15 +186,6 @@ class Value:
         self.tensor, self.version, self.left = tensor, tensor._version, consumers
         self.stream = current_stream(tensor) if tensor.is_cuda else None
         _pass.held.append(weakref.ref(self))  # weak, because values hold what they are computed from
-
-    def _again(self, tensor: Tensor) -> Tensor:
-        """The tensor that is held, for its next consumer."""
-        if tensor._version != self.version:
-            check_version(tensor, self.version)  # a backward function may have overwritten its input
-        self.left -= 1
-        if self.left == 0:
-            self.tensor = None
-        return tensor
 
 
 def _release(holders: list[weakref.ref[Value]]) -> None:
@@ -333,26 +316,23 @@ class Recipe:
     It computes one value, or a list with a tensor for each of `outputs`, the values that a call has saved inside.
     """
 
+    device = "cpu"  # the type of the tensor's device, if it has autocast
+    autocast: tuple[bool, torch.dtype | None] = (False, None)  # during the forward pass
     outputs: Sequence[weakref.ref[Value]] = ()
     depth: int  # recipes in the longest chain from kept values to this one
     stream: torch.cuda.Stream | None = None  # on which the tensor was made
     wanted = 0  # number of values that it computes and that have consumers
 
-    def __init__(self, again: Again, like: Tensor, wanted: bool = False, how: How | None = None):
+    def __init__(self, again: Again, like: Tensor, wanted: bool = False):
         """The recipe of a call that has just returned `like`; the result gets its dtype and strides.
 
-        `wanted`: the value that it computes has consumers already. `how`: by default, under the present conditions.
+        `wanted`: the value that it computes has consumers already.
         """
-        self.function, self.arguments, fresh, can_overwrite, _ = again
+        self.function, self.arguments, self.fresh, self.can_overwrite, _ = again
         self.dtype, self.stride = like.dtype, like.stride()
-        if how is not None:
-            self.how = how
-        elif like.is_cpu and not is_any_autocast_enabled():
-            self.how = _ON_CPU[fresh, can_overwrite]
-        else:
-            device = like.device.type if has_autocast(like.device.type) else "cpu"
-            self.how = How(device, autocast_of(device), fresh, can_overwrite)
-            self.stream = current_stream(like)
+        if again.function is not view and (not like.is_cpu or is_any_autocast_enabled()):
+            self.device = like.device.type if has_autocast(like.device.type) else "cpu"
+            self.autocast, self.stream = autocast_of(self.device), current_stream(like)
         if wanted:
             self.wanted = 1
         depth: int = 0
@@ -384,14 +364,13 @@ class Recipe:
 
     def computed(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:
         """The tensor of one of its values. `over`: computed in place of the first argument."""
-        device, autocast, _, _ = self.how
         if self.stream is not None:
             wait_for(self.stream, *arguments)
         function = self.function
         if over:
             function = torch.relu_ if function is torch.relu else partial(function, inplace=True)
-        if _is_grad_enabled() or autocast[0] or is_any_autocast_enabled() or function_modes_on():
-            with torch.no_grad(), autocast_as(autocast, device), without_function_modes():
+        if _is_grad_enabled() or self.autocast[0] or is_any_autocast_enabled() or function_modes_on():
+            with torch.no_grad(), autocast_as(self.autocast, self.device), without_function_modes():
                 result: Any = function(*arguments)
         else:
             result = function(*arguments)

@@ -31,7 +31,6 @@ from ..held.signs import Positive, Signs
 from ..held.values import (
     Again,
     Compared,
-    How,
     Memory,
     Recipe,
     Saved,
@@ -48,7 +47,6 @@ _SHORT = 2**12  # entries: with a plan, vectors from this size on get values
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of the copy, if
 # it has at most this many times the bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
-_OF_VIEWS = How()
 DERIVING = {node_class(BatchNormActivation), SYNCHRONISED}  # nodes from which the values of results are derived
 _NONE: Any = (None, 0, None)
 
@@ -119,7 +117,7 @@ class KnownValues:
             return self.value_of(tensor)
         if (form := form_of(tensor, base)) is None:
             return None
-        value = Value(Recipe(Again(view, (one[2], *form)), tensor, how=_OF_VIEWS))
+        value = Value(Recipe(Again(view, (one[2], *form)), tensor))
         self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value
         return value
 

@@ -77,11 +77,6 @@ class Step(NamedTuple):
     gradients: int = 0  # bytes of the gradients that parameters get
     coming: Sequence[tuple[int, tuple[Event, int]]] = ()  # see `as_gradients_come`: events to replace, by their numbers
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the backward pass was counted, too."""
-        return len(self.events) > self.forward
-
     def place(self, event: int) -> str:
         """The call and the module that ran at an event."""
         return next((place for end, place in self.places if end > event), "the end of the backward pass")
