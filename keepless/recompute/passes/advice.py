@@ -102,9 +102,9 @@ class Advice:
         return site
 
 
-def derives(site: Site, arguments: Sequence[Any], argument: object) -> bool:
-    """Whether copies of an argument are computed from it."""
-    return any([one is argument and site.advice & DERIVE << n for n, one in enumerate(arguments[:MOST_DERIVED])])
+def derived_from(arguments: Sequence[Any], argument: object) -> int:
+    """The bits for copies of an argument: see `DERIVE`."""
+    return sum([DERIVE << n for n, one in enumerate(arguments[:MOST_DERIVED]) if one is argument and one is not None])
 
 
 def parameter_of(args: tuple[Any, ...]) -> int:

@@ -132,7 +132,10 @@ class Advised(Recording):
         if not (self.is_first or self.leaves):
             site = self.advice.sought(at, function, args)
             if site is None or site.number < at.number:
-                self.note_difference()
+                self.differences += 1
+                if self.policy is not None and self.differences == 1:
+                    self.policy.leave()
+                self.leaves = self.policy is not None and _SHARE * self.differences > self.advice.first
             if site is not None:
                 self._jump_to(site)
         if site is None or self.leaves:
@@ -150,12 +153,6 @@ class Advised(Recording):
         end, following = self.advice.end, self.at.next
         self.skipped += (end if site is END else site.before) - (end if following is END else following.before)
 
-    def note_difference(self) -> None:
-        self.differences += 1
-        if self.policy is not None and self.differences == 1:
-            self.policy.leave()
-        self.leaves = self.policy is not None and _SHARE * self.differences > self.advice.first
-
     def advised(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
         advice = site.advice
@@ -164,22 +161,28 @@ class Advised(Recording):
                 self.has_strayed = True
             if advice & _ASKED or "out" in kwargs:
                 return self._by_rules(site, function, args, kwargs)
-        if not advice & _SAVES:
-            result = self._alone(site, function, args, kwargs)
-        elif (
+        saves = advice & _SAVES
+        if saves and (
             transform_level() is not None
             or dispatch_modes_on() != self.modes
             or not (current_hooks() is None or self.is_innermost())
         ):  # it is hidden
             result = self._by_rules(site, function, args, kwargs)
-        elif site.writes and (site.writes == FIRST or may_overwrite(function, args, kwargs)):
+        elif (
+            site.writes
+            and (site.writes == FIRST or may_overwrite(function, args, kwargs))
+            and (saves or len(args) == 1 or kwargs or not _is_number(args[0]))
+        ):
             result = self._in_place(site, function, args, kwargs)
         else:
             result = self._with_hooks(site, function, args, kwargs) if advice & HOOKS else function(*args, **kwargs)
             if advice & DROP:
                 self._drop(site, args, kwargs, result)
-        if advice & KEEP and isinstance(result, Tensor) and not self.known.is_noted(result):
-            self.known.kept_later(result)
+            if advice & MEMORY:
+                self.known.note_made((*args, *kwargs.values()), result, site)
+        if advice & KEEP and isinstance(result, Tensor) and not self.known.may_change_unseen(result):
+            if self.known.find(result) is None:
+                self.known.kept_later(result)
         if advice & COUNT:
             self.count(result)
         return result
@@ -194,20 +197,6 @@ class Advised(Recording):
         elif isinstance(result, (tuple, list)):
             for one in result:
                 self.count(one)
-
-    def _alone(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that drops nothing."""
-        if site.writes and (site.writes == FIRST or may_overwrite(function, args, kwargs)):
-            if len(args) == 1 or kwargs or not _is_number(args[0]):
-                writes = self.begin_writing(function, args, kwargs)
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self.end_writing(writes)
-        result = function(*args, **kwargs)
-        if site.advice & MEMORY:
-            self.known.note_made((*args, *kwargs.values()), result, site)
-        return result
 
     # Calls about which the rules decide
 
@@ -401,10 +390,11 @@ class Advised(Recording):
             find.result, find.saves, again = result, self.saves, None
             try:
                 again = rule(find, args, kwargs, result)
+                is_new = again.fresh or is_written or not any([one is result for one in (*args, *kwargs.values())])
             except NotRepeated:
-                pass
+                is_new = False
             find.result, find.saves, find.held = None, (), None
-            if again is not None and not again.draws and (again.fresh or is_written or _is_new(result, args, kwargs)):
+            if again is not None and is_new and not again.draws:
                 value = None
                 for tensor, one in self.own:  # autograd holds it already
                     value = one if tensor is result else value
@@ -433,11 +423,6 @@ def _cuts(call: Call, result: Any) -> bool:
     if not (isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad):
         return False
     return torch.is_grad_enabled() and any([one.requires_grad for one in tensors_in(call.arguments)])
-
-
-def _is_new(result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result of a call is none of its arguments."""
-    return not any([one is result for one in (*args, *kwargs.values())])
 
 
 def _is_number(one: object) -> bool:

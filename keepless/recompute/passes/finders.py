@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...saved import Kept, ShapeOnly, copied
+from ...saved import Kept, copied
 from ...torch_internals import packed_by, packed_in_node
 from ..held.calls import Call
 from ..held.values import Value, saved_value
-from ..table.rules import NotRepeated, any_values
+from ..table.rules import NotRepeated
 from .registry import DERIVING, KnownValues, is_parameter
 
 MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
@@ -33,9 +33,6 @@ class Finder:
         if not isinstance(found, (Value, Kept)):
             raise NotRepeated("its call saves by other hooks")
         return found
-
-    def shape(self, tensor: Tensor) -> ShapeOnly:
-        return any_values(tensor)
 
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any:
         known = self.known
@@ -84,7 +81,11 @@ class Finder:
         """Keep an argument for a recipe. It is copied if it is small or may change unseen."""
         known = self.known
         kept: Value | Kept
-        if is_small and (tensor.is_leaf or not tensor.requires_grad) or not (stays or self._is_held(tensor)):
+        if (
+            is_small
+            and (tensor.is_leaf or not tensor.requires_grad)
+            or not (stays or tensor.requires_grad or known.has_made(tensor))
+        ):
             kept = copy = known.copied(tensor)
             size = copy.bytes
         else:
@@ -93,10 +94,6 @@ class Finder:
                 known.log.keep(kept, tensor)
         self.alone += 0 if stays else size
         return kept
-
-    def _is_held(self, tensor: Tensor) -> bool:
-        """Whether a tensor that a recipe reads changes no more unseen: the pass has made it."""
-        return tensor.requires_grad or self.known.has_made(tensor)
 
 
 class AdvisedFinder(Finder):

@@ -41,7 +41,7 @@ class _Pack(NamedTuple):
     held: Any  # by autograd: a reference to a `Saved`, or None
     is_result: bool
     is_known: bool  # it, or its base, had a value already
-    derived: int  # the bit of the argument of which it is a copy, made inside the call; 0: it is none
+    derived: int  # the bits of the argument of which it is a copy, made inside the call; 0: it is none
     is_shape: bool  # only its shape is kept
     is_flat: bool  # it has no gradient
 
@@ -70,7 +70,7 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
             weakref.ref(saved) if isinstance(saved, Saved) else None,
             tensor is result,
             is_known,
-            _bit_of(call, call.copied.get(id(tensor), call.copied.get(id(tensor._base)))),
+            bits.derived_from(call.arguments, call.copied.get(id(tensor), call.copied.get(id(tensor._base)))),
             type(saved) is ShapeOnly,
             not tensor.requires_grad,
         )
@@ -82,13 +82,6 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
     recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]
     needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
     return Note(site, _reference(own), _reference(base), is_special, packs, recipes, call.planned, needs_rules, hides)
-
-
-def _bit_of(call: Call, argument: Tensor | None) -> int:
-    places = [
-        n for n, one in enumerate(call.arguments[: bits.MOST_DERIVED]) if argument is not None and one is argument
-    ]
-    return bits.DERIVE << places[0] if places else 0
 
 
 def _reference(value: Any) -> Any:

@@ -40,7 +40,7 @@ from ..held.values import (
     saved_value,
 )
 from ..table.functions import Row
-from .advice import MEMORY, derives
+from .advice import MEMORY, derived_from
 from .report import Log
 
 _SHORT = 2**12  # entries: with a plan, vectors from this size on get values
@@ -132,10 +132,6 @@ class KnownValues:
         reference, version, value = self.found.get(id(tensor), _NONE)
         is_known = value is not None and reference() is tensor and version == tensor._version - overwrites
         return value if is_known else None
-
-    def is_noted(self, tensor: Tensor) -> bool:
-        """Whether a tensor has a value, or may change unseen."""
-        return self.may_change_unseen(tensor) or self.find(tensor) is not None
 
     def is_read(self, tensor: Tensor, value: Value | None) -> bool:
         """Whether something is saved or kept in the memory of a tensor. `value`: the tensor's, if it has one."""
@@ -409,9 +405,10 @@ class KnownValues:
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
         """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
         value = self.value_of(argument)
-        if self.call is not None and self.call.is_advised and derives(self.call.site, self.call.arguments, argument):
+        call = self.call
+        if call is not None and call.is_advised and call.site.advice & derived_from(call.arguments, argument):
             # An earlier pass has found that it is worth while.
-            is_kept_here = value is None and not (is_parameter(argument) or self.call.overwrites)
+            is_kept_here = value is None and not (is_parameter(argument) or call.overwrites)
             return self.keep(argument) if is_kept_here else value
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or kept_bytes_below([value], only_unread=True) > most else value

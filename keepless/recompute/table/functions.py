@@ -117,12 +117,9 @@ def _declares_one_new_tensor(overload: OpOverload) -> bool:
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def _calls_others(function: object) -> bool:
-    return isinstance(function, FunctionType) and not {*_CHECKS}.isdisjoint(function.__code__.co_names)
-
-
-_IN_PYTHON = [*vars(F).values(), *vars(torch.functional).values()]
-_CALL_OTHERS: frozenset[Callable[..., Any]] = frozenset(filter(_calls_others, _IN_PYTHON))
+_UNCHECKED = dict.fromkeys(_CHECKS, lambda *_: False)
+_IN_PYTHON = [one for one in (*vars(F).values(), *vars(torch.functional).values()) if isinstance(one, FunctionType)]
+_CALL_OTHERS: frozenset[Any] = frozenset(one for one in _IN_PYTHON if not {*_CHECKS}.isdisjoint(one.__code__.co_names))
 
 
 def body(function: FunctionType) -> FunctionType:
@@ -142,13 +139,6 @@ def _names_in(code: CodeType) -> frozenset[str]:
     """The names that a function and those inside it may look up."""
     inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
     return frozenset(["__builtins__", *code.co_names]).union(*inner)
-
-
-def _no(*_: object) -> bool:
-    return False
-
-
-_UNCHECKED = dict.fromkeys(_CHECKS, _no)
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -256,9 +246,8 @@ _add_each(rules.made, _named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_a
 _add([F.max_pool1d, F.adaptive_max_pool1d], again=rules.max_pool(1), narrow=_indices_in(1))
 _add([F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d], again=rules.max_pool(2), narrow=_indices_in(2))
 _add([F.max_pool3d], again=rules.max_pool(3), narrow=_indices_in(3))
-_add(_named("avg_pool2d avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d", F), reads_shape_only=_is_pooled_by_shape)
-_add(_named("max_pool2d max_pool3d adaptive_max_pool2d", F), reads_shape_only=_is_pooled_by_shape)
-_add([torch.max_pool2d], reads_shape_only=_is_pooled_by_shape)
+_POOLS = _named("avg_pool2d avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d max_pool3d", F)
+_add([*_POOLS, F.max_pool2d, torch.max_pool2d], reads_shape_only=_is_pooled_by_shape)
 _add([F.interpolate], again=rules.repeated(F.interpolate, may_keep=True))
 _add_each(rules.made, [F.grid_sample], is_slow=True)
 
@@ -275,11 +264,6 @@ _add_each(rules.made, [F.softmax, F.log_softmax, F.embedding], is_slow=True)
 PRODUCTS = [torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, F.linear]
 _add_each(rules.product, PRODUCTS, is_slow=True)
 _add([torch.einsum], again=rules.repeated(torch.einsum), is_slow=True)  # not `made`: it may return a permuted view
-_add(
-    [F.scaled_dot_product_attention],
-    again=rules.attention,
-    is_slow=True,
-    inside=True,
-    draws=rules.drops_weights,
-)
+_ATTENTION = [F.scaled_dot_product_attention]
+_add(_ATTENTION, again=rules.attention, is_slow=True, inside=True, draws=rules.drops_weights)
 _add_each(rules.made, [F.cross_entropy], is_slow=True, inside=True)

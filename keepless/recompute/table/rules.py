@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +48,6 @@ class Find(Protocol):
     def saved(self, node: Any, name: str) -> Any:
         """What a node has saved under this name."""
 
-    def shape(self, tensor: Tensor) -> ShapeOnly:
-        """The shape and strides of an argument whose values do not matter."""
-
 
 Function = Callable[..., Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
@@ -66,7 +63,7 @@ def repeated(function: Function, *, may_keep: bool = False, fresh: bool = False)
     """Call a function again with the same arguments."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        again = function if not kwargs else ByName(function, len(args), tuple(kwargs)).call
+        again = function if not kwargs else partial(_by_name, function, len(args), tuple(kwargs))
         given = args if not kwargs else (*args, *kwargs.values())
         arguments = [
             find(one, may_keep) if isinstance(one, Tensor) else _fixed(one) if isinstance(one, (list, tuple)) else one
@@ -164,7 +161,7 @@ def mask(function: Function) -> Rule:
         named = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
             raise NotRepeated(_RANDOM)
-        return Again(partial(_on_any_values, function, tuple(others), named), [find.shape(x)], draws=True)
+        return Again(partial(_on_any_values, function, tuple(others), named), [any_values(x)], draws=True)
 
     return rule
 
@@ -178,25 +175,17 @@ def _on_any_values(function: Function, others: tuple[Any, ...], named: dict[str,
     return function(x.get().requires_grad_(), *others, **named)
 
 
-def _fixed(argument: object) -> object:
-    """An argument; a list as a tuple, because the caller may change it later. NotRepeated: it holds tensors."""
-    if not isinstance(argument, (list, tuple)):
-        return argument
-    if any([isinstance(one, Tensor) for one in argument]):
-        raise NotRepeated("an argument is a list of tensors")
+def _fixed(argument: Sequence[Any]) -> tuple[Any, ...]:
+    """A list as a tuple, because the caller may change it later. NotRepeated: it holds tensors."""
+    for one in argument:
+        if isinstance(one, Tensor):
+            raise NotRepeated("an argument is a list of tensors")
     return tuple(argument)
 
 
-class ByName(NamedTuple):
-    """A function that gets its last arguments by name."""
-
-    function: Function
-    unnamed: int  # number of positional arguments
-    names: tuple[str, ...]
-
-    def call(self, *arguments: Any) -> Tensor:
-        named = zip(self.names, arguments[self.unnamed :], strict=True)
-        return self.function(*arguments[: self.unnamed], **dict(named))
+def _by_name(function: Function, unnamed: int, names: tuple[str, ...], *arguments: Any) -> Tensor:
+    """Call a function with so many unnamed arguments, and the others by name."""
+    return function(*arguments[:unnamed], **dict(zip(names, arguments[unnamed:], strict=True)))
 
 
 def activation(function: Function) -> Rule:
