@@ -256,19 +256,14 @@ class Saved:
         if tensor is not None:  # the result of the operation itself is detached, as it would keep itself alive
             is_own = any([one is self for one in packed_in(tensor.grad_fn)])
             source = Kept(tensor, hooks, detaches=is_own)
-        elif type(source) is not Kept:
-            source = Kept(self._made_again(sharing), hooks)
+        elif type(source) is not Kept:  # it is freed, and made from the other one
+            if type(source) is Recipe and source.function is view:
+                *_, shape, stride, offset = source.arguments
+            else:
+                like = self.value.get()
+                shape, stride, offset = like.shape, like.stride(), 0
+            source = Kept(sharing.detach().as_strided(shape, stride, offset), hooks)
         self.read_instead(Value(source))
-
-    def _made_again(self, sharing: Tensor) -> Tensor:
-        """The tensor, which is freed, from one that shares its memory."""
-        source = self.value.source
-        if type(source) is Recipe and source.function is view:
-            *_, shape, stride, offset = source.arguments
-        else:
-            like = self.value.get()
-            shape, stride, offset = like.shape, like.stride(), 0
-        return sharing.detach().as_strided(shape, stride, offset)
 
     def get(self) -> Tensor:
         """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""

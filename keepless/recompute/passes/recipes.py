@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...inputs import tensors_in
 from ...saved import Kept, is_ordinary, laid_out
 from ...torch_internals import FakeTensor, address, awaits_capture, is_capturing
-from ..held.calls import Call, Inside
+from ..held.calls import Call
 from ..held.values import Again, Recipe, Value, kept_bytes_below
 from ..table.rules import NotRepeated, Rule
 from .finders import MUCH, AdvisedFinder, Finder
@@ -21,6 +21,7 @@ from .registry import KnownValues
 
 # The longest chains of recipes without and with a plan, as recursion computes them; then a result is kept.
 LONGEST, LONGEST_PLANNED = 12, 200
+_STATE_BYTES = torch.default_generator.get_state().nbytes  # of the CPU's generators
 DEEPEST = 250  # recipes in a chain, which call each other: views and casts may lengthen it
 
 
@@ -37,7 +38,8 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
         else:
             again = _worth_repeating(known, rule, call, result)
         if again.draws:
-            if call.random is None or (not call.is_advised and MUCH * state_bytes(result) > call.room(result)):
+            state = 16 if result.is_cuda else _STATE_BYTES  # a fake tensor has no generator of its own
+            if call.random is None or (not call.is_advised and MUCH * state > call.room(result)):
                 raise NotRepeated("its random numbers are not worth keeping")
             again = again._replace(function=partial(call.random.call, again.function))
     except NotRepeated as reason:
@@ -117,7 +119,9 @@ def of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     """A recipe for what a call has saved inside, and for its result, if given."""
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
     needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
-    function: Any = Rerun(again.function, needs_grad, call.inside, originals)
+    saves = {part.number: part.is_base for part in call.inside}
+    forms = [(one.shape, one.dtype, one.stride()) for one in originals]
+    function: Any = partial(_run_again, again.function, needs_grad, saves, forms)
     recipe = Recipe(again._replace(function=function, can_overwrite=False), originals[0])
     recipe.outputs = [weakref.ref(part.value) for part in call.inside]
     for part in call.inside:
@@ -167,56 +171,37 @@ def read_result_instead(known: KnownValues, call: Call, result: Tensor, own: Val
         of_base.number = own.number
 
 
-class Rerun:
-    """Runs a function with gradients, as in the forward pass; returns what it saves inside, and perhaps its result."""
+def _run_again(
+    function: Callable[..., Any], needs_grad: Sequence[bool], saves: dict[int, bool], forms: list[Any], *arguments: Any
+) -> list[Tensor]:
+    """Run a function with gradients, as in the forward pass; return what it saves inside, and perhaps its result.
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        needs_grad: Sequence[bool],
-        inside: Sequence[Inside],
-        originals: Sequence[Tensor],
-    ):
-        self.function, self.needs_grad = function, needs_grad
-        self.positions = {part.number: (position, part.is_base) for position, part in enumerate(inside)}
-        self.forms = _forms(originals)
+    `saves`: the numbers of these among all that it saves, and whether they are views of what is wanted. `forms`: the
+    shape, dtype and strides of each tensor to return.
+    """
+    found: list[Tensor] = []
+    number = -1
 
-    def __call__(self, *arguments: Any) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        number = -1
+    def pack(tensor: Tensor) -> None:
+        nonlocal number
+        number += 1
+        if number in saves:
+            base = tensor._base if saves[number] else None
+            found.append((tensor if base is None else base).detach())
 
-        def pack(tensor: Tensor) -> None:
-            nonlocal number
-            number += 1
-            if number in self.positions:
-                position, is_base = self.positions[number]
-                base = tensor._base
-                found[position] = (base if is_base and base is not None else tensor).detach()
-
-        given = [
-            one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
-            for one, needs in zip(arguments, self.needs_grad, strict=True)
-        ]
-        with torch.enable_grad(), saved_tensors_hooks(pack, _never):
-            result = self.function(*given)
-        tensors = [*(found[position] for position in sorted(found)), result.detach()][: len(self.forms)]
-        found_forms = [form and found for form, found in zip(self.forms, _forms(tensors), strict=True)]
-        if [form and form[:2] for form in found_forms] != [form and form[:2] for form in self.forms]:
-            raise RuntimeError(
-                f"{self.function} has run again for the backward pass, and has saved other tensors than in the forward "
-                f"pass: with a budget, a function must do the same each time it runs"
-            )
-        laid = zip(tensors, self.forms, strict=True)
-        return [tensor if form is None else laid_out(tensor, form[2]) for tensor, form in laid]
-
-
-def _forms(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """The shape, dtype and strides of each tensor; None for one that nothing reads."""
-    return [None if one is None else (one.shape, one.dtype, one.stride()) for one in tensors]
-
-
-def _never(_: object) -> Tensor:
-    raise AssertionError("the graph of a call that ran again is not differentiated")
+    given = [
+        one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
+        for one, needs in zip(arguments, needs_grad, strict=True)
+    ]
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda packed: packed):  # nothing is unpacked
+        result = function(*given)
+    tensors = [*found, result.detach()][: len(forms)]
+    if [(one.shape, one.dtype) for one in tensors] != [form[:2] for form in forms]:
+        raise RuntimeError(
+            f"{function} has run again for the backward pass, and has saved other tensors than in the forward "
+            f"pass: with a budget, a function must do the same each time it runs"
+        )
+    return [laid_out(tensor, stride) for tensor, (*_, stride) in zip(tensors, forms, strict=True)]
 
 
 def note_random(call: Call) -> None:
@@ -242,14 +227,6 @@ class RandomState:
             return function(*arguments, **options)
         finally:
             self.generator.set_state(present)
-
-
-_STATE_BYTES = torch.default_generator.get_state().nbytes
-
-
-def state_bytes(like: Tensor) -> int:
-    """Bytes of the state of the generator of a tensor's device; a fake tensor has no generator of its own."""
-    return 16 if like.is_cuda else _STATE_BYTES
 
 
 def random_state(like: Tensor) -> RandomState | None:

@@ -451,13 +451,13 @@ class KnownValues:
 
         Recipes read copies of these. So they need not notice when batch norms update running statistics, or views.
         """
-        base = tensor._base
+        base, size = tensor._base, tensor.numel()
         if not tensor.is_leaf:
             return isinstance(base, nn.Parameter)
-        is_vector = tensor.dim() < 2 and tensor.numel() < self.short
-        is_vector = is_vector or (base is not None and base.dim() < 2 and base.numel() < self.short_rows)
-        is_of_rows = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < self.short_rows
-        return is_vector or is_of_rows or isinstance(tensor, nn.Parameter)
+        if isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and size < self.short):
+            return True
+        is_of_vector = base is not None and base.ndim < 2 and base.numel() < self.short_rows
+        return is_of_vector or (tensor.ndim > 1 and tensor.size(-1) == 1 and size < self.short_rows)
 
     def narrowed(self, indices: Tensor, dtype: torch.dtype) -> Value:
         """Keep the indices that a call saves, in a smaller dtype."""

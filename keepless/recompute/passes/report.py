@@ -32,10 +32,7 @@ class Report(NamedTuple):
     def bytes(self) -> int:
         return sum(line.bytes for line in self.lines)
 
-    def __repr__(self) -> str:  # what notebooks show
-        return str(self)
-
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # what notebooks and print show
         rows = [(f"{line.bytes:,}", str(line.tensors), *line[2:]) for line in self.lines]
         titles = ("bytes", "tensors", "made by", "kept for", "module", "why" if any(row[-1] for row in rows) else "")
         rows = [titles, *rows, (f"{self.bytes:,}", "", "total", "", "", "")]

@@ -312,10 +312,7 @@ class Frontier(NamedTuple):
     rows: list[BudgetRow]
     gradients: int  # bytes of the gradients that come during the step; 0 if parameters have theirs before it
 
-    def __repr__(self) -> str:  # what notebooks show
-        return str(self)
-
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # what notebooks and print show
         cells: list[tuple[str, ...]] = [("budget", "peak", "of plain", "kept", "operations", "time")]
         for row in self.rows:
             budget, peak, kept = map(size_text, (row.budget, row.peak, row.kept))

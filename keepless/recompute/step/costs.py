@@ -65,13 +65,9 @@ class Operator(NamedTuple):
     names: tuple[str, ...]  # names of the last arguments, which are passed by keyword
 
     @property
-    def specs(self) -> list[TensorSpec]:
-        parts = (one if type(one) is tuple else (one,) for one in self.arguments)
-        return [one for part in parts for one in part if isinstance(one, TensorSpec)]
-
-    @property
     def device(self) -> torch.device:
-        return computing_device(self.specs)
+        parts = (one if type(one) is tuple else (one,) for one in self.arguments)
+        return computing_device(one for part in parts for one in part if isinstance(one, TensorSpec))
 
     def run(self) -> Callable[[], Any]:
         """A function that makes the call on tensors of ones, allocated here."""
@@ -162,14 +158,8 @@ class Cost(NamedTuple):
     temporaries: int = 0  # bytes besides arguments and results
 
 
-class _First(NamedTuple):
-    """The first call of an operator, which warms up, e.g. caches of kernels."""
-
-    results: Any  # `TensorSpec`s, and constants
-    seconds: float
-
-
-_first: dict[Operator, _First] = {}
+# The results (`TensorSpec`s, and constants) and seconds of an operator's first call, which warms up caches of kernels.
+_first: dict[Operator, tuple[Any, float]] = {}
 _costs: dict[Operator, Cost] = {}
 
 
@@ -184,12 +174,12 @@ def measure(operators: Iterable[Operator]) -> None:
         if on_cpu := [one for one in new if one.device.type == "cpu"]:
             peaks = _peaks_on_cpu(lambda: ran.update(_run_marked(on_cpu)))
             for (one, (size, seconds)), peak in zip(ran.items(), peaks[1::2], strict=True):
-                _costs[one] = Cost(min(seconds, _first[one].seconds), max(0, peak - size))
+                _costs[one] = Cost(min(seconds, _first[one][1]), max(0, peak - size))
         for one in (one for one in new if one.device.type != "cpu"):
             if (call := _warmed(one)) is not None:
                 results: list[Any] = []
                 peak = peak_bytes(lambda c=call, r=results: r.append(c()), one.device)  # type: ignore[misc]
-                seconds = min(seconds_of(call, one.device)[1], _first[one].seconds)
+                seconds = min(seconds_of(call, one.device)[1], _first[one][1])
                 _costs[one] = Cost(seconds, max(0, peak - sum(part.nbytes for part in tensors_in(results))))
 
 
@@ -215,7 +205,7 @@ def _warmed(operator: Operator) -> Callable[[], Any] | None:
         call = operator.run()
         if operator not in _first:
             result, seconds = seconds_of(call, operator.device)
-            _first[operator] = _First(tree_map(spec_of, result), seconds)
+            _first[operator] = tree_map(spec_of, result), seconds
         return call
     except torch.OutOfMemoryError:
         return None
@@ -234,7 +224,7 @@ def results_of(operator: Operator) -> Any:
     if operator not in _first and operator not in _costs:
         with _measured({operator.device}):
             _warmed(operator)
-    return _first[operator].results if operator in _first else None
+    return _first[operator][0] if operator in _first else None
 
 
 @contextmanager
@@ -333,23 +323,19 @@ def times_of(device: str) -> Iterator[None]:
 
 def seconds_for(moved: int, operations: int, result: "Tensor | TensorSpec") -> float:
     """Seconds for this many bytes and operations, on the device of a result."""
-    rates = _rates(_stands_for.get() or result.device, result.dtype)
-    return moved / rates.bytes + operations / rates.operations
-
-
-class _Rates(NamedTuple):
-    """Rates of a device, per second."""
-
-    bytes: float  # read or written
-    operations: float  # multiplications and additions of a matrix product
+    per_second, operations_per_second = _rates(_stands_for.get() or result.device, result.dtype)
+    return moved / per_second + operations / operations_per_second
 
 
 @cache
-def _rates(device: torch.device, dtype: torch.dtype) -> _Rates:
-    """Rates measured by a copy and a matrix product; typical of recent GPUs if the device is not available."""
+def _rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes that a device reads or writes in a second, and multiplications and additions of a matrix product.
+
+    Measured by a copy and a product; typical of recent GPUs if the device is not available.
+    """
     is_cuda = device.type == "cuda"
     if not (is_cuda and torch.cuda.is_available() or device.type == "cpu"):
-        return _Rates(1e12, 1e14 if dtype.itemsize <= 2 else 2e13)
+        return 1e12, 1e14 if dtype.itemsize <= 2 else 2e13
     size, width = (2**26, 2**12) if is_cuda else (2**23, 2**8)
     dtype = dtype if dtype.is_floating_point else torch.float32
     with without_dispatch_modes(), without_function_modes(), torch.no_grad():
@@ -357,4 +343,4 @@ def _rates(device: torch.device, dtype: torch.dtype) -> _Rates:
         target, square = torch.empty_like(source), torch.zeros(width, width, dtype=dtype, device=device)
         copying = seconds_again(lambda: target.copy_(source), device)
         multiplying = seconds_again(lambda: square @ square, device)
-    return _Rates(2 * size / max(copying, 1e-9), 2 * width**3 / max(multiplying, 1e-9))
+    return 2 * size / max(copying, 1e-9), 2 * width**3 / max(multiplying, 1e-9)

@@ -134,8 +134,7 @@ class _Search:
         self.lowest = 2**63  # lowest peak of all choices, bytes
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
-        leaders = [i if value.leader < 0 else value.leader for i, value in enumerate(step.values)]
-        self.inputs = [[leaders[i] for i in value.inputs] for value in step.values]
+        self.inputs = [[simulation.leaders[i] for i in value.inputs] for value in step.values]
         self.bytes = [step.memories[value.memory] for value in step.values]
         for leader, numbers in self.simulation.together.items():
             self.bytes[leader] = sum(self.bytes[number] for number in numbers)

@@ -126,13 +126,6 @@ class Simulation:
         """
         return Run(self, kept).outcome()
 
-    def led_by_first(self, consumers: list[int], born: list[int], first: list[int], last: list[int]) -> None:
-        """Let a leader's entries stand for all values that its recipe computes."""
-        for leader, numbers in self.groups:
-            consumers[leader] = sum([consumers[one] for one in numbers])
-            born[leader], first[leader] = min([born[one] for one in numbers]), min([first[one] for one in numbers])
-            last[leader] = max([last[one] for one in numbers])
-
     def peak_of(self, kept: Sequence[bool]) -> str:
         """The call and the module at the peak of a choice."""
         levels = self.run(self.led(kept)).levels
@@ -190,8 +183,11 @@ class Run(_Levels):
             self.happens(event, what, value)
             levels.append(max(self.level + most, self.most))
             self.level += change
-        found = [self.consumers, self.born, self.first, self.last]
-        self.whole.led_by_first(*found)
+        consumers, born, first, last = found = [self.consumers, self.born, self.first, self.last]
+        for leader, numbers in self.whole.groups:  # a leader's entries stand for all values that its recipe computes
+            consumers[leader] = sum([consumers[one] for one in numbers])
+            born[leader], first[leader] = min([born[one] for one in numbers]), min([first[one] for one in numbers])
+            last[leader] = max([last[one] for one in numbers])
         return Outcome(max(levels), sum(map(mul, self.runs, self.whole.seconds)), levels, *found)
 
     def happens(self, event: Event, what: int, value: int) -> None:

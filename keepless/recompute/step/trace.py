@@ -91,7 +91,7 @@ class Trace(KnownValues):
     def remember(self, tensor: Tensor, value: Value) -> Value:
         if value.number < 0:
             if isinstance(value.source, Recipe):
-                self._add(value, self._noted(Kind.DERIVED, tensor, _numbers(value.source.inputs)))
+                self._add(value, self._noted(Kind.DERIVED, tensor, _inputs(value.source)))
             else:
                 self._add(value, self._noted(Kind.KEPT, tensor, ()))
                 value.storage = self.place(tensor)
@@ -302,13 +302,9 @@ class Trace(KnownValues):
         return found._replace(seconds=sum(seconds), operations=sum(operations))
 
 
-def _numbers(values: Iterable[Value]) -> tuple[int, ...]:
-    return tuple(value.number for value in values)
-
-
-def _inputs(again: Again) -> tuple[int, ...]:
-    """The values among a recipe's arguments."""
-    return _numbers(one for one in again.arguments if isinstance(one, Value))
+def _inputs(again: Again | Recipe) -> tuple[int, ...]:
+    """The numbers of the values among a recipe's arguments."""
+    return tuple(one.number for one in again.arguments if isinstance(one, Value))
 
 
 def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:

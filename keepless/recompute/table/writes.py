@@ -49,16 +49,11 @@ def may_write(function: Callable[..., Any]) -> int:
         return MAYBE
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return MAYBE if _written(function) else NEVER
-    if not _writes(getattr(function, "__name__", "")):
+    name = getattr(function, "__name__", "")
+    writes = name in _OPERATORS if name.startswith("__") else name.endswith("_") or bool(_declared_by(name))
+    if not writes or name in _OF_METADATA:
         return NEVER
     return FIRST if _written(function) is _FIRST else MAYBE
-
-
-@cache
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name in _OPERATORS
-    return name not in _OF_METADATA and (name.endswith("_") or bool(_declared_by(name)))
 
 
 @cache
