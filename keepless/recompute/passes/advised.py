@@ -1,6 +1,6 @@
 """Record a pass with the advice of earlier ones: most calls run as they are, and few questions are asked again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -30,7 +30,7 @@ from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
 from .advice import END, Advice, Site
 from .finders import AdvisedFinder
-from .learning import Note, drops_outside, learn, note_of
+from .learning import drops_outside, learn, note_of
 from .plan import MORE, ByPlan, Flag
 from .recipes import DEEPEST, give_planned, give_recipe, how_to_repeat, read_result_instead
 from .recording import SETS_DATA, Recording, saved_tensors_hooks
@@ -76,7 +76,7 @@ class Advised(Recording):
         self.nodes = self.results = 0  # made in this pass: nodes of autograd; bytes of counted results
         self.cuts = 0  # calls that have cut the graph, such as `detach`
         self.skipped = 0  # nodes and cuts of missing calls
-        self.notes: list[Note] = []
+        self.notes: list[Callable[[], None]] = []  # see `note_of`
         self.unknown: list[Site] = []
         # The running call
         self.site: Site = END
@@ -233,7 +233,7 @@ class Advised(Recording):
         known, advice = self.known, call.site.advice
         if self.policy is None:
             if advice & DROP and (again := how_to_repeat(known, rule, call, result)) is not None:
-                give_recipe(known, again, call, result, bool(call.inside) and call.row.mask is None, DEEPEST)
+                give_recipe(known, again, call, result, DEEPEST)
             return
         planned = (Flag.AGAIN if advice & DROP else 0) | (Flag.MASK if advice & bits.MASK else 0)
         own = give_planned(known, planned, rule, call, result, DEEPEST) or known.find(result)
@@ -255,7 +255,7 @@ class Advised(Recording):
         is_view = isinstance(result, Tensor) and result._is_view()
         if self.known.by_plan and not is_view and (self.is_first or (call.packed and not call.recipes)):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
-        if (note := note_of(site, call, result, self.known.find)) is not None:
+        if (note := note_of(call, result, self.known.find)) is not None:
             self.notes.append(note)
 
     def learn(self, fits: bool) -> None:

@@ -19,22 +19,6 @@ from .plan import Flag
 from .registry import DERIVING, checkpointed_output, is_parameter
 
 
-class Note(NamedTuple):
-    """What a call of an unknown site has done. It holds neither tensors nor values, as the pass goes on."""
-
-    site: Site
-    own: Any  # reference to the value of its result
-    base: Any  # and of its base
-    is_special: (
-        bool  # without advice, a recipe would not read the result itself, but what it is computed from, or a copy
-    )
-    packs: list["_Pack"]
-    recipes: list[tuple[Any, bool]]  # references to recipes; whether they compute what the call has saved inside
-    planned: int | None  # what a plan has decided, see `Flag`; None: the rules have
-    needs_rules: bool  # only the rules make its recipes
-    hides: bool  # it saves parameters that its result's node does not
-
-
 class _Pack(NamedTuple):
     """A saved tensor."""
 
@@ -46,24 +30,28 @@ class _Pack(NamedTuple):
     is_flat: bool  # it has no gradient
 
 
-def learn(advice: Advice, notes: Sequence[Note], unknown: Sequence[Site]) -> None:
+def learn(advice: Advice, notes: Sequence[Callable[[], None]], unknown: Sequence[Site]) -> None:
     """Set the advice of sites about which the rules have decided, now that it is certain what the pass drops."""
     for site in unknown:
         site.advice = site.advice & (bits.COUNT | bits.FLAT | bits.MEMORY | bits.ADDED)
-    for note in notes:
-        note.site.advice |= _learned(note)
+    for decide in notes:
+        decide()
     if advice.is_new:
         advice.is_new, advice.first = False, advice.count
 
 
-def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> Note | None:
-    """Note what a call has done that ran with our hooks."""
-    own, base, is_special = None, None, False
+def note_of(call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> Callable[[], None] | None:
+    """Note what a call of an unknown site has done that ran with our hooks. What is returned sets the site's advice.
+
+    It holds neither tensors nor values, as the pass goes on. None: there is nothing to note.
+    """
+    found, found_base, is_special = None, None, False
     if isinstance(result, Tensor) and not result.is_nested:
-        own, base = find(result), None if result._base is None else find(result._base)
+        found, found_base = find(result), None if result._base is None else find(result._base)
         node = node_of(result)
+        # Without advice, a recipe would not read the result itself, but what it is computed from, or a copy.
         is_special = result._base is not None or node is None or type(node) in DERIVING
-    if not (call.packed or call.recipes or own is not None):
+    if not (call.packed or call.recipes or found is not None):
         return None
     packs = [
         _Pack(
@@ -78,33 +66,33 @@ def note_of(site: Site, call: Call, result: Any, find: Callable[[Tensor], Value 
     ]
     held = packs_of(node_of(result)) if isinstance(result, Tensor) else ()
     parameters = [one for one, _, _ in call.packed if one.requires_grad and (one.is_leaf or is_parameter(one))]
-    hides = not all([any([one is other for other in held]) for one in parameters])
-    recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]
+    hides = not all([any([one is other for other in held]) for one in parameters])  # its result's node does not say so
+    recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]  # of what it saves inside
     needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
-    return Note(site, _reference(own), _reference(base), is_special, packs, recipes, call.planned, needs_rules, hides)
+    site, planned, own_of, base_of_own = call.site, call.planned, _reference(found), _reference(found_base)
+
+    def decide() -> None:
+        own, base = own_of(), base_of_own()
+        makes = [is_inside for one, is_inside in recipes if (made := one()) is not None and _is_read(made, own)]
+        advice = bits.DROP if makes else 0
+        if makes and (needs_rules or any(makes)):
+            advice |= bits.RULES
+        if base is not None and base is not own and isinstance(base.source, Recipe) and base.consumers:
+            advice |= bits.RULES
+        for pack in packs:
+            advice |= _about(pack, own)
+        if is_special and own is not None and type(own.source) is Kept and own.may_be_read():
+            advice |= bits.KEEP
+        if makes and planned is not None:
+            advice &= -1 if planned & Flag.AGAIN else ~bits.DROP
+            advice |= bits.MASK if planned & Flag.MASK and site.row.mask is not None else 0
+        site.advice |= advice | bits.HOOKS if advice and hides else advice
+
+    return decide
 
 
 def _reference(value: Any) -> Any:
     return (lambda: None) if value is None else weakref.ref(value)
-
-
-def _learned(note: Note) -> int:
-    """The advice for further calls like this one."""
-    own, base = note.own(), note.base()
-    makes = [is_inside for one, is_inside in note.recipes if (made := one()) is not None and _is_read(made, own)]
-    advice = bits.DROP if makes else 0
-    if makes and (note.needs_rules or any(makes)):
-        advice |= bits.RULES
-    if base is not None and base is not own and isinstance(base.source, Recipe) and base.consumers:
-        advice |= bits.RULES
-    for pack in note.packs:
-        advice |= _about(pack, own)
-    if note.is_special and own is not None and type(own.source) is Kept and own.may_be_read():
-        advice |= bits.KEEP
-    if makes and note.planned is not None:
-        advice &= -1 if note.planned & Flag.AGAIN else ~bits.DROP
-        advice |= bits.MASK if note.planned & Flag.MASK and note.site.row.mask is not None else 0
-    return advice | bits.HOOKS if advice and note.hides else advice
 
 
 def _about(pack: _Pack, own: Value | None) -> int:

@@ -62,17 +62,17 @@ def _worth_repeating(known: KnownValues, rule: Rule, call: Call, result: Tensor)
     return again
 
 
-def give_recipe(
-    known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False, longest: int = LONGEST
-) -> Value | None:
-    """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long.
+def give_recipe(known: KnownValues, again: Again, call: Call, result: Tensor, longest: int = LONGEST) -> Value | None:
+    """Give the result of a call, and what it has saved inside, a recipe, and return the result's value.
 
-    `whole`: the recipe also computes what the call has saved inside.
+    None if the chain of recipes would be too long. With a plan, such calls always run again with gradients, as in the
+    forward pass: attention chooses its backend by that too.
     """
     recipe = Recipe(again, result)
     if recipe.depth > longest:
         call.why = f"{longest} recipes in a row"
         return None
+    whole = call.row.mask is None and (call.row.inside if known.by_plan else bool(call.inside))
     if whole:
         recipe = of_inside(again, call, result)
     else:
@@ -151,10 +151,7 @@ def give_planned(
     if row.mask is not None and call.inside and planned & Flag.MASK:
         if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
             of_inside(mask, call, None)
-    if again is None:
-        return None
-    # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
-    return give_recipe(known, again, call, result, row.inside and row.mask is None, longest)
+    return None if again is None else give_recipe(known, again, call, result, longest)
 
 
 def read_result_instead(known: KnownValues, call: Call, result: Tensor, own: Value, serves: bool = True) -> None:

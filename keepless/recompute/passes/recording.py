@@ -102,7 +102,7 @@ from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
 from ..table.writes import may_overwrite, overwritten
 from .plan import ByPlan
-from .recipes import LONGEST, decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
+from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
 from .registry import KnownValues
 from .report import KeptTensor
 
@@ -353,7 +353,7 @@ class Recording(TorchFunctionMode):
         if self.policy is not None:
             decide_by_plan(self.known, self.policy, rule, call, result)
         elif (again := how_to_repeat(self.known, rule, call, result)) is not None:
-            give_recipe(self.known, again, call, result, bool(call.inside) and call.row.mask is None, LONGEST)
+            give_recipe(self.known, again, call, result)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)

@@ -168,8 +168,7 @@ class KnownValues:
         stays = is_parameter(tensor) or (tensor.is_leaf and tensor.requires_grad)
         own = 0 if stays else storage.nbytes()
         value = Value(self.kept(tensor, None), address(storage), own)
-        if id(tensor) in self.log.reasons:
-            value.why = self.log.why(tensor)
+        value.why = self.log.why(tensor)
         if self.outer is not None:
             if self.call is not None:  # the running call may still get a recipe
                 self.call.unsettled.append((value, tensor))
@@ -218,9 +217,9 @@ class KnownValues:
 
     def give(self, tensor: Tensor, other: Tensor) -> None:
         """`.data = …` will give a tensor the memory of another, but no new version."""
-        for one in (tensor, other) if self.is_made(tensor) else (tensor,):
-            self._read_as_pytorch(one)
+        self._read_as_pytorch(tensor)
         if self.is_made(tensor):
+            self._read_as_pytorch(other)
             self.exposed.put(other.untyped_storage(), True)
 
     def expose(self, tensor: Tensor) -> None:
@@ -324,9 +323,7 @@ class KnownValues:
 
     def _of_base(self, tensor: Tensor) -> Again | Value | None:
         base = tensor._base
-        form = None if base is None else form_of(tensor, base)
-        value = None if base is None or form is None else self.value_of(base)
-        if base is None or form is None or value is None:
+        if base is None or (form := form_of(tensor, base)) is None or (value := self.value_of(base)) is None:
             return None
         # Tensor subclasses return views of whole results, but not when a checkpoint repeats the pass, which must save
         # the same tensors.

@@ -103,14 +103,6 @@ class _Backward:
         self.has_begun = self.has_begun or not torch.is_grad_enabled()
 
 
-def _backward_of(outputs: object) -> "weakref.ref[_Backward]":
-    found = _Backward()
-    for one in tensors_in(outputs):
-        if one.grad_fn is not None:
-            one.grad_fn.register_prehook(found)
-    return weakref.ref(found)
-
-
 class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
 
@@ -168,6 +160,7 @@ class Signatures:
         else:
             known = Signature(kind, size)
         one = self._of_gradients(known)
+        was_due = one.is_due
         if one.is_due and self._planner is None:
             one.attempt(None)
         elif one.is_due and (larger := self._to_borrow_from(one)) is not None:
@@ -184,7 +177,7 @@ class Signatures:
             elif one.attempts == 0:
                 self._planner.say_that_it_waits(is_capturing())
                 return None
-        one = self._of_gradients(known)
+        one = self._of_gradients(known) if was_due else one
         if self._planner is not None and one.is_new and one.plan is not None:
             for remark in one.plan.remarks:
                 self._planner.say(*remark)
@@ -255,7 +248,10 @@ class Signatures:
         if self._planner is not None and self._planner.must_plan_again(has_raised=output is None) and one is not None:
             one.is_due = True
         if one is not None and one.comes:
-            self._awaited = _backward_of(output)
+            backward = _Backward()
+            for node in [made.grad_fn for made in tensors_in(output) if made.grad_fn is not None]:
+                node.register_prehook(backward)
+            self._awaited = weakref.ref(backward)
         if one is None or (isinstance(recording, Advised) and recording.has_followed):
             return
         has_diverged = one.plan is not None and policy is not None and policy.plan is None

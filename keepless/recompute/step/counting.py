@@ -262,9 +262,7 @@ class _Allocations(MadeTensors):
             if (found := self._as_real(function, args, kwargs)) is not None:
                 return found
         result = function(*args, **kwargs)
-        if not is_fake:
-            return result
-        if function.is_view:
+        if not is_fake or function.is_view:
             return result
         if not self.counting.measures:
             return with_workspace(function, args, kwargs, result)

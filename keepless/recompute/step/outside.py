@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from io import IOBase
-from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..table.functions import names_in
 from .closures import cells_of, parts_of
 
 _LEFT_ALONE = frozenset(["torch", "keepless", "numpy", "triton", "logging", "builtins"])  # packages
@@ -115,16 +116,12 @@ def _variables(one: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
     if isinstance(one, FunctionType):
         for cell in cells_of(one):
             yield partial(setattr, cell, "cell_contents"), cell.cell_contents
-        names, spaces = _names(one.__code__), [one.__globals__]
+        names, spaces = names_in(one.__code__), [one.__globals__]
         for space in spaces:
             for name, value in [(name, space[name]) for name in names if name in space]:
                 yield partial(space.__setitem__, name), value
                 if isinstance(value, ModuleType) and _is_followed(value) and all(vars(value) is not s for s in spaces):
                     spaces.append(vars(value))
-
-
-def _names(code: CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def _results(one: Any) -> dict[Any, Any]:

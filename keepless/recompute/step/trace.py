@@ -20,7 +20,7 @@ from ..table.rules import Rule, mask_needs_only_shape
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
 
-# CPU overhead of repeating a call from a script, and of each save of a dropped tensor, in `host_seconds`.
+# CPU overhead of repeating a call, and of each save of a dropped tensor, in `host_seconds`.
 _REPEATS, _SAVES = 3, 2.5
 _OF_CHECKPOINT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which first runs without gradients
 

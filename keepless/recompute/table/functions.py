@@ -128,17 +128,17 @@ def body(function: FunctionType) -> FunctionType:
     Only for arguments without their own `__torch_function__`.
     """
     known = function.__globals__  # it may change, and is large
-    names = {name: known[name] for name in _names_in(function.__code__) if name in known} | _UNCHECKED
+    names = {name: known[name] for name in names_in(function.__code__) if name in known} | _UNCHECKED
+    names["__builtins__"] = known["__builtins__"]
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
 
 
 @cache
-def _names_in(code: CodeType) -> frozenset[str]:
+def names_in(code: CodeType) -> frozenset[str]:
     """The names that a function and those inside it may look up."""
-    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
-    return frozenset(["__builtins__", *code.co_names]).union(*inner)
+    return frozenset(code.co_names).union(*(names_in(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
