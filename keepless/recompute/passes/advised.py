@@ -30,7 +30,7 @@ from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
 from .advice import END, Advice, Site
 from .finders import AdvisedFinder
-from .learning import drops_outside, learn, note_of
+from .learning import drops_outside, note_of
 from .plan import MORE, ByPlan, Flag
 from .recipes import DEEPEST, give_planned, give_recipe, how_to_repeat, read_result_instead
 from .recording import SETS_DATA, Recording, saved_tensors_hooks
@@ -117,7 +117,7 @@ class Advised(Recording):
                     self.count(result)
                 return result
             return self.advised(site, function, args, kwargs or {})
-        if row_of(function).only_asks and not self.around and PLAIN.issuperset(types):
+        if row_of(function).only_asks and PLAIN.issuperset(types):
             return function(*args, **kwargs) if kwargs else function(*args)
         return self.seen(function, types, args, kwargs or {})
 
@@ -259,13 +259,21 @@ class Advised(Recording):
             self.notes.append(note)
 
     def learn(self, fits: bool) -> None:
-        """Set the advice of sites that were unknown, once the pass has ended. `fits`: see `Plan.fits`."""
+        """Set the advice of sites that were unknown, once the pass has ended: now it is certain what it drops.
+
+        `fits`: see `Plan.fits`.
+        """
         advice = self.advice
         if self.is_first:
             advice.has_hooks = drops_outside(self.known.saved_outside)
             advice.nodes, advice.end = self.nodes, self.nodes + self.cuts
             advice.results = self.results
-        learn(advice, [] if fits and self.is_first else self.notes, self.unknown)
+        for site in self.unknown:
+            site.advice &= COUNT | FLAT | MEMORY | bits.ADDED
+        for decide in [] if fits and self.is_first else self.notes:
+            decide()
+        if advice.is_new:
+            advice.is_new, advice.first = False, advice.count
         self.notes, self.unknown = [], []
 
     @property

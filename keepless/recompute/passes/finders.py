@@ -97,7 +97,10 @@ class Finder:
 
 
 class AdvisedFinder(Finder):
-    """Finds what a recipe reads, and keeps it whatever it costs: an earlier pass has found that it is worth while."""
+    """Finds what a recipe reads, and keeps it whatever it costs: an earlier pass has found that it is worth while.
+
+    It copies no parameters for FSDP, as there is no advice about a network that it shards.
+    """
 
     def __init__(
         self, known: KnownValues, saves: Sequence[Tensor] = (), result: Any = None, before: Value | None = None
@@ -130,7 +133,7 @@ class AdvisedFinder(Finder):
         if (one := known.found.get(id(tensor))) is not None and one[0]() is tensor and one[1] == tensor._version:
             return one[2]
         kind = type(tensor)
-        if kind is nn.Parameter and not known.copy_parameters:
+        if kind is nn.Parameter:
             if MUCH * tensor.nbytes > self.result.nbytes or self._is_saved(tensor):
                 return known.stays(tensor)
             return copied(tensor)
@@ -158,7 +161,7 @@ class AdvisedFinder(Finder):
         is_own = is_parameter(tensor)
         if needs_grad and not tensor.is_leaf and not is_own:
             return known.derived_at_once(tensor) or known.kept_later(tensor)
-        if needs_grad and not (known.copy_parameters and is_own):
+        if needs_grad:
             if self._is_saved(tensor):
                 return known.stays(tensor)
         elif tensor._base is not None and not needs_grad and (found := known.derived(tensor)) is not None:

@@ -13,7 +13,6 @@ from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.rules import attention
 from . import advice as bits
-from .advice import Advice, Site
 from .finders import packs_of
 from .plan import Flag
 from .registry import DERIVING, checkpointed_output, is_parameter
@@ -28,16 +27,6 @@ class _Pack(NamedTuple):
     derived: int  # the bits of the argument of which it is a copy, made inside the call; 0: it is none
     is_shape: bool  # only its shape is kept
     is_flat: bool  # it has no gradient
-
-
-def learn(advice: Advice, notes: Sequence[Callable[[], None]], unknown: Sequence[Site]) -> None:
-    """Set the advice of sites about which the rules have decided, now that it is certain what the pass drops."""
-    for site in unknown:
-        site.advice = site.advice & (bits.COUNT | bits.FLAT | bits.MEMORY | bits.ADDED)
-    for decide in notes:
-        decide()
-    if advice.is_new:
-        advice.is_new, advice.first = False, advice.count
 
 
 def note_of(call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> Callable[[], None] | None:

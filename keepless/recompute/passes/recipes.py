@@ -41,7 +41,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
             state = 16 if result.is_cuda else _STATE_BYTES  # a fake tensor has no generator of its own
             if call.random is None or (not call.is_advised and MUCH * state > call.room(result)):
                 raise NotRepeated("its random numbers are not worth keeping")
-            again = again._replace(function=partial(call.random.call, again.function))
+            again = again._replace(function=partial(_drawn_again, *call.random, again.function))
     except NotRepeated as reason:
         call.why = str(reason)
         return None
@@ -208,31 +208,24 @@ def note_random(call: Call) -> None:
         call.random = random_state(given[0])
 
 
-class RandomState:
-    """State of a generator (CPU: 5 KB, CUDA: 16 bytes) before a call, so that it can draw the same numbers again."""
-
-    __slots__ = ("generator", "state")
-
-    def __init__(self, generator: torch.Generator):
-        self.generator, self.state = generator, generator.get_state()
-
-    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function with these random numbers. The generator's current state is restored."""
-        present = self.generator.get_state()
-        self.generator.set_state(self.state)
-        try:
-            return function(*arguments, **options)
-        finally:
-            self.generator.set_state(present)
+def _drawn_again(generator: torch.Generator, state: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with the random numbers that follow from a state. The generator's present state is restored."""
+    present = generator.get_state()
+    generator.set_state(state)
+    try:
+        return function(*arguments)
+    finally:
+        generator.set_state(present)
 
 
-def random_state(like: Tensor) -> RandomState | None:
-    """The state of the generator of a tensor's device; None if that generator is unknown.
+def random_state(like: Tensor) -> tuple[torch.Generator, Tensor] | None:
+    """The generator of a tensor's device, and its state (CPU: 5 KB, CUDA: 16 bytes); None if it is unknown.
 
     Also None while a CUDA graph is captured, or before it: the graph's backward pass would draw other numbers.
     """
     if is_capturing() or awaits_capture.get():
         return None
-    if like.is_cuda and not isinstance(like, FakeTensor):
-        return RandomState(torch.cuda.default_generators[like.device.index])
-    return RandomState(torch.default_generator) if like.is_cpu or isinstance(like, FakeTensor) else None
+    generator = torch.default_generator if like.is_cpu or isinstance(like, FakeTensor) else None
+    if generator is None and like.is_cuda:
+        generator = torch.cuda.default_generators[like.device.index]
+    return None if generator is None else (generator, generator.get_state())

@@ -1,6 +1,5 @@
 """Costs of operators: time and temporary memory, measured on other tensors or estimated."""
 
-import gc
 import os
 import threading
 import time
@@ -17,7 +16,14 @@ from torch.utils.flop_counter import flop_registry
 
 from ...inputs import tensors_in
 from ...saved import is_ordinary
-from ...torch_internals import FakeTensor, OpOverload, tree_map, without_dispatch_modes, without_function_modes
+from ...torch_internals import (
+    FakeTensor,
+    OpOverload,
+    tree_map,
+    without_collection,
+    without_dispatch_modes,
+    without_function_modes,
+)
 
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
 _BEGINS = "keepless: an operator begins"  # an event in the profile
@@ -234,15 +240,10 @@ def _measured(devices: set[torch.device]) -> Iterator[None]:
     Gradients are enabled, but no tensor needs one: where they are not, LSTMs return no workspace. Python collects no
     garbage, which would take time, and whose memory would count as freed by the operator.
     """
-    on_cuda, collects = [device for device in devices if device.type == "cuda"], gc.isenabled()
+    on_cuda = [device for device in devices if device.type == "cuda"]
     with _profiler, torch.random.fork_rng(on_cuda), without_dispatch_modes(), without_function_modes():
-        with torch.enable_grad():
-            gc.disable()
-            try:
-                yield
-            finally:
-                if collects:
-                    gc.enable()
+        with torch.enable_grad(), without_collection():
+            yield
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
