@@ -74,7 +74,7 @@ class Advised(Recording):
         self.is_seen = False  # a call was hidden in earlier passes, or had no gradient
         self.differences = 0  # new calls, and returns to earlier sites
         self.nodes = self.results = 0  # made in this pass: nodes of autograd; bytes of counted results
-        self.cuts = 0  # calls that have cut the graph, such as `detach`
+        self.cuts = 0  # calls such as `detach` that got tensors with a gradient, and have returned one without
         self.skipped = 0  # nodes and cuts of missing calls
         self.notes: list[Callable[[], None]] = []  # see `note_of`
         self.unknown: list[Site] = []
@@ -251,8 +251,9 @@ class Advised(Recording):
         self.is_seen = self.is_seen or bool(site.advice & bits.HIDDEN)
         self.left = self.left or (calling_module() if site.advice & bits.HIDDEN else None)
         self.unknown.append(site)
-        self.cuts += _cuts(call, result)
         is_view = isinstance(result, Tensor) and result._is_view()
+        if isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
+            self.cuts += torch.is_grad_enabled() and any([one.requires_grad for one in tensors_in(call.arguments)])
         if self.known.by_plan and not is_view and (self.is_first or (call.packed and not call.recipes)):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
         if (note := note_of(call, result, self.known.find)) is not None:
@@ -424,13 +425,6 @@ class Advised(Recording):
         for tensor, value in self.own:
             value.source = value.source or Kept(tensor, None)
         self.saves, self.own = [], []
-
-
-def _cuts(call: Call, result: Any) -> bool:
-    """Whether a call has cut the graph: it got tensors with a gradient, and has returned one without."""
-    if not (isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad):
-        return False
-    return torch.is_grad_enabled() and any([one.requires_grad for one in tensors_in(call.arguments)])
 
 
 def _is_number(one: object) -> bool:

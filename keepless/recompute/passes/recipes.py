@@ -36,7 +36,15 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
             saves = [one for one, kept, _ in call.packed if isinstance(kept, Kept)]
             again = rule(AdvisedFinder(known, saves, result, call.before), call.args, call.kwargs, result)
         else:
-            again = _worth_repeating(known, rule, call, result)
+            find = Finder(known, call, result)
+            again = rule(find, call.args, call.kwargs, result)
+            alone = find.alone
+            if not known.by_plan:
+                alone += kept_bytes_below(find.unread, only_unread=True)
+                if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > MUCH * find.room:
+                    raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
+            if alone > find.room:
+                raise NotRepeated("smaller than what would be kept for it")
         if again.draws:
             state = 16 if result.is_cuda else _STATE_BYTES  # a fake tensor has no generator of its own
             if call.random is None or (not call.is_advised and MUCH * state > call.room(result)):
@@ -45,20 +53,6 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
     except NotRepeated as reason:
         call.why = str(reason)
         return None
-    return again
-
-
-def _worth_repeating(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again:
-    """How to repeat a call. NotRepeated: what would be kept for that alone is too large."""
-    find = Finder(known, call, result)
-    again = rule(find, call.args, call.kwargs, result)
-    alone = find.alone
-    if not known.by_plan:
-        alone += kept_bytes_below(find.unread, only_unread=True)
-        if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > MUCH * find.room:
-            raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
-    if alone > find.room:
-        raise NotRepeated("smaller than what would be kept for it")
     return again
 
 

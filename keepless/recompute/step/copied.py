@@ -366,12 +366,11 @@ def _quiet() -> Iterator[None]:
 
     log.addFilter(of_others)
     try:
-        with torch.autograd.set_detect_anomaly(False), without_global_state(_is_watched):
+        # The hooks of this thread, and of one that runs its backward pass, are those under its `_Watch`.
+        with (
+            torch.autograd.set_detect_anomaly(False),
+            without_global_state(lambda: any(isinstance(one, _Watch) for one in dispatch_modes())),
+        ):
             yield
     finally:
         log.removeFilter(of_others)
-
-
-def _is_watched() -> bool:
-    """Whether this thread, or the one that has started its backward pass, rehearses a step."""
-    return any(isinstance(one, _Watch) for one in dispatch_modes())

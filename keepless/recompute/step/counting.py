@@ -120,7 +120,7 @@ class Counting(Trace):
         Autograd adds a gradient to the one that is there. If there is none, it takes the new one over, or copies one
         that is laid out otherwise or that something else holds. So for a moment there is none.
         """
-        there: dict[Tensor, tuple[Tensor | None, int | None]] = {}
+        there: dict[Tensor, tuple[Any, int | None]] = {}
 
         def comes(parameter: Tensor, gradient: Tensor | None) -> None:
             if gradient is not None and is_ordinary(gradient):
@@ -130,8 +130,15 @@ class Counting(Trace):
         def came(parameter: Tensor) -> None:
             if parameter in there:
                 before, memory = there.pop(parameter)
-                self._note_gradient(before, parameter.grad, memory)
-                parameter.grad = before
+                gradient: Any = parameter.grad
+                parameter.grad, now = before, self.made.memory(gradient)
+                is_copy = now is not None and now != memory
+                if now is not None:
+                    self.gradients[now] = is_copy
+                    self.gradient_bytes += gradient.nbytes
+                if not is_copy:  # it is added to the one from before, which took as long
+                    self.made.note_operator(_ADD, (before, gradient), {}, before)
+                    self.note_place(_ADD)
 
         handles = [one.register_hook(partial(comes, one)) for one in parameters if is_ordinary(one)]
         handles += [one.register_post_accumulate_grad_hook(came) for one in parameters if is_ordinary(one)]
@@ -140,17 +147,6 @@ class Counting(Trace):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _note_gradient(self, before: Any, gradient: Any, memory: int | None) -> None:
-        """Note that a gradient, which came in this memory, is added to the one from before."""
-        now = self.made.memory(gradient)
-        is_copy = now is not None and now != memory
-        if now is not None:
-            self.gradients[now] = is_copy
-            self.gradient_bytes += gradient.nbytes
-        if not is_copy:  # which took as long
-            self.made.note_operator(_ADD, (before, gradient), {}, before)
-            self.note_place(_ADD)
 
     def _coming(self, events: list[tuple[Event, int]]) -> list[tuple[int, tuple[Event, int]]]:
         """See `Step.coming`. Takes the copies of gradients out of the events: none is made where one is there."""

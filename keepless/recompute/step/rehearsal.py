@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -92,15 +92,6 @@ def counted_step(
             parameter.grad = None
 
 
-def _share_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give real parameters gradients to add to, in the same memory: nothing reads their values."""
-    shared: dict[Any, Tensor] = {}
-    for one in sorted(filter(is_ordinary, parameters), key=Tensor.numel, reverse=True):
-        if (kind := (gradient_dtype(one), one.device)) not in shared:
-            shared[kind] = torch.empty(one.numel(), dtype=kind[0], device=one.device)
-        one.grad = shared[kind][: one.numel()].view(one.shape)
-
-
 def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs where backward starts: if one is a loss (a scalar), the outputs it is computed from are left out.
 
@@ -184,7 +175,12 @@ def _on_real_tensors(
     run: Callable[..., Any], network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
 ) -> Any:
     def run_on(copy: nn.Module, *given: Any) -> Any:
-        _share_gradients(one for one in copy.parameters() if one.requires_grad)
+        trained = [one for one in copy.parameters() if one.requires_grad and is_ordinary(one)]
+        shared: dict[Any, Tensor] = {}  # memory of gradients to add to, whose values nothing reads
+        for one in sorted(trained, key=Tensor.numel, reverse=True):
+            if (kind := (gradient_dtype(one), one.device)) not in shared:
+                shared[kind] = torch.empty(one.numel(), dtype=kind[0], device=one.device)
+            one.grad = shared[kind][: one.numel()].view(one.shape)
         return run(copy, *given)
 
     try:

@@ -129,7 +129,8 @@ class Simulation:
     def peak_of(self, kept: Sequence[bool]) -> str:
         """The call and the module at the peak of a choice."""
         levels = self.run(self.led(kept)).levels
-        return self.step.place(self.at[levels.index(max(levels))])
+        event = self.at[levels.index(max(levels))]
+        return next((place for end, place in self.step.places if end > event), "the end of the backward pass")
 
     def led(self, kept: Sequence[bool]) -> list[bool]:
         """Extend the choice for each leader to all values that its recipe computes; cut chains as the recorder does."""

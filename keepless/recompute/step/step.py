@@ -77,10 +77,6 @@ class Step(NamedTuple):
     gradients: int = 0  # bytes of the gradients that parameters get
     coming: Sequence[tuple[int, tuple[Event, int]]] = ()  # see `as_gradients_come`: events to replace, by their numbers
 
-    def place(self, event: int) -> str:
-        """The call and the module that ran at an event."""
-        return next((place for end, place in self.places if end > event), "the end of the backward pass")
-
     def as_gradients_come(self) -> "Step":
         """The same step if no parameter has a gradient before it: each gradient takes memory as it comes, and stays.
 
