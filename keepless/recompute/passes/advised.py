@@ -364,11 +364,11 @@ class Advised(Recording):
         """Run a call that may write over tensors."""
         known, find = self.known, self.find
         target: Any = args[0] if args else None
-        is_dropped, is_noted = False, True
+        is_dropped, is_noted, version = False, True, 0
         if type(target) in PLAIN and is_ordinary(target):
             if is_dropped := bool(site.advice & DROP) and torch.is_grad_enabled():
                 find.before = known.find(target) or known.derived_at_once(target)
-                find.version = target._version + 1
+                version = target._version + 1
             if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
                 is_noted = known.is_read(target, find.before if is_dropped else known.find(target))
         writes = self.begin_writing(function, args, kwargs) if is_noted else []
@@ -376,7 +376,7 @@ class Advised(Recording):
             result = (
                 self._with_hooks(site, function, args, kwargs) if site.advice & HOOKS else function(*args, **kwargs)
             )
-            if is_dropped and result is target and result._version == find.version:
+            if is_dropped and result is target and result._version == version:
                 find.is_noted = is_noted
                 self._drop(site, args, kwargs, result, is_written=True)
             elif self.saves or self.own:

@@ -109,7 +109,6 @@ class AdvisedFinder(Finder):
         self.known, self.saves, self.result, self.before = known, saves, result, before
         self.held: Sequence[Any] | None = None  # what the result's node holds, once somebody asks
         self.is_noted = True  # something is saved or kept in the memory of what the call has written over
-        self.version = 0  # of that, afterwards
 
     def each(self, tensors: Sequence[Tensor]) -> list[Any]:
         found = self.known.found  # the usual case here, as there may be many

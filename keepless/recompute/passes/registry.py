@@ -158,7 +158,7 @@ class KnownValues:
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its current version, unless its values may change unseen."""
-        if not (self.exposed.found and self.is_exposed(tensor)):
+        if not (self.exposed.found and self.may_change_unseen(tensor)):
             self.found[id(tensor)] = Gone(tensor, self.dead, id(tensor)), tensor._version, value
         return value
 
@@ -258,10 +258,7 @@ class KnownValues:
 
     def may_change_unseen(self, tensor: Tensor) -> bool:
         """Whether a tensor has no version, or the program may change its memory without a new one."""
-        return not is_ordinary(tensor) or bool(self.exposed.found and self.is_exposed(tensor))
-
-    def is_exposed(self, tensor: Tensor) -> bool:
-        return bool(self.exposed.get(tensor.untyped_storage()))
+        return not is_ordinary(tensor) or bool(self.exposed.found and self.exposed.get(tensor.untyped_storage()))
 
     def copied(self, tensor: Tensor) -> Value:
         """Keep a copy of a tensor for a recipe, as the tensor may change."""
@@ -301,7 +298,7 @@ class KnownValues:
             pass
         elif tensor._is_view():
             found = self._of_base(tensor)
-        elif self.exposed.found and self.is_exposed(tensor):
+        elif self.exposed.found and self.may_change_unseen(tensor):
             pass
         elif is_node(node):
             if node.strategy.recompute_output and isinstance(node.output_version, type):
@@ -344,7 +341,7 @@ class KnownValues:
         kept = found.source if isinstance(found, Value) else found
         if type(kept) is not Kept or kept.hooks is not None:
             return found
-        if self.exposed.found and self.is_exposed(kept.packed):
+        if self.exposed.found and self.may_change_unseen(kept.packed):
             return None
         if found is kept:
             found = Value(kept)

@@ -128,9 +128,9 @@ def body(function: FunctionType) -> FunctionType:
     Only for arguments without their own `__torch_function__`.
     """
     known = function.__globals__  # it may change, and is large
-    names = {name: known[name] for name in names_in(function.__code__) if name in known} | _UNCHECKED
-    names["__builtins__"] = known["__builtins__"]
-    opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    names = ["__builtins__", *(known.keys() & names_in(function.__code__))]
+    found = dict(zip(names, map(known.__getitem__, names), strict=True)) | _UNCHECKED
+    opened = FunctionType(function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
 

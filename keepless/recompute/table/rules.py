@@ -218,17 +218,12 @@ def named_arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    count = len(args)
-    x = args[0] if args else kwargs["input"]
-    weight = args[3] if count > 3 else kwargs.get("weight")
-    bias = args[4] if count > 4 else kwargs.get("bias")
-    is_training = args[5] if count > 5 else kwargs.get("training", False)
-    x, eps = find(x), args[7] if count > 7 else kwargs.get("eps", 1e-5)
-    if not is_training:
-        given = named_arguments(F.batch_norm, args, kwargs)
-        vectors = _found(find, given["running_mean"], given["running_var"], weight, bias)
-        return Again(F.batch_norm, [x, *vectors, False, 0.0, eps], fresh=True)
-    weight, bias = _found(find, weight, bias)
+    given = named_arguments(F.batch_norm, args, kwargs)
+    x, eps = find(given["input"]), given.get("eps", 1e-5)
+    weight, bias = _found(find, given.get("weight"), given.get("bias"))
+    if not given.get("training", False):
+        running = _found(find, given["running_mean"], given["running_var"])
+        return Again(F.batch_norm, [x, *running, weight, bias, False, 0.0, eps], fresh=True)
     node: Any = result.grad_fn
     if (name := type(node).__name__) not in _BATCH_NORMS:
         raise NotRepeated(f"no rule repeats {name}")
