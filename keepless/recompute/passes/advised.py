@@ -367,7 +367,9 @@ class Advised(Recording):
         is_dropped, is_noted, version = False, True, 0
         if type(target) in PLAIN and is_ordinary(target):
             if is_dropped := bool(site.advice & DROP) and torch.is_grad_enabled():
-                find.before = known.find(target) or known.derived_at_once(target)
+                find.before = known.find(target)
+                if find.before is None and (target._base is not None or type(target.grad_fn) in DERIVING):
+                    find.before = known.derived(target)
                 version = target._version + 1
             if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
                 is_noted = known.is_read(target, find.before if is_dropped else known.find(target))

@@ -54,7 +54,17 @@ class Finder:
             raise NotRepeated("its input is overwritten")
         if not (is_small or ((may_keep or stays) and not copy_it)):
             raise NotRepeated("its input is not kept")
-        return self._kept_for_recipe(tensor, is_small, stays)
+        may_copy = is_small and (tensor.is_leaf or not tensor.requires_grad)
+        found: Value | Kept
+        if may_copy or not (stays or tensor.requires_grad or known.has_made(tensor)):  # it may change unseen
+            found = copy = known.copied(tensor)
+            self.alone += 0 if stays else copy.bytes
+        else:
+            found = known.keep_for_recipe(tensor)
+            self.alone += 0 if stays else _bytes(tensor)
+            if isinstance(found, Value) and found.unread:
+                known.log.keep(found, tensor)
+        return found
 
     def each(self, tensors: Sequence[Tensor]) -> list[Any]:
         return [self(tensor, may_keep=True) for tensor in tensors]
@@ -76,24 +86,6 @@ class Finder:
         if value is not None and value.unread:
             known.log.keep(value, tensor)
         return value
-
-    def _kept_for_recipe(self, tensor: Tensor, is_small: bool, stays: bool) -> Value | Kept:
-        """Keep an argument for a recipe. It is copied if it is small or may change unseen."""
-        known = self.known
-        kept: Value | Kept
-        if (
-            is_small
-            and (tensor.is_leaf or not tensor.requires_grad)
-            or not (stays or tensor.requires_grad or known.has_made(tensor))
-        ):
-            kept = copy = known.copied(tensor)
-            size = copy.bytes
-        else:
-            kept, size = known.keep_for_recipe(tensor), _bytes(tensor)
-            if isinstance(kept, Value) and kept.unread:
-                known.log.keep(kept, tensor)
-        self.alone += 0 if stays else size
-        return kept
 
 
 class AdvisedFinder(Finder):
@@ -159,7 +151,7 @@ class AdvisedFinder(Finder):
             raise NotRepeated("its input may change unseen")
         is_own = is_parameter(tensor)
         if needs_grad and not tensor.is_leaf and not is_own:
-            return known.derived_at_once(tensor) or known.kept_later(tensor)
+            return known.derived(tensor) or known.kept_later(tensor)
         if needs_grad:
             if self._is_saved(tensor):
                 return known.stays(tensor)

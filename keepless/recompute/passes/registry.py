@@ -121,12 +121,6 @@ class KnownValues:
         self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value
         return value
 
-    def derived_at_once(self, tensor: Tensor) -> Value | None:
-        """`derived`, but nothing if neither the base nor the node of a tensor can give it a value."""
-        if tensor._base is None and type(tensor.grad_fn) not in DERIVING:
-            return None
-        return self.derived(tensor)
-
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
         reference, version, value = self.found.get(id(tensor), _NONE)
@@ -304,7 +298,9 @@ class KnownValues:
             if node.strategy.recompute_output and isinstance(node.output_version, type):
                 self.refused = node.output_version
             elif node.strategy.recompute_output and tensor._version == node.output_version:
-                saved = saved_in(node)
+                saved = [Kept(one, None) if isinstance(one, Tensor) else one for one in packed_by_function(node)]
+                if not all([hasattr(one, "get") for one in saved]):  # hooks of the program have packed them
+                    saved = []
                 x = self._argument_in(saved[0]) if saved else None
                 if x is not None or not saved:
                     found = Again(checkpointed_output, (node, x, saved[1:], self.exposed))
@@ -547,9 +543,3 @@ def checkpointed_output(node: Any, x: Tensor | None, others: Sequence[Any], expo
     if x is not None and (exposed.found or not packed_by_function(node)):  # or a backward pass has freed what it saved
         return recompute_output(node, [x, *[one.get() for one in others]])
     return recompute_output(node)
-
-
-def saved_in(node: Any) -> Sequence[Any]:
-    """Objects that return the tensors which our node has saved; none if hooks of the program have packed them."""
-    saved = [Kept(one, None) if isinstance(one, Tensor) else one for one in packed_by_function(node)]
-    return saved if all([hasattr(one, "get") for one in saved]) else ()

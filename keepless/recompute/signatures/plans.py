@@ -134,12 +134,6 @@ class Planner:
             self.say(cause, f"no plan can be made, so a step may exceed the budget: {text_of(error)}")
         return error is not None and has_raised
 
-    def say_that_it_waits(self, captures: bool) -> None:
-        """Warn about a pass without a plan. `captures`: because a CUDA graph is captured, not because of a profiler."""
-        cure = "a CUDA graph is captured without a plan: run three steps before the capture"
-        later = "a PyTorch profiler is running: the budget is planned once it has ended"
-        self.say("waits", cure if captures else later)
-
     def say_that_it_leaves(self, network: nn.Module, left: "ref[nn.Module] | None", is_new: bool) -> None:
         """Warn about a pass that has left its plan in module `left`. `is_new`: the plan was made for this pass."""
         if "paths" in self._said:

@@ -175,7 +175,9 @@ class Signatures:
                 else:
                     known.plan_passes(self._planner.plan(module, args, kwargs, one.plan, one.has_missed), one)
             elif one.attempts == 0:
-                self._planner.say_that_it_waits(is_capturing())
+                cure = "a CUDA graph is captured without a plan: run three steps before the capture"
+                later = "a PyTorch profiler is running: the budget is planned once it has ended"
+                self._planner.say("waits", cure if is_capturing() else later)
                 return None
         one = self._of_gradients(known) if was_due else one
         if self._planner is not None and one.is_new and one.plan is not None:

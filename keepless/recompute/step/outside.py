@@ -30,7 +30,7 @@ def put_back(copied: object, copies: set[int]) -> Iterator[set[int]]:
     functions name, random generators and `functools.lru_cache`s, also behind weak references. `copies`: ids of what
     belongs to the copy. Yields the ids of what is reached.
 
-    RuntimeError: the code reaches an iterator, whose items cannot be put back.
+    RuntimeError: the code reaches an iterator, whose items cannot be put back. Files for writing may be reached.
     """
     undo: list[Callable[[], None]] = []
     pending, seen = [copied], {id(sys.modules)}
@@ -41,7 +41,13 @@ def put_back(copied: object, copies: set[int]) -> Iterator[set[int]]:
             ways, reached = _state(one)
             pending += reached
             if id(one) not in copies:
-                _check_is_no_iterator(one)
+                is_file = isinstance(one, IOBase) and (one.closed or one.writable())
+                is_own = isinstance(getattr(type(one), "__next__", 0), FunctionType)  # its attributes are put back
+                if isinstance(one, Iterator) and not (is_file or is_own):
+                    raise RuntimeError(
+                        f"the network's code takes items of a {type(one).__name__}, which cannot be copied: keep a "
+                        f"list and a position in a module instead"
+                    )
                 undo += ways
     del pending, one, ways, reached
     try:
@@ -49,16 +55,6 @@ def put_back(copied: object, copies: set[int]) -> Iterator[set[int]]:
     finally:
         while undo:
             undo.pop()()
-
-
-def _check_is_no_iterator(one: Any) -> None:
-    """RuntimeError for iterators other than files for writing, and objects whose attributes are put back."""
-    is_file = isinstance(one, IOBase) and (one.closed or one.writable())
-    if isinstance(one, Iterator) and not is_file and not isinstance(getattr(type(one), "__next__", 0), FunctionType):
-        raise RuntimeError(
-            f"the network's code takes items of a {type(one).__name__}, which cannot be copied: keep a list and a "
-            f"position in a module instead"
-        )
 
 
 def _is_followed(one: Any) -> bool:
