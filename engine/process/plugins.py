@@ -7,8 +7,8 @@ import pwd
 import stat
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -159,6 +159,15 @@ def _file_of(given: str) -> Path | None:
 def _modules(choices: Mapping[str, Mapping[str, type]]) -> set[str]:
     """The modules that have registered choices."""
     return {own.__module__ for known in choices.values() for own in known.values()}
+
+
+@contextmanager
+def errors_named(what: str) -> Iterator[None]:
+    """Context that names what raised any error in code that is not ours, as a ValueError."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def hidden_library(error: BaseException) -> str:

@@ -11,18 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.process.distributed import World
+from engine.process.plugins import errors_named
 from engine.records.evaluated import Evaluated
 
 PREDICTION, PROBABILITIES = "prediction", "probabilities"  # what a score reads
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Context that names the score in any error of its code, which is not ours."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"scores={name}: {type(error).__name__}: {error}") from error
 
 
 class AddedScores:
@@ -63,7 +55,7 @@ class AddedScores:
         """Give each image of a minibatch to the scores that read `what`, each its own copy."""
         for *given, image in zip(*columns, names or [""] * len(columns[0]), strict=True):
             for name, own in self.reading(what).items():
-                with _named(name):
+                with errors_named(f"scores={name}"):
                     own.add(*map(copied, given), *[image] * getattr(own, "takes_name", False))
 
     @contextmanager
@@ -81,7 +73,7 @@ class AddedScores:
         """The evaluation with these scores. Every rank must call it. ValueError: a name is taken, or no number."""
         found: dict[str, float] = {}
         for name, own in self.by_name.items():
-            with _named(name):
+            with errors_named(f"scores={name}"):
                 counts = (
                     own.counts.clone() if isinstance(own.counts, Tensor) else torch.from_numpy(np.array(own.counts))
                 )

@@ -16,7 +16,6 @@ from engine.process.output_files import write_file
 from engine.records.provenance import provenance
 from keepless.torch_internals import tree_map
 
-# Whether a file is one of an evaluation's results.
 Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
 
 

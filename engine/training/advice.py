@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 
+from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import override
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
@@ -17,10 +18,11 @@ def evaluation_command(config: TrainingRun, checkpoint: Path) -> str:
     return shlex.join(words)
 
 
-def ended_early(config: TrainingRun, evaluations: int, best: list | None) -> str:
-    """Why a run ended before its last step. `best`: step and score of the best evaluation."""
+def ended_early(config: TrainingRun, metrics: MetricsLogger) -> str:
+    """Why a run ended before its last step."""
+    patience, count, best = config.trainer.patience, metrics.without_better, metrics.best
     than = f"step {best[0]:,}'s {config.score_text(best[1])}" if best else "no number"
-    return f"{evaluations} evaluations were not better than {than} (trainer.patience={config.trainer.patience})"
+    return f"{count} evaluations were not better than {than} (trainer.patience={patience})"
 
 
 def on_precision(config: TrainingRun) -> str | None:

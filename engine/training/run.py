@@ -99,12 +99,9 @@ class Run(Generic[Config, Split]):
         self._announce(learner)
         self.learner = learner
         for name, own in self.config.logger.items() if self.world.first else ():
-            try:
-                with self._same_random_numbers():
-                    made = builder("logger", own)(self.directory.path, config=copy.deepcopy(self.plain_config))
-                self.loggers[name] = made
-            except (Exception, SystemExit) as error:  # anything, from a service that is not ours
-                raise ValueError(f"logger={name} cannot begin: {type(error).__name__}: {error}") from error
+            with plugins.errors_named(f"logger={name} cannot begin"), self._same_random_numbers():
+                made = builder("logger", own)(self.directory.path, config=copy.deepcopy(self.plain_config))
+            self.loggers[name] = made
         self.metrics = MetricsLogger(
             self.directory.path if self.world.first else None,
             self.console,
@@ -122,7 +119,8 @@ class Run(Generic[Config, Split]):
             if self.metrics.ends_early:
                 longer = "a larger trainer.patience continues it, and null to its last step"
                 place = f"{self.directory.path} has ended early, after step {self.start_step:,}"
-                logger.info(f"{place}: {self._why_ended()}. It is evaluated again; {longer}")
+                why = advice.ended_early(self.config, self.metrics)
+                logger.info(f"{place}: {why}. It is evaluated again; {longer}")
             elif self.world.first:
                 self.directory.results.unlink(missing_ok=True)  # the run goes on
 
@@ -161,12 +159,9 @@ class Run(Generic[Config, Split]):
         for name, own in self.loggers.items():
             try:
                 with at_most(SECONDS_TO_END), self._same_random_numbers():
-                    getattr(own, what, _ignore)(*copy.deepcopy(given))
+                    getattr(own, what, lambda *_: None)(*copy.deepcopy(given))
             except (Exception, SystemExit) as error:  # anything, from a service that is not ours
                 logger.warning(f"logger={name}: {type(error).__name__}: {error}")
-
-    def _why_ended(self) -> str:
-        return advice.ended_early(self.config, self.metrics.without_better, self.metrics.best)
 
     def share_plans(self) -> None:
         """Make all ranks follow rank 0's plans, because ranks measure different times. Every rank must call it."""
@@ -271,7 +266,7 @@ class Run(Generic[Config, Split]):
             self.directory.saved()
         self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
         if ends_early:
-            self.metrics.ended(step, self._why_ended())
+            self.metrics.ended(step, advice.ended_early(self.config, self.metrics))
         self.metrics.pause_ended()
         return evaluated
 
@@ -354,10 +349,6 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                 run.tell("end", "stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
                 raise
             run.tell("end", "finished")
-
-
-def _ignore(*given: Any) -> None:
-    """What a logger does with something that it has no method for."""
 
 
 def _agree(
