@@ -56,11 +56,20 @@ def builder(group: str, choice: Keys, more: Iterable[str] = ()) -> Callable[...,
     `more`: further arguments that this call gives.
     ValueError, naming the choice: it cannot be imported, or does not take these arguments.
     """
-    contract, made, own = CONTRACTS[group], imported(group, type(choice)), own_keys(group, choice)
+    contract, kind, own = CONTRACTS[group], type(choice), own_keys(group, choice)
+    made = imported(group, kind)
     made = made.make if isinstance(made, Row) else made
     asked = {name for name in contract.asked if name in signature(made).parameters and name not in own}
-    check_arguments(group, type(choice), made, [*own, *more, *asked])
     unwanted = {*contract.asked} - asked | {name for name in contract.optional if not takes(made, name)}
+    given = [name for name in contract.bases[0].called_with if name not in unwanted]
+    first, others = given[:1], [*given[1:], *own, *more, *asked]
+    try:
+        signature(made).bind(*first, **dict.fromkeys(others))
+    except TypeError as error:
+        taken = ", ".join([*first, *(f"{name}=" for name in others)])
+        raise ValueError(f"{_named(group, kind)}, which must take ({taken}): {error}") from error
+    if lacking := [name for name in contract.methods if isinstance(made, type) and not hasattr(made, name)]:
+        raise ValueError(f"{_named(group, kind)}, which has no {lacking[0]}(): expected {contract.gives}")
 
     def make(*first: Any, **given: Any) -> Any:
         return made(*first, **{**own, **{name: value for name, value in given.items() if name not in unwanted}})
@@ -107,20 +116,6 @@ def own_keys(group: str, choice: Keys) -> dict[str, Any]:
     if group == "data" and found:
         found["keys"] = "data."  # their prefix in messages
     return found | getattr(choice, "more", dict)()  # which may also replace values
-
-
-def check_arguments(group: str, kind: type[Any], made: Callable[..., Any], own: Iterable[str]) -> None:
-    """Raise ValueError if what a choice builds does not take the arguments of its contract and the choice's keys."""
-    bases, gives, methods, optional, _ = CONTRACTS[group]
-    given = [name for name in bases[0].called_with if name not in optional or takes(made, name)]
-    first, others = given[:1], [*given[1:], *own]
-    try:
-        signature(made).bind(*first, **dict.fromkeys(others))
-    except TypeError as error:
-        taken = ", ".join([*first, *(f"{name}=" for name in others)])
-        raise ValueError(f"{_named(group, kind)}, which must take ({taken}): {error}") from error
-    if lacking := [name for name in methods if isinstance(made, type) and not hasattr(made, name)]:
-        raise ValueError(f"{_named(group, kind)}, which has no {lacking[0]}(): expected {gives}")
 
 
 def takes(made: Callable[..., Any], name: str) -> bool:

@@ -10,17 +10,7 @@ from dataclasses import Field, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    ClassVar,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -137,13 +127,18 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
         builds = getattr(own, "builds", "")
         if isinstance(builds, str) and not re.fullmatch(r"[\w.]+\.\w+", builds):
             raise ValueError(f'{group}={name}: {own.__name__} needs builds: ClassVar[str] = "module.Name"')
-        if hidden := _hidden_keys(own):
-            raise ValueError(
-                f"{group}={name}: its key {hidden[0]} has the name of an argument that every {group} is given: rename "
-                f"it, or declare it by key(…, is_argument=False), which does not hand it on"
-            )
-        if _place(other := known.get(name, own)) != _place(own):
-            raise ValueError(f"{group}={name} is registered twice: in {_file(other)} and in {_file(own)}; rename one")
+        base = next((each for each in own.__mro__ if "called_with" in vars(each)), own)
+        taken = {*getattr(base, "called_with", ())} - {entry.name for entry in fields(base)}
+        for hidden in (each.name for each in fields(own) if each.metadata.get("is_argument", True)):
+            if hidden in taken:
+                raise ValueError(
+                    f"{group}={name}: its key {hidden} has the name of an argument that every {group} is given: rename "
+                    f"it, or declare it by key(…, is_argument=False), which does not hand it on"
+                )
+        other = known.get(name, own)
+        if (other.__module__, other.__qualname__) != (own.__module__, own.__qualname__):
+            here, there = (getattr(sys.modules[each.__module__], "__file__", None) for each in (own, other))
+            raise ValueError(f"{group}={name} is registered twice: in {there} and in {here}; rename one")
         own.is_base = is_base
         known[name] = own
         ConfigStore.instance().store(name, own, f"schema/{group}", group)
@@ -151,21 +146,6 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
         return made
 
     return register
-
-
-def _hidden_keys(own: type[Any]) -> list[str]:
-    """The keys of a choice's own that it would hand on under the name of another argument."""
-    base = next((each for each in own.__mro__ if "called_with" in vars(each)), own)
-    taken = {*getattr(base, "called_with", ())} - {entry.name for entry in fields(base)}
-    return [each.name for each in fields(own) if each.name in taken and each.metadata.get("is_argument", True)]
-
-
-def _place(own: type) -> tuple[str, str]:
-    return own.__module__, own.__qualname__
-
-
-def _file(own: type) -> str | None:
-    return getattr(sys.modules[own.__module__], "__file__", None)
 
 
 def group(used: tuple[str, ...] = ()) -> Any:

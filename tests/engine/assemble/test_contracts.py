@@ -12,7 +12,7 @@ from torch import nn
 from datasets import ClassificationDataset, SegmentationDataset
 from datasets.row import Row
 from engine.assemble import network
-from engine.assemble.contracts import CONTRACTS, builder, check_arguments, imported, own_keys, takes
+from engine.assemble.contracts import CONTRACTS, builder, imported, takes
 from engine.assemble.network import norm_act
 from engine.schema import network as schema
 from engine.schema.classification import ClassificationRun
@@ -152,10 +152,8 @@ def test_a_choice_builds_what_its_contract_says(group, name, monkeypatch):
 def test_a_dataset_names_its_row_and_belongs_to_one_task(name):
     kind = CHOICES["data"][name]
     row = imported("data", kind)
-    config = made("data", name, kind, {})
-    options = own_keys("data", config)
     assert isinstance(row, Row)
-    check_arguments("data", kind, row.make, options)
+    builder("data", made("data", name, kind, {}))
     tasks = [run for run in (SegmentationRun, ClassificationRun) if name in groups_of(run)["data"]]
     made_of = ClassificationDataset if tasks[0] is ClassificationRun else SegmentationDataset
     assert len(tasks) == 1 and row.make.__annotations__["return"] in (made_of, made_of.__name__)
