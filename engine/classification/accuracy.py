@@ -4,13 +4,12 @@ from functools import partial
 
 import torch
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset
 from engine.process.allocations import memory_errors
-from engine.process.console import table_of, tracked
+from engine.process.console import table_of_shares, tracked
 from engine.process.distributed import World
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
@@ -75,18 +74,22 @@ def evaluate_split(
         for name, own_right, own in zip(dataset.classes, right, images_of, strict=True)
     }
     details: dict[str, object] = {"accuracy": accuracy}
-    if classes <= MOST_LISTED:
-        details["confusion_matrix"] = confusion.tolist()
     curves = {f"val/{name}": 100 * score for name, score in scores.items()}
-    if classes <= MOST_LISTED:
+    listed = accuracy if classes <= MOST_LISTED else {}
+    if listed:
+        details["confusion_matrix"] = confusion.tolist()
         curves |= {f"val_accuracy/{name}": 100 * share for name, share in accuracy.items() if share is not None}
+    rows, totals = (
+        {name: (share,) for name, share in listed.items()},
+        {"top-1": scores["top1"], "top-5": scores["top5"]},
+    )
     evaluated = Evaluated(
         scores=scores,
         summary=f"top-1 {100 * scores['top1']:.2f} %  top-5 {100 * scores['top5']:.2f} %",
         images=total,
         details=details,
         curves=curves,
-        table=partial(accuracy_table, scores, accuracy),
+        table=partial(table_of_shares, ["class", "accuracy %"], rows, totals),
     )
     return added.added_to(evaluated, world)
 
@@ -101,14 +104,3 @@ def count(cells: Tensor, logits: Tensor, labels: Tensor) -> None:
     cells.index_add_(0, labels * logits.shape[1] + ranked[:, 0], torch.ones_like(labels))
     cells[-2] += (ranked == labels[:, None]).sum()
     cells[-1] += highest[:, 0].isfinite().logical_not_().sum()
-
-
-def accuracy_table(scores: dict, accuracy: dict) -> Table:
-    """The accuracies in percent, with a row for each class unless there are many."""
-    listed = accuracy if len(accuracy) <= MOST_LISTED else {}
-    rows = ([name, "–" if share is None else f"{100 * share:.2f}"] for name, share in listed.items())
-    table = table_of(["class", "accuracy %"], rows)
-    table.add_section()
-    table.add_row("top-1", f"{100 * scores['top1']:.2f}", style="bold")
-    table.add_row("top-5", f"{100 * scores['top5']:.2f}")
-    return table

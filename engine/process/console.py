@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,6 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -108,35 +107,28 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
         handler.close()
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
+
+    def add(handler: logging.Handler, level: int, form: str | None = None, date: str | None = None) -> None:
+        handler.setLevel(level)
+        handler.setFormatter(_Formatter(form, date))
+        logger.addHandler(handler)
+
     if rank > 0:
-        warnings_only = logging.StreamHandler()
-        warnings_only.setFormatter(_Formatter(f"rank {rank}: %(message)s"))
-        warnings_only.setLevel(logging.WARNING)
-        logger.addHandler(warnings_only)
+        add(logging.StreamHandler(), logging.WARNING, f"rank {rank}: %(message)s")
         return
     if console.is_terminal:
-        on_console: logging.Handler = RichHandler(
-            console=console, show_path=False, show_level=False, highlighter=NullHighlighter(), keywords=[]
-        )
-        on_console.setFormatter(_Formatter())
+        shown = partial(RichHandler, show_path=False, show_level=False, highlighter=NullHighlighter(), keywords=[])
+        add(shown(console=console), logging.INFO)
     else:  # a RichHandler would wrap lines
-        on_console = logging.StreamHandler(console.file)
-        on_console.setFormatter(_Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
-    on_console.setLevel(logging.INFO)
-    logger.addHandler(on_console)
+        add(logging.StreamHandler(console.file), logging.INFO, "%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         logging.raiseExceptions = False  # on a full disk: it would print a traceback for each line
-        in_file = _LogFile(file)
-        in_file.setFormatter(_Formatter("%(asctime)s %(message)s"))
-        logger.addHandler(in_file)
+        add(_LogFile(file), logging.DEBUG, "%(asctime)s %(message)s")
 
 
 class _CutText(TextColumn):
     """Text that ends in … where the terminal is too narrow for the whole bar. Count and time are never cut for it."""
-
-    def __init__(self, text_format: str):
-        super().__init__(text_format, markup=False, table_column=Column())
 
     def render(self, task: Task) -> Text:
         text = super().render(task)
@@ -149,11 +141,11 @@ def progress_bar(console: Console) -> Progress:
     """Bars with count, time left and the tasks' field `status`; nothing in a file or pipe."""
     return Progress(
         SpinnerColumn(table_column=Column(no_wrap=True)),
-        _CutText("{task.description}"),
+        _CutText("{task.description}", markup=False, table_column=Column()),
         BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),  # the width that the texts leave
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        _CutText("{task.fields[status]}"),
+        _CutText("{task.fields[status]}", markup=False, table_column=Column()),
         console=console,
         disable=not console.is_terminal,
         transient=True,
@@ -199,15 +191,9 @@ def time_left(items: int, seconds: float, done: int) -> str:
 @contextmanager
 def counted(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
     """Context that yields a function (done, total) to update a temporary bar; its first call shows the bar."""
-    tasks: list[TaskID] = []
     with progress_bar(console) as progress:
-
-        def show(done: int, total: int) -> None:
-            if not tasks:
-                tasks.append(progress.add_task(description, total=total, status=""))
-            progress.update(tasks[0], completed=done, total=total)
-
-        yield show
+        task = progress.add_task(description, total=None, status="", visible=False)
+        yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
 
 
 def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]] = (), title: str | None = None) -> Table:
@@ -217,4 +203,16 @@ def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]] = (), title: 
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
+    return table
+
+
+def table_of_shares(
+    columns: Sequence[str], rows: Mapping[str, Sequence[float | None]], totals: Mapping[str, float]
+) -> Table:
+    """A table of shares in percent, a dash where one is missing, and below it the totals, the first in bold."""
+    shown = ([name, *("–" if share is None else f"{100 * share:.2f}" for share in own)] for name, own in rows.items())
+    table = table_of(columns, shown)
+    table.add_section()
+    for name, share in totals.items():
+        table.add_row(name, f"{100 * share:.2f}", style=None if name != next(iter(totals)) else "bold")
     return table

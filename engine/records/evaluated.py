@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -17,6 +18,7 @@ from engine.records.provenance import provenance
 from keepless.torch_internals import tree_map
 
 Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,6 @@ def print_results(console: Console, evaluated: Evaluated, title: str) -> None:
         console.print(table_of(["score", "value"], ([name, f"{one:.4g}"] for name, one in evaluated.added.items())))
 
 
-def without_nan(value: object) -> object:
+def without_nan(value: T) -> T:
     """Replace NaN and infinity, which JSON does not have, by None in nested containers."""
     return tree_map(lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf, value)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.process.allocations import is_out_of_memory
 from engine.process.console import logger
-from engine.segmentation.inference import Views, grid, resolution
+from engine.segmentation.inference import Views, resolution
 from models.forward import Forward
 
 _MOST_LOGITS = 2**28  # of a pass that is sized by pixels, at full resolution: 1 GiB in float32
@@ -28,8 +28,8 @@ class AtOnce:
 
     def fitting(self, forward: Forward, views: Views, size: tuple[int, int]) -> tuple[int, int]:
         """How many images of `size` (H, W) are predicted at once, and how many windows of each."""
-        classes, _ = resolution(forward)
-        region, windows = views.widest(size, grid(forward))
+        classes, _, grid = resolution(forward)
+        region, windows = views.widest(size, grid)
         most = self.images
         if self.pixels is not None:
             most = max(1, min(self.pixels, _MOST_LOGITS // classes) // math.prod(region))
@@ -56,7 +56,7 @@ class AtOnce:
             if result is None:  # the error is gone by now, and with it the tensors of its frames
                 failed, self.images = failed or passes, passes // 2
                 if self.pixels is not None:
-                    self.pixels = self.images * math.prod(views.widest(size, grid(forward))[0])
+                    self.pixels = self.images * math.prod(views.widest(size, resolution(forward)[2])[0])
                 continue
             if failed:
                 what = f"images or windows of {size[0]}x{size[1]} pixels"

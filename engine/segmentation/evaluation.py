@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.process.console import logger, speed_of, table_of, tracked
+from engine.process.console import logger, speed_of, table_of_shares, tracked
 from engine.process.distributed import World
-from engine.process.output_files import WrittenBehind, short_name
+from engine.process.output_files import WrittenBehind, short_name, write_file
 from engine.process.stopping import UntilStopped
-from engine.process.transfers import prefetched
+from engine.process.transfers import HostCopy, prefetched
 from engine.records.added_scores import NOTHING_ADDED, PROBABILITIES, AddedScores
 from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce, of_equal_size
 from engine.segmentation.inference import Views, predict
-from engine.segmentation.pictures import folder_for_pictures, write_predictions
+from engine.segmentation.pictures import compared, folder_for_pictures, official, overlaid
 from engine.segmentation.scores import PER_CLASS, Counts, ImageScores, segmentation_scores
 from models.forward import Forward
 
@@ -106,6 +106,7 @@ def written_predictions(
 ) -> Iterator[Callable[[dict, Tensor], None]]:
     """Context with an `on_prediction` that fills the folders `predictions` and `overlays`, and the table `per_image`.
 
+    `predictions` get the dataset's official encoding, `overlays` image | ground truth | prediction.
     ValueError, naming one of the three: it cannot be written, or would replace other files; or the split lacks labels.
     """
     given = {"predictions": predictions, "overlays": overlays}
@@ -116,29 +117,27 @@ def written_predictions(
     if per_image is not None and not dataset.has_labels:
         raise ValueError(f"per_image={per_image}: split {dataset.split} of {dataset.name} has no labels")
     table = None if per_image is None else ImageScores(dataset.classes, Path(per_image), "per_image")
-    encoded, shown = (path and folder_for_pictures(key, path, dataset, names) for key, path in given.items())
+    makers = {"predictions": official, "overlays": overlaid}
+    kinds = [
+        (makers[key], folder_for_pictures(key, path, dataset, names)) for key, path in given.items() if path is not None
+    ]
 
     def write(minibatch: dict, predicted: Tensor) -> None:
-        write_predictions(dataset, encoded or None, shown or None, files, minibatch, predicted)
+        for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):
+            copied, size = HostCopy(compared(minibatch, predicted, number, dataset.shown)), predicted[number].nbytes
+            for make, place in kinds:  # an overlay has nine bytes a pixel; the copy has five
+                files.add(partial(make, dataset, copied), partial(write_file, place / f"{name}.png"), 14 * size)
         if table is not None:
             table.add(minibatch, predicted)
 
-    with WrittenBehind() as files:
+    with WrittenBehind() as files:  # whose threads wait for the device
         yield write
     if table is not None:
         table.write(world)
 
 
 def iou_table(scores: dict) -> Table:
-    """The scores of `segmentation_scores` in percent, a dash where one is missing."""
-
-    def percent(share: float | None) -> str:
-        return "–" if share is None else f"{100 * share:.2f}"
-
-    accuracy = scores["accuracy"]
-    rows = ([name, percent(iou), percent(accuracy[name])] for name, iou in scores["iou"].items())
-    table = table_of(["class", "IoU %", "accuracy %"], rows)
-    table.add_section()
-    table.add_row("mean (mIoU)", percent(scores["miou"]), style="bold")
-    table.add_row("pixel accuracy", percent(scores["pixel_accuracy"]))
-    return table
+    """The scores of `segmentation_scores` in percent."""
+    rows = {name: (iou, scores["accuracy"][name]) for name, iou in scores["iou"].items()}
+    totals = {"mean (mIoU)": scores["miou"], "pixel accuracy": scores["pixel_accuracy"]}
+    return table_of_shares(["class", "IoU %", "accuracy %"], rows, totals)

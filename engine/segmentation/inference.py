@@ -122,7 +122,7 @@ def predict(
 
     network: Any = forward.network.eval()
     count, _, height, width = images.shape
-    size, (classes, stride) = views.size((height, width)), resolution(forward)
+    size, (classes, stride, _) = views.size((height, width)), resolution(forward)
     values = count * classes * math.prod(math.ceil(side / stride) * stride for side in size)
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
     where = f"while {what} of {height}x{width} pixels {was} evaluated. {forward.memory_advice}"
@@ -161,7 +161,7 @@ def _at_own_size(scores: Tensor, top: int, size: tuple[int, int], own_size: tupl
 def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
     """Logits (N, classes, rows, W) of a single pass at `size`, some rows at a time, bitwise the network's own."""
     cells = forward(images, at=size, antialias=views.antialias, cells=True)
-    (count, classes, height, width), (_, stride) = cells.shape, resolution(forward)
+    (count, classes, height, width), (_, stride, _) = cells.shape, resolution(forward)
     rows = max(1, _SCORES_AT_ONCE // (count * classes * width * stride**2))  # of cells
     for top in range(0, height, rows):
         first = max(0, top - 1)  # bilinear: the first pixels of these rows also depend on the cell above
@@ -175,13 +175,12 @@ def _scores(
     """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
     images = images.to(forward.mean.device, non_blocking=True)
     orientations = [images, images.flip(3)] if views.flip else [images]
-    own_size, (_, stride) = (images.shape[-2], images.shape[-1]), resolution(forward)
+    own_size, (_, stride, grid) = (images.shape[-2], images.shape[-1]), resolution(forward)
     seen = [(pixels, views.size(own_size, scale)) for scale in views.scales for pixels in orientations]
     windows = []
     for _, at in seen:
         window = math.ceil((views.window or max(at)) / stride)
-        step = grid(forward) // stride
-        windows.append([windows_along(math.ceil(side / stride), window, views.overlap, step) for side in at])
+        windows.append([windows_along(math.ceil(side / stride), window, views.overlap, grid // stride) for side in at])
     logits = [
         _logits(forward, pixels, at, own, views, windows_per_pass)
         for (pixels, at), own in zip(seen, windows, strict=True)
@@ -202,15 +201,13 @@ def _scores(
         yield scores
 
 
-def resolution(forward: Forward) -> tuple[int, int]:
-    """The network's number of classes, and its logits' stride; 1 for a module that is no `SegmentationNetwork`."""
+def resolution(forward: Forward) -> tuple[int, int, int]:
+    """The network's number of classes, its logits' stride, and the pixels of which sides of windows are multiples.
+
+    1 for a module that is no `SegmentationNetwork`.
+    """
     network = forward.network
-    return (network.classes, network.stride) if isinstance(network, SegmentationNetwork) else (1, 1)
-
-
-def grid(forward: Forward) -> int:
-    """The pixels of which sides of windows are multiples; 1 for a module that is no `SegmentationNetwork`."""
-    return forward.network.grid if isinstance(forward.network, SegmentationNetwork) else 1
+    return (network.classes, network.stride, network.grid) if isinstance(network, SegmentationNetwork) else (1, 1, 1)
 
 
 def _logits(
@@ -225,7 +222,7 @@ def _logits(
 
     `windows_per_pass`: of equal size.
     """
-    classes, stride = resolution(forward)
+    classes, stride, _ = resolution(forward)
     rows, columns = (  # copied to the device without waiting for it
         [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in windows
     )

@@ -1,7 +1,6 @@
 """Pictures of labels and predictions, and files for the official evaluation scripts."""
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn.functional import interpolate
 
 from datasets import IGNORED, ClassificationDataset, SegmentationDataset
 from datasets.channels import visible
-from engine.process.output_files import WrittenBehind, check_outside, claim_folder, png, short_name, write_file
+from engine.process.output_files import check_outside, claim_folder, png
 from engine.process.transfers import HostCopy
 
 OVERLAY_OPACITY = 0.6
@@ -31,7 +30,7 @@ class PictureCollector:
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
         for number, name in enumerate(minibatch["name"]):
             if name in self.names:
-                self.shown[name] = HostCopy(_compared(minibatch, predictions, number, self.dataset.shown))
+                self.shown[name] = HostCopy(compared(minibatch, predictions, number, self.dataset.shown))
 
     def pictures(self) -> dict[str, np.ndarray]:
         """{name: uint8 (H, 3 W, 3)}; H and W are at most `LONGEST_SIDE`."""
@@ -55,35 +54,17 @@ def folder_for_pictures(
     return claim_folder(key, folder, names)
 
 
-def write_predictions(
-    dataset: SegmentationDataset,
-    folder: Path | None,
-    overlays: Path | None,
-    files: WrittenBehind,
-    minibatch: dict,
-    predictions: Tensor,
-) -> None:
-    """Write predictions as PNGs, in the threads of `files`, which wait for the device.
-
-    `folder`: for the dataset's official encoding; None writes none. `overlays`: for image | ground truth | prediction.
-    """
-    kinds = [(make, place) for make, place in ((_official, folder), (_overlaid, overlays)) if place is not None]
-    for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):
-        copied = HostCopy(_compared(minibatch, predictions, number, dataset.shown))
-        size = predictions[number].nbytes
-        for make, place in kinds:  # an overlay has nine bytes a pixel; the copy has five
-            files.add(partial(make, dataset, copied), partial(write_file, place / f"{name}.png"), 14 * size)
+def official(dataset: SegmentationDataset, copied: HostCopy) -> bytes:
+    """A prediction as a PNG in the dataset's official encoding. `copied`: see `compared`."""
+    return png(dataset.table.official(copied.wait()[2].numpy()), dataset.prediction_palette)
 
 
-def _official(dataset: SegmentationDataset, compared: HostCopy) -> bytes:
-    return png(dataset.table.official(compared.wait()[2].numpy()), dataset.prediction_palette)
+def overlaid(dataset: SegmentationDataset, copied: HostCopy) -> bytes:
+    """A PNG of image | ground truth | prediction."""
+    return png(_picture(dataset, *copied.wait()))
 
 
-def _overlaid(dataset: SegmentationDataset, compared: HostCopy) -> bytes:
-    return png(_picture(dataset, *compared.wait()))
-
-
-def _compared(
+def compared(
     minibatch: dict, predictions: Tensor, number: int, shown: Sequence[int] | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """One image uint8 (3, H, W), its label, if any, and its prediction, uint8 (H, W), on the device.
@@ -107,7 +88,7 @@ def _small(pixels: Tensor | None) -> Any:
 
 
 def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, prediction: Tensor) -> np.ndarray:
-    """Image | ground truth | prediction of what `_compared` returns, uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3).
+    """Image | ground truth | prediction of what `compared` returns, uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3).
 
     The last two are blended over the image. Ignored pixels show the plain image.
     """

@@ -1,7 +1,6 @@
 """Count predictions over a split, and reduce the counts to the scores of the paper."""
 
 import csv
-import math
 from collections.abc import Sequence
 from io import StringIO
 from operator import itemgetter
@@ -14,6 +13,7 @@ from torch import Tensor
 from datasets import IGNORED, ClassTable
 from engine.process.distributed import World
 from engine.process.output_files import writable_file, write_file
+from engine.records.evaluated import without_nan
 
 CPU = torch.device("cpu")
 PER_CLASS = ("iou", "accuracy")  # scores of each class
@@ -90,7 +90,7 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
 
     return {
         "miou": iou.nanmean().item(),
-        **{kind: dict(zip(classes, map(_or_none, shares[kind].tolist()), strict=True)) for kind in PER_CLASS},
+        **without_nan({kind: dict(zip(classes, shares[kind].tolist(), strict=True)) for kind in PER_CLASS}),
         "pixel_accuracy": (true_positives.sum() / counts.sum()).item(),
     }
 
@@ -128,7 +128,3 @@ class ImageScores:
             table.writerow([name, sum(found) / len(found) if found else None, *iou, *both, *union])
         if world.first:
             write_file(self.file, text.getvalue())
-
-
-def _or_none(share: float) -> float | None:
-    return None if math.isnan(share) else share

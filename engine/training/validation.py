@@ -42,12 +42,8 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         at_once=at_once,
         added=added_scores(run.config, run.val_set),
     )
-    shown = {
-        f"val_pictures/{name}": picture
-        for share in world.gather(collector.pictures())
-        for name, picture in share.items()
-    }
-    return replace(evaluated, pictures=shown)
+    shares = world.gather(collector.pictures())
+    return replace(evaluated, pictures={f"val_pictures/{name}": one for own in shares for name, one in own.items()})
 
 
 def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: DataLoader) -> Evaluated:

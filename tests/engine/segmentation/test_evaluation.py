@@ -16,14 +16,13 @@ from datasets import SegmentationDataset, WholeImages, cityscapes
 from datasets.workers import Loader
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
-from engine.process.output_files import WrittenBehind
 from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.added_scores import NOTHING_ADDED, AddedScores
 from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce
-from engine.segmentation.evaluation import evaluate_split
+from engine.segmentation.evaluation import evaluate_split, written_predictions
 from engine.segmentation.inference import WHOLE_IMAGE, Views
-from engine.segmentation.pictures import PictureCollector, overlay, write_predictions
+from engine.segmentation.pictures import PictureCollector, overlay
 from models.forward import Forward
 from tests import trees
 from tests.cuda import NEEDS_CUDA
@@ -79,12 +78,12 @@ def test_the_host_waits_for_no_image(streets, views, at_once, tmp_path):
         folders, until_the_last = (tmp_path / f"{images}", tmp_path / f"overlays {images}"), []
         shown = PictureCollector(streets, 2)
 
-        def seen(minibatch: dict, predictions: Tensor, shown=shown, folders=folders, ends=until_the_last) -> None:
+        def seen(minibatch: dict, predictions: Tensor, shown=shown, ends=until_the_last) -> None:
             shown(minibatch, predictions)
-            write_predictions(streets, *folders, files, minibatch, predictions)
+            write(minibatch, predictions)
             ends.append(len(reads))
 
-        with host_reads() as reads, WrittenBehind() as files:
+        with host_reads() as reads, written_predictions(streets, World(), *map(str, folders), None) as write:
             result = evaluated(streets, forward, images, seen, views, at_once=at_once)
         assert until_the_last[0] == until_the_last[-1]  # what comes before the first prediction comes once
         assert sum("add_up: Tensor.cpu" in read for read in reads) == 1
