@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.config import fixed, of_checkpoint
+from engine.configuration.config import of_checkpoint, values_but
 from engine.configuration.help import as_text
 from engine.process.console import logger
 from engine.process.output_files import NO_ROOM, explained, untouched
@@ -138,9 +138,14 @@ class RunDirectory:
                 raise
             self.saved()
         except FloatingPointError as error:
-            path, step = checkpoint.last_good(self.last, self.previous) or (None, None)
-            kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
-            raise FloatingPointError(f"{error}. {kept}: {_after_divergence(path)}") from error
+            advice = "There is no checkpoint yet: try a lower optim.lr"
+            if good := checkpoint.last_good(self.last, self.previous):
+                start = shlex.quote(override("init.weights", good[0]))
+                advice = (
+                    f"The last good checkpoint is {good[0]}, of step {good[1]}: with another run_dir, {start} starts "
+                    f"from its weights, for example with a lower optim.lr"
+                )
+            raise FloatingPointError(f"{error}. {advice}") from error
         except OSError as error:
             self.check_in_place()
             file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
@@ -185,7 +190,7 @@ class RunDirectory:
         if config.data.is_measured:  # when the run began
             config.data.mean = config.data.mean or recorded.data.mean
             config.data.std = config.data.std or recorded.data.std
-        before, now = fixed(recorded), fixed(config)
+        before, now = (values_but(each, "free_on_resume") for each in (recorded, config))
         if {*recorded.plugins} < {*map(name_of, config.plugins)}:  # more, such as a logger's, change nothing
             now["plugins"] = before["plugins"]
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
@@ -257,11 +262,3 @@ class RunDirectory:
 def _new_run_from(checkpoint: Path) -> str:
     """How to start from the weights of a checkpoint."""
     return f"start a new run: another run_dir, and {shlex.quote(override('init.weights', checkpoint))}"
-
-
-def _after_divergence(checkpoint: Path | None) -> str:
-    """How to go on after divergence from `checkpoint`, the last good one."""
-    if checkpoint is None:
-        return "try a lower optim.lr"
-    start = shlex.quote(override("init.weights", checkpoint))
-    return f"with another run_dir, {start} starts from its weights, for example with a lower optim.lr"

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.process.console import logger
 from engine.process.plugins import LOADED, name_of
-from engine.schema.commands import RUNS
+from engine.schema.classification import ClassificationRun
 from engine.schema.keys import (
     Keys,
     alternative,
@@ -25,9 +25,11 @@ from engine.schema.keys import (
     leaves,
     without_interpolation,
 )
+from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
 
+RUNS: dict[str, type[TrainingRun]] = {run.task: run for run in (SegmentationRun, ClassificationRun)}
 Schema = TypeVar("Schema", bound=Keys)
 
 
@@ -161,17 +163,10 @@ def flat(values: Any, prefix: str = "") -> dict:
     return leaves
 
 
-def fixed(config: Keys) -> dict[str, object]:
-    """{"optim.lr": 1, …}: the keys that a resumed run may not change."""
-    return _named(config, "free_on_resume")
+def values_but(config: Keys, mark: str) -> dict[str, object]:
+    """{"optim.lr": 1, …}: all keys, except those with a mark such as `free_on_resume` or `per_machine`, see `key`.
 
-
-def shared(config: Keys) -> dict[str, object]:
-    """{"optim.lr": 1, …}: the keys that must be equal on all ranks."""
-    return _named(config, "per_machine")
-
-
-def _named(config: Keys, but: str) -> dict[str, object]:
-    """{"optim.lr": 1, …} but for the keys with this mark. Of plugins the names: their paths differ between machines."""
-    found = {name: value for name, value, entry in leaves(config) if not entry.metadata.get(but)}
+    Of plugins the names: their paths differ between machines.
+    """
+    found = {name: value for name, value, entry in leaves(config) if not entry.metadata.get(mark)}
     return found | {"plugins": sorted(map(name_of, getattr(config, "plugins", ())))}

@@ -11,10 +11,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from engine.configuration import words as words_of_others
 from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments, unquoted
 from engine.configuration.choices import choices, groups_in
+from engine.configuration.config import RUNS
 from engine.configuration.texts import fits
 from engine.configuration.words import PLUGIN
 from engine.process.plugins import LOADED
-from engine.schema.commands import RUNS
 from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
 
 OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")

@@ -65,11 +65,8 @@ def run(arguments: list[str], schema: type[Keys], check: Callable[[list[str]], K
     failed = run_jobs(commands, console, ended_before=len(jobs) - len(waiting))
     if folder is not None and folder.is_dir():  # otherwise no job has begun
         keys = shlex.join([*plugins.words(), override("runs", folder), override("out", folder / "comparison")])
-        for line in (
-            f"compare   python -m scripts.compare_runs {keys}",
-            f"curves    tensorboard --logdir {shlex.quote(str(folder))}",
-        ):
-            console.print(line, soft_wrap=True)
+        console.print(f"compare   python -m scripts.compare_runs {keys}", soft_wrap=True)
+        console.print(f"curves    tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
     if failed:
         sys.exit(1)
 

@@ -21,11 +21,11 @@ class Entry(NamedTuple):
 
     word: tuple[str, ...]
     value: re.Pattern[str] | None  # None: any
-    give: str | None
-    say: str
-    of: str | None
-    program: str
-    beside: str | None
+    give: str | None = None
+    say: str = ""
+    of: str | None = None
+    program: str = ".*"
+    beside: str | None = None
 
     def fits(self, name: str, value: str, keys: Collection[str]) -> re.Match[str] | None:
         """The match of an argument's value, if this entry has advice about it for a command with these keys."""
@@ -47,18 +47,8 @@ def entries() -> list[Entry]:
     """The entries of words.yaml, in order."""
     text = Path(__file__).with_suffix(".yaml").read_bytes()
     listed = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C if possible: it is long
-    return [
-        Entry(
-            tuple(each["word"].split()),
-            re.compile(each["is"], re.IGNORECASE) if "is" in each else None,
-            each.get("give"),
-            each.get("say", ""),
-            each.get("of"),
-            each.get("program", ".*"),
-            each.get("beside"),
-        )
-        for each in map(dict, listed)
-    ]
+    compiled = ((each, re.compile(each.pop("is"), re.IGNORECASE) if "is" in each else None) for each in listed)
+    return [Entry(tuple(each.pop("word").split()), value, **each) for each, value in compiled]
 
 
 @cache

@@ -246,8 +246,7 @@ class Run(Generic[Config, Split]):
         Every rank must call it.
         """
         self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
-        if self.world.device.type == "cuda":
-            self.metrics.note_memory(peak_memory_mib(self.world.device))
+        self.metrics.note_memory(peak_memory_mib(self.world.device))
         if self.learner.captured is not None:
             self.learner.captured.release()
         arithmetic(self.config.trainer)  # or cuDNN would search for kernels for every size of an image
@@ -356,7 +355,9 @@ def _agree(
 ) -> Run[Config, Split]:
     """Compare the configuration of all ranks, lock the directory, compare data and checkpoint, and return the run."""
     schedule = schedule_of(config, images=len(train_set))
-    world.check_equal(configuration.shared(config), "start all of them with the same keys and values")
+    world.check_equal(
+        configuration.values_but(config, "per_machine"), "start all of them with the same keys and values"
+    )
     with world.first_goes_ahead() as first:
         if first:
             directory.lock()

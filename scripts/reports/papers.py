@@ -16,9 +16,8 @@ from engine.configuration.choices import (
     weights_of,
 )
 from engine.configuration.command_line import checked
-from engine.configuration.config import register
+from engine.configuration.config import RUNS, register
 from engine.configuration.help import as_text
-from engine.schema.commands import RUNS
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import Keys, as_list, declared_in, leaves
 from engine.schema.training import TrainingRun

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from datasets.file_list import printable
 from engine.configuration import config as configuration
 from engine.process.output_files import write_file
-from engine.schema.commands import RUNS
 
 _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys with paths on one machine
 
@@ -87,10 +86,10 @@ class Run:
         self.training = self.results["training"]
         self.records = thinned(self.records, self.scores.best)
         self.metrics = "".join(f"{json.dumps(record)}\n" for record in self.records)
-        (schema,) = (run for run in RUNS.values() if run.score == self.scores.best)
+        (schema,) = (run for run in configuration.RUNS.values() if run.score == self.scores.best)
         self.entry = schema.entry
         self.typed = configuration.from_plain(self.results["config"], schema, f"{folder}")
-        shared = configuration.shared(self.typed).items()
+        shared = configuration.values_but(self.typed, "per_machine").items()
         self.fold: int | None = getattr(self.typed.data, "fold", None)
         own = () if self.fold is None else [key for key in MEASURED if f"{key}=" not in self.command]
         left_out = (*OF_A_RUN, *own, *(OF_CUDA if self.config.split()[3] == "cpu" else ()))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from omegaconf import MISSING as NEEDED
 
-from engine.schema.commands import RUNS
+from engine.configuration.config import RUNS
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import Keys, check_values, declared_in, groups_of, leaves
 from engine.schema.training import TrainingRun

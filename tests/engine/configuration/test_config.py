@@ -432,7 +432,7 @@ def test_the_rules_of_the_command_line_hold_for_a_checkpoint(key, value, expecte
 
 
 def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
-    shared = cfg.shared(run_config()).keys()
+    shared = cfg.values_but(run_config(), "per_machine").keys()
     intervals = {f"trainer.{event}_every_steps" for event in ("evaluate", "checkpoint", "log")}
     assert {*intervals, "trainer.pictures", "optim.lr", "resume", "run_dir"} <= shared
     of_a_machine = {"data.root", "data.workers", "data.timeout_seconds", "sampler.folder", "trainer.device"}
