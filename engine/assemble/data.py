@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from datasets import (
-    ClassIndex,
-    SegmentationDataset,
-    TrainingCrops,
-    TrainingTransform,
-    colour_jitter,
-    index_classes,
-)
+from datasets import ClassIndex, SegmentationDataset, TrainingCrops, TrainingTransform, colour_jitter, index_classes
 from datasets.augmentations import MOST_MIXES, Augmentations
 from datasets.folder import CLASSES
 from datasets.items import Draw
@@ -41,10 +34,7 @@ MOST_AUTOMATIC = 8  # data workers of a process
 
 
 def dataset(
-    config: SegmentationData,
-    split: str | list[str],
-    key: str = "data.split",
-    draw: bool = False,
+    config: SegmentationData, split: str | list[str], key: str = "data.split", draw: bool = False
 ) -> SegmentationDataset:
     """One split of the dataset, or several as one; its files are paired and counted but not yet read.
 

@@ -16,13 +16,11 @@ from models import bodies
 from models.forward import Forward
 
 
-def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Module]:
+def norm_act(config: schema.Norm) -> Callable[[int], nn.Module]:
     """Return a function: channels -> norm and activation. A momentum of None is `schema.MOMENTUM` here.
 
-    `eager`: compile nothing, whatever backend is configured.
     ValueError: see `builder`; or, when it is called, the norm refuses its channels or activation.
     """
-    config = config.eager() if eager else config
     made = partial(builder("norm", config), momentum=config.momentum or schema.MOMENTUM)
 
     def make(channels: int, activation: str | None = config.activation) -> nn.Module:

@@ -23,7 +23,6 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import Evaluation, TrainedNetwork
 from engine.schema.keys import is_absent
-from engine.schema.network import Head
 from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
@@ -120,7 +119,8 @@ def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.
     `auxiliary`: with `head.auxiliary_weight`, which only trainings need.
     ValueError: the head reads features that the body lacks.
     """
-    norm, own_momentum = norm_act(config.norm, eager=config.trainer.smoke), config.norm.momentum is None
+    norm = norm_act(config.norm.eager() if config.trainer.smoke else config.norm)
+    own_momentum = config.norm.momentum is None
     network: nn.Module
     if isinstance(config, SegmentationRun):
         features = body(config.body, norm, own_momentum=own_momentum, channels=config.data.channels)
@@ -130,21 +130,18 @@ def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.
         in_channels = channels[0] if reads is None else channels
         head = builder("head", config.head)(in_channels, norm_act=norm, classes=classes)
         network = SegmentationNetwork(features, head, classes)
-        if auxiliary and config.head.auxiliary_weight:
-            _add_auxiliary(network, config.head, norm)
+        if auxiliary and (weight := config.head.auxiliary_weight):
+            asked = f"head.auxiliary_weight={weight}"
+            if hasattr(head, "auxiliary"):
+                own = "which has an auxiliary head of its own: leave it out"
+                raise ValueError(f"{asked} with head={config.head.name}, {own}")
+            channels = [feature.channels for feature in features_read(features, FCN.reads, asked)]
+            head.auxiliary = FCN(channels, classes, norm, loss_weight=weight)
     else:
         network = features = body(config.body, norm, classes, own_momentum)
     freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
     choose_recomputation(network, features, config.trainer.recompute, config.memory.activation_bytes())
     return network
-
-
-def _add_auxiliary(network: SegmentationNetwork, config: Head, norm: Callable[[int], nn.Module]) -> None:
-    asked = f"head.auxiliary_weight={config.auxiliary_weight}"
-    if hasattr(network.head, "auxiliary"):
-        raise ValueError(f"{asked} with head={config.name}, which has an auxiliary head of its own: leave it out")
-    channels = [feature.channels for feature in features_read(network.body, FCN.reads, asked)]
-    network.head.auxiliary = FCN(channels, network.classes, norm, loss_weight=config.auxiliary_weight)
 
 
 class Task(NamedTuple):
@@ -164,9 +161,6 @@ TASKS = {
         lambda config, network: loss(config.loss, network=network),
     ),
     ClassificationRun.task: Task(
-        evaluated_split,
-        classify,
-        lambda crops, _: torch.zeros(crops, dtype=torch.int64),
-        lambda *_: cross_entropy,
+        evaluated_split, classify, lambda crops, _: torch.zeros(crops, dtype=torch.int64), lambda *_: cross_entropy
     ),
 }

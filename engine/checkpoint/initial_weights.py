@@ -18,14 +18,7 @@ from keepless import from_released
 from models.bodies import LibraryBody
 from models.checkpoints import released, torch_files
 from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name, state_dict_in, unwrapped
-from models.checkpoints.published import (
-    IMAGENET,
-    PUBLISHED,
-    Normalisation,
-    downloaded,
-    timm_metadata,
-    timm_tags,
-)
+from models.checkpoints.published import IMAGENET, PUBLISHED, Normalisation, downloaded, timm_metadata, timm_tags
 from models.checkpoints.torchvision_names import PARTS, from_library, from_torchvision
 
 

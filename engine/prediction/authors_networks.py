@@ -1,16 +1,11 @@
 """Released files of the in-place ABN authors -> the configuration and content of a checkpoint."""
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
 from datasets.class_table import distinct_colours
 from engine.assemble.tasks import network_of
 from engine.configuration.command_line import checked
 from engine.configuration.config import register
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES
-from engine.schema.network import Body, DeepLabV3Head
 from engine.schema.segmentation import SegmentationRun
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.recognition import Architecture, body_of, recognised
@@ -29,15 +24,26 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
     tensors, norm = file.converted(), "std" if file.scale == "raw" else "inplace"
     architecture, segments = recognised(body_of(tensors)), "cls.weight" in tensors
     count = len(tensors["cls.weight"]) if segments else architecture.classes
-    config: SegmentationRun | ClassificationRun
-    if segments:
-        config = _segmentation_config(architecture, norm, tensors, name)
-    elif count:
-        register("train_imagenet", ClassificationRun)
-        config = checked("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
-        config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
-    else:
+    if segments and count != VISTAS_CLASSES:
+        raise ValueError(
+            f"{name} segments {count} classes: expected the {VISTAS_CLASSES} of Vistas, because no other "
+            f"segmentation network was released; start a training from it with init.weights and init.format=released"
+        )
+    if not count:
         raise ValueError(f"{name} has no classifier: load it with init.weights and init.format=released")
+    schema: type[SegmentationRun | ClassificationRun] = SegmentationRun if segments else ClassificationRun
+    register(schema.entry, schema)
+    words = ["data=vistas", "head=deeplabv3"] if segments else ["data=imagenet"]
+    config = checked(schema.entry, *words, "optim=sgd", f"norm={norm}")
+    options = architecture.options | {"output_stride": 8 if segments else 32}
+    if architecture.kind == "wider_resnet" and not segments:
+        options |= {"downsampling": "pool", "dropout": [0.0] * 6}
+    config.body = CHOICES["body"][architecture.kind](**options)
+    if segments:
+        config.head.pooling_size = VISTAS_POOLING
+        maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
+        if maps is not None and reduced is not None:
+            config.head.hidden_channels, config.head.out_channels = len(maps), len(reduced)
     network = network_of(config, count)
     load_by_name(network, tensors, source=name, name=name, advice="It is not a network of the release")
     state = {
@@ -49,28 +55,3 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
         **({"palette": list(distinct_colours(count))} if segments else {}),
     }
     return config, state, architecture
-
-
-def _segmentation_config(
-    architecture: Architecture, norm: str, tensors: Mapping[str, Tensor], name: str
-) -> SegmentationRun:
-    if (count := len(tensors["cls.weight"])) != VISTAS_CLASSES:
-        raise ValueError(
-            f"{name} segments {count} classes: expected the {VISTAS_CLASSES} of Vistas, because no other "
-            f"segmentation network was released; start a training from it with init.weights and init.format=released"
-        )
-    register("train_seg", SegmentationRun)
-    config = checked("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
-    assert isinstance(config.head, DeepLabV3Head), config.head
-    config.body = _body(architecture, output_stride=8)
-    config.head.pooling_size = VISTAS_POOLING
-    maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
-    if maps is not None and reduced is not None:
-        config.head.hidden_channels, config.head.out_channels = len(maps), len(reduced)
-    return config
-
-
-def _body(architecture: Architecture, output_stride: int, **of_wider: object) -> Body:
-    """The body's keys; `of_wider` only for a WideResNet."""
-    options = architecture.options | (of_wider if architecture.kind == "wider_resnet" else {})
-    return CHOICES["body"][architecture.kind](output_stride=output_stride, **options)

@@ -31,6 +31,7 @@ from engine.process.plugins import changed_since
 from engine.schema.classification import ImageNetData
 from engine.schema.evaluation import TEN_CROP, Prediction, TrainedNetwork
 from engine.schema.keys import refuse_other_tasks
+from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
@@ -125,8 +126,9 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction | None = None) -
     options.apply_to(config)
     config.trainer.recompute = "none"
     part = "ema" if options.averaged and "ema" in state else "network"
-    if (eps := config.without_released_norm()) is not None:
-        state = {**state, part: from_released(state[part], eps)}
+    if isinstance(config.norm, ReleasedNorm):  # an in-place norm computes the same, with scales |weight| + eps
+        state = {**state, part: from_released(state[part], config.norm.eps)}
+        config.norm = config.norm.as_kind(InPlaceNorm)
     forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
     forward = forward.through(to_standard(forward.network, report=lambda _: None))
     try:

@@ -78,10 +78,7 @@ def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> in
 
 
 def exported(
-    predictor: Predictor,
-    size: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
-    argmax: bool = False,
+    predictor: Predictor, size: Sequence[int] | None = None, dtype: torch.dtype | None = None, argmax: bool = False
 ) -> ExportedProgram:
     """The program of a network (see `FromLevels`), for any N, H, W or for one `size` (H, W), in `dtype` or its own.
 

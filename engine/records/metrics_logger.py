@@ -72,7 +72,8 @@ class MetricsLogger:
             self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
             if start_step == 0:  # a resumed run still has it
                 self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
-        self.console = console
+        # Of lines about steps: on a terminal the progress bar says the same.
+        self.level = logging.DEBUG if console.is_terminal else logging.INFO
         self.progress = progress_bar(console)
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
         self.done, self.total_steps = start_step, total_steps
@@ -140,7 +141,7 @@ class MetricsLogger:
             self.first_s = step["seconds"]
         if self.all["steps"] <= 2 and step["seconds"] > SLOW_SECONDS and self.run_dir is not None:
             took = f"loss {loss:.3f} {step['seconds']:.1f} s{self._time_left()}"
-            logger.log(self._level, f"step {self.done:,} of {self.total_steps:,}  {took}")
+            logger.log(self.level, f"step {self.done:,} of {self.total_steps:,}  {took}")
 
     def pause_ended(self) -> None:
         """Exclude the time since the last step (e.g. an evaluation) from the next."""
@@ -159,11 +160,6 @@ class MetricsLogger:
             steps, seconds = max(0, steps - 1), seconds - self.first_s
         pauses_s = self.pauses_s * steps / max(1, self.all["steps"])
         return time_left(self.total_steps - self.done, seconds + pauses_s, steps)
-
-    @property
-    def _level(self) -> int:
-        """Of lines about steps: on a terminal the progress bar says the same."""
-        return logging.DEBUG if self.console.is_terminal else logging.INFO
 
     def note_memory(self, peak_mib: float) -> None:
         """Note a memory peak before the device resets it; the next record holds the largest."""
@@ -213,7 +209,7 @@ class MetricsLogger:
         self._show(step, shown, {})
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
-        logger.log(self._level, f"step {step:,} of {self.total_steps:,}  {status}{left}")
+        logger.log(self.level, f"step {step:,} of {self.total_steps:,}  {status}{left}")
 
     def evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
         """Record an evaluation: scores, curves and pictures."""

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from importlib import metadata
@@ -31,12 +32,9 @@ def provenance(packages: Iterable[str] = ()) -> dict:
 
 
 def _hardware() -> str:
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
-    cores = len(os.sched_getaffinity(0))
+    cpuinfo, cores = Path("/proc/cpuinfo"), len(os.sched_getaffinity(0))
+    named = re.search(r"model name\s*:(.*)", cpuinfo.read_text() if cpuinfo.is_file() else "")
+    cpu = named[1].strip() if named else platform.processor() or platform.machine()
     hardware = f"{cpu}, {cores} core" + "s" * (cores > 1)
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {hardware}"

@@ -24,9 +24,8 @@ class ImageNetData(ClassificationData):
     # How training crops are drawn: release (random area and aspect ratio, resized), or paper (short side resized, then
     # a random crop). Both change colours and lighting.
     crops: str = key("release", one_of=("release", "paper"))
-    resize: int = key(
-        256, above=0
-    )  # pixels of the short side, before the centre crop in evaluation and the paper's crops
+    # Pixels of the short side, before the centre crop in evaluation and the paper's crops.
+    resize: int = key(256, above=0)
 
     def check(self) -> None:
         super().check()

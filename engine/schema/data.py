@@ -230,9 +230,7 @@ class Sampler:
     """How training crops are drawn."""
 
     name: str = MISSING
-    called_with: ClassVar[tuple[str, ...]] = (
-        *("source", "crops_per_minibatch", "seed", "steps", "start_step", "rank", "world_size"),
-    )
+    called_with: ClassVar = ("source", "crops_per_minibatch", "seed", "steps", "start_step", "rank", "world_size")
     # It draws from the class index of the training split, not from the number of its images.
     needs_class_index: ClassVar[bool] = False
     folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder

@@ -194,10 +194,6 @@ class Body:
         """Whether the body can restore its activations in the backward pass."""
         return False
 
-    def take_weights(self) -> str | None:
-        """The file of weights that the body names, for init.weights, which is then null here."""
-        return None
-
 
 @dataclass
 class StemmedBody(Body):
@@ -302,10 +298,6 @@ class TorchvisionBody(Body):
 
     def more(self) -> dict[str, Any]:
         return {"instead": "norm=std trainer.recompute=activations keeps less"}
-
-    def take_weights(self) -> str | None:
-        weights, self.weights = self.weights, None
-        return weights
 
     def normalisation(self) -> Normalisation:
         return HALF if self.network in OF_TENSORFLOW else IMAGENET

@@ -9,7 +9,7 @@ from engine.schema.additions import Augmentation, Logger, Plugins, Score
 from engine.schema.data import Data
 from engine.schema.keys import MOST_SECONDS, group, key, several
 from engine.schema.memory import Memory
-from engine.schema.network import MOMENTUM, Body, InPlaceNorm, Norm, ReleasedNorm
+from engine.schema.network import MOMENTUM, Body, Norm, TorchvisionBody
 from engine.schema.optim import LRSchedule, Optim
 from models.bodies.library import LIBRARY_ACTIVATIONS
 from models.checkpoints.published import PUBLISHED
@@ -166,10 +166,10 @@ class TrainingRun(Plugins):
         """Fill in weights, normalisation and activation of torchvision's and timm's networks; refuse other norms."""
         body, norm, init = self.body, self.norm, self.init
         if body.in_library:
-            if (weights := body.take_weights()) is not None:
+            if isinstance(body, TorchvisionBody) and body.weights is not None:
                 if init.weights is not None:
-                    raise ValueError(f"body.weights={weights} and init.weights={init.weights}: give one of them")
-                init.weights, init.format = weights, body.name
+                    raise ValueError(f"body.weights={body.weights} and init.weights={init.weights}: give one of them")
+                init.weights, init.format, body.weights = body.weights, body.name, None
             if not norm.in_library_bodies:
                 instead = "norm=inplace" if norm.inverts_activation else "norm=std trainer.recompute=activations"
                 raise ValueError(
@@ -254,13 +254,6 @@ class TrainingRun(Plugins):
                 f"trainer.precision={self.trainer.precision} with norm={self.norm.name}: {self.norm.only_float32}; "
                 f"give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
             )
-
-    def without_released_norm(self) -> float | None:
-        """Replace norm=package by the equivalent in-place norm; return the eps of its scales |weight| + eps."""
-        if not isinstance(self.norm, ReleasedNorm):
-            return None
-        self.norm = self.norm.as_kind(InPlaceNorm)
-        return self.norm.eps
 
     def check_shares(self, processes: int) -> None:
         """Raise ValueError if a process would have too few images in a micro-batch."""

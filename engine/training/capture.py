@@ -39,11 +39,6 @@ class FlatGradients:
         self.owners: dict[nn.Parameter, Tensor] = {}  # each with its part of a buffer
         self.buffers: list[Tensor] = []
 
-    def zero_(self) -> None:
-        """Set all gradients to zero, in place."""
-        for buffer in self.buffers:
-            buffer.zero_()
-
     def strangers(self) -> list[str]:
         """Names of parameters whose gradient lies elsewhere."""
         return [
@@ -93,12 +88,7 @@ class CapturedMicroBatches:
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        advice: str,
-        repeats: str = "",
-        requested: bool = True,
-        record: Recorder | None = None,
+        self, network: nn.Module, advice: str, repeats: str = "", requested: bool = True, record: Recorder | None = None
     ):
         self.network, self.advice, self.repeats, self.requested = network, advice, repeats, requested
         self.gradients = FlatGradients(network)
@@ -128,9 +118,9 @@ class CapturedMicroBatches:
 
         Until then there are none, as before eager steps: they take no memory in the forward pass.
         """
-        if self.gradients.buffers:
-            self.gradients.zero_()
-        else:
+        for buffer in self.gradients.buffers:
+            buffer.zero_()
+        if not self.gradients.buffers:
             self.reached = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
             for parameter in self.reached:
                 parameter.grad = None

@@ -52,8 +52,9 @@ def train(
     minibatch_size = run.config.data.crops_per_minibatch
     if run.config.trainer.profile and world.first:
         minibatches = _profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
-    if getattr(loss, "asks_for_batch", False):
-        minibatches = _numbered(minibatches, run)
+    asks_for_batch = getattr(loss, "asks_for_batch", False)
+    if asks_for_batch and learner.captured is not None:
+        learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
     run.begin()
     run.stop.training = True
     with run.metrics as metrics:
@@ -69,6 +70,7 @@ def train(
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
             first = step <= run.start_step + CHECKED_STEPS
+            minibatch |= {"step": step, "epoch": schedule.epoch(step)} if asks_for_batch else {}
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             try:
@@ -150,14 +152,6 @@ def _read(taken: Taken, run: Run[Config, Split]) -> bool:
         memory_mib = peak_memory_mib(run.world.device)
         metrics.training(step, run.schedule.epoch(step), taken.lr, memory_mib, loss_scale, waits_s)
     return asked
-
-
-def _numbered(minibatches: Iterable[dict], run: Run[Config, Split]) -> Iterator[dict]:
-    """The minibatches with their steps and epochs, for a loss that asks for each, which is then not captured."""
-    if run.learner.captured is not None:
-        run.learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
-    for step, minibatch in enumerate(minibatches, start=run.start_step + 1):
-        yield minibatch | {"step": step, "epoch": run.schedule.epoch(step)}
 
 
 def _profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:

@@ -284,7 +284,12 @@ def fitted(config: Config) -> tuple[Config, str]:
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
-    captured = config.memory.budget is not None and _would_capture(config)
+    captured = False
+    if config.memory.budget is not None:  # it is captured, as far as its keys say it
+        world = World(size=world_size(), device=device_of(config.trainer.device, key="trainer.device"))
+        with FakeTensors():
+            network = network_of(config, classes_of(config.data))
+        captured = why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is None
     try:
         return _fitted(config, captured), ""
     except ValueError:
@@ -295,14 +300,6 @@ def fitted(config: Config) -> tuple[Config, str]:
     if config.trainer.capture is True:
         raise ValueError(f"trainer.capture=true: {because}; {CAPTURE_ADVICE}")
     return eager, because
-
-
-def _would_capture(config: TrainingRun) -> bool:
-    """Whether a training captures its micro-batches, as far as its keys say it."""
-    world = World(size=world_size(), device=device_of(config.trainer.device, key="trainer.device"))
-    with FakeTensors():
-        network = network_of(config, classes_of(config.data))
-    return why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is None
 
 
 def _fitted(config: Config, captured: bool) -> Config:
