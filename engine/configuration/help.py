@@ -6,7 +6,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -58,7 +58,7 @@ def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
 
 def _keys(values: DictConfig, prefix: str = "", used: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """(key=value, its meaning) for the keys of a config that Hydra composed from a schema; ??? is a missing value."""
-    owner = OmegaConf.get_type(values)
+    owner: type[Keys] | None = OmegaConf.get_type(values)
     assert owner is not None
     for entry in fields(owner):
         if used and entry.name not in used:
@@ -69,16 +69,12 @@ def _keys(values: DictConfig, prefix: str = "", used: Sequence[str] = ()) -> Ite
         if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
             yield from _keys(value, f"{name}.", entry.metadata.get("used", ()))
         elif not name.endswith(".name"):  # of a group's choice, which group=choice gives
-            yield f"{name}={as_text(value):.{LONGEST_VALUE}}", about_key(owner, entry)
-
-
-def about_key(owner: type[Keys], entry: Field[Any]) -> str:
-    """The meaning of a key, a field of `owner`, and its allowed values."""
-    allowed = expected(Declared(get_type_hints(owner)[entry.name], entry.metadata))
-    said = sentences(owner).get(entry.name, "")
-    if task := entry.metadata.get("task"):
-        said = f"Only for {task}: {said}".removesuffix(": ")
-    return said if said and allowed.endswith("a text") else f"{said} ({allowed})" if said else allowed
+            allowed = expected(Declared(get_type_hints(owner)[entry.name], entry.metadata))
+            said = sentences(owner).get(entry.name, "")
+            if task := entry.metadata.get("task"):
+                said = f"Only for {task}: {said}".removesuffix(": ")
+            about = said if said and allowed.endswith("a text") else f"{said} ({allowed})" if said else allowed
+            yield f"{name}={as_text(value):.{LONGEST_VALUE}}", about
 
 
 @cache

@@ -28,17 +28,13 @@ def provenance(packages: Iterable[str] = ()) -> dict:
         except metadata.PackageNotFoundError:
             continue
     own = {"plugins": plugins.hashes()} if plugins.LOADED else {}
-    return {"hardware": _hardware(), "versions": versions, "commit": _commit(), **own}
-
-
-def _hardware() -> str:
     cpuinfo, cores = Path("/proc/cpuinfo"), len(os.sched_getaffinity(0))
     named = re.search(r"model name\s*:(.*)", cpuinfo.read_text() if cpuinfo.is_file() else "")
     cpu = named[1].strip() if named else platform.processor() or platform.machine()
     hardware = f"{cpu}, {cores} core" + "s" * (cores > 1)
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {hardware}"
-    return hardware
+    return {"hardware": hardware, "versions": versions, "commit": _commit(), **own}
 
 
 def _commit() -> str | None:

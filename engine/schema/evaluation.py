@@ -123,12 +123,10 @@ class Evaluation(TrainedNetwork):
         super().apply_to(config)
         config.trainer.evaluate_images = None
         config.scores = config.scores | self.scores
-        if self.activation is not None:
-            self._swap_activation(config)
-
-    def _swap_activation(self, config: TrainingRun) -> None:
-        """In evaluation each of our norms equals the standard norm of its weights, with any activation."""
         norm = config.norm
+        if self.activation is None:
+            return
+        # In evaluation each of our norms equals the standard norm of its weights, with any activation.
         if not isinstance(norm, OurNorm):
             raise ValueError(
                 f"activation={self.activation} with a network trained with norm={norm.name}, which fixes its "

@@ -5,13 +5,12 @@ import gc
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
 from engine.process.console import logger
@@ -95,11 +94,6 @@ class Learner:
             return self.forward.through(self.network)
         self.average.take_buffers(self.network)
         return self.forward.through(self.average.module)
-
-    def more_follow(self) -> AbstractContextManager:
-        """Context for a micro-batch that is not the last, after which DDP synchronises gradients."""
-        ddp = self.forward.network
-        return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext()
 
     def take_captured(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of a micro-batch, which runs by `captured`. If a capture fails, this and all later ones are eager.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, profiler
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.process.allocations import cause_of, forget_peak, is_out_of_memory, peak_memory_mib
 from engine.process.console import logger
@@ -223,8 +224,9 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     images = minibatch["image"].tensor_split(learner.accumulation_steps)
     labels = minibatch["label"].tensor_split(learner.accumulation_steps)
+    ddp = learner.forward.network if isinstance(learner.forward.network, DistributedDataParallel) else None
     for number, part in enumerate(zip(images, labels, strict=True), start=1):
-        with nullcontext() if number == learner.accumulation_steps else learner.more_follow():
+        with nullcontext() if ddp is None or number == learner.accumulation_steps else ddp.no_sync():
             total_loss += run(*part)
     if learner.captured is not None:
         learner.captured.average_gradients(world)
