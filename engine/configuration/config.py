@@ -51,8 +51,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
 
     ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
     """
-    missing = sorted(OmegaConf.missing_keys(values))
-    if missing:
+    if missing := sorted(OmegaConf.missing_keys(values)):
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
     config = cast(Schema, OmegaConf.to_object(values))
     if given := getattr(config, "plugins", []):

@@ -200,11 +200,9 @@ class MetricsLogger:
             "gradient_norm": recent["gradient_norm"] / recent["steps"],
             "images_per_second": speed,
             "peak_memory_mib": peak_memory_mib,
-            "loss_scale": loss_scale,
+            **({} if loss_scale is None else {"loss_scale": loss_scale}),
         }
-        values = {name: value for name, value in values.items() if value is not None}
-        record = {"kind": "train", "step": step, "epoch": round(epoch, 4), **values, "data_wait_s": data_waits_s}
-        self._record(record)
+        self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values, "data_wait_s": data_waits_s})
         shown = {f"train/{name}": value for name, value in {**values, "data_wait_s": max(data_waits_s)}.items()}
         self._show(step, shown, {})
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"

@@ -5,6 +5,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -23,10 +24,8 @@ def provenance(packages: Iterable[str] = ()) -> dict:
     """
     versions = {"python": platform.python_version()}
     for package in (*_PACKAGES, *packages):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     own = {"plugins": plugins.hashes()} if plugins.LOADED else {}
     cpuinfo, cores = Path("/proc/cpuinfo"), len(os.sched_getaffinity(0))
     named = re.search(r"model name\s*:(.*)", cpuinfo.read_text() if cpuinfo.is_file() else "")

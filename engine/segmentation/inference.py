@@ -175,16 +175,9 @@ def _scores(
     """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
     images = images.to(forward.mean.device, non_blocking=True)
     orientations = [images, images.flip(3)] if views.flip else [images]
-    own_size, (_, stride, grid) = (images.shape[-2], images.shape[-1]), resolution(forward)
+    own_size, (_, stride, _) = (images.shape[-2], images.shape[-1]), resolution(forward)
     seen = [(pixels, views.size(own_size, scale)) for scale in views.scales for pixels in orientations]
-    windows = []
-    for _, at in seen:
-        window = math.ceil((views.window or max(at)) / stride)
-        windows.append([windows_along(math.ceil(side / stride), window, views.overlap, grid // stride) for side in at])
-    logits = [
-        _logits(forward, pixels, at, own, views, windows_per_pass)
-        for (pixels, at), own in zip(seen, windows, strict=True)
-    ]
+    logits = [_logits(forward, pixels, at, views, windows_per_pass) for pixels, at in seen]
     covered = [views.covered(at, size, stride) for _, at in seen]
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * logits[0].shape[1] * size[1]))
     for top in range(0, size[0], rows_at_once):
@@ -210,21 +203,16 @@ def resolution(forward: Forward) -> tuple[int, int, int]:
     return (network.classes, network.stride, network.grid) if isinstance(network, SegmentationNetwork) else (1, 1, 1)
 
 
-def _logits(
-    forward: Forward,
-    images: Tensor,
-    size: tuple[int, int],
-    windows: list[list[tuple[int, Tensor]]],
-    views: Views,
-    windows_per_pass: int,
-) -> Tensor:
+def _logits(forward: Forward, images: Tensor, size: tuple[int, int], views: Views, windows_per_pass: int) -> Tensor:
     """Logits of `images` (N, C, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution.
 
     `windows_per_pass`: of equal size.
     """
-    classes, stride, _ = resolution(forward)
+    classes, stride, grid = resolution(forward)
+    window = math.ceil((views.window or max(size)) / stride)
+    axes = (windows_along(math.ceil(side / stride), window, views.overlap, grid // stride) for side in size)
     rows, columns = (  # copied to the device without waiting for it
-        [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in windows
+        [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in axes
     )
     shape, width = (len(images), classes), math.ceil(size[1] / stride)
     found = torch.zeros(*shape, math.ceil(size[0] / stride), width, device=images.device)

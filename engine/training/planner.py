@@ -102,10 +102,9 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     update(learner)
     size = config.data.crop(crop_size)
     images, labels = torch.zeros(crops, config.data.channels, *size, dtype=torch.uint8), task.labels(crops, size)
-    average = () if learner.average is None else learner.average.module.state_dict().values()
     held = {
         "weights": [*learner.parameters, *network.buffers()],
-        "average": average,
+        "average": () if learner.average is None else learner.average.module.state_dict().values(),
         "momentum": [value for state in learner.optimizer.state.values() for value in state.values()],
         "images": [images, labels],
         "gradients": [parameter.grad for parameter in learner.parameters],
