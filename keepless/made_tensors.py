@@ -13,7 +13,6 @@ from .torch_internals import (
     OpOverload,
     TorchDispatchMode,
     address,
-    backward_runs,
     engine_adds,
     has_storage,
     node_number,
@@ -96,7 +95,7 @@ class MadeTensors(TorchDispatchMode):
         place, size = address(storage), storage.nbytes()
         self.references[place] = weakref.ref(storage, partial(self._freed, place))
         self.numbers[place] = len(self.sizes)
-        self.nodes[place] = _name(running_node()) if backward_runs() else None
+        self.nodes[place] = _name(running_node())
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         self.sizes.append(size)

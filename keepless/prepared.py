@@ -78,7 +78,11 @@ def recompute_activations(
         raise TypeError(f"recompute_activations takes its options by name: write budget={given}")
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
-    _check_not_lazy(network)
+    if any(map(is_lazy, network.parameters())):
+        raise ValueError(
+            "recompute_activations got lazy modules, which learn their sizes in the forward pass: first run the "
+            "network on an input under torch.no_grad()"
+        )
     signatures = Signatures(None if budget is None else checked(budget))
     if budget is not None and checkpointed_only:
         raise ValueError(f"budget={budget} with checkpointed_only=True: expected only one of them")
@@ -94,14 +98,6 @@ def recompute_activations(
         hooks = _Hooks(checkpointed_only, signatures if module is network else Signatures())
         hooks.put_on(module, awaited=module is network)
     return network
-
-
-def _check_not_lazy(network: nn.Module) -> None:
-    if any(map(is_lazy, network.parameters())):
-        raise ValueError(
-            "recompute_activations got lazy modules, which learn their sizes in the forward pass: first run the "
-            "network on an input under torch.no_grad()"
-        )
 
 
 def undo(network: Network) -> Network:

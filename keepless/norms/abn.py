@@ -107,18 +107,13 @@ class ABN(NormBase):
         running_mean, running_var = own.running_mean, own.running_var
         use_batch = self.training or (running_mean is None and running_var is None)
         group = synchronised_group(self.group) if self.sync and use_batch else None
-        if (
-            use_batch
-            and group is None
-            and self.sync
-            and isinstance(x, FakeTensor)
-            and 0 < x.numel() <= self.num_features
-        ):
+        alone = use_batch and group is None
+        if alone and self.sync and isinstance(x, FakeTensor) and 0 < x.numel() <= self.num_features:
             return self.forward(torch.cat([x, x]))[:1]  # to plan a step in which other ranks have more values
         try:
             # Otherwise function modes, such as a recording, would see every attribute access.
             with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
-                self._check_input(x, own, alone=use_batch and group is None)
+                self._check_input(x, own, alone)
             if use_batch and self.momentum is not None:
                 check_momentum(self.momentum)
             if group is not None:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..saved import laid_out
 from .checks import Checksum
-from .couplings import HalfStep, detached, versions
+from .couplings import HalfStep, detached, unchanged
 from .state import Values
 
 Undo = Callable[[], Values]
@@ -32,17 +33,10 @@ class Inputs(NamedTuple):
         inputs = zip(values, self.strides, self.require_grad, self.are_leaves, strict=True)
         for number, (tensor, strides, needed, is_leaf) in enumerate(inputs):
             if number != any_layout and tensor.stride() != strides:
-                tensor = _laid_out(tensor, strides)
+                tensor = laid_out(tensor, strides).as_strided(tensor.shape, strides)
             leaf = tensor.detach().requires_grad_(needed)
             again.append(leaf if is_leaf else leaf.view_as(leaf))
         return tuple(again)
-
-
-def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A copy with these strides; values must be equal along dimensions of stride 0."""
-    narrow = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]
-    copy = torch.empty_strided(narrow.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(narrow).expand(tensor.shape)
 
 
 class Update(NamedTuple):
@@ -85,7 +79,7 @@ class Apply(NamedTuple):
         return self.inverse is not None
 
     def run(self, values: Values, checksum: Checksum) -> Values:
-        outputs = _unchanged(self.function, values)
+        outputs = as_tuple(unchanged(self.function, values))
         checksum.see(outputs)
         return outputs
 
@@ -93,7 +87,7 @@ class Apply(NamedTuple):
         """Run the function again. `values`: its kept inputs, or outputs to invert."""
         if self.inverse is not None:
             with torch.no_grad():
-                values = _unchanged(self.inverse, values)
+                values = as_tuple(unchanged(self.inverse, values))
                 values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, like.dtypes, strict=True))
         checksum.see(self.function(*like(values)))
         return lambda: values
@@ -108,18 +102,6 @@ def as_tuple(outputs: Tensor | Values) -> Values:
         if not isinstance(output, Tensor):
             raise ValueError(f"a reversible module got or returned a {type(output).__name__}: expected tensors")
     return found
-
-
-def _unchanged(function: Callable, values: Values) -> Values:
-    """function(*values), as a tuple. ValueError if it wrote over its input, which the chain still needs."""
-    before = versions(values)
-    outputs = as_tuple(function(*values))
-    if versions(values) != before:
-        raise ValueError(
-            f"{getattr(function, '__qualname__', type(function).__name__)} wrote over its input, which a reversible "
-            f"module still needs: begin it with an operation that is not inplace"
-        )
-    return outputs
 
 
 def _as(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,13 +36,7 @@ class HalfStep(NamedTuple):
     def output(self, halves: Halves) -> Any:
         """The branch's output. ValueError if it does not fit the other half, or the branch wrote over its input."""
         x = halves[1 - self.target]
-        before = versions([x])
-        output = self.branch(x)
-        if versions([x]) != before:
-            raise ValueError(
-                f"{type(self.branch).__name__} wrote over its input, which the coupling still needs: begin it with a "
-                f"module that is not inplace"
-            )
+        output = unchanged(self.branch, (x,))
         parts = output if isinstance(output, tuple) else (output,)
         wanted = halves[self.target].shape
         if not all(isinstance(part, Tensor) for part in parts):
@@ -258,7 +252,19 @@ def is_low_under_autocast(x: Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
+def unchanged(function: Callable, values: tuple[Tensor, ...]) -> Any:
+    """function(*values). ValueError if it wrote over its input, which the backward pass still needs."""
+    before = _versions(values)
+    outputs = function(*values)
+    if _versions(values) != before:
+        raise ValueError(
+            f"{getattr(function, '__qualname__', type(function).__name__)} wrote over its input, which a reversible "
+            f"module still needs: begin it with an operation that is not inplace"
+        )
+    return outputs
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
     """The number of in-place writes to each tensor; -1 for inference tensors (not counted); [] in torch.compile."""
     if torch.compiler.is_compiling():
         return []

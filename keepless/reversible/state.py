@@ -77,10 +77,8 @@ class State:
         """
         for part, name, parameter, version in self.parameters:
             present = part._parameters.get(name)
-            if present is parameter:
-                if parameter._version != version:
-                    raise _initialises(f"{type(part).__name__}.{name}")
-            elif type(present).__name__ != "DTensor":  # FSDP replaces it, and puts it back
+            is_gone = present is not parameter and type(present).__name__ != "DTensor"  # of FSDP, which puts it back
+            if is_gone or (present is parameter and parameter._version != version):
                 raise _initialises(f"{type(part).__name__}.{name}")
         changed = {part for part, before in self.attributes.items() if _differ(before, _attributes(part))}
         moved = {one[:2]: one for one in self.buffers if not one.is_same()}

@@ -72,11 +72,8 @@ def _has_kernels_for(x: Tensor) -> bool:
 @cache
 def triton_launches(device: torch.device) -> bool:
     """Whether Triton can launch kernels on a CUDA device, for which it needs a C compiler. Tried once; warns if not."""
-    kernels = _triton()
-    if kernels is None:
-        return False
     try:
-        kernels.probe(device)
+        _triton().probe(device)
     except Exception as error:  # missing compilers, headers and libraries raise different errors
         reason = str(error).partition("\n")[0]
         warn(

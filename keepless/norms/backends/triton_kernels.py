@@ -725,11 +725,9 @@ class TritonBackend(Backend):
     def joint_statistics(
         self, gathered: Tensor, dtype: torch.dtype, eps: float, running: Running
     ) -> tuple[Tensor, Tensor, Tensor]:
-        running_mean, running_var, momentum = running
-        if running_mean is None or running_var is None:
-            running_mean = running_var = None
-        elif not (running_mean.is_contiguous() and running_var.is_contiguous()):
+        if not all(one is None or one.is_contiguous() for one in (running.mean, running.var)):
             return super().joint_statistics(gathered, dtype, eps, running)
+        running_mean, running_var, momentum = running
         ranks, channels = gathered.shape[0], gathered.shape[1] // 2
         mean, invstd = (gathered.new_empty(channels, dtype=dtype) for _ in range(2))
         total = gathered.new_empty(())
@@ -747,11 +745,9 @@ class TritonBackend(Backend):
     def forward(
         self, x: Tensor, affine: Affine, eps: float, running: Running, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        running_mean, running_var, momentum = running
-        if running_mean is None or running_var is None:
-            running_mean = running_var = None
-        elif not (running_mean.is_contiguous() and running_var.is_contiguous()):
+        if not all(one is None or one.is_contiguous() for one in (running.mean, running.var)):
             return super().forward(x, affine, eps, running, overwrite)
+        running_mean, running_var, momentum = running
         gamma, beta, activation, floor = affine
         prepared = _forward_pass(_key(x), activation.name)
         mean, invstd = torch.empty_like(beta), torch.empty_like(beta)  # two storages: the mean may be freed first
