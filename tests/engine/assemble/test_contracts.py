@@ -1,10 +1,8 @@
-"""Every choice can be built with the arguments of its group's contract, and the result works as promised."""
+"""What choices build takes the arguments of their groups' contracts, or is refused by name."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,17 +19,9 @@ from engine.schema.network import Head, Norm
 from engine.schema.optim import Optim
 from engine.schema.segmentation import Loss, SegmentationRun
 from keepless import ABN
-from models.bodies import Body
 from tests.choices import forgotten
 from tests.engine.test_every_key import made
 from tests.runs import run_config
-
-OURS = [(group, name) for group, known in CHOICES.items() for name, own in known.items() if own.__module__ != __name__]
-
-
-class Package(nn.Module):
-    def __init__(self, channels: int, activation: str, momentum: float, activation_param: float, eps: float):
-        super().__init__()
 
 
 @dataclass
@@ -81,71 +71,6 @@ def test_a_body_of_three_channels_alone_is_refused_by_name_for_others():
     message = r"^body=of_three builds .*of_three, which must take \(norm_act, .*in_channels=\): got an unexpected"
     with pytest.raises(ValueError, match=message):
         network.body(OfThree(), ABN, channels=4)
-
-
-class Index:
-    """A class index of four images with one class."""
-
-    classes = ("a",)
-
-    def __len__(self) -> int:
-        return 4
-
-    def images_with(self, class_id: int) -> np.ndarray:
-        return np.arange(4)
-
-    def pixels(self, image: int, class_id: int) -> np.ndarray:
-        return np.zeros((1, 2), int)
-
-
-def built(group: str, name: str) -> object:
-    """Build a choice with small values."""
-    make = builder(group, made(group, name, CHOICES[group][name], {}))
-    weights = [nn.Parameter(torch.zeros(2))]
-    order = dict(crops_per_minibatch=2, seed=0, steps=3, start_step=0, rank=0, world_size=1)
-    steps = dict(steps=10, steps_per_epoch=2, warmup=1)
-    return {
-        "norm": lambda: make(4, activation="leaky_relu", momentum=0.1),
-        "body": lambda: make(ABN, classes=0, output_stride=32),
-        "head": lambda: make(8, norm_act=ABN),
-        "loss": lambda: make(255, weights=None, stride=None),
-        "sampler": lambda: make(Index() if CHOICES[group][name].needs_class_index else 4, **order),
-        "optim": lambda: make(weights, lr=0.1, weight_decay=0.0, fused=False),
-        "lr_schedule": lambda: make(torch.optim.SGD(weights, lr=0.1), **steps),
-        "augmentations": lambda: make(),
-        "scores": lambda: make(classes=("a", "b"), ignore_index=255),
-        "logger": lambda: make(Path("run"), config={}),
-    }[group]()
-
-
-def is_as_promised(group: str, thing: object) -> bool:
-    """Whether a built thing works as its contract says."""
-    x = torch.randn(2, 4, 3, 3)
-    if group == "norm":
-        return isinstance(thing, Package) or thing(x).shape == x.shape
-    if group == "body":
-        return isinstance(thing, Body) and thing.eval()(torch.zeros(1, 3, 64, 64)).shape[1] == thing.out_channels
-    if group == "head":
-        return thing.eval()(torch.zeros(1, 8, 4, 4)).shape[1] == thing.out_channels
-    if group == "loss":
-        return thing(x, torch.zeros(2, 6, 6, dtype=torch.uint8)).shape == ()
-    if group == "augmentations":
-        image, label = thing(np.zeros((8, 8, 3), np.uint8), np.zeros((8, 8), np.uint8), np.random.default_rng(0))
-        return image.shape == (8, 8, 3) and label.shape == (8, 8)
-    if group == "scores":
-        thing.add(*np.eye(4, dtype=np.uint8)[None].repeat(2, axis=0))
-        return all(isinstance(value, (int, float)) for value in thing.scores().values())
-    if group == "logger":
-        return callable(thing.end)
-    if group == "sampler":
-        return [len(minibatch) for minibatch in thing] == [2, 2, 2]
-    return isinstance(thing, torch.optim.Optimizer if group == "optim" else torch.optim.lr_scheduler.LRScheduler)
-
-
-@pytest.mark.parametrize("group, name", [pair for pair in OURS if pair[0] != "data" and pair[1] != "timm"])
-def test_a_choice_builds_what_its_contract_says(group, name, monkeypatch):
-    monkeypatch.setattr("models.released_norm.released_abn", lambda: Package)
-    assert is_as_promised(group, built(group, name))
 
 
 @pytest.mark.parametrize("name", CHOICES["data"])
