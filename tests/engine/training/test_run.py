@@ -3,15 +3,16 @@
 import re
 import threading
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from torch import nn
 
 from engine import assemble
-from engine.assemble.network import forward
+from engine.assemble.network import arithmetic, forward
 from engine.process.distributed import World
+from engine.schema.training import Trainer
 from engine.training import advice
 from engine.training.run import Run, opened
 from tests import trees
@@ -76,12 +77,12 @@ def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeyp
             run.start(lambda: assemble.network_of(config, 19))
 
 
-@pytest.mark.parametrize("problem", [ValueError("gone"), SystemExit(1)])
-def test_what_a_logger_does_at_the_end_changes_nothing(problem, monkeypatch):
+@pytest.mark.parametrize("what, problem", [("end", ValueError("gone")), ("scalars", SystemExit(1))])
+def test_a_logger_that_fails_is_named_and_the_others_and_the_run_go_on(what, problem, monkeypatch):
     told, said = [], []
     monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=said.append))
-    run = MagicMock(loggers={"bad": MagicMock(end=MagicMock(side_effect=problem)), "good": MagicMock(end=told.append)})
-    Run.tell(run, "end", "finished")
+    bad, good = (SimpleNamespace(**{what: call}) for call in (Mock(side_effect=problem), told.append))
+    Run.tell(MagicMock(loggers={"bad": bad, "good": good}), what, "finished")
     assert told == ["finished"] and said == [f"logger=bad: {type(problem).__name__}: {problem}"]
 
 
@@ -94,31 +95,12 @@ def test_a_logger_that_never_ends_is_given_up_and_named(monkeypatch):
     assert told == ["finished"] and said == ["logger=stuck: TimeoutError: did not return within 0.01 s"]
 
 
-def test_a_logger_changes_neither_the_configuration_nor_random_numbers(tmp_path, monkeypatch):
-    def meddle(folder, config):
-        config["optim"]["lr"] = 7.0
-        torch.rand(3)
-
-    monkeypatch.setattr("engine.training.run.builder", lambda *_: meddle)
-    states = []
-    for names in ([], ["mine"]):
-        config = run_config(*SHORT, f"run_dir={tmp_path}/{len(names)}", "data.verify=false")
-        with opened(config, "train_seg.py", assemble.labelled_splits) as run:
-            assert run.plain_config["logger"] == {}
-            config.logger = dict.fromkeys(names)
-            run.start(lambda config=config: assemble.network_of(config, 19))
-            run.loggers.clear()
-            states.append(torch.get_rng_state())
-            assert run.recorded_config()["optim"]["lr"] == config.optim.lr
-    assert torch.equal(*states)
-
-
-def test_a_run_computes_with_the_arithmetic_of_its_keys(tmp_path):
-    keys = ("trainer.deterministic=true", "trainer.tf32=true", f"run_dir={tmp_path}", "data.verify=false")
+def test_arithmetic_is_of_the_keys():
+    """tests/engine/test_every_key.py shows that runs take it from them."""
     try:
-        with opened(run_config(*SHORT, *keys), "train_seg.py", assemble.labelled_splits):
-            assert torch.are_deterministic_algorithms_enabled()
-            assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
+        arithmetic(Trainer(deterministic=True, tf32=True))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.use_deterministic_algorithms(False)
 
