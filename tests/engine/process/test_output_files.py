@@ -43,13 +43,6 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):
             writable_folder("predictions", folder)
 
 
-def test_a_device_is_no_place_for_a_file(tmp_path):
-    """Root may replace a device by a file, and containers often run as root: results=/dev/null did so."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=f"^results={tmp_path / 'pipe'} is a device: give another file"):
-        writable_file("results", tmp_path / "pipe")
-
-
 def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
     """Both opening it and writing to it may fail. No part of it is left."""
     pixels, palette = np.zeros((64, 64), np.uint8), np.arange(768, dtype=np.uint8).reshape(256, 3)
@@ -79,18 +72,19 @@ def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
 
 
 def test_a_file_is_replaced_only_if_a_mark_says_whose_it_is(tmp_path):
-    """Links, to a file or to nowhere, count as what they lead to."""
+    """Links, to a file or to nowhere, count as what they lead to. Root may replace a device by a file."""
     mine = b'{"dataset": "d", "split": "val", "environment": {}}'
     contents = {"ours": mine, "empty": b"", "other": mine[:30], "labels.png": b"\x89PNG" + mine}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "link").symlink_to("other")
     (tmp_path / "gone").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
     for name in ("ours", "empty", "new"):
         writable_file("report", tmp_path / name, kind="results")
     for name, reason in (
         *((name, "was not written by this command") for name in ("other", "labels.png", "link")),
-        *(("gone", "is a link that leads nowhere"), (".", "is a folder")),
+        *(("gone", "is a link that leads nowhere"), (".", "is a folder"), ("pipe", "is a device: give another file")),
     ):
         with pytest.raises(ValueError, match=f"^report={tmp_path / name} {reason}"):
             writable_file("report", tmp_path / name, kind="results")
