@@ -128,7 +128,7 @@ def test_pictures_and_scores_replace_only_those_of_earlier_evaluations(run_dir, 
     for overrides, message in (
         ((f"predictions={pictures}",), f"predictions={pictures} holds {listed[0]} and 2 others, which would be"),
         ((f"predictions={pictures}", f"overlays={pictures}/."), "is also the folder of overlays: give two folders"),
-        ((f"results={pictures / listed[0]}",), f"results={pictures / listed[0]} was not written by this command"),
+        ((f"results={run_dir}/checkpoints/last.pt",), f"results={run_dir}/checkpoints/last.pt is the input: give"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             evaluate_run(run_dir, *overrides)
@@ -149,11 +149,6 @@ def test_a_folder_without_a_list_of_classes_is_offered_the_checkpoint_s(tmp_path
     offered = folder(root, "val").table
     assert ([*offered.names], [*offered.official_ids], [*map(list, offered.palette)]) == (names, ids, palette)
     assert evaluate_run(tmp_path / "net.pt", f"data.root={root}")["iou"].keys() == {*names}
-
-
-def test_scores_do_not_replace_the_checkpoint(run_dir):
-    with pytest.raises(ValueError, match=f"^results={run_dir}/checkpoints/last.pt is the input: give another file"):
-        evaluate_run(run_dir, f"results={run_dir / 'checkpoints' / 'last.pt'}")
 
 
 def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, drawn, tmp_path):
@@ -200,8 +195,8 @@ def test_the_scores_of_single_images_add_up_to_the_results(run_dir, drawn, tmp_p
         evaluate_run(run_dir, f"per_image={file}", f"results={tmp_path / 'results.json'}")
 
 
-def test_images_of_one_size_pass_through_the_network_together(run_dir, drawn, tmp_path, monkeypatch):
-    """Trainings and eval.py batch alike. For auto, eval.py reads from the checkpoint how many ranks trained."""
+def test_images_of_one_size_pass_through_the_network_together(run_dir, tmp_path, monkeypatch):
+    """For auto, eval.py reads from the checkpoint how many ranks trained."""
     passes, ranks, predict, choose = [], [], evaluation.predict, tasks.at_once
 
     monkeypatch.setattr(evaluation, "predict", lambda *of, **more: passes.append(len(of[1])) or predict(*of, **more))
@@ -210,10 +205,6 @@ def test_images_of_one_size_pass_through_the_network_together(run_dir, drawn, tm
     checkpoint.save(tmp_path / "net.pt", {**state, "random": {"cpu": 3 * state["random"]["cpu"], "cuda": []}})
     evaluate_run(tmp_path / "net.pt", "batch_size=2")
     assert (passes, ranks) == ([2, 1], [3])
-    passes.clear()
-    options = ("data=cityscapes", f"data.root={drawn}", "trainer.steps=1", "trainer.evaluate_batch_size=2")
-    train(checked("train_seg", f"run_dir={tmp_path / 'run'}", *SHORT, *options, "trainer.evaluate_images=null"))
-    assert passes == [2, 1]
 
 
 def test_the_batch_size_is_the_commands_or_else_the_trainings():

@@ -35,7 +35,7 @@ EXCEPTIONS = {
     "memory.fit": "plans take seconds: tests/engine/training/test_planner.py",
     "memory.time": "plans take seconds: tests/engine/training/test_planner.py",
     "trainer.profile": "when profiling begins: tests/engine/training/test_loop.py",
-    "trainer.pictures": "what TensorBoard shows: tests/engine/training/test_validation.py",
+    "trainer.pictures": "what TensorBoard shows: tests/test_train_seg.py",
     "body=timm": "may not be installed; LibraryBody is body=torchvision's: tests/models/bodies/test_library.py",
     "body=torchvision norm.eps": "a library's norms keep their own: tests/models/bodies/test_library.py",
     "body.weights": "short for init.weights: tests/engine/checkpoint/test_initial_weights.py",

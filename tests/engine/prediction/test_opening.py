@@ -84,7 +84,7 @@ def test_the_example_in_python_runs(file, tmp_path, monkeypatch):
             network.predict(wrong)
 
 
-def test_the_page_s_program_trains_and_scores_as_the_commands_do(tmp_path, monkeypatch, capsys):
+def test_the_page_s_program_trains_and_scores_as_the_commands_do(tmp_path, monkeypatch):
     page = (REPOSITORY / "docs" / "training.md").read_text()
     (program,) = re.findall(r"(?s)```python\n([^`]*import train_seg.*?)```", page)
     words = (*SHORT, "trainer.steps=2", "trainer.epochs=null", "trainer.evaluate_images=null")

@@ -55,7 +55,7 @@ time.sleep(60)
         signal.signal(number, before)
 
 
-def test_a_job_that_was_asked_to_stop_stops_all_and_ignored_signals_stay_ignored(tmp_path, monkeypatch):
+def test_a_job_that_was_asked_to_stop_stops_all_and_ignored_signals_stay_ignored():
     with pytest.raises(Preempted, match="^stopped in job 1 of 2, first$"):
         run_jobs({"first": python(f"import sys; sys.exit({EXIT_CODE})"), "second": python("")}, make_console())
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell does for a job in the background

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,17 +25,12 @@ def random_predictions(dataset: SegmentationDataset) -> list[np.ndarray]:
     return predictions
 
 
-def counted(dataset: SegmentationDataset, predictions: list[np.ndarray], images: range | None = None) -> Counts:
-    """Predictions of some images (default: all) as an evaluation counts them."""
-    counts = Counts(dataset.table)
-    images = range(len(dataset)) if images is None else images
-    for index, minibatch in zip(images, DataLoader(WholeImages(dataset), sampler=images, batch_size=1), strict=True):
-        counts.add(torch.from_numpy(predictions[index])[None], minibatch)
-    return counts
-
-
 def scored(dataset: SegmentationDataset, predictions: list[np.ndarray]) -> dict:
-    return segmentation_scores(counted(dataset, predictions).confusion, dataset.classes)
+    """The scores of predictions, counted as an evaluation counts them."""
+    counts = Counts(dataset.table)
+    for predicted, minibatch in zip(predictions, DataLoader(WholeImages(dataset), batch_size=1), strict=True):
+        counts.add(torch.from_numpy(predicted)[None], minibatch)
+    return segmentation_scores(counts.confusion, dataset.classes)
 
 
 @pytest.fixture
@@ -100,11 +94,3 @@ def test_vistas_is_the_full_matrix_without_the_rows_and_columns_of_void(tmp_path
     scores = scored(dataset, predictions)
     assert list(scores["iou"].values()) == pytest.approx(iou, abs=1e-12)
     assert scores["miou"] == pytest.approx(np.mean(iou), abs=1e-12)
-
-
-def test_counts_of_several_processes_add_up(streets):
-    dataset, predictions = streets
-    whole = counted(dataset, predictions)
-    first, *others = (counted(dataset, predictions, range(rank, len(dataset), 3)) for rank in range(3))
-    first.add_up(SimpleNamespace(sum_=lambda own: own + sum(other.cells for other in others)))
-    assert torch.equal(first.confusion, whole.confusion)

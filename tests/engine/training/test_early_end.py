@@ -49,7 +49,7 @@ def val_records(run_dir: Path) -> list[int]:
 
 
 def test_a_run_ends_after_evaluations_that_are_not_better(tmp_path, capsys):
-    """As at a normal end: results, the best checkpoint, EMA weights."""
+    """As at a normal end: results, the best checkpoint, EMA weights. Started again, it is evaluated again."""
     results, steps = trained(tmp_path, "trainer.patience=2")
     assert steps == [2, 4, 6, 8] and results["top1"] == 0.5  # of the last one, which is not evaluated again
     assert json.loads((tmp_path / "results.json").read_text()) == results
@@ -69,13 +69,9 @@ def test_a_run_ends_after_evaluations_that_are_not_better(tmp_path, capsys):
     assert file.stem == "results_all_images"  # as of a run that has ended, without its step
     assert jobs.has_ended(tmp_path, COMMAND.split()[1:])
 
-
-def test_a_run_that_ended_early_says_so_and_is_evaluated_again(tmp_path):
-    results, _ = trained(tmp_path, "trainer.patience=2")
-    before = checkpoint.load(last_of(tmp_path))
     again, steps = trained(tmp_path, "trainer.patience=2")
     assert steps == [8] and again["top1"] == results["top1"] and val_records(tmp_path) == [2, 4, 6, 8]
-    assert same(before["network"], checkpoint.load(last_of(tmp_path))["network"])
+    assert same(state["network"], checkpoint.load(last_of(tmp_path))["network"])
     said = (
         "has ended early, after step 8: 2 evaluations were not better than step 4's top-1 50.00 % (trainer.patience=2)"
     )
