@@ -1,6 +1,7 @@
 """A run that was killed during a save, or damaged, resumes from a good checkpoint."""
 
 import errno
+import fcntl
 import itertools
 import os
 import re
@@ -167,6 +168,7 @@ def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
             raise error
 
     says(full, f"^run_dir={tmp_path} cannot be written to: No space left on device. .* free there; there is no earlier")
+    says(FloatingPointError("the loss is nan"), "^the loss is nan. There is no checkpoint yet: try a lower optim.lr$")
     run_in(tmp_path, config, 1, 2)
     full.filename = str(run.results)  # as engine.process.output_files names it
     says(full, f"bytes are free there; the last good checkpoint is kept: {run.last}, of step 2. Make room")
@@ -194,6 +196,14 @@ def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
     threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
     run.lock()
     assert os.WIFSIGNALED(os.waitpid(other, 0)[1])
+
+
+def test_a_disk_without_locks_takes_runs(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    run = run_in(tmp_path)
+    run.lock()
+    save(run, state_of(1, config))
+    assert resumed(run, config) == 1
 
 
 def test_a_lock_is_not_written_where_a_link_leads(tmp_path, config):
@@ -290,6 +300,13 @@ def test_a_resumed_run_may_have_more_plugins_in_any_order_and_none_fewer(tmp_pat
         assert resumed(run, with_key(config, "plugins", given)) == 1
     with pytest.raises(ValueError, match=re.escape("plugins was [mine,ours] and is [ours,tracked]. Give the same")):
         resumed(run, with_key(config, "plugins", ["tracked", "ours"]))
+
+
+def test_a_resumed_run_takes_the_normalisation_that_it_measured_when_it_began(tmp_path):
+    keys = ("data=folder", "data.root=gone", "data.channels=2", "data.std=[1,1]", "run_dir=unused", "resume=auto")
+    own = run_config(*keys)
+    run = run_in(tmp_path, with_key(own, "data.mean", [0.25, 0.5]), 1)
+    assert resumed(run, own) == 1 and own.data.mean == [0.25, 0.5]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, config, monkeypatch):

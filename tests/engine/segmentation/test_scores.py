@@ -1,4 +1,4 @@
-"""Scores against a count by hand; the comparison with the official Cityscapes script is in tests/test_eval.py."""
+"""Scores against a count by hand; test_official_scores.py has the official Cityscapes script."""
 
 import csv
 import math
