@@ -304,3 +304,6 @@ def test_a_network_that_does_not_fit_is_a_message(tmp_path):
     state = state_of(1, network=nn.Linear(2, 2).state_dict())
     with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}.* the network of its configuration"):
         checkpoint.load_network(lambda: nn.Linear(3, 2), state, ("road", "sky"), tmp_path / "last.pt")
+    state["network"]["more"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"does not fit the network of its configuration: [^$]*Unexpected key.*more"):
+        checkpoint.load_network(lambda: nn.Linear(2, 2), state, ("road", "sky"), tmp_path / "last.pt")

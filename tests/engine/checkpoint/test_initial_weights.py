@@ -14,7 +14,7 @@ from torch import nn
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import initial_weights
-from engine.checkpoint.initial_weights import initialise
+from engine.checkpoint.initial_weights import initialise, normalisation_of
 from engine.configuration import config as cfg
 from engine.schema.classification import ClassFoldersData
 from engine.schema.data import Data
@@ -110,11 +110,14 @@ def test_a_file_without_names_gives_its_classifier_only_if_the_order_is_beyond_d
     data, norm, tuned = ClassFoldersData(name="imagenet"), InPlaceNorm(activation="leaky_relu"), None
 
     def initialised(*classes: str, **options) -> bool:
-        """Whether the classifier is loaded."""
+        """Whether the classifier is loaded, and so the report says that its classes are not known."""
         nonlocal tuned
         tuned = assemble.network_of(config, 3)
         init = Init(str(tmp_path / "net.pt"), format="standard_bn", **options)
-        return "classifier.fc.weight" in initialise(Namespace(init=init, norm=norm, data=data), tuned, classes).matched
+        report = initialise(Namespace(init=init, norm=norm, data=data), tuned, classes)
+        is_loaded = "classifier.fc.weight" in report.matched
+        assert ("only their number was compared" in str(report)) == is_loaded
+        return is_loaded
 
     assert initialised("1", "2", "3") and initialised("1", "2", "10") and initialised("cat", "dog", "owl")
     assert not initialised("1", "10", "2", part="body")
@@ -282,8 +285,9 @@ NARROW_A2 = ("body=wider_resnet38_a2", "body.channels=[[8,8],[8,8],[16,16],[16,1
 def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
     tuned = assemble.network_of(run_config(*overrides), 3)
     before = copy.deepcopy(tuned.state_dict())
-    with pytest.raises(ValueError, match=f"init.weights={file} does not fit the network.*{message}"):
+    with pytest.raises(ValueError, match=f"init.weights={file} does not fit the network.*{message}") as error:
         initialise_from(tuned, file, CLASSES)
+    assert str(error.value).endswith("that it was trained with, and its head; or init.part=body for its body alone")
     assert same(tuned.state_dict(), before)
 
 
@@ -532,3 +536,15 @@ def test_weights_of_other_numbers_of_channels_fit_their_own_alone(tmp_path):
         misfit = rf"mod1.conv1.weight is \d+x4x3x3 in the file and \d+x{channels}x3x3 in the network"
         with pytest.raises(ValueError, match=misfit):
             initialise(config, assemble.network_of(config, 3), CLASSES)
+
+
+def test_images_are_normalised_as_those_that_a_checkpoint_was_trained_on(tmp_path):
+    """If they have as many channels. Other programs' files do not say it."""
+    keys = ("data=folder", "data.root=gone", "norm=std", "data.channels=2", "data.mean=[0.25,0.5]", "data.std=[1,1]")
+    trained = assemble.network_of(run_config(*keys), 3)
+    write(tmp_path / "last.pt", trained, *keys)
+    assert normalisation_of(Init(str(tmp_path / "last.pt")), channels=2) == ((0.25, 0.5), (1, 1))
+    assert normalisation_of(Init(str(tmp_path / "last.pt")), channels=3) is None
+    torch.save(trained.state_dict(), tmp_path / "net.pth")
+    for init in (Init(), Init("published"), Init(str(tmp_path / "net.pth")), Init("gone", format="standard_bn")):
+        assert normalisation_of(init, channels=2) is None

@@ -1,5 +1,7 @@
 """The random numbers with which a run resumes, on every rank."""
 
+from unittest.mock import Mock
+
 import torch
 
 from engine.checkpoint import files as checkpoint
@@ -38,6 +40,14 @@ def test_every_rank_continues_its_own_random_stream_and_other_ranks_get_new_ones
     streams = [*following, *ranks, restored(state, rank=0, world_size=1)]
     assert len({tuple(stream.tolist()) for stream in streams[:5]}) == 5
     assert torch.equal(streams[5], ranks[0])
+
+
+def test_a_device_s_stream_continues_on_its_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restore := Mock())
+    state = {"cpu": 2 * [torch.get_rng_state()], "cuda": ["first", "second"], "threads": 1}
+    world = World(1, 2, torch.device("cuda", 1))
+    restore_random_states(state, world)
+    restore.assert_called_once_with("second", world.device)
 
 
 def test_another_number_of_threads_is_warned_of(monkeypatch, caplog):

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -178,8 +180,9 @@ def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
         damage(run.last)
 
 
-def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
-    """Others wait for it to end, or give up. A killed process leaves no lock."""
+def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch, caplog):
+    """Others wait for it to end, and say so once, or give up. A killed process leaves no lock."""
+    monkeypatch.setattr("engine.checkpoint.run_directory.logger", logging.getLogger("of this test"))
     run, other = run_in(tmp_path), os.fork()
     if other == 0:
         try:
@@ -192,10 +195,19 @@ def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
     named = rf"another process \(process {other} on .+\) is training there; end it, or give another run_dir"
     with pytest.raises(ValueError, match=named):
         run.lock()
-    monkeypatch.setattr("engine.checkpoint.run_directory.SECONDS_FOR_ANOTHER", 300)
-    threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
+    waits = itertools.count(1)
+
+    def sleep(_: float) -> None:
+        if next(waits) == 2:
+            os.kill(other, signal.SIGKILL)
+            assert os.WIFSIGNALED(os.waitpid(other, 0)[1])
+
+    clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=sleep)
+    monkeypatch.setattr("engine.checkpoint.run_directory.time", clock)
+    monkeypatch.setattr("engine.checkpoint.run_directory.SECONDS_FOR_ANOTHER", 9)
+    caplog.clear()
     run.lock()
-    assert os.WIFSIGNALED(os.waitpid(other, 0)[1])
+    assert len(caplog.messages) == 1 and f"is training in run_dir={tmp_path}: waiting for it" in caplog.text
 
 
 def test_a_disk_without_locks_takes_runs(tmp_path, config, monkeypatch):
@@ -371,6 +383,8 @@ def test_a_checkpoint_of_another_task_or_length_or_of_weights_alone_is_refused(t
         run.checkpoint_to_resume(longer, total_steps=12, files={})
     with pytest.raises(ValueError, match="trainer.steps was null and is 6. Give the same values to continue it"):
         run.checkpoint_to_resume(with_key(config, "trainer.steps", 6), total_steps=6, files={})
+    with pytest.raises(ValueError, match="seed was 0 and is 1. Give the same values to continue it"):
+        run.checkpoint_to_resume(with_key(config, "seed", 1), total_steps=9, files={})
     save(run, {**state_of(1, config), "task": "shapes"})
     with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is for the task shapes: expected segmentation$"):
         run.checkpoint_to_resume(config, total_steps=9, files={})
