@@ -66,6 +66,7 @@ def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
     make_console().print(f"results: {name}")
     output = capsys.readouterr().out
     assert f"{name}/last.pt" in output and f"│ {name} " in output and f"results: {name}" in output
+    assert re.search(r"mean \(mIoU\) +│ 50.00 ", output) and re.search("pixel accuracy +│ 75.00 ", output)
     print_results(make_console(), Evaluated(scores, summary=f"in short {name}", images=1), "last.pt")
     assert f"in short {name}" in capsys.readouterr().out
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal

@@ -29,6 +29,14 @@ def handlers() -> list:
     return [signal.getsignal(number) for number in stopping.ONE_REQUEST_SECONDS]
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_terminal():
+    """nohup starts a program with SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     "number, other",
     [(signal.SIGTERM, signal.SIGUSR1), (signal.SIGINT, signal.SIGTERM), (signal.SIGHUP, signal.SIGXCPU)],
@@ -79,6 +87,7 @@ def test_another_signal_does_not_interrupt_what_the_first_has_begun():
 def _saves_when_asked(file: Path, terminal: str) -> None:
     """A training without steps. Its terminal is `terminal`, as that of a session of ssh."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     descriptor = os.open(terminal, os.O_RDWR)  # becomes its controlling terminal, whose end sends SIGHUP
     for number in range(3):
         os.dup2(descriptor, number)

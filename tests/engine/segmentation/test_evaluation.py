@@ -6,6 +6,7 @@ And the table of scores that users read.
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,6 +154,14 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, at_once, device
     assert result.scores["miou"] == pytest.approx(expected.scores["miou"], abs=0.02)  # a few pixels may round otherwise
     rows = [torch.tensor(each.details["confusion_matrix"]).sum(dim=1) for each in (result, expected)]
     assert torch.equal(*rows)
+
+
+def test_scores_of_images_need_labels(tmp_path):
+    unlabelled = SimpleNamespace(has_labels=False, split="test", name="streets", classes=["a"])
+    file = tmp_path / "a.csv"
+    with pytest.raises(ValueError, match=f"^per_image={file}: split test of streets has no labels$"):
+        with written_predictions(unlabelled, World(), None, None, str(file)):
+            pass
 
 
 class Calibration:
