@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .saved import autocast_as
 from .torch_internals import FakeTensor
 
 _TILE_BYTES = {"cpu": 2**20}  # of interpolated logits: about a core's cache
@@ -257,7 +256,7 @@ def _interpolation(old: int, new: int, align_corners: bool, like: Tensor) -> Ten
 @contextmanager
 def _full_precision(device: str) -> Iterator[None]:
     """Context without autocast and, on CUDA, without TF32 in matrix products."""
-    with autocast_as((False, None), device):
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         if device != "cuda" or torch.backends.cuda.matmul.fp32_precision != "tf32":
             yield
             return
