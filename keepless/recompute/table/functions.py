@@ -128,17 +128,19 @@ def body(function: FunctionType) -> FunctionType:
     Only for arguments without their own `__torch_function__`.
     """
     known = function.__globals__  # it may change, and is large
-    names = ["__builtins__", *(known.keys() & names_in(function.__code__))]
+    names = ["__builtins__", *(known.keys() & _names_in_pytorch(function.__code__))]
     found = dict(zip(names, map(known.__getitem__, names), strict=True)) | _UNCHECKED
     opened = FunctionType(function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
 
 
-@cache
 def names_in(code: CodeType) -> frozenset[str]:
     """The names that a function and those inside it may look up."""
     return frozenset(code.co_names).union(*(names_in(one) for one in code.co_consts if isinstance(one, CodeType)))
+
+
+_names_in_pytorch = cache(names_in)  # a program's own code would stay alive with it
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

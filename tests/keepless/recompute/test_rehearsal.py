@@ -780,3 +780,24 @@ def test_a_rehearsal_leaves_cached_weights_as_they_are(is_real):
         after = layer(x)
     assert before.grad_fn.next_functions[0] == after.grad_fn.next_functions[0]  # the cast of the bias
     assert torch.is_autocast_cache_enabled()
+
+
+class Calling(nn.Module):
+    """Calls a function of the program between two layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
+
+    def forward(self, x):
+        return self.second(self.function(self.first(x)))
+
+
+def test_a_dry_run_keeps_no_code_of_the_program_alive():
+    exec("def activation(x):\n    return gelu(x) * 2", made := {"gelu": nn.functional.gelu})
+    network = recompute_activations(Calling(made["activation"]), budget=0.9)
+    network(torch.randn(8, 16)).sum().backward()
+    code = ref(made["activation"].__code__)
+    del network, made
+    gc.collect()
+    assert code() is None
