@@ -144,20 +144,25 @@ def sections(call: dict, _: str) -> Iterator[str]:
     if experiments := by_part["experiments"]:
         ordered = sorted(experiments, key=lambda row: row["experiment"])
         yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
-
-    if rows := by_part["hours"]:
-        yield section(f"Hours of {len(rows)} trainings", columns(with_hours(rows), HOURS))
+    if rows := [*with_hours(by_part["hours"])]:
+        yield section(f"Hours of {len(rows)} trainings", columns(rows, HOURS))
 
 
 def with_hours(rows: Rows) -> Iterator[dict]:
-    """Hours at the rate of the network's own step on an H100, of ResNeXt-101's if the network was not measured."""
+    """Hours at the rate of the network's own step on an H100, of ResNeXt-101's if the network was not measured.
+
+    None without the trainings whose steps were measured.
+    """
     operations = {row["experiment"]: row["operations"] / row["share"] for row in rows}
+    calls = json.loads((frame.RESULTS / "steps.json").read_text())["calls"]
+    measured = {call["arguments"]["recipe"]: call for call in calls if call["arguments"]["device"] == "cuda"}
+    if measured.keys() - operations.keys():
+        return
     rates = {}
-    for call in json.loads((frame.RESULTS / "steps.json").read_text())["calls"]:
-        if call["arguments"]["device"] == "cuda":
-            recipe, crops = call["arguments"]["recipe"], call["arguments"]["crops"]
-            (step,) = (row for row in frame.rows_of(call) if row["switch"] == "trainer.capture=true")
-            rates[recipe.split("_")[1]] = median(step["times_ms"]) / 1000 / (crops * operations[recipe])
+    for recipe, call in measured.items():
+        (step,) = (row for row in frame.rows_of(call) if row["switch"] == "trainer.capture=true")
+        seconds = median(step["times_ms"]) / 1000
+        rates[recipe.split("_")[1]] = seconds / (call["arguments"]["crops"] * operations[recipe])
     for row in rows:
         network = next((name for name in rates if name in row["experiment"]), "resnext101")
         hours = row["steps"] * row["operations"] * rates[network] / 3600

@@ -29,10 +29,17 @@ class Files(NamedTuple):
 
 
 class FileTable(Sequence[Files]):
-    """The files of a split in one array, which workers share, as in `FileList`."""
+    """The files of a split in one array, which workers share, as in `FileList`.
+
+    ValueError: an entry is of another kind.
+    """
 
     def __init__(self, files: Iterable[Files]) -> None:
-        rows = [[os.fsencode(part or "") for part in entry] for entry in files]
+        rows = []
+        for entry in files:
+            if not isinstance(entry, Files):
+                raise ValueError(f"files hold {entry!r}: expected Files(name, image, label)")
+            rows.append([os.fsencode(part or "") for part in entry])
         self.rows = np.array(rows, np.bytes_).reshape(-1, 3)  # name, image and label of each entry
 
     def __len__(self) -> int:
@@ -106,8 +113,6 @@ class SegmentationDataset(Dataset):
     has_labels: bool = field(init=False)  # False for test splits whose labels are withheld
 
     def __post_init__(self) -> None:
-        if wrong := [one for one in self.files if not isinstance(one, Files)]:
-            raise ValueError(f"files of {self.name} hold {wrong[0]!r}: expected Files(name, image, label)")
         self.files = FileTable(self.files)
         self.has_labels = bool(self.files.rows[:, 2].all())
 

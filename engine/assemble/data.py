@@ -3,8 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -139,12 +139,13 @@ def training_loader(
     return loader(crops, data, world, batch_sampler=make())
 
 
-def check_sampler(which: str, first: Sequence[Any], again: Sequence[Any]) -> None:
+def check_sampler(which: str, first: Iterable[Any], again: Iterable[Any]) -> None:
     """ValueError: the first minibatches of two equal samplers differ, or hold something else than draws of images."""
-    fit = range(2, len(Draw._fields) + 1)
-    if wrong := [each for each in first if not isinstance(each, tuple | list) or len(each) not in fit]:
-        raise ValueError(f"{which} gives {wrong[0]!r}: expected (epoch, number) or datasets.Draw for each image")
-    if [*first] != [*again]:
+    try:
+        drawn, drawn_again = ([Draw(*each) for each in minibatch] for minibatch in (first, again))
+    except TypeError as error:
+        raise ValueError(f"{which} gives {first!r}: expected a list of (epoch, number) or datasets.Draw") from error
+    if repr(drawn) != repr(drawn_again):
         raise ValueError(
             f"{which} gives other images when it is made again, so a resumed run would: draw from seed and epoch "
             f"alone, such as by numpy.random.default_rng([seed, epoch])"
@@ -198,7 +199,8 @@ def augmentations(config: TrainingRun) -> Augmentations | None:
             )
         taken = ["crop", "label", "generator", *["others"] * bool(mixes)]
         try:
-            signature(own).bind(*taken)
+            with suppress(ValueError):  # code in C may have no signature
+                signature(own).bind(*taken)
         except TypeError as error:
             raise ValueError(
                 f"augmentations={name} does not take ({', '.join(taken)}): {error}; an attribute mixes = k asks for "

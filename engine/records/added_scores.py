@@ -35,8 +35,8 @@ class AddedScores:
         for name, own in self.by_name.items():
             if (reads := getattr(own, "reads", PREDICTION)) not in (PREDICTION, PROBABILITIES):
                 raise ValueError(f"scores={name} has reads={reads!r}: expected {PROBABILITIES!r}, or leave it out")
-            if not hasattr(own, "counts"):
-                raise ValueError(f"scores={name} has no counts: expected an array of what it counts")
+            with errors_named(f"scores={name}"):
+                np.shape(own.counts)
 
     def reading(self, what: str) -> dict[str, Any]:
         """The scores that read predictions, or probabilities."""

@@ -109,8 +109,8 @@ def written_predictions(
     `predictions` get the dataset's official encoding, `overlays` image | ground truth | prediction.
     ValueError, naming one of the three: it cannot be written, or would replace other files; or the split lacks labels.
     """
-    given = {"predictions": predictions, "overlays": overlays}
-    places = [Path(path).resolve() for path in given.values() if path is not None]
+    given = {key: path for key, path in (("predictions", predictions), ("overlays", overlays)) if path}
+    places = [Path(path).resolve() for path in given.values()]
     if len({*places}) < len(places):
         raise ValueError(f"predictions={predictions} is also the folder of overlays: give two folders")
     names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
@@ -118,9 +118,7 @@ def written_predictions(
         raise ValueError(f"per_image={per_image}: split {dataset.split} of {dataset.name} has no labels")
     table = None if per_image is None else ImageScores(dataset.classes, Path(per_image), "per_image")
     makers = {"predictions": official, "overlays": overlaid}
-    kinds = [
-        (makers[key], folder_for_pictures(key, path, dataset, names)) for key, path in given.items() if path is not None
-    ]
+    kinds = [(makers[key], folder_for_pictures(key, path, dataset, names)) for key, path in given.items()]
 
     def write(minibatch: dict, predicted: Tensor) -> None:
         for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):

@@ -72,7 +72,7 @@ def on_random_weights(experiment: str) -> str:
 
 
 def on_loss(config: TrainingRun, trained: list[str], changed: list[str]) -> str:
-    """An error about a loss that has parameters to train, or keeps what a resumed run would lack."""
+    """About a loss that has parameters to train, or keeps what a resumed run would lack."""
     whose = f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "the loss"
     if trained:
         return f"{whose}: {trained[0]} gets a gradient, but only the network is trained: let the head have it"

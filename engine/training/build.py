@@ -33,13 +33,26 @@ def learner(
     torch.manual_seed(config.seed)
     plain = forward(config, make(), world.device)
     if isinstance(plain.network, SegmentationNetwork):
-        with torch.no_grad():  # the first evaluation is late to find that the head decides wrongly
-            plain.network.decide(torch.zeros(1, plain.network.classes, 2, 2, device=world.device))
+        _check_decide(plain.network, world.device)
     if world.device.type == "cpu" and (config.trainer.channels_last or config.trainer.precision == "bfloat16"):
         _correct_on_cpu(config.trainer, plain.network)
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
     return learner_of(config, plain, schedule, world, eager_because)
+
+
+def _check_decide(network: SegmentationNetwork, device: torch.device) -> None:
+    """ValueError: what the head decides is no class of each pixel. The first evaluation would be late to find it."""
+    was_training = network.head.training
+    network.head.eval()
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            network.decide(torch.zeros(1, network.classes, 64, 64, device=device))
+        except ValueError:
+            raise
+        except Exception as error:  # anything, from code that is not ours
+            raise ValueError(f"{type(network.head).__name__}.decide: {type(error).__name__}: {error}") from error
+    network.head.train(was_training)
 
 
 def _correct_on_cpu(trainer: Trainer, network: nn.Module) -> None:

@@ -21,13 +21,13 @@ from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import PLANNED_STEPS
 from engine.segmentation.cross_entropy import Batch
 from engine.training import advice
+from engine.training.capture import numbers_of
 from engine.training.learner import Learner, Outcome
 from engine.training.run import Config, Run, Split
 from keepless import checking_repetitions
 from models.freezing import training_mode
 
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
-_NUMBERS = (int, float, Tensor)
 # A network's result, labels, perhaps the `Batch` -> mean over the images of a micro-batch.
 Loss = Callable[..., Tensor]
 
@@ -108,25 +108,34 @@ def train(
 def _checked(loss: Loss, kept: dict[str, Any], config: Config) -> Iterator[None]:
     """Context of one of the first steps: no branch's recomputation differs, and the loss keeps nothing for later steps.
 
-    `kept`: the numbers and tensors in the loss after the last step, which no checkpoint has. They are noted there.
-    ValueError: they have changed, or a parameter is among them that gets a gradient.
+    `kept`: what the loss held after the last step, which no checkpoint has. It is noted there.
+    ValueError: a parameter or buffer has changed, or gets a gradient. A warning: a number in an attribute has changed.
     """
     with checking_repetitions():
         yield
     if not isinstance(loss, nn.Module):
         return
-    own = {f"{at}.{name}": one for at, part in loss.named_modules() for name, one in vars(part).items()}
-    own |= dict(loss.named_buffers())
-    now = {name: (one, getattr(one, "_version", 0)) for name, one in own.items() if isinstance(one, _NUMBERS)}
-    changed = [name for name, (one, version) in kept.items() if name in now and not _is(now[name], one, version)]
+    held = {**dict(loss.named_parameters()), **dict(loss.named_buffers())}
+    now = {name: _noted(one) for name, one in held.items()}
+    changed = [name for name, before in kept.get("tensors", {}).items() if not _is_as(held.get(name), *before)]
     trained = [name for name, parameter in loss.named_parameters() if parameter.grad is not None]
     if trained or changed:
         raise ValueError(advice.on_loss(config, trained, changed))
-    kept.update(now)
+    numbers = numbers_of(loss, loss)
+    if told := [name for name, value in kept.get("numbers", numbers).items() if numbers.get(name) != value]:
+        logger.warning(advice.on_loss(config, [], told))
+    kept |= {"tensors": now, "numbers": numbers}
 
 
-def _is(before: tuple[Any, int], one: Any, version: int) -> bool:
-    return version == before[1] and (one is before[0] if isinstance(one, Tensor) else one == before[0])
+def _noted(one: Tensor) -> tuple[Tensor, int, Tensor | None]:
+    """A tensor, its version, and a copy if it is small."""
+    return one, 0 if one.is_inference() else one._version, one.detach().clone() if one.numel() <= 2**20 else None
+
+
+def _is_as(one: Tensor | None, before: Tensor, version: int, copied: Tensor | None) -> bool:
+    if one is before and (one.is_inference() or one._version == version):
+        return True
+    return one is not None and copied is not None and torch.equal(one, copied)
 
 
 class Taken(NamedTuple):
