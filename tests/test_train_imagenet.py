@@ -17,10 +17,11 @@ from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
 from datasets import cifar10, shapes
-from engine import assemble
+from engine import assemble, prediction
 from engine.checkpoint import files as checkpoint
 from engine.classification import accuracy
 from engine.classification.accuracy import evaluate_split
+from engine.prediction import open_network
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
 from engine.schema.keys import refuse_other_tasks
@@ -69,6 +70,13 @@ def test_a_classifier_learns_and_leaves_a_run_directory(trained):
     assert "val top-1" in log and "data.val_split=train: " in log
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {"top1", "top5"} <= next(record for record in records if record["kind"] == "val").keys()
+
+
+def test_a_program_scores_a_classifier_as_the_command_does(trained, monkeypatch):
+    monkeypatch.setitem(IMAGES, "train", 40)
+    network = open_network(last_of(trained[0]))
+    found = prediction.evaluate(network, shapes(None, "train"))
+    assert {"top1", "top5"} <= found.keys() and found.items() <= trained[1].items()
 
 
 @pytest.mark.slow
