@@ -67,10 +67,9 @@ WITHOUT_HOME = "import pwd\npwd.getpwuid = {}.__getitem__\n"  # as of a user who
 
 
 @pytest.mark.parametrize("trap", [False, True])
-def test_ranks_of_a_user_without_a_home_make_one_private_folder_or_none(tmp_path, monkeypatch, trap):
+def test_ranks_of_a_user_without_a_home_make_one_private_folder_or_none(tmp_path, tmp_path_factory, monkeypatch, trap):
     """Both draw the streets and count their classes there, in the folder for temporary files."""
-    shared, name = tmp_path / "shared", f"inplace-abn-segmentation-{os.getuid()}"
-    shared.mkdir()
+    shared, name = tmp_path_factory.mktemp("s"), f"inplace-abn-segmentation-{os.getuid()}"  # short, as sockets need it
     shared.chmod(0o1777)
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_HOME)
     for variable in ("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
