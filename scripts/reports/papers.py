@@ -82,7 +82,7 @@ def tables_of(experiment: str) -> list[str]:
 
 
 def titles() -> dict[str, str]:
-    """The titles of all tables by name: ours first, then those that experiments of plugins name."""
+    """{name: title} of all tables: first those of this repository, then those of plugins."""
     return {table: TABLES.get(table, table) for each in (TABLES, *map(tables_of, all_experiments())) for table in each}
 
 

@@ -1,4 +1,4 @@
-"""What choices build takes the arguments of their groups' contracts, or is refused by name."""
+"""Each choice builds something that its group's contract can call; otherwise an error names the choice."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -205,7 +205,7 @@ def test_tensors_beside_the_network_s_are_skipped_and_said(trained, others):
 
 
 def averaged_files(raw: dict, average: dict) -> dict[str, dict]:
-    """What trainings of other programs write, with raw and averaged weights."""
+    """Checkpoints with raw and EMA weights, as other programs write them."""
     below = {f"module.{name}": tensor for name, tensor in average.items()}
     counted = below | {"n_averaged": torch.tensor(7)}
     of_lightning = {f"model.{name}": tensor for name, tensor in raw.items()}

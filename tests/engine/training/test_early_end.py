@@ -49,7 +49,7 @@ def val_records(run_dir: Path) -> list[int]:
 
 
 def test_a_run_ends_after_evaluations_that_are_not_better(tmp_path, capsys):
-    """As at a normal end: results, the best checkpoint, EMA weights. Started again, it is evaluated again."""
+    """It leaves what a normal end leaves: results, best.pt, EMA weights. Starting it again evaluates it again."""
     results, steps = trained(tmp_path, "trainer.patience=2")
     assert steps == [2, 4, 6, 8] and results["top1"] == 0.5  # of the last one, which is not evaluated again
     assert json.loads((tmp_path / "results.json").read_text()) == results
