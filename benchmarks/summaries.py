@@ -165,13 +165,14 @@ def picture() -> Figure:
         "plain": ("baseline", charts.BLACK),
         CHECKPOINTED: ("activation checkpointing", charts.VERMILION),
         "recompute_activations": ("keepless, no budget", charts.BLUE),
-        PLANNED: ("keepless, budget of 2.2 GiB", charts.BLUE),
+        PLANNED: ("keepless, budget of {budget:.1f} GiB", charts.BLUE),
         "the least": ("keepless, lowest budget", charts.BLUE),
     }
     own = shown.setdefault("ResNet-50, unchanged, 128 images of 224², H200", [])
     for method, (name, colour) in of_methods.items():
         row, eager, graphs = step_on_h200("resnet50", method)
         times = "1.00" if method == "plain" else f"{eager:.2f} ({graphs:.2f} with CUDA graphs)"
+        name = name.format(budget=row.get("budget_bytes", 0) / GIB)
         own.append((name, row["peak_bytes"], f"time {times}", colour))
     figure, panels = charts.panels(1, len(shown), (13, 2.8))
     for axes, (title, bars) in zip(panels, shown.items(), strict=True):
