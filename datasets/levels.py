@@ -11,6 +11,7 @@ from datasets.segmentation import SegmentationDataset
 from datasets.workers import Progress
 
 _FEW = 64  # levels, a quarter of them
+_DECODED = 64  # images of 8 bits whose levels are looked at, or twice as many
 _MEASURED = 100  # images at least, if there are as many
 _RARE = 1e-3  # share of the pixels: broken pixels of a camera may have any value
 _MOST_RARE = 1e-2  # of all such pixels, towards black or white
@@ -33,6 +34,11 @@ def measured(dataset: SegmentationDataset, progress: Progress = None) -> tuple[l
     mean = shares @ levels
     std = np.sqrt((shares * (levels - mean[:, None]) ** 2).sum(axis=1)).clip(min=1 / 255)  # a channel may be constant
     return mean.round(4).tolist(), std.round(4).tolist()
+
+
+def is_decoded(index: int, images: int) -> bool:
+    """Whether the levels of an image are looked at, one of so many, although it has 8 bits and is decoded for that."""
+    return index % max(1, images // _DECODED) == 0
 
 
 class Use(NamedTuple):

@@ -21,14 +21,13 @@ from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
-from datasets.levels import Use, doubts_of_levels, used
+from datasets.levels import Use, doubts_of_levels, is_decoded, used
 from datasets.reading import COLOURS, Stored, label_palette, orientation, read
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
 _CHECKS = 11  # increment when the checks change: all data is then checked again
 _SHOWN = 5
-_DECODED = 64  # how many images `verify` decodes at most, or twice as many
 
 Split = SegmentationDataset | ClassificationDataset
 
@@ -279,7 +278,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
             seen.notes["pages"] = pages
         every_pixel = decode or isinstance(dataset, ClassificationDataset)
         seen.size = attempted("unreadable image", restorable()(_size), file, dataset.turned, every_pixel, channels)
-    chosen = index % max(1, len(dataset) // _DECODED) == 0
+    chosen = is_decoded(index, len(dataset))
     if seen.size is not None and (decode or chosen):
         seen.used = attempted("unreadable image", used, file, dataset.turned, channels, dataset.range16, chosen)
         may_have_further = dataset.channels_key is not None and channels == COLOURS and "pages" not in seen.notes

@@ -41,7 +41,7 @@ from datasets.folder import CLASSES, TRAINED, WITHHELD, LabelFiles, alike, check
 from datasets.label_names import LabelNames
 from datasets.label_values import WHITE
 from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json
-from datasets.levels import Use, doubts_of_levels, used
+from datasets.levels import Use, doubts_of_levels, is_decoded, used
 from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
 from datasets.splitting import parts_of, prefixes, sources_of, spread, unlisted
@@ -127,7 +127,7 @@ class Held:
     colours: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of ids with a palette, and of colours
     palettes: Palettes = field(default_factory=Palettes)
     other_sizes: list[str] = field(default_factory=list)  # than their images have
-    used: list[Use] = field(default_factory=list)  # by 16-bit images
+    used: list[Use] = field(default_factory=list)  # by 16-bit images, and some of 8 bits
     between: Counter[int] = field(default_factory=Counter)  # see `label_values.between`
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
@@ -284,7 +284,8 @@ def read_labels(images: Mapping[Path, Path | None], workers: int | None, console
     """Read labels, {file: its image}. `channels`: of the images."""
     held, pairs = Held(), [*images.items()]
     with progress_bar(console) as progress:
-        contents_of = in_order(lambda number: contents(*pairs[number], channels), range(len(pairs)), workers)
+        count = len(pairs)
+        contents_of = in_order(lambda n: contents(*pairs[n], channels, is_decoded(n, count)), range(count), workers)
         for (label, _), found in zip(tracked(progress, pairs, "reading labels"), contents_of, strict=True):
             held.pixels[found.kind].update(found.pixels)
             held.labels[found.kind].update(found.pixels.keys())
@@ -371,7 +372,7 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
 
 class Contents(NamedTuple):
     """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; its and its image's size, if these differ;
-    what 16-bit images use, see `datasets.levels`; and `between`."""
+    what 16-bit images and some others use, see `datasets.levels`; and `between`."""
 
     kind: str
     pixels: dict[int, int]
@@ -382,7 +383,7 @@ class Contents(NamedTuple):
 
 
 @restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
-def contents(path: Path, image: Path | None, channels: int) -> Contents:
+def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Contents:
     file = read(path, photograph=True)
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
@@ -393,7 +394,7 @@ def contents(path: Path, image: Path | None, channels: int) -> Contents:
             stored = of_channels.read_file(image, True, channels)
             if (shown := of_channels.size(stored, True, channels)) != size:
                 other_size = f"{readable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
-            its_use = used(stored, turned=True, channels=channels)
+            its_use = used(stored, turned=True, channels=channels, shallow=shallow)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
         colours = {code: tuple(code.to_bytes(3, "big")) for code in pixels}

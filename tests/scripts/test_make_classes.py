@@ -115,6 +115,15 @@ def test_255_beside_evenly_spread_levels_is_doubted(held, doubted, tmp_path, cap
     assert ("evenly spread: if it is a class, give ignored=null" in capsys.readouterr().out) == doubted
 
 
+def test_images_of_8_bits_that_are_nearly_black_are_doubted(tmp_path, capsys):
+    """As floats of 0 to 1 are that were cast to bytes."""
+    for split in ("train", "val"):
+        trees.write(tmp_path / split / "images" / "a.png", equal_channels((IDS > 0).astype(np.uint8)))
+        trees.write(tmp_path / split / "labels" / "a.png", IDS)
+    make_classes(checked("make_classes", f"data.root={tmp_path}", "workers=0"))
+    assert "8-bit images use 2 of the 256 levels" in " ".join(capsys.readouterr().out.split())
+
+
 def test_colours_of_one_label_each_look_like_instances(tmp_path, capsys):
     for number in range(6):
         trees.write(tmp_path / "images" / f"{number}.png", np.zeros((24, 40, 3), np.uint8))
