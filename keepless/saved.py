@@ -179,11 +179,13 @@ class Kept:
     repeats the modification too. Copies pass.
     """
 
-    __slots__ = ("counter", "hooks", "name", "packed", "place", "storage", "version", "__weakref__")
+    __slots__ = ("counter", "hooks", "packed", "place", "storage", "version", "__weakref__")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor", detaches: bool = True):
+    name = "a tensor"  # with which the message of a modified one begins
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, detaches: bool = True):
         """`detaches`: from its graph, with which an operation's own output would keep itself alive."""
-        self.version, self.hooks, self.name = tensor._version, hooks, name
+        self.version, self.hooks = tensor._version, hooks
         if type(tensor) not in PLAIN and adds_metadata(type(tensor)):
             with without_subclasses():
                 tensor = tensor.detach()

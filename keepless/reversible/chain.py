@@ -44,6 +44,12 @@ from .replay import Section
 from .state import Values
 
 
+class _KeptValue(Kept):
+    __slots__ = ()
+
+    name = "an input or output of a reversible module"
+
+
 class Boundary:
     """The values between two steps: kept, or restored by the step that follows.
 
@@ -59,7 +65,7 @@ class Boundary:
 
     def keep(self, values: Values, hooks: Hooks | None) -> None:
         if self.kept is None:
-            self.kept = tuple(Kept(tensor, hooks, "an input or output of a reversible module") for tensor in values)
+            self.kept = tuple(_KeptValue(tensor, hooks) for tensor in values)
 
     def leave_to(self, step: "Step | Regrouping") -> None:
         """Drop the values: the step that follows restores them."""

@@ -235,9 +235,9 @@ class Saved:
         if of is None or of[0]() is not storage:
             of = known[place] = weakref.ref(storage), Memory()
         of[1].saves += ((weakref.ref(self), weakref.ref(tensor)),)
-        self.value = value
-        value.consumers += 1
-        if value.consumers == 1 and type(value.source) is Recipe:
+        self.value, before = value, value.consumers
+        value.consumers = before + 1
+        if not before and type(value.source) is Recipe:
             value.source.count(1)
 
     def read_instead(self, value: Value) -> None:
@@ -330,16 +330,17 @@ class Recipe:
             self.autocast, self.stream = autocast_of(self.device), current_stream(like)
         if wanted:
             self.wanted = 1
-        depth: int = 0
+        depth, readers = 0, (weakref.ref(self),)
         for value in again.arguments:
             if type(value) is Value:
                 if type(source := value.source) is not Recipe:
-                    value.recipes += (weakref.ref(self),)
+                    value.recipes += readers
                 elif source.depth > depth:
                     depth = source.depth
                 if wanted:  # `Value.count`
-                    value.consumers += 1
-                    if value.consumers == 1 and type(source) is Recipe:
+                    before = value.consumers
+                    value.consumers = before + 1
+                    if not before and type(source) is Recipe:
                         source.count(1)
         self.depth = 1 + depth
 
@@ -350,11 +351,12 @@ class Recipe:
     def count(self, change: int) -> None:
         """Count a value that gets its first consumer (1) or loses its last (-1). Without any, inputs lose one."""
         self.wanted += change
-        if self.wanted == (change > 0):
+        turning = change > 0  # the number at which inputs gain their first consumer, or lose their last
+        if self.wanted == turning:
             for value in self.arguments:  # `Value.count`
                 if type(value) is Value:
-                    value.consumers += change
-                    if type(source := value.source) is Recipe and value.consumers == (change > 0):
+                    value.consumers = consumers = value.consumers + change
+                    if consumers == turning and type(source := value.source) is Recipe:
                         source.count(change)
 
     def computed(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:

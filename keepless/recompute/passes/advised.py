@@ -42,8 +42,8 @@ _SEQUENCES = frozenset([list, tuple])
 HOOKS, DROP, SIGNS, KEEP = bits.HOOKS, bits.DROP, bits.SIGNS, bits.KEEP  # names of a module itself are found faster
 MEMORY, COUNT, FLAT = bits.MEMORY, bits.COUNT, bits.FLAT
 _SELDOM, _ASKED, _SAVES = bits.RULES | bits.UNKNOWN | bits.ADDED, bits.RULES | bits.UNKNOWN, HOOKS | DROP
-_BUSY, _DERIVED = ~COUNT, bits.ANY_DERIVED
-strided = torch.strided
+_BUSY, _AFTERWARDS, _DERIVED = ~COUNT, KEEP | COUNT, bits.ANY_DERIVED
+strided, Parameter = torch.strided, nn.Parameter
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -87,7 +87,7 @@ class Advised(Recording):
     def __enter__(self) -> "Advised":
         super().__enter__()
         self.known.log.is_on = self.is_first  # else `earlier` says what is kept
-        self.packing, self.find = self.pack, AdvisedFinder(self.known)  # made once
+        self.packing, self.find = self.pack, AdvisedFinder(self.known, self.saves)  # made once
         return self
 
     def start_hooks(self) -> None:
@@ -103,7 +103,9 @@ class Advised(Recording):
             self.kept = [*self.earlier, *self.kept]
         self.at = END  # after Ctrl-C, it may still see calls
         self.__dict__.pop("packing", None)  # PyTorch holds it, and so this object, as long as the graph
-        self.saves, self.own, self.given = [], [], ()
+        self.saves.clear()
+        self.own.clear()
+        self.given = ()
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if _is_compiling():
@@ -180,11 +182,15 @@ class Advised(Recording):
                 self._drop(site, args, kwargs, result)
             if advice & MEMORY:
                 self.known.note_made((*args, *kwargs.values()), result, site)
-        if advice & KEEP and isinstance(result, Tensor) and not self.known.may_change_unseen(result):
-            if self.known.find(result) is None:
-                self.known.kept_later(result)
-        if advice & COUNT:
-            self.count(result)
+        if advice & _AFTERWARDS:
+            if advice & KEEP and isinstance(result, Tensor) and not self.known.may_change_unseen(result):
+                if self.known.find(result) is None:
+                    self.known.kept_later(result)
+            if advice & COUNT:
+                if type(result) is Tensor and not advice & FLAT and result.layout is strided:
+                    self.results += result.nbytes
+                else:
+                    self.count(result)
         return result
 
     def count(self, result: Any) -> None:
@@ -322,25 +328,27 @@ class Advised(Recording):
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""
-        known, site, value = self.known, self.site, None
-        advice, one = site.advice, known.found.get(id(tensor))
-        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
-            if advice & DROP:
+        known, site = self.known, self.site
+        if type(tensor) is Parameter or type(tensor._base) is Parameter:
+            if site.advice & DROP:
                 self.saves.append(tensor)
             return Kept(tensor, None, detaches=False)
         if known.exposed.found and known.may_change_unseen(tensor):
             return known.packed(tensor)
+        one, value = known.found.get(id(tensor)), None
         if one is not None and one[0]() is tensor and one[1] == tensor._version:
             value = one[2]
         elif not tensor.requires_grad:
-            if (tensor.ndim > 1 or known.by_plan) and not known.is_simple(tensor):
+            if (tensor.ndim > 1 or tensor.numel() >= known.short) and not known.is_simple(tensor):
                 known.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
-            return Kept(tensor, None)
+            return Kept(tensor, None, detaches=False)
         elif self._may_be_derived(tensor):
             value = known.derived(tensor)
-        if value is not None and type(value.source) is not Kept:  # else `KnownValues.give` detaches the recipes' one
-            return known.hold(value, known.memories, tensor)
-        if value is None and advice & SIGNS and (value := known.sign_mask(tensor, site.row.positive)) is not None:
+        advice = site.advice
+        if value is not None:
+            if type(value.source) is not Kept:  # else `KnownValues.give` detaches the recipes' one
+                return known.hold(value, known.memories, tensor)
+        elif advice & SIGNS and (value := known.sign_mask(tensor, site.row.positive)) is not None:
             return known.hold(value, known.memories, tensor)
         # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
         for given in self.given[1:] if site.writes else self.given:
@@ -396,16 +404,24 @@ class Advised(Recording):
         known, rule, find = self.known, site.row.again, self.find
         if known.dead:
             known.settle_gone()
-        is_plain = type(result) in PLAIN and result.layout is strided and not result.is_nested
-        if is_plain and rule is not None and (result.grad_fn is not None or known.may_drop(site.row, args, result)):
-            find.result, find.saves, again = result, self.saves, None
+        if (
+            type(result) in PLAIN
+            and rule is not None
+            and result.layout is strided
+            and not result.is_nested
+            and (result.grad_fn is not None or known.may_drop(site.row, args, result))
+        ):
+            find.result, again = result, None
             try:
                 again = rule(find, args, kwargs, result)
-                is_new = again.fresh or is_written or not any([one is result for one in (*args, *kwargs.values())])
             except NotRepeated:
-                is_new = False
-            find.result, find.saves, find.held = None, (), None
-            if again is not None and is_new and not again.draws:
+                pass
+            find.result = find.held = None
+            if (
+                again is not None
+                and not again.draws
+                and (again.fresh or is_written or not _is_among(result, args, kwargs))
+            ):
                 value = None
                 for tensor, one in self.own:  # autograd holds it already
                     value = one if tensor is result else value
@@ -426,7 +442,12 @@ class Advised(Recording):
         """Keep what a call has saved that is not its result."""
         for tensor, value in self.own:
             value.source = value.source or Kept(tensor, None)
-        self.saves, self.own = [], []
+        self.saves.clear()
+        self.own.clear()
+
+
+def _is_among(result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any([one is result for one in (*args, *kwargs.values())])
 
 
 def _is_number(one: object) -> bool:

@@ -354,7 +354,6 @@ class KnownValues:
         argument = argument_copied_by(node, call.arguments)
         if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:
             return None
-        self.note_memories()
         value = self._smaller_value_of(argument, tensor)
         found: Again | Value | None
         if argument.dtype != tensor.dtype:
@@ -390,6 +389,7 @@ class KnownValues:
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
         """Whether a value can only be read from the memory of an argument."""
+        self.note_memories()
         return not value.unread and value.reads_storage(self.place(argument))
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
@@ -400,6 +400,7 @@ class KnownValues:
             # An earlier pass has found that it is worth while.
             is_kept_here = value is None and not (is_parameter(argument) or call.overwrites)
             return self.keep(argument) if is_kept_here else value
+        self.note_memories()
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or kept_bytes_below([value], only_unread=True) > most else value
 

@@ -52,6 +52,7 @@ class Find(Protocol):
 Function = Callable[..., Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
 
+_NUMBERS = frozenset([int, float, bool])
 _INPLACE_ALONE = frozenset(["input", "inplace"])
 _RANDOM, _UNKNOWN = "its random numbers cannot be drawn again", "its call has an unknown option"
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
@@ -177,9 +178,8 @@ def _on_any_values(function: Function, others: tuple[Any, ...], named: dict[str,
 
 def _fixed(argument: Sequence[Any]) -> tuple[Any, ...]:
     """A list as a tuple, because the caller may change it later. NotRepeated: it holds tensors."""
-    for one in argument:
-        if isinstance(one, Tensor):
-            raise NotRepeated("an argument is a list of tensors")
+    if not _NUMBERS.issuperset(map(type, argument)) and any([isinstance(one, Tensor) for one in argument]):
+        raise NotRepeated("an argument is a list of tensors")
     return tuple(argument)
 
 
