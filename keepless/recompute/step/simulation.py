@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..passes.recipes import LONGEST_PLANNED
 from .step import Event, Kind, Step
 
-_HOLD, _LET, _SAVE, _READ, _RELEASE, _BUSY, _PASS = Event
+_HOLD, _LET, _SAVE, _READ, _RELEASE, _BUSY, _PASS = map(int, Event)  # plain numbers are compared faster
 
 
 class Outcome(NamedTuple):
@@ -110,7 +110,7 @@ class Simulation:
             value = self.step.saved[what].value if event in (_SAVE, _READ, _RELEASE) else -1
             if value >= 0 or event == _PASS or (event in (_HOLD, _LET) and what in shared):
                 before = alone.most = alone.level
-                self.events.append((event, what, value, 0, 0))
+                self.events.append((int(event), what, value, 0, 0))
                 self.at.append(now)
             else:
                 most = alone.most
@@ -178,11 +178,33 @@ class Run(_Levels):
         self.now = 0  # number of the event
 
     def outcome(self) -> Outcome:
-        levels = []
+        levels, needs, kept, using = [], self.needs, self.kept, self.using
+        is_whole = [kept[one] and self.kept_in[one] < self.of_signs for one in range(len(kept))]
         for now, (event, what, value, most, change) in enumerate(self.whole.events):
             self.now, self.most = now, self.level
-            self.happens(event, what, value)
-            levels.append(max(self.level + most, self.most))
+            if event == _SAVE:
+                if needs[value]:
+                    needs[value] += 1
+                else:
+                    self._need(value)
+            elif event == _READ:
+                if is_whole[value]:
+                    self.last[value], self.first[value] = now, min(now, self.first[value])
+                else:
+                    self._read(what, value)
+            elif event == _RELEASE:
+                if needs[value] > 1 and what not in using:
+                    needs[value] -= 1
+                else:
+                    self._release(what, value)
+            elif event == _HOLD:
+                self.hold(what)
+            elif event == _LET:
+                self.let(what)
+            elif event == _PASS:
+                self._pass_ends()
+            level = self.level + most
+            levels.append(level if level > self.most else self.most)
             self.level += change
         consumers, born, first, last = found = [self.consumers, self.born, self.first, self.last]
         for leader, numbers in self.whole.groups:  # a leader's entries stand for all values that its recipe computes
@@ -190,29 +212,6 @@ class Run(_Levels):
             born[leader], first[leader] = min([born[one] for one in numbers]), min([first[one] for one in numbers])
             last[leader] = max([last[one] for one in numbers])
         return Outcome(max(levels), sum(map(mul, self.runs, self.whole.seconds)), levels, *found)
-
-    def happens(self, event: Event, what: int, value: int) -> None:
-        if event == _SAVE:
-            if self.needs[value]:
-                self.needs[value] += 1
-            else:
-                self._need(value)
-        elif event == _READ:
-            if not self.kept[value] or self.kept_in[value] >= self.of_signs:
-                self._read(what, value)
-            else:
-                self.last[value], self.first[value] = self.now, min(self.now, self.first[value])
-        elif event == _RELEASE:
-            if self.needs[value] > 1 and what not in self.using:
-                self.needs[value] -= 1
-            else:
-                self._release(what, value)
-        elif event == _HOLD:
-            self.hold(what)
-        elif event == _LET:
-            self.let(what)
-        elif event == _PASS:
-            self._pass_ends()
 
     def _need(self, number: int) -> None:
         """Count a new consumer of a value. If it is the first, the recipe now reads its inputs: count it there, too."""
