@@ -68,35 +68,30 @@ class SmallImagesData(ClassificationData):
 
 
 @choice("data")
-@dataclass
 class CIFAR10Data(SmallImagesData):
     name: str = "cifar10"
     builds: ClassVar[str] = "datasets.cifar.CIFAR10"
 
 
 @choice("data")
-@dataclass
 class CIFAR100Data(SmallImagesData):
     name: str = "cifar100"
     builds: ClassVar[str] = "datasets.cifar.CIFAR100"
 
 
 @choice("data")
-@dataclass
 class ImageFolderData(ClassFoldersData):
     name: str = "image_folder"
     builds: ClassVar[str] = "datasets.imagenet.IMAGE_FOLDER"
 
 
 @choice("data")
-@dataclass
 class ImageNetChallengeData(ClassFoldersData):
     name: str = "imagenet"
     builds: ClassVar[str] = "datasets.imagenet.IMAGENET"
 
 
 @choice("data")
-@dataclass
 class ShapesData(SmallImagesData):
     name: str = "shapes"
     builds: ClassVar[str] = "datasets.shapes.SHAPES"

@@ -150,21 +150,18 @@ class SegmentationData(Data):
 
 
 @choice("data")
-@dataclass
 class CamVidData(SegmentationData):
     name: str = "camvid"
     builds: ClassVar[str] = "datasets.camvid.CAMVID"
 
 
 @choice("data")
-@dataclass
 class CityscapesData(SegmentationData):
     name: str = "cityscapes"
     builds: ClassVar[str] = "datasets.cityscapes.CITYSCAPES"
 
 
 @choice("data")
-@dataclass
 class CocoStuffData(SegmentationData):
     name: str = "coco_stuff"
     lists: str = key("challenge", one_of=LISTS)  # the 40k / 5k images of the 2017 challenge, or all 118k / 5k
@@ -172,7 +169,6 @@ class CocoStuffData(SegmentationData):
 
 
 @choice("data")
-@dataclass
 class FolderData(SegmentationData):
     name: str = "folder"
     # equal: refuse labels whose palettes give the same id different colours; any: use only the ids.
@@ -212,14 +208,12 @@ class FolderData(SegmentationData):
 
 
 @choice("data")
-@dataclass
 class SyntheticData(SegmentationData):
     name: str = "synthetic"
     builds: ClassVar[str] = "datasets.synthetic.SYNTHETIC"
 
 
 @choice("data")
-@dataclass
 class VistasData(SegmentationData):
     name: str = "vistas"
     builds: ClassVar[str] = "datasets.vistas.VISTAS"
@@ -237,7 +231,6 @@ class Sampler:
 
 
 @choice("sampler")
-@dataclass
 class UniformSampler(Sampler):
     """Every image once per epoch."""
 
@@ -246,7 +239,6 @@ class UniformSampler(Sampler):
 
 
 @choice("sampler")
-@dataclass
 class ClassUniformSampler(Sampler):
     name: str = "class_uniform"
     fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image

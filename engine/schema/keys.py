@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import Field, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_o
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
+from typing_extensions import dataclass_transform
 
 from keepless.torch_internals import tree_leaves
 
@@ -102,8 +103,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # a YAML file there c
 CHOICES: dict[str, dict[str, type[Any]]] = {}  # {group: {name: dataclass}}, which only `choice` fills
 
 
+@dataclass_transform()
 def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]:
-    """Class decorator: makes a dataclass of keys the choice GROUP=NAME, NAME being the default of its key `name`.
+    """Class decorator: makes a dataclass of keys, the choice GROUP=NAME. NAME is the default of its key `name`.
 
     Its class attribute `builds` is what is built from it, a class or function, or names it, as "package.module.Name".
     How that is called, by group: `engine.assemble.contracts`.
@@ -118,12 +120,10 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
 
     def register(made: type[T]) -> type[T]:
         """Check the class, and make it known here and to Hydra."""
-        own: type[Any] = made
+        own: type[Any] = made if "__dataclass_fields__" in vars(made) else dataclass(made)
         name, known = getattr(own, "name", ""), CHOICES.setdefault(group, {})
         if not isinstance(name, str) or not re.fullmatch(NAME_OF_CHOICE, name):
             raise ValueError(f'{own.__name__}: give it a name, such as name: str = "mine", of letters, digits and _')
-        if "__dataclass_fields__" not in vars(own):
-            raise ValueError(f"{group}={name}: {own.__name__} is no dataclass: write @dataclass below @choice")
         builds = getattr(own, "builds", "")
         if isinstance(builds, str) and not re.fullmatch(r"[\w.]+\.\w+", builds):
             raise ValueError(f'{group}={name}: {own.__name__} needs builds: ClassVar[str] = "module.Name"')

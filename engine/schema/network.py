@@ -93,7 +93,6 @@ class OurNorm(BatchNorm):
 
 
 @choice("norm")
-@dataclass
 class StandardNorm(OurNorm):
     name: str = "std"
     in_library_bodies: ClassVar[bool] = True
@@ -104,7 +103,6 @@ class StandardNorm(OurNorm):
 
 
 @choice("norm")
-@dataclass
 class CheckpointNorm(OurNorm):
     name: str = "checkpoint"  # keeps x
     builds: ClassVar[str] = "keepless.CheckpointedABN"
@@ -114,7 +112,6 @@ class CheckpointNorm(OurNorm):
 
 
 @choice("norm")
-@dataclass
 class CheckpointXHatNorm(OurNorm):
     name: str = "checkpoint_xhat"  # keeps x_hat
     builds: ClassVar[str] = "keepless.CheckpointedABN"
@@ -133,7 +130,6 @@ class AnyInPlaceNorm(OurNorm):
 
 
 @choice("norm")
-@dataclass
 class InPlaceNorm1(AnyInPlaceNorm):
     name: str = "inplace_1"  # variant I
 
@@ -142,13 +138,11 @@ class InPlaceNorm1(AnyInPlaceNorm):
 
 
 @choice("norm")
-@dataclass
 class InPlaceNorm(AnyInPlaceNorm):
     name: str = "inplace"  # variant II
 
 
 @choice("norm")
-@dataclass
 class ReleasedNorm(BatchNorm):
     name: str = "package"  # the released inplace_abn
 
@@ -214,7 +208,6 @@ class StemmedBody(Body):
 
 
 @choice("body", is_base=True)
-@dataclass
 class ResNetBody(StemmedBody):
     name: str = "resnet"
     builds: ClassVar[str] = "models.bodies.ResNet"
@@ -226,7 +219,6 @@ class ResNetBody(StemmedBody):
 
 
 @choice("body", is_base=True)
-@dataclass
 class ResNeXtBody(StemmedBody):
     name: str = "resnext"
     builds: ClassVar[str] = "models.bodies.ResNeXt"
@@ -237,7 +229,6 @@ class ResNeXtBody(StemmedBody):
 
 
 @choice("body", is_base=True)
-@dataclass
 class DenseNetBody(StemmedBody):
     name: str = "densenet"
     builds: ClassVar[str] = "models.bodies.DenseNet"
@@ -248,7 +239,6 @@ class DenseNetBody(StemmedBody):
 
 
 @choice("body", is_base=True)
-@dataclass
 class RevNetBody(StemmedBody):
     name: str = "revnet"
     builds: ClassVar[str] = "models.bodies.RevNet"
@@ -272,7 +262,6 @@ class RevNetBody(StemmedBody):
 
 
 @choice("body", is_base=True)
-@dataclass
 class WiderResNetBody(Body):
     name: str = "wider_resnet"
     builds: ClassVar[str] = "models.bodies.WiderResNet"
@@ -285,7 +274,6 @@ class WiderResNetBody(Body):
 
 
 @choice("body")
-@dataclass
 class TorchvisionBody(Body):
     name: str = "torchvision"
     network: str = MISSING  # its name there, such as resnet50, regnet_y_400mf or convnext_tiny
@@ -304,7 +292,6 @@ class TorchvisionBody(Body):
 
 
 @choice("body")
-@dataclass
 class TimmBody(TorchvisionBody):
     name: str = "timm"  # its network may be NAME.TAG, as timm and the Hub name weights
     builds: ClassVar[str] = "models.bodies.timm_body"
@@ -330,7 +317,6 @@ class Head:
 
 
 @choice("head")
-@dataclass
 class DeepLabV3Head(Head):
     name: str = "deeplabv3"
     hidden_channels: int = key(256, above=0, most=MOST_CHANNELS)  # of each branch

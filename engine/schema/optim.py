@@ -30,7 +30,6 @@ class Optim:
 
 
 @choice("optim")
-@dataclass
 class SGD(Optim):
     name: str = "sgd"
     momentum: float = key(0.9, least=0, most=1)  # how much of the last step's change each step keeps
@@ -44,7 +43,6 @@ class SGD(Optim):
 
 
 @choice("optim")
-@dataclass
 class AdamW(Optim):
     name: str = "adamw"
     # Decay of the averages of the gradient and of its square.
@@ -75,7 +73,6 @@ class LRSchedule:
 
 
 @choice("lr_schedule")
-@dataclass
 class Poly(LRSchedule):
     name: str = "poly"  # (1 - step / steps)^power
     power: float = key(0.9, least=0)  # exponent of the share of steps that are left
@@ -83,7 +80,6 @@ class Poly(LRSchedule):
 
 
 @choice("lr_schedule")
-@dataclass
 class Linear(LRSchedule):
     name: str = "linear"
     end: float = key(1e-6, above=0)  # the body's learning rate after the last step
@@ -91,7 +87,6 @@ class Linear(LRSchedule):
 
 
 @choice("lr_schedule")
-@dataclass
 class Cosine(LRSchedule):
     name: str = "cosine"
     end: float = key(0.0, least=0)  # learning rate after the last step
@@ -99,7 +94,6 @@ class Cosine(LRSchedule):
 
 
 @choice("lr_schedule")
-@dataclass
 class MultiStep(LRSchedule):
     name: str = "multistep"
     factor: float = key(0.1, above=0, most=1)  # multiplies the rate after each of these epochs or steps

@@ -27,7 +27,6 @@ class Loss:
 
 
 @choice("loss")
-@dataclass
 class CrossEntropyLoss(Loss):
     name: str = "cross_entropy"
     # auto: upsample the logits and compute their loss a tile at a time; false: all at once, with three full copies.
@@ -39,7 +38,6 @@ class CrossEntropyLoss(Loss):
 
 
 @choice("loss")
-@dataclass
 class BootstrappedLoss(CrossEntropyLoss):
     name: str = "bootstrapped"
     fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts, the paper's m

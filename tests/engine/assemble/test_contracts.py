@@ -171,13 +171,6 @@ def test_a_key_that_would_hide_an_argument_is_refused_by_name(registry):
 
 
 def test_a_class_that_is_no_choice_is_refused(registry):
-    with pytest.raises(ValueError, match="head=mine: NoDataclass is no dataclass: write @dataclass below @choice"):
-
-        @choice("head")
-        class NoDataclass(Head):
-            name: str = "mine"
-            builds: ClassVar[str] = "mine.Head"
-
     with pytest.raises(ValueError, match=r'head=mine: BuildsNothing needs builds: ClassVar\[str\] = "module.Name"'):
 
         @choice("head")
