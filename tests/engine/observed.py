@@ -3,12 +3,12 @@
 The entries' real code runs. Whatever would compute, write files or wait is replaced by recorders.
 """
 
-import functools
 import importlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ KINDS: tuple[tuple[Any, Callable[[Any, str], Iterator[str]]], ...] = (
     (torch.amp.GradScaler, lambda scaler, place: iter([f"{place}={scaler.is_enabled()}"])),
     (nn.Module, _of_module),
     (DataLoader, _of_loader),
-    (functools.partial, lambda call, place: described([call.func, *call.args, call.keywords], place)),
+    (partial, lambda call, place: described([call.func, *call.args, call.keywords], place)),
     ((list, tuple), _of_list),
     (dict, _of_dict),
 )
@@ -172,8 +172,8 @@ def left_out(note: Callable[..., Any]) -> Iterator[pytest.MonkeyPatch]:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         patch.setattr(configuration, "typed", lambda values, _: values)
         for module in (running, importlib.import_module("eval")):
-            patch.setattr(module, "joined", functools.partial(context, "joined", World()))
-            patch.setattr(module, "reading_errors", functools.partial(context, "reading", None))
+            patch.setattr(module, "joined", partial(context, "joined", World()))
+            patch.setattr(module, "reading_errors", partial(context, "reading", None))
             patch.setattr(module, "verify_with_progress", lambda *_: note("verified", True) or [])
             patch.setattr(module, "log_to", lambda *_: None)
             patch.setattr(module, "make_console", lambda *_: Console(quiet=True))
@@ -240,14 +240,14 @@ def _of_forward(forward: Forward) -> dict:
     }
 
 
+def _note(lines: Counter[str], place: str, *things: Any) -> None:
+    for thing in things:
+        lines.update(described(thing, place))
+
+
 def of_training(config: TrainingRun) -> Counter[str]:
     """Lines about the training and its evaluations that train_seg.py or train_imagenet.py would run."""
-    lines: Counter[str] = Counter()
-
-    def note(place: str, *things: Any) -> None:
-        for thing in things:
-            lines.update(described(thing, place))
-
+    note = partial(_note, lines := Counter[str]())
     entry: Any = importlib.import_module(config.entry)
     with left_out(note) as patch:
         patch.setattr(planner, "fitted", lambda config: (config, ""))
@@ -259,7 +259,7 @@ def of_training(config: TrainingRun) -> Counter[str]:
         patch.setattr(running.Run, "start", lambda run, *given: started(note, run, *given))
         patch.setattr(running.Run, "conclude", lambda run, _: {})
 
-        def train(run: running.Run, minibatches: DataLoader, loss: Any, evaluate: functools.partial) -> None:
+        def train(run: running.Run, minibatches: DataLoader, loss: Any, evaluate: partial) -> None:
             note("splits", run.train_set, run.val_set)
             note("minibatches", minibatches)
             note("loss", *getattr(loss, "losses", {"": loss}).values())
@@ -272,11 +272,7 @@ def of_training(config: TrainingRun) -> Counter[str]:
 
 def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Counter[str]:
     """Lines about what eval.py or scripts.predict would run on a checkpoint of this training."""
-    lines: Counter[str] = Counter()
-
-    def note(place: str, *things: Any) -> None:
-        for thing in things:
-            lines.update(described(thing, place))
+    note = partial(_note, lines := Counter[str]())
 
     def forward(trained: TrainingRun, *given: Any) -> Forward:
         note("config", configuration.flat(configuration.plain(trained)))

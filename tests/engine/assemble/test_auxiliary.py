@@ -1,7 +1,6 @@
 """An auxiliary head, below `head`: it trains with any other, and everything else goes on without it."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from engine import assemble
 from engine.assemble.optimization import optimizer
 from engine.checkpoint import files
 from engine.checkpoint.initial_weights import initialise
-from engine.configuration.config import plain
 from models.checkpoints.loading import is_auxiliary
 from models.segmentation import Outputs, SegmentationNetwork
+from tests.checkpoints import saved
 from tests.runs import run_config
 
 SMALL = ("norm.backend=eager", "head.hidden_channels=8", "head.out_channels=8")
@@ -51,15 +50,10 @@ def test_it_adds_logits_in_training_and_leaves_the_rest_to_the_bit():
     assert rates[id(of_auxiliary)] == 5 * rates[id(of_body)]
 
 
-def saved(path: Path, *words: str) -> Path:
-    config, content = run_config(*SMALL, *words), network(*words).state_dict()
-    state = {"task": "segmentation", "step": 1, "config": plain(config), "classes": [*CLASSES], "network": content}
-    files.save(path, state)
-    return path
-
-
 def test_a_checkpoint_with_it_opens_without_and_one_without_starts_it_at_random(tmp_path):
-    path, without = saved(tmp_path / "with.pt", WITH), saved(tmp_path / "without.pt")
+    path, without = tmp_path / "with.pt", tmp_path / "without.pt"
+    saved(path, run_config(*SMALL, WITH), CLASSES)
+    saved(without, run_config(*SMALL), CLASSES)
     make = partial(assemble.network_of, run_config(*SMALL, WITH), 3, auxiliary=False)
     opened = files.load_network(make, files.load(path), CLASSES, path)
     assert not any(map(is_auxiliary, opened.state_dict()))

@@ -37,33 +37,26 @@ def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tup
 
     `order` permutes the crops of each minibatch; each rank splits its share into `parts` micro-batches.
     """
-    torch.set_default_dtype(torch.float64)
-    try:
-        return _steps(norm, order, parts, overrides)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) -> dict:
     world, crops = this_world(), len(order)
     sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
     options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
-    config = run_config(*SHORT, *options)
-    learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), world)
+    config, found = run_config(*SHORT, *options), []
     generator = torch.Generator().manual_seed(0)
-    losses, norms = [], []
-    for _ in range(2):
-        images = torch.randint(0, 256, (crops, 3, 48, 48), dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, 6, (crops, 48, 48), dtype=torch.uint8, generator=generator)
-        labels[labels == 5] = 255
-        share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
-        minibatch = {"image": images[share], "label": labels[share]}
-        outcome = train_step(learner, assemble.loss(config.loss), minibatch, crops, world)
-        loss, norm, *_ = learner.read(outcome)
-        losses.append(loss)
-        norms.append(norm)
-    gradients = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
-    return {"losses": torch.tensor([losses, norms]), **gradients, **learner.network.state_dict()}
+    torch.set_default_dtype(torch.float64)
+    try:
+        learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), world)
+        for _ in range(2):
+            images = torch.randint(0, 256, (crops, 3, 48, 48), dtype=torch.uint8, generator=generator)
+            labels = torch.randint(0, 6, (crops, 48, 48), dtype=torch.uint8, generator=generator)
+            labels[labels == 5] = 255
+            share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
+            minibatch = {"image": images[share], "label": labels[share]}
+            outcome = train_step(learner, assemble.loss(config.loss), minibatch, crops, world)
+            found.append(learner.read(outcome)[:2])
+        gradients = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
+        return {"losses and norms": torch.tensor(found), **gradients, **learner.network.state_dict()}
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def compiled(norm: str, recompute: str):

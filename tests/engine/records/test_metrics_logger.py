@@ -254,16 +254,6 @@ def test_a_resumed_run_knows_the_scores_of_before(tmp_path):
             assert math.isnan(running.scores[6])
 
 
-def test_the_best_score_is_known_without_the_file(tmp_path):
-    with logger(tmp_path) as running:
-        for step, miou in ((2, 0.7), (4, math.nan), (6, 0.7)):
-            running.evaluation(step, 1.0, evaluated(miou=miou))
-    assert running.best == [2, 0.7]
-    (tmp_path / "metrics.jsonl").unlink()
-    resumed = MetricsLogger(tmp_path, Console(quiet=True), "miou", 10, 6, known=[running.best])
-    assert resumed.best == [2, 0.7]
-
-
 def test_curves_and_pictures_have_the_names_of_the_evaluation(tmp_path):
     """Bytes of a file name that are not UTF-8 are escaped."""
     with logger(tmp_path) as running:
