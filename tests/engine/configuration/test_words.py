@@ -1,6 +1,7 @@
 """The words of other programs in words.yaml: each entry is reached, and what it gives can be given."""
 
 import functools
+import importlib
 import itertools
 import re
 import sys
@@ -11,35 +12,19 @@ import pytest
 
 from engine.configuration.arguments import Argument
 from engine.configuration.choices import choices, groups_in
+from engine.configuration.command_line import schema_of
 from engine.configuration.messages import Messages
 from engine.configuration.texts import fits
 from engine.configuration.words import ALONE, SLIP, entries, keys_of, meant
 from engine.schema import keys
-from engine.schema.classification import ClassificationRun
-from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import CHOICES, declared_in
 from engine.schema.segmentation import Loss, SegmentationRun
-from scripts.browse_data import BrowseData
-from scripts.compare_runs import Comparison
-from scripts.export import Export
-from scripts.make_classes import MakeClasses
-from scripts.run_table import RunTable
-from scripts.verify_data import VerifyData
 from tests.choices import forgotten
+from tests.engine.configuration.test_command_line import COMMANDS as MODULES
 
-COMMANDS = {
-    "train_seg": SegmentationRun,
-    "train_imagenet": ClassificationRun,
-    "eval": Evaluation,
-    "predict": Prediction,
-    "export": Export,
-    "browse_data": BrowseData,
-    "make_classes": MakeClasses,
-    "verify_data": VerifyData,
-    "plan_memory": SegmentationRun,
-    "run_table": RunTable,
-    "compare_runs": Comparison,
-}
+for module in MODULES.values():
+    importlib.import_module(module)  # declares the command
+COMMANDS = {name: schema_of(name) for name in MODULES} | {"plan_memory": SegmentationRun}
 VALUES = (
     "anything true false 0 4 0.9 16 bf16 32 gpu imagenet a.pt a/b.pt x.yaml configs/experiment/x.yaml a.jpg RUN DIR/x "
     "RUN/checkpoints/last.pt RUN/last.ckpt last.pt [512,1024] 512x1024 512x512 [3,224,224] [3,224,256] checkpointing "

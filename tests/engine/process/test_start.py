@@ -15,8 +15,8 @@ from tests.runs import REPOSITORY, command
 INTERRUPTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(600)\n"
 
 
-def loaded(arguments: list[str], **environment: str) -> tuple[int, str]:
-    """The exit status and what is printed to stderr."""
+def loaded(arguments: list[str], **environment: str) -> tuple[int, str, str]:
+    """The exit status and what is printed to stdout and stderr."""
     done = subprocess.run(
         arguments,
         cwd=REPOSITORY,
@@ -26,20 +26,20 @@ def loaded(arguments: list[str], **environment: str) -> tuple[int, str]:
         text=True,
         timeout=300,
     )
-    return done.returncode, done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("words", [command("train_seg"), [sys.executable, "-m", "scripts.make_classes"]])
 def test_an_interrupted_import_ends_in_a_line(tmp_path, words):
     for name in ("omegaconf", "numpy"):  # whichever the command imports first
         (tmp_path / f"{name}.py").write_text(INTERRUPTED)
-    assert loaded(words, PYTHONPATH=str(tmp_path)) == (-signal.SIGINT, "interrupted\n")
+    assert loaded(words, PYTHONPATH=str(tmp_path)) == (-signal.SIGINT, "", "interrupted\n")
 
 
 @pytest.mark.slow
 def test_the_environment_chooses_no_window_for_figures():
-    check = "import engine.process.start, matplotlib; print(matplotlib.get_backend())"
-    assert loaded([sys.executable, "-c", check], MPLBACKEND="nonsense", MPLCONFIGDIR=str(Path("/nowhere"))) == (0, "")
+    check = "import engine.process.start, matplotlib; matplotlib.get_backend()"
+    assert loaded([sys.executable, "-c", check], MPLBACKEND="nonsense", MPLCONFIGDIR="/nowhere") == (0, "", "")
 
 
 CACHES = """
@@ -59,8 +59,7 @@ def test_commands_compile_into_a_folder_of_their_user_alone(tmp_path, has_home):
     """PyTorch loads pickles from a folder for temporary files, whose name everybody knows. The package sets nothing."""
     home = tmp_path / "home"
     home.mkdir() if has_home else home.touch()
-    environment = {"HOME": str(home), "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    printed = subprocess.check_output([sys.executable, "-c", CACHES], cwd=REPOSITORY, env=environment, text=True)
+    _, printed, _ = loaded([sys.executable, "-c", CACHES], HOME=str(home), TMPDIR=str(tmp_path))
     folder, mode, precompiles = printed.strip().split(",")
     assert (mode, precompiles) == ("0o700", "0")
     kept = home / ".cache" / "inplace-abn-segmentation" / "compiled"

@@ -33,12 +33,6 @@ def scored(dataset: SegmentationDataset, predictions: list[np.ndarray]) -> dict:
     return segmentation_scores(counts.confusion, dataset.classes)
 
 
-@pytest.fixture
-def streets(tmp_path) -> tuple[SegmentationDataset, list[np.ndarray]]:
-    dataset = cityscapes(trees.cityscapes(tmp_path / "data"), "train")
-    return dataset, random_predictions(dataset)
-
-
 def pixel_pairs(dataset: SegmentationDataset, predictions: list[np.ndarray]) -> Counter:
     """How often (value in the label file, value in the prediction file) occurs."""
     pairs = Counter()
@@ -52,9 +46,10 @@ def close(ours: float | None, theirs: float) -> bool:
     return ours is None if math.isnan(theirs) else abs(ours - theirs) < 1e-12
 
 
-def test_cityscapes_is_the_official_script(streets, tmp_path, monkeypatch):
+def test_cityscapes_is_the_official_script(tmp_path, monkeypatch):
     """IoU of every class and their mean, to 1e-12."""
-    dataset, predictions = streets
+    dataset = cityscapes(trees.cityscapes(tmp_path / "data"), "train")
+    predictions = random_predictions(dataset)
     script = pytest.importorskip("cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling")
     for option, value in {"evalInstLevelScore": False, "JSONOutput": False, "quiet": True}.items():
         monkeypatch.setattr(script.args, option, value)
@@ -68,29 +63,18 @@ def test_cityscapes_is_the_official_script(streets, tmp_path, monkeypatch):
     assert close(scores["miou"], official["averageScoreClasses"])
 
 
-def test_coco_stuff_counts_91_classes_on_their_own_pixels(tmp_path):
-    """Like the paper, it leaves out pixels whose label is a thing."""
-    dataset = coco_stuff(trees.coco_stuff(tmp_path), "val")
+@pytest.mark.parametrize(
+    "find, make, ids, unscored",
+    [(coco_stuff, trees.coco_stuff, range(92, 183), 183), (vistas, trees.vistas, range(65), 65)],
+)
+def test_classes_are_counted_on_their_own_pixels(find, make, ids, unscored, tmp_path):
+    """Like the paper, COCO-Stuff leaves out pixels whose label is a thing, and Vistas those of void."""
+    dataset = find(make(tmp_path), "val")
     predictions = random_predictions(dataset)
-    ids = range(92, 183)
     every = pixel_pairs(dataset, predictions)
+    assert any(truth == unscored for truth, _ in every)
     pairs = {pair: count for pair, count in every.items() if pair[0] in ids}
-    assert any(truth == 183 for truth, _ in every)
     iou = [pairs[row, row] / sum(count for pair, count in pairs.items() if row in pair) for row in ids]
-    scores = scored(dataset, predictions)
-    assert list(scores["iou"].values()) == pytest.approx(iou, abs=1e-12)
-    assert scores["miou"] == pytest.approx(np.mean(iou), abs=1e-12)
-
-
-def test_vistas_is_the_full_matrix_without_the_rows_and_columns_of_void(tmp_path):
-    dataset = vistas(trees.vistas(tmp_path), "val")
-    predictions = random_predictions(dataset)
-    matrix = np.zeros((66, 66), int)
-    for (truth, predicted), count in pixel_pairs(dataset, predictions).items():
-        matrix[truth, predicted] += count
-    assert matrix[65].sum() > 0  # void in the labels
-    evaluated = matrix[:65, :65]
-    iou = [evaluated[i, i] / (evaluated[i].sum() + evaluated[:, i].sum() - evaluated[i, i]) for i in range(65)]
     scores = scored(dataset, predictions)
     assert list(scores["iou"].values()) == pytest.approx(iou, abs=1e-12)
     assert scores["miou"] == pytest.approx(np.mean(iou), abs=1e-12)
