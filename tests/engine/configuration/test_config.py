@@ -216,13 +216,11 @@ GROUPS = ("norm", "head", "data", "sampler", "loss", "optim", "lr_schedule", "tr
 SHARED = ("data", "optim", "lr_schedule", "trainer", "debug")  # that both entries have, besides body and norm
 
 
-def choices_without_package(group: str, schema: type) -> list[str]:
-    return [name for name in choices_of.choices(group, schema) if name != "package"]  # not installed everywhere
-
-
 def combinations(schema: type, groups: tuple[str, ...], bodies: tuple[str, ...]) -> Iterator[tuple[type, list[str]]]:
     """Each choice with some of the other groups, which do not know each other."""
-    names = {"body": bodies} | {group: choices_without_package(group, schema) for group in groups}
+    names = {"body": bodies} | {group: choices_of.choices(group, schema) for group in groups}
+    if "norm" in names:
+        names["norm"].remove("package")  # not installed everywhere
     for number in range(max(map(len, names.values()))):
         yield schema, [f"{group}={own[number % len(own)]}" for group, own in names.items()]
 

@@ -48,10 +48,6 @@ def test_the_peak_does_not_count_the_process_that_started_this_one():
     assert 20 < float(printed) < 900
 
 
-def resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 2**10
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say how much is resident")
 def test_images_of_many_sizes_leave_no_memory_behind(tmp_path):
@@ -61,5 +57,5 @@ def test_images_of_many_sizes_leave_no_memory_behind(tmp_path):
     for number in range(400):
         network.predict(np.zeros((draw.randrange(64, 320), draw.randrange(64, 320), 3), np.uint8))
         if number in (99, 399):
-            found.append(resident_mib())
+            found.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 2**10)  # MiB that are resident
     assert found[1] - found[0] < 60

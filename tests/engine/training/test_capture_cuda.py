@@ -8,6 +8,7 @@ import gc
 import warnings
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,12 +23,12 @@ from engine.training.learner import Learner
 from engine.training.loop import PLANNED_STEPS, train_step
 from keepless import checking_repetitions
 from keepless.torch_internals import is_capturing
-from tests.cuda import NEEDS_CUDA
+from tests.cuda import NEEDS_CUDA, no_waits
 from tests.engine.learners import minibatch
 from tests.runs import NARROW_A2, SHORT, checked, one_epoch, run_config, same
 from train_seg import train
 
-pytestmark = NEEDS_CUDA
+pytestmark = [*NEEDS_CUDA, pytest.mark.usefixtures("sums_in_any_order_afterwards")]
 CROPS, SIZE, CLASSES, STEPS = 4, 64, 5, 10
 TOLERANCE = 0.02
 SMALL = (
@@ -35,6 +36,12 @@ SMALL = (
     *(f"data.crops_per_minibatch={CROPS}", "norm.backend=auto", "optim.lr=1e-3"),
 )
 EXACT, EAGER = "trainer.deterministic=true", "trainer.capture=false"
+
+
+@pytest.fixture
+def sums_in_any_order_afterwards():
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def learner_and_loss(*overrides: str) -> tuple[Learner, nn.Module]:
@@ -50,19 +57,16 @@ drawn = partial(minibatch, crops=CROPS, size=SIZE, device="cuda")
 
 def trained(*overrides: str, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float], Learner]:
     """State, losses and learner after a short training."""
-    try:
-        learner, loss = learner_and_loss(*overrides)
-        losses = []
-        for number in range(steps):
-            if learner.captured is not None and number == PLANNED_STEPS:
-                learner.captured.begin()
-            with checking_repetitions() if number < 2 else warnings.catch_warnings():
-                outcome = train_step(learner, loss, drawn(number), CROPS, World(device=torch.device("cuda")))
-            losses.append(learner.read(outcome)[0])
-        assert learner.captured is None or learner.captured.replay is not None
-        return {name: tensor.clone() for name, tensor in learner.network.state_dict().items()}, losses, learner
-    finally:
-        torch.use_deterministic_algorithms(False)
+    learner, loss = learner_and_loss(*overrides)
+    losses = []
+    for number in range(steps):
+        if learner.captured is not None and number == PLANNED_STEPS:
+            learner.captured.begin()
+        with checking_repetitions() if number < 2 else warnings.catch_warnings():
+            outcome = train_step(learner, loss, drawn(number), CROPS, World(device=torch.device("cuda")))
+        losses.append(learner.read(outcome)[0])
+    assert learner.captured is None or learner.captured.replay is not None
+    return {name: tensor.clone() for name, tensor in learner.network.state_dict().items()}, losses, learner
 
 
 def assert_equal(*overrides: str) -> None:
@@ -145,22 +149,19 @@ def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(error):
     """To the bit, with dropout after the failure; the next capture works, and no memory is lost."""
     words, states, allocated = (*NARROW_A2, "norm=inplace", EXACT, "trainer.ema_decay=0.9"), [], []
     device = torch.device("cuda")
-    try:
-        for capture in ("false", "auto"):
-            learner, loss = learner_and_loss(*words, f"trainer.capture={capture}")
-            learner.network.cls = nn.Sequential(Ends(error), learner.network.cls)
-            for number in range(8):
-                if learner.captured is not None and number == PLANNED_STEPS:
-                    learner.captured.begin()
-                train_step(learner, loss, drawn(number), CROPS, World(device=device))
-            assert learner.captured is None and torch.cuda.current_stream() == torch.cuda.default_stream()
-            states.append({name: tensor.cpu() for name, tensor in learner.network.state_dict().items()})
-            del learner, loss
-            gc.collect()
-            torch.cuda.empty_cache()
-            allocated.append(torch.cuda.memory_reserved())
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for capture in ("false", "auto"):
+        learner, loss = learner_and_loss(*words, f"trainer.capture={capture}")
+        learner.network.cls = nn.Sequential(Ends(error), learner.network.cls)
+        for number in range(8):
+            if learner.captured is not None and number == PLANNED_STEPS:
+                learner.captured.begin()
+            train_step(learner, loss, drawn(number), CROPS, World(device=device))
+        assert learner.captured is None and torch.cuda.current_stream() == torch.cuda.default_stream()
+        states.append({name: tensor.cpu() for name, tensor in learner.network.state_dict().items()})
+        del learner, loss
+        gc.collect()
+        torch.cuda.empty_cache()
+        allocated.append(torch.cuda.memory_reserved())
     assert same(*states)
     assert allocated[1] <= allocated[0] + 2**25  # workspaces of libraries on the capture's stream
     trained("norm=std", "trainer.capture=true")
@@ -180,24 +181,15 @@ def test_a_captured_step_waits_for_nothing_and_takes_the_eager_memory():
     assert peaks[1] < 1.1 * peaks[0] + 2 * gradients + 2**20
     loss = assemble.loss(run_config().loss).cuda()
     given = drawn(0)
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            train_step(learner, loss, given, CROPS, World(device=torch.device("cuda")))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert not [wait for wait in waits if "called a synchronizing" in str(wait.message)]
+    with no_waits():
+        train_step(learner, loss, given, CROPS, World(device=torch.device("cuda")))
 
 
 def run(folder: Path, *overrides: str) -> dict[str, Tensor]:
     """The weights after a run of train_seg.py with an evaluation in the middle."""
     steps = ("trainer.steps=13", "trainer.evaluate_every_steps=6", "trainer.checkpoint_every_steps=6")
     words = (*SHORT, *SMALL, "norm=inplace", EXACT, *steps, *overrides, "trainer.device=cuda")
-    try:
-        train(checked("train_seg", f"run_dir={folder}", *words))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    train(checked("train_seg", f"run_dir={folder}", *words))
     return checkpoint.load(folder / "checkpoints" / "last.pt")["network"]
 
 
@@ -205,11 +197,7 @@ def run(folder: Path, *overrides: str) -> dict[str, Tensor]:
 def test_a_run_continues_with_and_without_capture_to_the_same_bits(tmp_path, monkeypatch, first, then):
     whole = run(tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("engine.training.run.Run.evaluate", interrupt)
+        patch.setattr("engine.training.run.Run.evaluate", Mock(side_effect=KeyboardInterrupt))
         run(tmp_path / "run", f"trainer.capture={first}")
     assert checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"] == 6
     assert same(run(tmp_path / "run", f"trainer.capture={then}", "resume=auto"), whole)
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

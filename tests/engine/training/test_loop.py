@@ -1,6 +1,5 @@
 """One training step: accumulation, precision, clipping, averaging and non-finite values."""
 
-import warnings
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from engine.segmentation.cross_entropy import CrossEntropy
 from engine.training.learner import Learner, WeightAverage
 from engine.training.loop import _explain, train_step
 from keepless import InPlaceABN
-from tests.cuda import NEEDS_CUDA
+from tests.cuda import NEEDS_CUDA, no_waits
 from tests.engine.learners import learner_of, minibatch
 from tests.host_reads import host_reads
 from tests.runs import run_config
@@ -81,15 +80,9 @@ def test_a_step_that_runs_out_of_memory_is_told_what_its_graph_takes(captured):
     assert ("trainer.capture=false saves what a CUDA graph adds" in str(error.value)) is (captured is not None)
 
 
-def with_broken_gradient() -> nn.Sequential:
-    """The gradient is infinite behind the first layer."""
+def test_float16_leaves_steps_out_and_scales_down_until_it_gives_up():
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1))
     network[1].register_full_backward_hook(lambda layer, dx, dy: (dx[0] * torch.inf,))
-    return network
-
-
-def test_float16_leaves_steps_out_and_scales_down_until_it_gives_up():
-    network = with_broken_gradient()
     before = network[0].weight.detach().clone()
     learner = learner_of(network, precision="float16")
     for _ in range(29):  # 2^16 is halved at every step
@@ -171,14 +164,8 @@ def test_a_step_on_a_gpu_waits_for_nothing(precision):
     arguments = (learner, CrossEntropy(fraction=0.25), given, 4, World(device=torch.device("cuda")))
     for _ in range(3):
         train_step(*arguments)
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            train_step(*arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert not [wait for wait in waits if "called a synchronizing" in str(wait.message)]
+    with no_waits():
+        train_step(*arguments)
 
 
 def test_a_save_waits_for_the_device_once(tmp_path):
