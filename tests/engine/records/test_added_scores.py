@@ -148,9 +148,3 @@ def test_what_a_score_reads_is_known():
     own.reads = "logits"
     with pytest.raises(ValueError, match="^scores=mine has reads='logits': expected 'probabilities', or leave it out$"):
         AddedScores({"mine": own})
-
-
-def test_without_scores_nothing_is_read():
-    evaluated = AddedScores({})
-    evaluated.add(torch.zeros(1, device="meta"), torch.zeros(1, device="meta"))
-    assert evaluated.added_to(EVALUATED, World()) == EVALUATED

@@ -135,15 +135,6 @@ def test_watching_does_not_change_the_weights(tmp_path):
     torch.testing.assert_close(watched["random"]["cpu"], not_watched["random"]["cpu"], rtol=0, atol=0)
 
 
-def test_the_loss_scale_is_recorded(tmp_path):
-    with logger(tmp_path) as running:
-        for step in (1, 2):
-            running.step(loss=1.0, gradient_norm=1.0, images=1)
-            running.training(step, 0.0, 0.1, 1.0, loss_scale=2.0**step)
-    assert [record["loss_scale"] for record in records(tmp_path)] == [2.0, 4.0]
-    assert [event.value for event in events_of(tmp_path).Scalars("train/loss_scale")] == [2, 4]
-
-
 def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
     directory = RunDirectory(str(tmp_path))
     with logger(tmp_path) as running:
@@ -191,16 +182,18 @@ def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, 
         running.step(loss=3.0, gradient_norm=5.0, images=8, data_s=1.0)
         assert running.data_wait_s() == 0.75
         running.note_memory(80.0)  # before an evaluation, after which it counts anew
-        running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0)
+        running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0, loss_scale=4.0)
         first, second, third = (record.getMessage() for record in caplog.records)
         assert first == "step 1 of 10  loss 1.000 20.0 s"  # it may have compiled code
         # Eight steps are left, each with 2 s and half of the pause of 98 s.
         assert second == "step 2 of 10  loss 3.000 2.0 s, 0:06:48 left"
         assert third == "step 2 of 10  loss 2.000 lr 1.0e-01 0.7 img/s 80 MiB, 0:06:48 left"
         values = {"lr": 0.1, "peak_memory_mib": 80.0, "loss": 2.0, "gradient_norm": 3.5, "images_per_second": 16 / 22}
+        values["loss_scale"] = 4.0
         assert records(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.5, **values, "data_wait_s": [0.75]}]
         running.evaluation(2, 0.5, evaluated())
         assert "0.7 images/s, 7 % of it waiting for data" in "\n".join(summary_of(running, RunDirectory(str(tmp_path))))
+    assert [event.value for event in events_of(tmp_path).Scalars("train/loss_scale")] == [4.0]
 
 
 def test_the_first_steps_of_a_process_do_not_count_as_its_speed(tmp_path, monkeypatch):

@@ -93,15 +93,12 @@ def test_false_is_a_choice_in_any_case(typed):
     assert run_config(f"loss.tiles={typed}").loss.tiles == "false"
 
 
-@pytest.mark.parametrize("typed, read", [("auto", "auto"), ("true", True), ("False", False)])
-def test_a_key_may_take_a_word_or_a_boolean(typed, read):
-    """Older checkpoints store true or false: they still open."""
-    run = run_config(f"trainer.capture={typed}")
-    assert run.trainer.capture is read or run.trainer.capture == read == "auto"
-    assert from_plain(plain(run), SegmentationRun).trainer.capture == read
-
-
-@pytest.mark.parametrize("typed", ["maybe", "1", "null"])
-def test_a_key_of_a_word_or_a_boolean_takes_nothing_else(typed):
-    with pytest.raises(ValueError, match=f"^trainer.capture={typed}: expected auto, true or false$"):
-        config.typed(composed("train_seg", f"trainer.capture={typed}"), SegmentationRun)
+def test_a_key_may_take_a_word_or_a_boolean_and_nothing_else():
+    """A resumed run's configuration says whether it was captured."""
+    for typed, read in (("auto", "auto"), ("true", True), ("False", False)):
+        run = run_config(f"trainer.capture={typed}")
+        assert run.trainer.capture is read or run.trainer.capture == read == "auto"
+        assert from_plain(plain(run), SegmentationRun).trainer.capture == read
+    for typed in ("maybe", "1", "null"):
+        with pytest.raises(ValueError, match=f"^trainer.capture={typed}: expected auto, true or false$"):
+            config.typed(composed("train_seg", f"trainer.capture={typed}"), SegmentationRun)

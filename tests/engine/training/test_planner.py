@@ -35,9 +35,11 @@ def leaving(mib: float, devices: int = 1) -> str:
     return f"memory.budget={-(-device_memory(round(mib * 2**20), devices) // 2**10)}KiB"
 
 
-@pytest.fixture
-def modelled(monkeypatch):
+@pytest.fixture(autouse=True)
+def modelled(monkeypatch, request):
     """Memory grows with the pixels, less with in-place norms: in place of a trace, which takes half a second."""
+    if request.node.get_closest_marker("slow"):
+        return
 
     def step_memory(config, crops: int, crop_size: int, devices: int = 1) -> SimpleNamespace:
         peak = 2**22 + crops * crop_size**2 * {"std": 300, "checkpoint": 220}.get(config.norm.name, 200)
@@ -46,7 +48,6 @@ def modelled(monkeypatch):
     monkeypatch.setattr(planner, "step_memory", step_memory)
 
 
-@pytest.mark.usefixtures("modelled")
 def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
     root = trees.cityscapes(tmp_path)
     config = planned("data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std")
@@ -60,7 +61,6 @@ def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys)
     assert limit in output and planner.all_images(planned("memory.fit=batch", "memory.budget=24GiB"), 1) == ""
 
 
-@pytest.mark.usefixtures("modelled")
 def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
     config = runs.checked("train_seg", *SMALL, leaving(3))
     with pytest.raises(ValueError, match=f"{leaving(3)}: this step needs .* memory.fit=batch or"):
@@ -75,7 +75,6 @@ def planned(*overrides: str):
     return runs.run_config("run_dir=unused", *SMALL, *overrides)
 
 
-@pytest.mark.usefixtures("modelled")
 def test_the_least_share_of_synchronised_norms_is_one_crop():
     config = planned("norm=inplace", "norm.sync=true")
     one, two = (planner.step_memory(config, share, config.data.crop_size, devices=2).peak for share in (1, 2))
@@ -85,7 +84,6 @@ def test_the_least_share_of_synchronised_norms_is_one_crop():
         planner.fitting(replace(config, norm=replace(config.norm, sync=False)), devices=2)
 
 
-@pytest.mark.usefixtures("modelled")
 def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     run = ("debug=smoke", *SMALL, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")
     budget = (leaving(8), "memory.fit=batch")
@@ -104,7 +102,6 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     assert config.data.crops_per_minibatch == 2
 
 
-@pytest.mark.usefixtures("modelled")
 def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch):
     """A run that is not captured, on a CPU or for another reason, has all of it."""
     fit = (leaving(46), "memory.fit=batch")
@@ -122,7 +119,6 @@ def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch
         assert (chosen.data.crops_per_minibatch, because) == (fewer, ""), own
 
 
-@pytest.mark.usefixtures("modelled")
 @pytest.mark.parametrize("entry, short", [(train_seg, runs.SHORT), (train_imagenet, runs.SHORT_SHAPES)])
 def test_a_minibatch_that_leaves_nothing_for_a_graph_is_trained_eagerly(entry, short, monkeypatch, tmp_path):
     """The learner knows why, for the log's first line, and the configuration is the one that was given."""
@@ -139,7 +135,6 @@ def test_a_minibatch_that_leaves_nothing_for_a_graph_is_trained_eagerly(entry, s
         entry.train(runs.checked(*words, "trainer.capture=true"))
 
 
-@pytest.mark.usefixtures("modelled")
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -154,7 +149,6 @@ def test_wrong_keys_and_budgets_are_named(overrides, message):
         planner.fitted(planned(*overrides))
 
 
-@pytest.mark.usefixtures("modelled")
 def test_the_plan_of_an_experiment(capsys):
     """The pixels of a minibatch grow as in-place norms allow."""
     budget = (leaving(100, devices=2), "memory.fit=crop", "memory.gpus=2")
@@ -167,7 +161,6 @@ def test_the_plan_of_an_experiment(capsys):
     assert "memory.fit=crop (the paper's fixed batch), on each of 2 devices" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("modelled")
 def test_a_plan_names_the_norms_that_nothing_fits_with_or_that_a_network_cannot_have(capsys):
     body = ("body=torchvision", "body.network=mobilenet_v3_small", "norm=std")
     config = runs.checked("train_seg", *body, leaving(100), "memory.fit=batch")
