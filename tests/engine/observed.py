@@ -164,9 +164,6 @@ def left_out(note: Callable[..., Any]) -> Iterator[pytest.MonkeyPatch]:
         note(place, *given, named)
         yield result
 
-    def noted(place: str, result: Any = None) -> Callable[..., Any]:
-        return lambda *given, **named: (note(place, *given, named), result)[1]
-
     compiler, flags = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

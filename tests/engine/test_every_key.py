@@ -32,8 +32,7 @@ EXCEPTIONS = {
     ),
     "resume": "which checkpoint continues: tests/engine/checkpoint/test_run_directory.py",
     "init": "files of weights: tests/engine/checkpoint/test_initial_weights.py",
-    "memory.fit": "plans take seconds: tests/engine/training/test_planner.py",
-    "memory.time": "plans take seconds: tests/engine/training/test_planner.py",
+    **dict.fromkeys(("memory.fit", "memory.time"), "plans take seconds: tests/engine/training/test_planner.py"),
     "trainer.profile": "when profiling begins: tests/engine/training/test_loop.py",
     "trainer.pictures": "what TensorBoard shows: tests/test_train_seg.py",
     "body=timm": "may not be installed; LibraryBody is body=torchvision's: tests/models/bodies/test_library.py",
@@ -41,10 +40,9 @@ EXCEPTIONS = {
     "body.weights": "short for init.weights: tests/engine/checkpoint/test_initial_weights.py",
     "checkpoint": "which file is read: tests/engine/checkpoint/test_files.py",
     "input": "which files are read: tests/scripts/test_predict.py",
-    "output": "which files are written: tests/scripts/test_predict.py",
-    "report": "which files are written: tests/scripts/test_predict.py",
-    "probabilities": "which files are written: tests/scripts/test_predict.py",
-    "top_k": "which files are written: tests/scripts/test_predict.py",
+    **dict.fromkeys(
+        ("output", "report", "probabilities", "top_k"), "which files are written: tests/scripts/test_predict.py"
+    ),
 }
 # The choice of a group for the keys of others, where it is not the first one.
 USUAL = {"norm": "inplace", "loss": "bootstrapped"}

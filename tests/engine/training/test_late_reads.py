@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,8 +55,9 @@ class FakeRun(SimpleNamespace):
         return step
 
 
-def minibatches(steps: int, size: int = 64):
+def minibatches(steps: int, size: int = 64, before: Callable[[int], object] = lambda number: None):
     for number in range(1, steps + 1):
+        before(number)
         images = torch.full((2, 3, size, size), number, dtype=torch.uint8)
         labels = torch.zeros(2, size, size, dtype=torch.uint8)
         yield {"image": images, "label": labels, "name": [f"crop {number}"]}
@@ -106,11 +108,7 @@ def test_a_run_within_a_budget_shares_its_plans():
 def test_each_step_counts_its_own_time_and_wait(noted, monkeypatch):
     """A minibatch takes five seconds, and each look at the clock a millisecond; steps 5 and 7 are read with others."""
     now, counted = itertools.count(), []
-
-    def slowly():
-        for each in minibatches(STEPS):
-            [next(now) for _ in range(5000)]
-            yield each
+    slowly = minibatches(STEPS, before=lambda _: [next(now) for _ in range(5000)])
 
     def training(*_: object) -> None:
         counted.append(dict(noted.metrics.recent))
@@ -119,21 +117,14 @@ def test_each_step_counts_its_own_time_and_wait(noted, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: next(now) / 1000)
     monkeypatch.setattr(noted.metrics, "training", training)
     noted.schedule = Schedule(STEPS, STEPS, evaluate_every=5, checkpoint_every=STEPS, log_every=1)
-    loop.train(noted, slowly(), CrossEntropy(), lambda: None)
+    loop.train(noted, slowly, CrossEntropy(), lambda: None)
     assert len(counted) == STEPS and all(5 < each["data_s"] < each["seconds"] < 5.1 for each in counted)
 
 
 def test_a_stop_loses_no_step(noted):
-    """The signal comes in step 4."""
-
-    def with_signal():
-        for number, each in enumerate(minibatches(STEPS), start=1):
-            if number == 4:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            yield each
-
+    with_signal = minibatches(STEPS, before=lambda number: number == 4 and os.kill(os.getpid(), signal.SIGUSR1))
     with noted.stop, pytest.raises(Preempted, match="^stopped after step 4 of 7$"):
-        loop.train(noted, with_signal(), CrossEntropy(), lambda: None)
+        loop.train(noted, with_signal, CrossEntropy(), lambda: None)
     assert noted.events[-2:] == [("read", 4), ("save", 4)] and noted.metrics.all["steps"] == 4
 
 
@@ -166,13 +157,9 @@ def calls_per_step(size: int, **options: object) -> Counter[str]:
         if event == "call" and path.startswith(f"{REPOSITORY}/") and "/.venv/" not in path and path != __file__:
             counted[f"{Path(path).name}: {frame.f_code.co_name}"] += 1
 
-    def watched():
-        for number, each in enumerate(minibatches(8, size), start=1):
-            sys.setprofile(note if number == 7 else None)
-            yield each
-
+    watched = minibatches(8, size, before=lambda number: sys.setprofile(note if number == 7 else None))
     try:
-        loop.train(run, watched(), CrossEntropy(fraction=0.25), lambda: None)
+        loop.train(run, watched, CrossEntropy(fraction=0.25), lambda: None)
     finally:
         sys.setprofile(None)
     return counted
@@ -196,14 +183,10 @@ def stopped(rank: int) -> tuple[str, list, int, int]:
         collectives.append(len(run.events))
         reduce(tensor)
 
-    def with_request():
-        for number, each in enumerate(minibatches(STEPS), start=1):
-            run.stop.requested = run.stop.requested or (rank == 1 and number == 3)
-            yield each
-
+    asked = minibatches(STEPS, before=lambda number: rank == 1 and number == 3 and setattr(run.stop, "requested", True))
     dist.all_reduce = noted_reduce
     try:
-        loop.train(run, with_request(), CrossEntropy(), lambda: None)
+        loop.train(run, asked, CrossEntropy(), lambda: None)
     except Preempted as error:
         return str(error), run.events, run.metrics.all["steps"], len(collectives)
     finally:
