@@ -5,6 +5,7 @@ from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from engine.configuration import config as cfg
 from engine.schema.classification import ClassFoldersData
 from engine.schema.data import Data
 from engine.schema.network import InPlaceNorm, ReleasedNorm
-from engine.schema.training import Init
+from engine.schema.training import Init, TrainingRun
 from keepless import ABN
 from keepless.norms.conversion_report import listed
 from models.bodies import LibraryBody, resnext101
@@ -56,6 +57,12 @@ def tuned_from(file, *overrides: str, classes=CLASSES, seed: int = 0, **options)
     """A network that starts from a file, and the report."""
     tuned = network(*overrides, classes=len(classes), seed=seed)
     return tuned, initialise_from(tuned, file, classes, **options)
+
+
+def started(config: TrainingRun):
+    """The network of a run with `init.weights`, and the report."""
+    tuned = assemble.network_of(config, len(CLASSES))
+    return tuned, initialise(config, tuned, CLASSES)
 
 
 def write(path, trained, *overrides: str, classes=CLASSES, **more) -> None:
@@ -319,19 +326,15 @@ def test_a_released_file_in_one_step(tmp_path, scale):
     by_hand = resnext101(classes=3, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), groups=2, stem_channels=4)
     load_released(by_hand, path, scale)
     start = (f"init.weights={path}", "init.format=released")
-    config = classification_config(*SMALL_RESNEXT, *start, f"init.scale={scale}")
-    classifier = assemble.network_of(config, 3)
-    report = initialise(config, classifier, CLASSES)
+    classifier, report = started(classification_config(*SMALL_RESNEXT, *start, f"init.scale={scale}"))
     assert same(classifier.state_dict(), by_hand.state_dict())
     assert not report.skipped and f"({scale}): as init.scale says" in str(report)
-    config = run_config(*SMALL_RESNEXT, *start, f"init.scale={scale}")
-    segmenter = assemble.network_of(config, 3)
-    report = initialise(config, segmenter, CLASSES)
+    segmenter, report = started(run_config(*SMALL_RESNEXT, *start, f"init.scale={scale}"))
     body = segmenter.body.state_dict()
     assert same(body, {name: tensor for name, tensor in by_hand.state_dict().items() if name in body})
     assert set(report.skipped.values()) == {"it classifies whole images"}
     with pytest.raises(ValueError, match="none of the released files.*give init.scale=released .* init.scale=raw"):
-        initialise(run_config(*SMALL_RESNEXT, *start), segmenter, CLASSES)
+        started(run_config(*SMALL_RESNEXT, *start))
     with pytest.raises(ValueError, match="body.mod1.bn1.weight has no place in the network.* Give the body"):
         tuned_from(path, *SMALL_RESNEXT, "body.stem=7x7", format="released", scale=scale)
 
@@ -349,15 +352,14 @@ def test_a_released_file_in_one_step(tmp_path, scale):
 def test_a_resnet_of_torchvision(tmp_path, activation, mean, warned):
     torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "net.pth")
     start = (f"init.weights={tmp_path / 'net.pth'}", "init.format=torchvision")
-    config = run_config("body=resnet18", "norm=std", f"norm.activation={activation}", f"data.mean={mean}", *start)
-    tuned = assemble.network_of(config, 3)
-    report = initialise(config, tuned, CLASSES)
+    words = ("body=resnet18", "norm=std", f"norm.activation={activation}", f"data.mean={mean}")
+    _, report = started(run_config(*words, *start))
     assert {name.partition(".")[0] for name in report.new} == {"head", "cls"}
     assert set(report.skipped.values()) == {"it classifies whole images"}
     assert (f"norm.activation={activation}: the weights were trained with relu" in str(report)) == warned
     assert ("images with data.mean=[0.485, 0.456, 0.406] data.std=[0.229, 0.224, 0.225]; " in str(report)) == warned
     with pytest.raises(ValueError, match="net.pth"):
-        initialise(run_config("norm=std", *start), network("norm=std"), CLASSES)
+        started(run_config("norm=std", *start))
 
 
 def wrapped(kind: str, state: dict, path: Path) -> Path:
@@ -392,8 +394,7 @@ def test_files_as_people_have_them_give_our_and_torchvision_s_network_one_functi
     for body, start in keys.items():
         config = run_config(body, "norm=std", "body.output_stride=32", *start)
         assert (config.init.weights, config.norm.activation) == (str(file), "relu")
-        built = assemble.network_of(config, 3)
-        report = initialise(config, built, CLASSES)
+        built, report = started(config)
         assert {name.partition(".")[0] for name in report.new} == {"head", "cls"} and len(report.matched) == 120
         assert ("not below backbone" in str(report)) == (kind == "a DeepLabV3")
         found.append(built.body.eval()(images))
@@ -433,14 +434,9 @@ def test_a_file_of_timm_that_does_not_name_its_tag_is_doubted_if_tags_differ(
 def test_published_weights_are_downloaded_once_or_the_message_says_what_to_fetch(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     config = run_config("body=torchvision", "body.network=resnet18", "body.weights=published", "norm=std")
-    built = assemble.network_of(config, 3)
-
-    def fails(url: str, path: str) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr(torch.hub, "download_url_to_file", fails)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", Mock(side_effect=OSError("no network")))
     with pytest.raises(ValueError, match=r"resnet18-\w+.pth cannot be downloaded \(no network\): .* give the file"):
-        initialise(config, built, CLASSES)
+        started(config)
     fetched, state = [], torchvision.models.resnet18(weights=None).state_dict()
 
     def succeeds(url: str, path: str) -> None:
@@ -449,7 +445,7 @@ def test_published_weights_are_downloaded_once_or_the_message_says_what_to_fetch
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", succeeds)
     for _ in range(2):
-        initialise(config, built, CLASSES)
+        built, _ = started(config)
     assert len(fetched) == 1 and torch.equal(built.body.conv1.weight, state["conv1.weight"])
 
 
@@ -504,8 +500,7 @@ def test_weights_of_three_channels_are_spread_as_timm_does(kind, channels, train
     given = (f"init.weights={file}", *([f"init.format={format}"] if format else []))
     own = ("data=folder", "data.root=gone", f"data.channels={channels}")
     own += ("init.scale=raw",) if format == "released" else ()
-    tuned = assemble.network_of(config := run_config(*SPREAD[kind], *given, *own), 3)
-    report = initialise(config, tuned, CLASSES)
+    tuned, report = started(config := run_config(*SPREAD[kind], *given, *own))
     name = "conv1.weight" if config.body.in_library else "mod1.conv1.weight"
     if channels == 1:
         expected = stored.sum(dim=1, keepdim=True)
@@ -523,14 +518,13 @@ def test_weights_of_other_numbers_of_channels_fit_their_own_alone(tmp_path):
     keys = ("data=folder", "data.root=gone", "norm=std")
     four = assemble.network_of(run_config(*keys, "data.channels=4"), 3)
     write(tmp_path / "last.pt", four, *keys, "data.channels=4")
-    same_number = run_config(*keys, "data.channels=4", f"init.weights={tmp_path / 'last.pt'}")
-    tuned = assemble.network_of(same_number, 3)
-    assert "spread" not in str(initialise(same_number, tuned, CLASSES)) and same(tuned.state_dict(), four.state_dict())
+    keys += (f"init.weights={tmp_path / 'last.pt'}",)
+    tuned, report = started(run_config(*keys, "data.channels=4"))
+    assert "spread" not in str(report) and same(tuned.state_dict(), four.state_dict())
     for channels in (3, 5):
-        config = run_config(*keys, f"data.channels={channels}", f"init.weights={tmp_path / 'last.pt'}")
         misfit = rf"mod1.conv1.weight is \d+x4x3x3 in the file and \d+x{channels}x3x3 in the network"
         with pytest.raises(ValueError, match=misfit):
-            initialise(config, assemble.network_of(config, 3), CLASSES)
+            started(run_config(*keys, f"data.channels={channels}"))
 
 
 def test_images_are_normalised_as_those_that_a_checkpoint_was_trained_on(tmp_path):
