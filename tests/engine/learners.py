@@ -25,12 +25,7 @@ def forward_of(
 
 
 def learner_of(
-    network: nn.Module,
-    lr: float = 0.1,
-    precision: str = "float32",
-    device: str = "cpu",
-    fused: bool = True,
-    **options,
+    network: nn.Module, lr: float = 0.1, precision: str = "float32", device: str = "cpu", fused: bool = True, **options
 ) -> Learner:
     """`options`: further fields of the Learner."""
     forward = forward_of(network, precision, channels_last=False, device=device)

