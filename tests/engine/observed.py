@@ -36,7 +36,6 @@ from models import recomputation
 from models.forward import Forward
 
 OURS = ("datasets.", "engine.", "keepless.", "models.", "tests.")
-RATES = ("lr", "initial_lr", "weight_decay", "momentum", "nesterov", "betas", "fused")  # of groups of an optimiser
 FEW = 8  # entries of a list or tensor that are shown
 
 
@@ -58,7 +57,7 @@ class Package(nn.Module):
 
 
 def described(thing: Any, place: str = "") -> Iterator[str]:
-    """Lines "place=value" of all numbers and texts in a thing that is ours, whatever torch's version."""
+    """Lines "place=value" of all numbers and texts in a thing that is ours."""
     for kinds, of_kind in KINDS:
         if isinstance(thing, kinds):
             yield from of_kind(thing, place)
@@ -81,8 +80,7 @@ def _of_tensor(tensor: Tensor, place: str) -> Iterator[str]:
 def _of_optimizer(optimizer: Optimizer, place: str) -> Iterator[str]:
     yield f"{place}={type(optimizer).__name__}"
     for group in optimizer.param_groups:
-        shapes = [tuple(each.shape) for each in group["params"]]
-        yield f"{place}.group={shapes} {[group.get(rate) for rate in RATES]}"
+        yield f"{place}.group={group | {'params': [tuple(each.shape) for each in group['params']]}}"
 
 
 def _of_rates(scheduler: LRScheduler, place: str) -> Iterator[str]:
@@ -101,8 +99,7 @@ def _of_module(network: nn.Module, place: str) -> Iterator[str]:
     for name, module in network.named_modules():
         kind = type(module)
         part = f"{place}.{name.partition('.')[0]}: {kind.__name__}"
-        without = f"{kind.__module__}.".startswith(OURS) or hasattr(module, "transforms")  # which are shown below
-        yield f"{part}({'' if without else module.extra_repr()})"
+        yield f"{part}({module.extra_repr()})"
         for key, value in vars(module).items():
             is_ours = f"{kind.__module__}.".startswith(OURS) or key in ("stays_in_evaluation", "transforms")
             if is_ours and not key.startswith("_") and isinstance(value, (bool, int, float, str, tuple, list, dict)):
