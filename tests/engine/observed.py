@@ -73,8 +73,7 @@ def described(thing: Any, place: str = "") -> Iterator[str]:
 
 def _of_tensor(tensor: Tensor, place: str) -> Iterator[str]:
     few = tensor.numel() <= FEW and tensor.device.type == "cpu"
-    values = [f"{value:.5g}" for value in tensor.detach().flatten().tolist()] if few else ""
-    yield f"{place}={tensor.dtype}{list(tensor.shape)}{values}"
+    yield f"{place}={tensor.dtype}{list(tensor.shape)}{tensor.tolist() if few else ''}"
 
 
 def _of_optimizer(optimizer: Optimizer, place: str) -> Iterator[str]:
@@ -121,7 +120,7 @@ def _of_list(things: list | tuple, place: str) -> Iterator[str]:
     if hasattr(things, "_asdict"):
         yield from described(things._asdict(), place)
     elif all(isinstance(each, (int, float, str, type(None))) for each in things):
-        yield f"{place}={[f'{each:.5g}' if isinstance(each, float) else each for each in things[:FEW]]}/{len(things)}"
+        yield f"{place}={things[:FEW]}/{len(things)}"
     else:
         for each in things[:FEW]:
             yield from described(each, place)
@@ -132,13 +131,9 @@ def _of_dict(things: dict, place: str) -> Iterator[str]:
         yield from described(value, f"{place}.{key}")
 
 
-def _as_text(thing: Any, place: str) -> Iterator[str]:
-    yield f"{place}={f'{thing:.6g}' if isinstance(thing, float) else thing}"
-
-
 TEXTS = (bool, int, float, str, Path, range, type(None), torch.dtype, torch.device, torch.memory_format)
 KINDS: tuple[tuple[Any, Callable[[Any, str], Iterator[str]]], ...] = (
-    (TEXTS, _as_text),
+    (TEXTS, lambda thing, place: iter([f"{place}={thing}"])),
     (Tensor, _of_tensor),
     (np.ndarray, lambda array, place: iter([f"{place}={array.dtype}{list(array.shape)}"])),
     (Optimizer, _of_optimizer),
