@@ -100,25 +100,18 @@ def test_a_resumed_run_is_seen_in_tensorboard_although_the_clock_was_set_back(tm
     assert [event.step for event in events_of(tmp_path).Scalars("train/loss")] == [1, 2, 3]
 
 
-def test_records_that_are_removed_while_the_run_writes_them_are_missed(tmp_path, propagated):
+def test_a_run_goes_on_without_its_records_that_are_removed_and_says_so(tmp_path, propagated):
     with logger(tmp_path) as running:
         recorded(running, 1, 2)
         assert "removed" not in propagated.text
         (tmp_path / "metrics.jsonl").unlink()
-        recorded(running, 3, 4)
-    assert (
-        propagated.text.count("metrics.jsonl was removed or replaced while the run used it: records before step 3") == 1
-    )
-    assert [record["step"] for record in records(tmp_path)] == [3, 4]
-
-
-def test_a_run_goes_on_without_the_records_of_tensorboard_that_are_removed(tmp_path, propagated):
-    with logger(tmp_path) as running:
-        recorded(running, 1)
         shutil.rmtree(tmp_path / "tensorboard")
-        recorded(running, 2, 3)
-    assert propagated.text.count(f"{tmp_path / 'tensorboard'} was removed while the run used it") == 1
-    assert [event.step for event in events_of(tmp_path).Scalars("train/loss")] == [2, 3]
+        recorded(running, 3, 4)
+    lost = "metrics.jsonl was removed or replaced while the run used it: records before step 3"
+    for said in (lost, f"{tmp_path / 'tensorboard'} was removed while the run used it"):
+        assert propagated.text.count(said) == 1
+    assert [record["step"] for record in records(tmp_path)] == [3, 4]
+    assert [event.step for event in events_of(tmp_path).Scalars("train/loss")] == [3, 4]
 
 
 def trained(run_dir, *overrides: str) -> dict:
