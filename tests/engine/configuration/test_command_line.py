@@ -87,9 +87,8 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
     assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file()
     assert [choice for choice, about in groups.items() if not about] == []
     chosen = [choice for choice in groups if "=" in choice and "…" not in choice]
-    kinds = {
-        choice.partition("=")[0]: choice for choice in chosen
-    }  # it raises if the command does not accept one of each
+    kinds = {choice.partition("=")[0]: choice for choice in chosen}
+    # It raises if the command does not accept one of each.
     composed(name, *(choice for group, choice in kinds.items() if group != "debug"))
     for group, default in groups_in(name).items():
         if default is not None:
@@ -102,11 +101,8 @@ def test_help_leaves_out_the_choices_for_other_tasks_and_puts_experiments_first(
     texts = [help_text("", name, schema, composed(name)) for name, schema in schemas.items()]
     assert ["body=revnet_tiny" in text for text in texts] == [False, True]
     for text in texts:
-        assert (
-            "For classification:" not in text
-            and "type: ignore" not in text
-            and [*listed(text, "Groups")][0].startswith("experiment=")
-        )
+        assert "For classification:" not in text and "type: ignore" not in text
+        assert [*listed(text, "Groups")][0].startswith("experiment=")
 
 
 def test_a_right_command_asks_for_no_messages_and_no_words_of_other_programs(monkeypatch):

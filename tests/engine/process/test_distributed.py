@@ -59,15 +59,11 @@ def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tup
         torch.set_default_dtype(torch.float32)
 
 
-def compiled(norm: str, recompute: str):
-    return pytest.param(
-        norm,
-        ("trainer.compile=true", f"trainer.recompute={recompute}"),
-        marks=pytest.mark.slow("compiles on three ranks"),
-    )
-
-
-COMPILED = [compiled("inplace", "none"), compiled("std", "blocks"), compiled("inplace", "sqrt")]
+SLOW = pytest.mark.slow("compiles on three ranks")
+COMPILED = [
+    pytest.param(norm, ("trainer.compile=true", f"trainer.recompute={recompute}"), marks=SLOW)
+    for norm, recompute in (("inplace", "none"), ("std", "blocks"), ("inplace", "sqrt"))
+]
 
 
 @pytest.mark.parametrize("norm, overrides", [("inplace", ()), *COMPILED])
@@ -124,7 +120,7 @@ def backward_events(rank: int, compiled: bool) -> str:
     return "".join(letters[event.name] for event in events if event.name in letters)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow("compiles on three ranks"))])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=SLOW)])
 def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
     """DDP wraps the compiled network, and PyTorch splits its graph at DDP's buckets."""
     for events in ranks.run(backward_events, compiled):

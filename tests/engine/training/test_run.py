@@ -106,11 +106,9 @@ def test_arithmetic_is_of_the_keys():
 
 
 def test_a_record_says_whether_steps_were_captured_and_the_configuration_stays():
-    own = SimpleNamespace(
-        plain_config={"trainer": {"capture": "auto", "steps": 9}}, learner=learner_of(nn.Conv2d(3, 5, 1))
-    )
-    assert Run.recorded_config(own) == {"trainer": {"capture": False, "steps": 9}}
-    assert own.plain_config == {"trainer": {"capture": "auto", "steps": 9}}
+    config, learner = {"trainer": {"capture": "auto", "steps": 9}}, learner_of(nn.Conv2d(3, 5, 1))
+    recorded = Run.recorded_config(SimpleNamespace(plain_config=config, learner=learner))
+    assert recorded == {"trainer": {"capture": False, "steps": 9}} and config["trainer"]["capture"] == "auto"
 
 
 @pytest.mark.parametrize("computes, precision", [(False, "bfloat16"), (True, "bfloat16"), (False, "float16")])

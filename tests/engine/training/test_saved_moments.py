@@ -91,7 +91,6 @@ def test_a_loss_scale_that_no_run_has_is_refused(name, values):
     scaler = torch.amp.GradScaler("cpu")
     check_scaler({**scaler.state_dict(), "scale": 1.5, "_growth_tracker": 3}, scaler)
     for value in values:
-        with pytest.raises(
-            ValueError, match=f"^its loss scaler is .*'{name}': {value!r}.*; expected a scale above 0, and"
-        ):
+        message = f"^its loss scaler is .*'{name}': {value!r}.*; expected a scale above 0, and"
+        with pytest.raises(ValueError, match=message):
             check_scaler({**scaler.state_dict(), name: value}, scaler)
