@@ -33,6 +33,7 @@ from tests.runs import classification_config, run_config, same, without_counts
 CLASSES = ("road", "sky", "tree")
 
 PARTS = ("body", "head", "cls")
+MANY = [f"criterion.{number}" for number in range(999)]  # more than the network has
 EMA = [f"ema.module.{name}" for name in ("body.mod1.conv1.weight", "cls.weight", "cls.bias")]
 
 
@@ -196,7 +197,7 @@ def test_a_body_of_another_program_is_found_beside_its_other_tensors(tmp_path, t
     assert "skipped projector.weight: not below encoder" in report.remarks
 
 
-@pytest.mark.parametrize("others", [["criterion.weight"], ["ema.n_averaged", *EMA], ["body.weight", "heads.weight"]])
+@pytest.mark.parametrize("others", [MANY, ["ema.n_averaged", *EMA], ["body.weight", "heads.weight"]])
 def test_tensors_beside_the_network_s_are_skipped_and_said(trained, others):
     """Lightning's checkpoints may hold a loss's weights and averaged weights."""
     tensors = {f"model.{name}": tensor for name, tensor in trained.state_dict().items()}
