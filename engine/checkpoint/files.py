@@ -213,8 +213,8 @@ def checked(state: object, path: Path) -> dict:
 
 
 def has_ended(state: dict) -> bool:
-    """Whether a checkpoint is the end of its run. Earlier versions did not say so, nor do files without a training."""
-    return state.get("finished", state["step"] == state.get("total_steps", state["step"]))
+    """Whether a checkpoint is the end of its run. A file without a training does not say so, and is."""
+    return state.get("finished", True)
 
 
 def _fits(value: object, kind: Any) -> bool:

@@ -123,11 +123,6 @@ def test_a_score_that_is_no_number_is_not_better(tmp_path):
     assert "2 evaluations were not better than no number (" in (tmp_path / "log.txt").read_text()
 
 
-def test_files_of_earlier_versions_end_with_their_last_step():
-    assert has_ended({"step": 5}) and has_ended({"step": 9, "total_steps": 9})  # weights alone, and a whole run
-    assert not has_ended({"step": 5, "total_steps": 9}) and has_ended({"step": 5, "total_steps": 9, "finished": True})
-
-
 def ended_by_a_rank(rank: int, run_dir: str) -> tuple[int, torch.Tensor]:
     results, steps = trained(Path(run_dir), "trainer.patience=2")
     state = checkpoint.load(last_of(Path(run_dir)))
