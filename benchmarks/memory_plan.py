@@ -2,14 +2,13 @@
 
     python -m benchmarks.memory_plan table=table3 out=FILE.json
     python -m benchmarks.memory_plan table=all out=FILE.json
-    python -m benchmarks.memory_plan table=table3 only=[one_device] out=FILE.json
     python -m benchmarks.memory_plan table=all only=[hours] out=FILE.json
 
 table is one that experiments name (all: each). For Table 3, the columns fixed crop and fixed batch are filled
-too, beside the paper's, on which the deductions from a device's memory are calibrated, and README's minibatch on one
-device. The hours of trainings on four devices or more are those of their operations, at the rate of steps that were
-measured on an H100. Steps of tables have the paper's loss, with full-resolution logits (loss.tiles=false). What fits
-for any other experiment is shown by scripts.plan_memory.
+too, beside the paper's, on which the deductions from a device's memory are calibrated. The hours of trainings on four
+devices or more are those of their operations, at the rate of steps that were measured on an H100. Steps of tables have
+the paper's loss, with full-resolution logits (loss.tiles=false). What fits for any other experiment is shown by
+scripts.plan_memory.
 """
 
 import json
@@ -21,10 +20,10 @@ from omegaconf import MISSING
 
 from benchmarks import frame
 from benchmarks.measuring import operations_of
-from benchmarks.rows import GIB, Columns, Rows, columns, compared, section
+from benchmarks.rows import GIB, Columns, Rows, columns, section
 from engine.assemble import schedule_of
 from engine.schema.keys import key
-from engine.schema.memory import Memory, deductions, device_memory
+from engine.schema.memory import Memory, deductions
 from engine.schema.segmentation import CrossEntropyLoss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import planner
@@ -34,10 +33,6 @@ from scripts.reports import papers
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 ALL, BUDGET, DEVICES = "all", "12GiB", 4  # the papers' devices, four for Table 3
-# README's minibatch on one device: a row of Table 3, with these overrides.
-README = "table3/cityscapes_resnext101_std"
-RECOMPUTED = "trainer.precision=bfloat16 trainer.recompute=sqrt"
-ON_ONE_DEVICE = ("norm=std", "norm=inplace", f"norm=std {RECOMPUTED}", f"norm=inplace {RECOMPUTED}")
 
 
 @dataclass
@@ -52,7 +47,6 @@ def items(arguments: PlanArguments) -> dict[str, tuple]:
     chosen: list[tuple] = [("experiments", name) for name in trained]
     if "table3" in own:
         chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
-        chosen += [("one_device", words) for words in ON_ONE_DEVICE]
     chosen += [("hours", name) for name in trained if papers.devices_of(name) >= DEVICES]
     return {"/".join(item): item for item in chosen}
 
@@ -99,13 +93,6 @@ def experiment_of(column: str, fit: str, norm: str) -> str:
     return f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{FITS[fit]}"
 
 
-def on_one_device(words: str) -> Iterator[dict]:
-    """Memory of a device for README's whole minibatch."""
-    config = papers.configured_as(README, *words.split())
-    needed = planner.needed(config, config.data.crops_per_minibatch, config.data.crop_size)
-    yield {"overrides": words, "GiB": _gib(device_memory(needed))}
-
-
 def work(experiment: str) -> Iterator[dict]:
     """Steps of a training, and floating-point operations of each on one device."""
     config, devices = papers.configured_as(experiment), papers.devices_of(experiment)
@@ -117,12 +104,7 @@ def work(experiment: str) -> Iterator[dict]:
     yield {"experiment": experiment, "devices": devices, "steps": steps, "share": share, "operations": operations}
 
 
-PARTS: dict[str, Callable[..., Iterator[dict]]] = {
-    "experiments": planned,
-    "fits": fit_of,
-    "one_device": on_one_device,
-    "hours": work,
-}
+PARTS: dict[str, Callable[..., Iterator[dict]]] = {"experiments": planned, "fits": fit_of, "hours": work}
 
 
 def about(arguments: dict) -> tuple[str, str]:
@@ -139,8 +121,6 @@ def sections(call: dict, _: str) -> Iterator[str]:
         free = _gib(Memory(budget=BUDGET).available(DEVICES) or 0)
         left = f"{BUDGET}, less {deductions(DEVICES)}, leave {free} GiB for tensors."
         yield section("Table 3: what fits", columns(shown, FIT, left=3), left)
-    if rows := by_part["one_device"]:
-        yield section(f"{README} on one device", compared([rows]))
     if experiments := by_part["experiments"]:
         ordered = sorted(experiments, key=lambda row: row["experiment"])
         yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
