@@ -15,18 +15,20 @@ import ast
 import copy
 import gc
 import json
+import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 from coverage import Coverage
@@ -39,8 +41,12 @@ SWAPPED: dict[type, type] = {
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
 }
-RESULTS = {0: "survived", 2: "not loaded", 3: "an error of this tool", 4: "survived the tests that time allowed"}
-Change = Callable[[ast.AST], None]
+LEFT_OUT = {"__class__": ast.Pass, "_fields": ()}
+# By the exit code of a child: 1 is Python's for an exception. One that crashed or hung was noticed, too.
+RESULTS = {0: "survived", 1: "an error of this tool", 2: "not loaded", 3: "survived the tests that time allowed"}
+KILLED = 4
+Change = dict[str, object]  # attributes of a node
+T = TypeVar("T")
 
 
 class Mutant(NamedTuple):
@@ -51,61 +57,49 @@ class Mutant(NamedTuple):
 
 
 def swapped(node: ast.AST) -> Iterator[tuple[str, Change]]:
-    """The changes of one node: what each is, and a function that makes it."""
-
-    def put(name: str, value: object) -> Change:
-        return lambda node: setattr(node, name, value)
-
+    """The changes of one node, and what each is."""
     if isinstance(node, ast.Compare) and (new := SWAPPED.get(type(node.ops[0]))):
-        yield f"{type(node.ops[0]).__name__} -> {new.__name__}", put("ops", [new(), *node.ops[1:]])
+        yield f"{type(node.ops[0]).__name__} -> {new.__name__}", {"ops": [new(), *node.ops[1:]]}
     elif isinstance(node, (ast.BoolOp, ast.BinOp)) and (new := SWAPPED.get(type(node.op))):
         if not any(isinstance(each, (ast.JoinedStr, ast.List, ast.Tuple)) for each in ast.iter_child_nodes(node)):
-            yield f"{type(node.op).__name__} -> {new.__name__}", put("op", new())
+            yield f"{type(node.op).__name__} -> {new.__name__}", {"op": new()}
     elif isinstance(node, ast.Constant) and type(node.value) is bool:
-        yield f"{node.value} -> {not node.value}", put("value", not node.value)
+        yield f"{node.value} -> {not node.value}", {"value": not node.value}
     elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        yield f"{node.value} -> {node.value + 1}", put("value", node.value + 1)
+        yield f"{node.value} -> {node.value + 1}", {"value": node.value + 1}
     elif isinstance(node, (ast.If, ast.IfExp)):
-        yield "the condition negated", put("test", ast.UnaryOp(ast.Not(), node.test))
+        yield "the condition negated", {"test": ast.UnaryOp(ast.Not(), node.test)}
+    elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield "the statement left out", LEFT_OUT
 
 
-def candidates(tree: ast.Module) -> Iterator[tuple[int, str, list[int], Change]]:
-    """Line, change, path from the tree to its node (positions among children) of all that can be changed in functions.
+def candidates(
+    node: ast.AST, path: tuple[int, ...] = (), inside: bool = False
+) -> Iterator[tuple[int, str, tuple[int, ...], Change]]:
+    """Line, text, path from the tree to its node (positions among children), change: of all that can be changed in
+    functions.
 
     Not in what is only said, checked or annotated: messages, raise, assert, decorators and default arguments.
     """
-
-    def walk(node: ast.AST, path: list[int], inside: bool) -> Iterator[tuple[int, str, list[int], Change]]:
-        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments)):
-            return
-        if inside and hasattr(node, "lineno"):
-            for about, change in swapped(node):
-                yield node.lineno, about, path, change
-            is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-            if is_call or isinstance(node, ast.AugAssign):
-                yield node.lineno, "the statement left out", path, empty
-        inside = inside or isinstance(node, (ast.FunctionDef, ast.Lambda))
-        decorators = getattr(node, "decorator_list", [])
-        for position, child in enumerate(ast.iter_child_nodes(node)):
-            if child not in decorators and child is not getattr(node, "returns", None):
-                yield from walk(child, [*path, position], inside)
-
-    yield from walk(tree, [], False)
+    if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments)):
+        return
+    if inside and hasattr(node, "lineno"):
+        for about, change in swapped(node):
+            yield node.lineno, about, path, change
+    inside = inside or isinstance(node, (ast.FunctionDef, ast.Lambda))
+    left_out = [*getattr(node, "decorator_list", []), getattr(node, "returns", None)]
+    for position, child in enumerate(ast.iter_child_nodes(node)):
+        if child not in left_out:
+            yield from candidates(child, (*path, position), inside)
 
 
-def empty(node: ast.AST) -> None:
-    """Leave out a statement."""
-    node.__class__ = ast.Pass
-    node._fields = ()  # type: ignore[misc]
-
-
-def mutant_of(file: str, tree: ast.Module, line: int, about: str, path: list[int], change: Change) -> Mutant:
-    changed: ast.AST = copy.deepcopy(tree)
-    node = changed
+def mutant_of(file: str, tree: ast.Module, line: int, about: str, path: tuple[int, ...], change: Change) -> Mutant:
+    changed = copy.deepcopy(tree)
+    node: ast.AST = changed
     for position in path:
         node = [*ast.iter_child_nodes(node)][position]
-    change(node)
-    assert isinstance(changed, ast.Module)
+    for name, value in change.items():
+        setattr(node, name, value)
     return Mutant(file, line, about, ast.fix_missing_locations(changed))
 
 
@@ -138,38 +132,43 @@ class Runner:
     def __init__(self, count: int, seed: int, room: str, seconds: float):
         self.count, self.draw, self.room, self.seconds = count, random.Random(seed), room, seconds
         self.failed: list[str] = []
+        self.durations = Counter[str]()  # seconds
+        self.executing: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))  # file, line: tests
+        self.coverage: Coverage | None = None
+        self.results = Counter[str]()
         self.survivors: list[str] = []
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if self.coverage is not None:
+            self.coverage.switch_context(nodeid)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.durations[report.nodeid] += report.duration  # type: ignore[assignment]  # counts floats
         if report.failed:
             self.failed.append(report.nodeid)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         began = time.perf_counter()
-        self.session, self.folder = session, Path(tempfile.mkdtemp())
-        for part in range(WORKERS):
-            self.in_child(lambda part=part: self.cover(part), limit=3600)  # type: ignore[misc]
-        self.wait(0)
-        self.executing: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        self.durations: dict[int, float] = {}
-        for part in range(WORKERS):
+        self.items, self.folder = {item.nodeid: item for item in session.items}, Path(tempfile.mkdtemp())
+        for part, code in self.in_children(((part, partial(self.cover, part)) for part in range(WORKERS)), 3600):
+            if code:
+                raise RuntimeError(f"the tests could not be run: see {self.folder / 'output'}")
             lines, durations, failed = json.loads((self.folder / f"{part}.json").read_text())
             for file, own in lines.items():
                 for line, tests in own.items():
-                    self.executing[file][int(line)] += tests
-            self.durations |= {int(number): seconds for number, seconds in durations.items()}
+                    self.executing[file][line] += filter(None, tests)
+            self.durations.update(durations)
             self.failed += failed
         print(f"{len(self.durations)} tests ran in {time.perf_counter() - began:.0f} s; failed: {self.failed}")
-        self.results: Counter[str] = Counter()
-        for mutant, tests in self.drawn():
-            self.in_child(lambda mutant=mutant, tests=tests: self.tried(mutant, tests), self.seconds + 60, mutant)  # type: ignore[misc]
-        self.wait(0)
+        jobs = ((mutant, partial(self.tried, mutant, tests)) for mutant, tests in self.drawn())
+        for mutant, code in self.in_children(jobs, self.seconds + 60):
+            self.note(mutant, RESULTS.get(code, "killed"))
         total = sum(self.results.values()) - self.results["not loaded"]
         print(f"\n{time.perf_counter() - began:.0f} s in all; of {total} mutants", dict(self.results))
         print(*sorted(self.survivors), sep="\n")
         return True
 
-    def drawn(self) -> Iterator[tuple[Mutant, list[int]]]:
+    def drawn(self) -> Iterator[tuple[Mutant, list[str]]]:
         """Mutants of lines that tests execute, with these tests; lines that none executes only count."""
         known: list[tuple] = []
         for room in ROOMS:
@@ -180,7 +179,7 @@ class Runner:
                     known += [(name, tree, *candidate) for candidate in candidates(tree)]
         for each in self.draw.sample(known, min(self.count, len(known))):
             mutant = mutant_of(*each)
-            if tests := self.executing[mutant.file][mutant.line]:
+            if tests := self.executing[str(REPOSITORY / mutant.file)][str(mutant.line)]:
                 yield mutant, sorted(tests, key=self.durations.__getitem__)
             else:
                 self.note(mutant, "not executed")
@@ -191,85 +190,68 @@ class Runner:
             source = (REPOSITORY / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
             self.survivors.append(f"{result}: {mutant.file}:{mutant.line}: {mutant.about}: {source}")
 
-    running: dict[int, tuple[float, Mutant | None]]
+    def in_children(self, jobs: Iterable[tuple[T, Callable[[], int]]], limit: float) -> Iterator[tuple[T, int]]:
+        """Run jobs in children, as many at a time as there are workers. Yields what each is about, and its exit code.
 
-    def in_child(self, job: Callable[[], int], limit: float, mutant: Mutant | None = None) -> None:
-        """Run a job in a child, as soon as one of the workers is free. Its exit code is the job's result."""
-        self.running = getattr(self, "running", {})
-        self.wait(WORKERS - 1)
-        if (child := os.fork()) == 0:
-            os.setsid()
-            with open(self.folder / "output", "a") as output:
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-            code = 3
-            try:
-                code = job()
-            except BaseException:
-                traceback.print_exc()
-            os._exit(code)
-        self.running[child] = time.perf_counter() + limit, mutant
-
-    def wait(self, most: int) -> None:
-        """Until at most so many children run."""
-        while len(self.running) > most:
-            for child, (end, mutant) in [*self.running.items()]:
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if not ended and time.perf_counter() > end:
-                    os.killpg(child, signal.SIGKILL)
-                    ended, status = os.waitpid(child, 0)
-                if ended:
-                    del self.running[child]
-                    code = os.waitstatus_to_exitcode(status)
-                    if mutant is not None:  # one that crashed or hung was noticed, too
-                        self.note(mutant, RESULTS.get(code, "killed"))
-                    elif code:
-                        raise RuntimeError(f"the tests could not be run: see {self.folder / 'output'}")
-            time.sleep(0.02)
-
-    def run(self, numbers: list[int], until: float = float("inf")) -> Iterator[int]:
-        """Run tests by number; yields each when it has ended."""
-        items = [self.session.items[number] for number in numbers]
-        for number, item, following in zip(numbers, items, [*items[1:], None], strict=False):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            yield number
-            if time.perf_counter() > until:
+        A child is killed after `limit` seconds.
+        """
+        waiting, running = iter(jobs), dict[Any, tuple[T, float]]()
+        while True:
+            while len(running) < WORKERS and (following := next(waiting, None)):
+                about, job = following
+                child = multiprocessing.get_context("fork").Process(target=self.begin, args=(job,))
+                child.start()
+                running[child] = about, time.perf_counter() + limit
+            if not running:
                 return
+            wait([child.sentinel for child in running], timeout=1)
+            for child, (about, end) in [*running.items()]:
+                if time.perf_counter() > end:
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.join()
+                if child.exitcode is not None:
+                    del running[child]
+                    yield about, child.exitcode
+
+    def begin(self, job: Callable[[], int]) -> None:
+        """In a child: what it says goes into a file."""
+        os.setsid()
+        with open(self.folder / "output", "a") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os._exit(job())
+
+    def run(self, items: list[pytest.Item]) -> Iterator[None]:
+        """Run tests; yields after each."""
+        for item, following in zip(items, [*items[1:], None], strict=False):
+            yield item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
 
     def cover(self, part: int) -> int:
         """Run a part of the tests, file by file, and write down which lines each of them executes."""
-        coverage = Coverage(data_file=None, source=[str(REPOSITORY / room) for room in ROOMS], config_file=False)
-        files = sorted({item.path for item in self.session.items})
-        mine = [number for number, item in enumerate(self.session.items) if files.index(item.path) % WORKERS == part]
-        durations: dict[int, float] = {}
-        coverage.start()
-        coverage.switch_context(str(mine[0]) if mine else "")
-        began = time.perf_counter()
-        for position, number in enumerate(self.run(mine)):
-            durations[number] = time.perf_counter() - began
-            coverage.switch_context(str(mine[position + 1]) if position + 1 < len(mine) else "")
-            began = time.perf_counter()
-        coverage.stop()
-        data, lines = coverage.get_data(), {}
-        for file in data.measured_files():
-            name = str(Path(file).relative_to(REPOSITORY))
-            found = data.contexts_by_lineno(file)
-            lines[name] = {line: [int(one) for one in tests if one] for line, tests in found.items()}
-        (self.folder / f"{part}.json").write_text(json.dumps([lines, durations, self.failed]))
+        self.coverage = Coverage(data_file=None, source=[str(REPOSITORY / room) for room in ROOMS], config_file=False)
+        files = sorted({item.path for item in self.items.values()})
+        own = [item for item in self.items.values() if files.index(item.path) % WORKERS == part]
+        self.coverage.start()
+        for _ in self.run(own):
+            pass
+        self.coverage.stop()
+        data = self.coverage.get_data()
+        lines = {file: data.contexts_by_lineno(file) for file in data.measured_files()}
+        (self.folder / f"{part}.json").write_text(json.dumps([lines, self.durations, self.failed]))
         return 0
 
-    def tried(self, mutant: Mutant, tests: list[int]) -> int:
-        """1 if a test notices the mutant; else a key of `RESULTS`."""
-        broken = {*self.failed}
-        self.failed = []
+    def tried(self, mutant: Mutant, tests: list[str]) -> int:
+        """`KILLED` if a test notices the mutant; else a key of `RESULTS`."""
+        broken, end = {*self.failed}, time.perf_counter() + self.seconds
         if not exchange(mutant):
             return 2
-        ran = 0
-        for _ in self.run(tests, time.perf_counter() + self.seconds):
-            ran += 1
+        self.failed = []
+        for number, _ in enumerate(self.run([self.items[test] for test in tests]), 1):
             if {*self.failed} - broken:
-                return 1
-        return 0 if ran == len(tests) else 4
+                return KILLED
+            if time.perf_counter() > end and number < len(tests):
+                return 3
+        return 0
 
 
 def main() -> None:
