@@ -49,17 +49,23 @@ def forward_of(network: nn.Module, method: str, compiler: str | None = None) -> 
     if method == RECOMPUTED:
         return recompute_activations(network)
     if method == BLOCKS:
-        for block in blocks_of(network):
-            block.forward = partial(checkpointed, block.forward)
-    elif method == ON_CPU:
+        return by_blocks(network)
+    if method == ON_CPU:
         return partial(_saved_on_cpu, network)
-    elif method in (COMPILED, BUDGET):
+    if method in (COMPILED, BUDGET):
         assert compiler is not None
         return compiled(network, compiler, budget=0.5 if method == BUDGET else 1.0)
     return network
 
 
-def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def by_blocks(network: nn.Module, use_reentrant: bool = False) -> nn.Module:
+    """Activation checkpointing of every block."""
+    for block in blocks_of(network):
+        block.forward = partial(_checkpointed, block.forward, use_reentrant)
+    return network
+
+
+def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, **kwargs: Any) -> Any:
     """A block that saves only its inputs. They are passed one by one, so that those in lists also count as saved.
 
     While a CUDA graph is captured, the state of random numbers cannot be set back: a replay may take others again.
@@ -70,7 +76,7 @@ def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_unflatten(leaves, structure)
         return forward(*args, **kwargs)
 
-    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=not is_capturing())
+    return checkpoint(run, *leaves, use_reentrant=use_reentrant, preserve_rng_state=not is_capturing())
 
 
 def _saved_on_cpu(network: nn.Module, inputs: Tensor) -> object:

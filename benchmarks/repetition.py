@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
 from benchmarks import frame
-from benchmarks.methods import WithLoss, deviation
+from benchmarks.methods import WithLoss, by_blocks, deviation
 from benchmarks.rows import Rows, without_reasons
 from benchmarks.zoo import blocks_of
 from keepless import recompute_activations
@@ -107,17 +105,6 @@ def methods(arguments: RepetitionArguments, name: str) -> dict[str, tuple[Forwar
     for budget in (1.0, 0.5) if arguments.compile and name in COMPILED else ():
         found[f"torch.compile, activation_memory_budget={budget}"] = torch.compile, budget
     return found
-
-
-def by_blocks(network: nn.Module, use_reentrant: bool) -> nn.Module:
-    """Checkpointing of every block. Reentrant, it takes no arguments by name."""
-
-    def repeated(forward: Callable, *args: Tensor, **options: Any) -> Tensor:
-        return checkpoint(partial(forward, **options), *args, use_reentrant=use_reentrant)
-
-    for block in blocks_of(network):
-        block.forward = partial(repeated, block.forward)
-    return network
 
 
 def after_step(
