@@ -7,7 +7,6 @@
 `only` chooses networks, or the part with stacks of units of growing depth.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from keepless.torch_internals import FakeTensorMode
 from models import bodies
 from models.blocks import Convolutions
 from models.bodies.revnet_units import ReversibleUnit
+from models.recomputation import run_blocks
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
 DEPTHS = (4, 16, 64, 256)  # units
@@ -69,12 +69,6 @@ def activations(title: str) -> Iterator[dict]:
     yield row
 
 
-def _segments(length: int, units: Sequence[nn.Module], x: Tensor) -> Tensor:
-    for start in range(0, len(units), length):
-        x = checkpoint(nn.Sequential(*units[start : start + length]), x, use_reentrant=False)
-    return x
-
-
 def _recursive(units: Sequence[nn.Module], x: Tensor) -> Tensor:
     """Keep the input of each half, recursively: O(log L) memory, O(L log L) operations."""
     if len(units) == 1:
@@ -84,10 +78,11 @@ def _recursive(units: Sequence[nn.Module], x: Tensor) -> Tensor:
     return checkpoint(_recursive, units[middle:], x, use_reentrant=False)
 
 
-METHODS: dict[str, Callable[[Sequence[nn.Module], Tensor], Tensor]] = {
-    "naive": lambda units, x: nn.Sequential(*units)(x),
-    "blocks": partial(_segments, 1),
-    "sqrt": lambda units, x: _segments(round(math.sqrt(len(units))), units, x),
+Method = Callable[[Sequence[nn.Module], Tensor], Tensor]
+METHODS: dict[str, Method] = {
+    "naive": lambda units, x: run_blocks(units, x, "none")[0][0],
+    "blocks": lambda units, x: run_blocks(units, x, "blocks")[0][0],
+    "sqrt": lambda units, x: run_blocks(units, x, "sqrt")[0][0],
     "recursive": _recursive,
     "reversible": run_reversibly,
 }
@@ -100,16 +95,14 @@ def chain(count: int) -> Iterator[dict]:
     units = nn.ModuleList(ReversibleUnit(convs, NORMS["std"]) for _ in range(count))
     x = torch.randn(IMAGES, CHANNELS, SIDE, SIDE, requires_grad=True)
     for method, run in METHODS.items():
-        forward = partial(lambda run: run(list(units), x * 1), run)
 
-        def step(forward: Callable[[], Tensor] = forward) -> None:
-            forward().sum().backward()
+        def loss(run: Method = run) -> Tensor:
+            return run(list(units), x * 1).sum()
 
-        kept = kept_bytes(units, forward, [])
-        step()  # gradients exist, so that they are not in the peak
-        operations = operations_of(step)
-        row = {"units": count, "method": method, "kept_bytes": kept, "peak_bytes": peak_bytes(step, "cpu")}
-        yield {**row, "flops": operations}
+        kept = kept_bytes(units, loss, [])
+        operations = operations_of(lambda: loss().backward())  # gradients now exist, so they are not in the peak
+        peak = peak_bytes(lambda: loss().backward(), "cpu")
+        yield {"units": count, "method": method, "kept_bytes": kept, "peak_bytes": peak, "flops": operations}
 
 
 PARTS: dict[str, Callable[..., Iterable[dict]]] = {"activations": activations, "depths": chain}
