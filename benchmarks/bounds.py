@@ -2,7 +2,7 @@
 
     python -m benchmarks.bounds out=FILE.json
     python -m benchmarks.bounds only=[resnet50] out=FILE.json
-    python -m benchmarks.bounds only=[resnet50] shares=[.3] image_size=128 out=FILE.json
+    python -m benchmarks.bounds only=[smp/FPN-resnet50,deeplabv3_resnet50] out=FILE.json
 
 Nothing is computed: bytes and the times of operators are estimated on fake tensors, the CPU overhead of a call is
 measured.
@@ -11,13 +11,11 @@ measured.
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
 from benchmarks import frame, zoo
 from benchmarks.rows import Rows
-from engine.schema.keys import key
 from keepless import plan
 from keepless.torch_internals import FakeTensorMode
 from scripts.reports.markdown import table
@@ -26,29 +24,23 @@ NETWORKS = (
     *("resnet18", "resnet50", "resnet101", "resnext50_32x4d", "smp/Unet-resnet34", "smp/FPN-resnet50"),
     "deeplabv3_resnet50",
 )
-EASY = 0.5  # of the baseline's peak: budgets from here on
+IMAGES, SIDE = 8, 224  # per step; pixels
+SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of the baseline's peak
+EASY = 0.5  # budgets from here on
 
 
-@dataclass
-class BoundsArguments(frame.Arguments):
-    images: int = key(8, least=2)  # per step
-    image_size: int = key(224, above=0)  # pixels
-    shares: list[float] = field(default_factory=lambda: [0.8, 0.7, 0.6, 0.5, 0.4, 0.3])  # of the baseline's peak
-
-
-def items(arguments: BoundsArguments) -> dict[str, tuple]:
+def items(arguments: frame.Arguments) -> dict[str, tuple]:
     return {name: (name,) for name in NETWORKS}
 
 
-def measure(arguments: BoundsArguments, name: str) -> Rows:
+def measure(arguments: frame.Arguments, name: str) -> Rows:
     """{"network", "share": of the baseline's peak, "time", "bound": shares of a step, "seconds": to find all bounds}"""
     spent: list[float] = []
     with FakeTensorMode():
-        network = zoo.build(name, arguments.image_size)
-        inputs = torch.randn(arguments.images, 3, arguments.image_size, arguments.image_size)
+        network, inputs = zoo.build(name, SIDE), torch.randn(IMAGES, 3, SIDE, SIDE)
         for bound in (False, True):
             began = time.process_time()
-            own = plan(network, inputs, [*arguments.shares, 1.0], bound).rows
+            own = plan(network, inputs, [*SHARES, 1.0], bound).rows
             spent.append(time.process_time() - began)
     seconds = round((spent[1] - spent[0]) / len(own), 2)
     found = {round(row.budget / own[-1].budget, 3): row for row in own[:-1]}
@@ -57,21 +49,20 @@ def measure(arguments: BoundsArguments, name: str) -> Rows:
 
 
 def about(arguments: dict) -> tuple[str, str]:
-    images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
-    return "Plans, and the bound of all plans", f"Estimated on fake tensors; {images}"
+    words = f"Estimated on fake tensors; {IMAGES} images of {SIDE}x{SIDE} per step"
+    return "Plans, and the bound of all plans", words
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
-    shares = call["arguments"]["shares"]
     rows = []
     for name, own in call["items"].items():
         cells = {row["share"]: _cell(row) for row in own if "share" in row}
-        rows.append([name, *(cells.get(share, "") for share in shares), f"{own[0].get('seconds', '')}"])
+        rows.append([name, *(cells.get(share, "") for share in SHARES), f"{own[0].get('seconds', '')}"])
     yield (
         "Time to recompute within a share of the baseline's peak, in % of a step, and the time below which no plan is. "
         "Empty: no plan reaches it; –: no bound, see `plan`. *seconds*: of processor time, to find one bound."
     )
-    yield table(["network", *(f"{share:.1f}" for share in shares), "seconds"], rows)
+    yield table(["network", *(f"{share:.1f}" for share in SHARES), "seconds"], rows)
     found = [row for row in frame.rows_of(call) if row.get("bound") is not None and row["share"] >= EASY]
     if gaps := [100 * (row["time"] - row["bound"]) for row in found]:
         middle = statistics.median(gaps)
@@ -83,7 +74,7 @@ def _cell(row: dict) -> str:
     return f"{100 * row['time']:.1f}, {bound}"
 
 
-BENCHMARK = frame.Benchmark("bounds", BoundsArguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark("bounds", frame.Arguments, items, measure, about, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

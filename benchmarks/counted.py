@@ -5,6 +5,7 @@ blocks save. Networks run on fake tensors: little time and memory.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import starmap
 
 import torch
@@ -36,53 +37,46 @@ BODIES: dict[str, Callable[..., Body]] = {
     "DenseNet-264": densenet264,
     "ResNet-101": resnet101,
 }
-CROP_SIZE = 512
+CROPS, SIDE = 2, 512
+PIXELS = CROPS * SIDE**2
 
 
-def segmentation_network(
-    build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str = "none"
-) -> SegmentationNetwork:
+def _network(body: str, norm: str, recompute: str = "none") -> SegmentationNetwork:
     """A body at output stride 8 with a DeepLabV3 head, for 19 classes."""
-    features = build(norm_act, output_stride=8)
+    norm_act = builder("norm", CHOICES["norm"][norm]())
+    features = BODIES[body](norm_act, output_stride=8)
     network = SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
     choose_recomputation(network, features, recompute)
     return network
 
 
-def _loss_of(network: nn.Module, crops: int, side: int) -> Callable[[], Tensor]:
+def _loss(network: nn.Module) -> Tensor:
     """The loss on upsampled logits of square images, as in the paper."""
-    images, labels = torch.zeros(crops, 3, side, side), torch.zeros(crops, side, side, dtype=torch.long)
-    return lambda: F.cross_entropy(upsampled(network(images).main.logits, labels.shape[1:], None), labels)
-
-
-def cost(build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str) -> tuple[int, int, int]:
-    """Bytes per input pixel after the forward pass and at the peak, without parameters; and operations of convolutions.
-
-    Of a step of a `segmentation_network` in float32, on fake tensors. The peak includes the parameters' gradients.
-    """
-    crops, side = 2, CROP_SIZE
-    with FakeTensorMode():
-        network = segmentation_network(build, norm_act, recompute)
-        with MadeTensors() as made:
-            result = _loss_of(network, crops, side)()
-            kept = made.bytes
-            result.backward()
-        network.zero_grad()
-        loss = _loss_of(network, crops, side)
-        operations = operations_of(lambda: loss().backward())  # separately, because counting keeps tensors
-    return round(kept / (crops * side**2)), round(made.peak / (crops * side**2)), operations
+    images, labels = torch.zeros(CROPS, 3, SIDE, SIDE), torch.zeros(CROPS, SIDE, SIDE, dtype=torch.long)
+    return F.cross_entropy(upsampled(network(images).main.logits, labels.shape[1:], None), labels)
 
 
 def bytes_per_pixel(norm: str, body: str) -> int:
     """Bytes per input pixel that a whole network saves for the backward pass in float32, images included."""
-    crops = 2
     with FakeTensorMode():
-        network = segmentation_network(BODIES[body], _layer(norm))
-        return round(kept_bytes(network, _loss_of(network, crops, CROP_SIZE), []) / (crops * CROP_SIZE**2))
+        network = _network(body, norm)
+        return round(kept_bytes(network, partial(_loss, network)) / PIXELS)
 
 
-def _layer(norm: str) -> Callable[[int], nn.Module]:
-    return builder("norm", CHOICES["norm"][norm]())
+def cost(norm: str, recompute: str) -> tuple[int, int, int]:
+    """Of a ResNeXt-101: bytes per input pixel after the forward pass and at the peak, and operations of convolutions.
+
+    Without parameters; the peak includes their gradients.
+    """
+    with FakeTensorMode():
+        network = _network("ResNeXt-101", norm, recompute)
+        with MadeTensors() as made:
+            result = _loss(network)
+            kept = made.bytes
+            result.backward()
+        network.zero_grad()
+        operations = operations_of(lambda: _loss(network).backward())  # separately, because counting keeps tensors
+    return round(kept / PIXELS), round(made.peak / PIXELS), operations
 
 
 def bodies_table() -> str:
@@ -95,7 +89,7 @@ def recomputation_table() -> str:
     """The cost of a ResNeXt-101 with every choice, for two norms."""
     rows = []
     for norm in ("std", "inplace"):
-        costs = {recompute: cost(resnext101, _layer(norm), recompute) for recompute in RECOMPUTE}
+        costs = {recompute: cost(norm, recompute) for recompute in RECOMPUTE}
         for name, own in costs.items():
             *memory, operations = zip(own, costs["none"], strict=True)
             rows.append([norm, name, *starmap(_relative, memory), f"{operations[0] / operations[1]:.2f}"])

@@ -2,23 +2,25 @@
 
     python -m benchmarks.fit out=FILE.json
     python -m benchmarks.fit only=[cityscapes_resnext101] out=FILE.json
-    python -m benchmarks.fit limits=[24GiB] out=FILE.json
+    python -m benchmarks.fit device=cpu tiny=true out=FILE.json
 
 For each network and dataset of the paper's Table 3: the most crops of the first row's size with standard and with
 in-place norms, and the largest crops with in-place norms; and RevNet's claims on 224x224 images. Three float32 steps
-must fit. A 12GiB device is emulated by a limit on PyTorch's allocator, less CUDA's context.
+must fit. A 12GiB device is emulated by a limit on PyTorch's allocator, less CUDA's context. With tiny=true, every line
+is rehearsed on tiny networks.
 """
 
 import gc
 import itertools
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from benchmarks import frame
+from benchmarks.memory_plan import BUDGET, COLUMNS
 from benchmarks.rows import GIB, MIB, Rows
 from benchmarks.steps import ENDLESS
 from engine import assemble
@@ -30,7 +32,6 @@ from keepless.fit.sizes import largest
 from keepless.units import bytes_of
 from scripts.reports import papers
 
-TABLE3 = [f"{data}_{body}" for body in ("resnext101", "wrn38") for data in ("cityscapes", "coco_stuff")]
 ROWS = {"std": "std", "inplace": "inplace_fixed_crop", "inplace/size": "inplace_fixed_batch"}  # of Table 3
 # The claims of RevNet's section 7.2: experiment, overrides. A unit has six layers: 2 + 6 * 100 are 602.
 CLAIMS = {
@@ -48,13 +49,11 @@ TINY = {  # smaller networks of the same kind
 @dataclass
 class FitArguments(frame.DeviceArguments):
     device: str = "cuda"
-    limits: list[str] = field(default_factory=lambda: ["12GiB"])  # or card: all of the device's memory
     tiny: bool = False  # tiny networks of `TINY`, and no limit: a rehearsal of every line, also on a CPU
 
 
 def items(arguments: FitArguments) -> dict[str, tuple]:
-    found = list(itertools.product(TABLE3, ROWS, arguments.limits))
-    found += [(network, "std", arguments.limits[0]) for network in CLAIMS]
+    found = [*itertools.product(COLUMNS, ROWS), *((network, "std") for network in CLAIMS)]
     return {"/".join(item): item for item in found}
 
 
@@ -95,16 +94,16 @@ class Trained:
         return torch.cuda.max_memory_reserved() if device.type == "cuda" else crops * size**2 * 6000  # about
 
 
-def measure(arguments: FitArguments, network: str, kind: str, limit: str) -> Rows:
-    """The largest number or size of crops with which three steps run in `limit`.
+def measure(arguments: FitArguments, network: str, kind: str) -> Rows:
+    """The largest number or size of crops with which three steps run in `BUDGET`.
 
     {"network", "norm", "limit", "grows": crops or pixels, "the row's": of Table 3, on one of four devices, "most":
     that fit, "planned GiB": of the step found, "allocated GiB": its peak, "reserved GiB": of the allocator}
     """
     trained, cuda = Trained(arguments, network, kind), arguments.device == "cuda"
-    allowed = _limited(limit, trained) if cuda else 200 * MIB
+    allowed = _limited(trained) if cuda else 200 * MIB
     data, in_size = trained.config.data, kind == "inplace/size"
-    row: dict = {"network": network, "norm": trained.config.norm.name, "limit": limit}
+    row: dict = {"network": network, "norm": trained.config.norm.name, "limit": BUDGET}
     row["grows"] = "pixels" if in_size else "crops"
     row["the row's"] = data.crop_size if in_size else trained.row_crops
 
@@ -122,12 +121,12 @@ def measure(arguments: FitArguments, network: str, kind: str, limit: str) -> Row
     return [{**row, "most": found, **{f"{name} GiB": round(size / GIB, 3) for name, size in sizes}}]
 
 
-def _limited(limit: str, trained: Trained) -> int:
-    """Limit this process to what a device of `limit` would leave after CUDA's context; return the bytes left."""
+def _limited(trained: Trained) -> int:
+    """Limit this process to what a device of `BUDGET` would leave after CUDA's context; return the bytes left."""
     trained.steps_peak(FEWEST, trained.config.data.crop_size // 2, 0)  # loads the libraries
     free, total = torch.cuda.mem_get_info()
     context = (_own_bytes() or total - free) - torch.cuda.memory_reserved()
-    allowed = min(total if limit == "card" else bytes_of(limit) or 0, total) - context
+    allowed = min(bytes_of(BUDGET) or 0, total) - context
     torch.cuda.set_per_process_memory_fraction(allowed / total)
     return allowed
 

@@ -38,7 +38,7 @@ HOST = 0.04  # of a baseline step's time: estimate of a plan's overhead in Pytho
 @dataclass
 class NetworksArguments(frame.CapturedArguments):
     rounds: int = key(5, above=0)  # each measures every network and method once
-    images: int = key(8, least=2)  # per step (an eighth as many texts); some norms have one value per image
+    images: int = key(8, least=2)  # per step; some norms have one value per image
     image_size: int = key(224, above=0)  # pixels
     precisions: list[str] = key(["float32"], one_of=PRECISIONS)  # bfloat16 is autocast
     shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the baseline's peak: budgets

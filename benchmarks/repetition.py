@@ -2,15 +2,15 @@
 
     python -m benchmarks.repetition out=FILE.json
     python -m benchmarks.repetition only=[RReLU] out=FILE.json
-    python -m benchmarks.repetition compile=false out=FILE.json
+    python -m benchmarks.repetition only=[BatchNorm,transformer] out=FILE.json
 
-`recompute_activations` within four budgets, activation checkpointing of every block, and the compiler's memory budget.
+`recompute_activations` within four budgets, activation checkpointing of every block, and the compiler's memory budget,
+which needs a C++ compiler.
 """
 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 
@@ -30,11 +30,6 @@ from scripts.reports.markdown import table
 SHARES = (0.9, 0.8, 0.7, 0.6)  # of the baseline's peak: budgets
 OURS = "recompute_activations"
 Forward = Callable[[nn.Module], Callable]  # of a network
-
-
-@dataclass
-class RepetitionArguments(frame.Arguments):
-    compile: bool = True  # needs a C++ compiler
 
 
 def resnet(activation: nn.Module) -> nn.Module:
@@ -69,11 +64,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 COMPILED = ("dropout",)  # others take minutes to compile
 
 
-def items(arguments: RepetitionArguments) -> dict[str, tuple]:
+def items(arguments: frame.Arguments) -> dict[str, tuple]:
     return {name: (name,) for name in NETWORKS}
 
 
-def measure(arguments: RepetitionArguments, name: str) -> Rows:
+def measure(arguments: frame.Arguments, name: str) -> Rows:
     """A row for each method; "moved": how often running statistics move at most.
 
     {"network", "method", "deviation": largest of a gradient from the baseline's, relative to the largest, None if it
@@ -84,7 +79,7 @@ def measure(arguments: RepetitionArguments, name: str) -> Rows:
     plain, inputs = make(), torch.randn(shape, requires_grad=True)
     reference = after_step(copy.deepcopy(plain), inputs)
     rows = []
-    for method, (change, budget) in methods(arguments, name).items():
+    for method, (change, budget) in methods(name).items():
         gradients, buffers = after_step(copy.deepcopy(plain), inputs, change, budget)
         wrong = deviation(gradients, reference[0])
         row: dict = {"network": name, "method": method, "deviation": wrong if isfinite(wrong) else None}
@@ -95,14 +90,14 @@ def measure(arguments: RepetitionArguments, name: str) -> Rows:
     return rows
 
 
-def methods(arguments: RepetitionArguments, name: str) -> dict[str, tuple[Forward, float]]:
+def methods(name: str) -> dict[str, tuple[Forward, float]]:
     """By name: what makes the forward pass of a network, and may change it; the compiler's budget."""
     found: dict[str, tuple[Forward, float]] = {}
     for share in SHARES:
         found[f"{OURS}, budget={share}"] = partial(recompute_activations, budget=share), 1.0
     for reentrant in (False, True):
         found[f"checkpoint, use_reentrant={reentrant}"] = partial(by_blocks, use_reentrant=reentrant), 1.0
-    for budget in (1.0, 0.5) if arguments.compile and name in COMPILED else ():
+    for budget in (1.0, 0.5) if name in COMPILED else ():
         found[f"torch.compile, activation_memory_budget={budget}"] = torch.compile, budget
     return found
 
@@ -151,7 +146,7 @@ def _text(deviations: list[float | None]) -> str:
     return f"{max(found):.0e}" if any(found) else "0" if found else ""
 
 
-BENCHMARK = frame.Benchmark("repetition", RepetitionArguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark("repetition", frame.Arguments, items, measure, about, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The networks that `networks` measures, from torchvision, timm and segmentation_models_pytorch; a language model."""
+"""The networks that `networks` measures, from torchvision, timm and segmentation_models_pytorch."""
 
 import importlib
 from collections.abc import Callable
@@ -7,24 +7,6 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
-
-DECODER = "decoder"
-VOCABULARY = 4096
-LARGE, SMALL = (768, 12, 12, 1024), (32, 2, 2, 16)  # of the decoder: width, heads, blocks, and length of a text
-
-
-class Decoder(nn.TransformerEncoder):
-    """Tokens (N, T) -> logits (N, T, VOCABULARY): a small language model of PyTorch's own blocks."""
-
-    def __init__(self, width: int, heads: int, depth: int):
-        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        super().__init__(block, depth, enable_nested_tensor=False)
-        self.tokens, self.classifier = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]  # of other arguments
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
-        return self.classifier(super().forward(self.tokens(tokens), mask, is_causal=True))
-
 
 NETWORKS = (
     *("alexnet", "vgg16_bn", "squeezenet1_1", "googlenet", "inception_v3"),
@@ -35,7 +17,6 @@ NETWORKS = (
     *("fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"),
     *("timm/densenet121", "timm/efficientnet_b0", "timm/mobilenetv4_conv_small", "timm/convnextv2_atto"),
     *("timm/vit_small_patch16_224", "smp/Unet-resnet34", "smp/FPN-resnet50", "smp/DeepLabV3Plus-mobilenet_v2"),
-    DECODER,
 )
 PACKAGES = {"": "torchvision", "timm": "timm", "smp": "segmentation_models_pytorch"}  # by the part before the slash
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -73,15 +54,11 @@ def build(name: str, size: int) -> nn.Module:
 
 
 def made(name: str, device: str, images: int, size: int) -> tuple[nn.Module, Tensor]:
-    """A network with random weights on the device, and a minibatch: images (N, 3, size, size), or texts for `DECODER`.
+    """A network with random weights on the device, and images (N, 3, size, size).
 
     Weights that start at zero would make all gradients before them zero, so they are random too.
     """
     torch.manual_seed(0)
-    if name == DECODER:
-        width, heads, depth, length = LARGE if size >= 224 else SMALL
-        network: nn.Module = Decoder(width, heads, depth)
-        return network.to(device), torch.randint(VOCABULARY, (max(2, images // 8), length), device=device)
     network = build(name, size)
     with torch.no_grad():
         for parameter in network.parameters():
