@@ -10,6 +10,7 @@
 import itertools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -76,10 +77,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def overrides_of(switch: str) -> list[str]:
-    return [] if switch in (DEFAULT, GIVEN_BACK) else switch.split()
-
-
 MINIBATCHES = 4  # different ones, repeated
 ENDLESS = Schedule(LONG, steps_per_epoch=LONG, evaluate_every=None, checkpoint_every=LONG, log_every=LONG)
 
@@ -90,26 +87,23 @@ class Training:
     Args:
         common: overrides of train_seg.py that hold for every switch.
         switch: what is different here, of `GROUPS`.
-        threads: of PyTorch on the CPU.
     """
 
-    def __init__(self, common: tuple[str, ...], switch: str, threads: int):
-        torch.set_num_threads(threads)
-        self.config = papers.configured_as(None, *common, *overrides_of(switch))
+    def __init__(self, common: tuple[str, ...], switch: str):
+        own = (word for word in switch.split() if "=" in word)  # DEFAULT and GIVEN_BACK are names
+        self.config = papers.configured_as(None, *common, *own)
         assert isinstance(self.config, SegmentationRun)
         trainer = self.config.trainer
         assemble.arithmetic(trainer, fixed_sizes=True)  # as in a training
         self.world = World(device=device_of(trainer.device))
         if self.world.device.type == "cpu" and switch != GIVEN_BACK:
             keep_freed_memory()
-        self.dataset = synthetic(None, "train")
-        make = partial(assemble.network_of, self.config, len(self.dataset.classes))
+        dataset = synthetic(None, "train")
+        make = partial(assemble.network_of, self.config, len(dataset.classes))
         self.learner = build.learner(self.config, make, ENDLESS, self.world)
         self.loss = assemble.loss(self.config.loss, network=self.learner.network)
-        self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
-        self.minibatches = iter(
-            prefetched(itertools.cycle(self.in_memory), self.world.device)
-        )  # as the training loop's
+        in_memory = list(assemble.training_loader(self.config, dataset, MINIBATCHES, self.world))
+        self.minibatches = iter(prefetched(itertools.cycle(in_memory), self.world.device))  # as the training loop's
         self.losses: list[float] = []
 
     def step(self) -> float:
@@ -123,25 +117,25 @@ class Training:
             torch.cuda.synchronize()
         return round(1e3 * (time.perf_counter() - started_s), 3)
 
-    def warm_up(self, steps: int) -> dict:
-        """Seconds of the first step, which compiles; then micro-batches are captured, if the switch says so."""
-        first_step_s = round(self.step() / 1e3, 2)
+    def warm_up(self, steps: int) -> None:
+        """The first step compiles; in the end micro-batches are captured, if the switch says so."""
+        self.first_step_s = round(self.step() / 1e3, 2)
         for _ in range(steps - 1):
             self.step()
         forget_peak(self.world.device)  # of cuDNN's search for algorithms
         if self.learner.captured is not None:
             self.learner.captured.begin()
             self.step()
-        return {"first_step_s": first_step_s}
 
     def facts(self) -> dict:
-        """Everything but times: memory, and the mean loss of all minibatches after the first step."""
+        """Seconds of the first step, memory, and the mean loss of all minibatches after the first step."""
         process_mib = round(peak_memory_mib(torch.device("cpu")), 1)
         is_cuda, captured = self.world.device.type == "cuda", self.learner.captured is not None
         reserved = {"reserved_bytes": torch.cuda.max_memory_reserved()} if is_cuda else {}
         if not captured:
             self.learner.network.zero_grad()  # so that the step's own gradients are in its peak
         return {
+            "first_step_s": self.first_step_s,
             "saved_bytes": None if captured else self.saved_bytes(),
             "peak_bytes": None if captured else peak_bytes(self.step, self.world.device),  # a graph has its own pool
             **reserved,
@@ -159,15 +153,12 @@ class Training:
         return kept_bytes(self.learner.network, lambda: self.loss(self.learner.forward(images), labels))
 
 
-@cache
-def own_training(common: tuple[str, ...], switch: str, threads: int) -> Training:
-    """The training of this process."""
-    return Training(common, switch, threads)
+training_of = cache(Training)  # a process has one
 
 
-def call(training: tuple, method: str, *given: object) -> Any:
+def call(common: tuple[str, ...], switch: str, method: str, *given: object) -> Any:
     """Call a method of the training of this process."""
-    return getattr(own_training(*training), method)(*given)
+    return getattr(training_of(common, switch), method)(*given)
 
 
 @dataclass
@@ -216,26 +207,25 @@ def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...])
         running = {name: stack.enter_context(process(arguments.threads)) for name in switches}
 
         def ask(name: str, method: str, *given: object) -> Any:
-            if name in failed:
-                return 0.0
-            try:
-                training = common, name, arguments.threads
-                return running[name].submit(call, training, method, *given).result()
-            except Exception as error:  # e.g. of a compiler: the others can still be measured
-                if name == DEFAULT:
-                    raise
-                failed[name] = reason(error)
-                return 0.0
+            if name not in failed:
+                try:
+                    return running[name].submit(call, common, name, method, *given).result()
+                except Exception as error:  # e.g. of a compiler: the others can still be measured
+                    if name == DEFAULT:
+                        raise
+                    failed[name] = reason(error)
+            return 0.0
 
-        begun = {name: ask(name, "warm_up", arguments.warm_up) for name in switches}
+        for name in switches:
+            ask(name, "warm_up", arguments.warm_up)
         times_ms = interleaved({name: partial(ask, name, "step") for name in switches}, arguments.rounds)
         facts = {name: ask(name, "facts") for name in switches}
 
-    own = {
-        name: {"reason": failed[name]} if name in failed else {**begun[name], **facts[name], "times_ms": times_ms[name]}
-        for name in switches
-    }
-    return [{"switch": name, "start": start, **row} for name, row in own.items()]
+    rows: Rows = []
+    for name in switches:
+        found = {"reason": failed[name]} if name in failed else {**facts[name], "times_ms": times_ms[name]}
+        rows.append({"switch": name, "start": start, **found})
+    return rows
 
 
 def about(arguments: dict) -> tuple[str, str]:
@@ -251,50 +241,30 @@ def about(arguments: dict) -> tuple[str, str]:
 Starts = list[dict]  # the rows of a switch, one per start
 
 
-def switches_of(call: dict) -> dict[str, Starts]:
-    found: dict[str, Starts] = {}
-    for row in without_reasons(frame.rows_of(call)):
-        found.setdefault(row["switch"], []).append(row)
-    return found
-
-
 def sections(call: dict, _: str) -> Iterator[str]:
-    if found := switches_of(call):
+    found = defaultdict[str, Starts](list)
+    for row in without_reasons(frame.rows_of(call)):
+        found[row["switch"]].append(row)
+    if found:
         rows = [{"name": name, "own": own, "default": found.get(DEFAULT)} for name, own in found.items()]
         yield section("Switches", columns(rows, SWITCHES))
 
 
-def median_of_starts(own: Starts) -> str:
-    return f"{statistics.median(ms for row in own for ms in row['times_ms']):.0f}"
-
-
-def ratio(own: Starts, default: Starts) -> float:
-    """Median ratio of a training's time to the default's, over the rounds of all starts; slow ones skip rounds."""
-    pairs = [
-        pair
-        for rows in zip(own, default, strict=True)
-        for pair in zip(*(row["times_ms"] for row in rows), strict=False)
-    ]
-    return ratio_of(*zip(*pairs, strict=True)).median
-
-
 def spread(row: dict) -> str:
-    """The ratio; if there are several starts, each one's ratio in brackets."""
+    """Median ratio to the default's time; if there are several starts, each one's ratio in brackets."""
     own, default = row["own"], row["default"]
     if default is None or own is default:
         return "" if default is None else "1"
-    each = [f"{ratio([ours], [others]):.2f}" for ours, others in zip(own, default, strict=True)]
-    return f"{ratio(own, default):.2f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
-
-
-def code(name: str) -> str:
-    """A switch's name in the tables."""
-    return f"`{name}`" if "=" in name and "," not in name else name
+    starts = []  # each with the pairs of its rounds: slow steps may have skipped the last
+    for ours, others in zip(own, default, strict=True):
+        starts.append([*zip(ours["times_ms"], others["times_ms"], strict=False)])
+    total, *each = (f"{ratio_of(*zip(*pairs, strict=True)).median:.2f}" for pairs in (sum(starts, []), *starts))
+    return total + (f" ({', '.join(each)})" if len(each) > 1 else "")
 
 
 SWITCHES: Columns = [
-    ("switch", lambda row: code(row["name"])),
-    ("step, ms", lambda row: median_of_starts(row["own"])),
+    ("switch", lambda row: f"`{row['name']}`" if "=" in row["name"] else row["name"]),
+    ("step, ms", lambda row: f"{statistics.median(sum((own['times_ms'] for own in row['own']), [])):.0f}"),
     ("time / default", spread),
     ("saved, MiB", lambda row: mib(row["own"][0]["saved_bytes"])),
     ("peak, MiB", lambda row: mib(row["own"][0]["peak_bytes"])),
