@@ -19,18 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import keepless
-from benchmarks import (
-    bounds,
-    counted,
-    fit,
-    layers,
-    memory_plan,
-    networks,
-    repetition,
-    reversible,
-    steps,
-    tables,
-)
+from benchmarks import bounds, counted, fit, layers, memory_plan, networks, repetition, reversible, steps, tables
 from benchmarks.frame import RESULTS, Benchmark, calls_text
 from benchmarks.summaries import SUMMARIES, picture
 from engine.configuration.command_line import configured
@@ -45,9 +34,7 @@ DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in NAMES]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 MEASURED = (bounds, fit, layers, memory_plan, networks, repetition, reversible, steps)
 BENCHMARKS = [module.BENCHMARK for module in MEASURED]
-RECORDS = {own.name: RESULTS / f"{own.name}.json" for own in BENCHMARKS}
-RECORDS |= {name: RESULTS / "networks" / f"{name}.json" for name in ("bounds", "repetition")}
-RECORDS["fit"] = RESULTS / "memory_plan" / "fit.json"
+RECORDS = {own.name: file for own in BENCHMARKS for file in RESULTS.rglob(f"{own.name}.json")}
 KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
 COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results
@@ -75,9 +62,9 @@ def comparison(name: str, before: str) -> str:
 
 def benchmark_text(benchmark: Benchmark, _: str) -> str:
     """Nothing if there is no record yet."""
-    file = RECORDS[benchmark.name]
-    name = file.relative_to(RESULTS).with_suffix("").as_posix()
-    return calls_text(benchmark, json.loads(file.read_text()), name) if file.is_file() else ""
+    if (file := RECORDS.get(benchmark.name)) is None:
+        return ""
+    return calls_text(benchmark, json.loads(file.read_text()), file.relative_to(RESULTS).with_suffix("").as_posix())
 
 
 def printed(before: str) -> str:

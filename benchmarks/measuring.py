@@ -91,19 +91,17 @@ class Steps:
 
     def timed(self, rounds: int, sample_ms: float = 0, graphs: Iterable[str] = ()) -> Rows:
         """The rows with their times; those of `graphs` also as CUDA graphs, whose memory cannot be told apart."""
-        self._add_times("times_ms", timed(self.steps, rounds, self.device, sample_ms))
         replays: dict[str, Step] = {}
+        for name, own in timed(self.steps, rounds, self.device, sample_ms).items():
+            self.rows[name]["times_ms"] = own
         for name in filter(self.steps.__contains__, graphs):
             try:
                 replays[name] = captured(self.steps[name])
             except Exception as error:  # the others can still be captured
                 self.rows[name]["not captured"] = reason(error)
-        self._add_times("captured_ms", timed(replays, rounds, self.device, sample_ms))
+        for name, own in timed(replays, rounds, self.device, sample_ms).items():
+            self.rows[name]["captured_ms"] = own
         return list(self.rows.values())
-
-    def _add_times(self, kind: str, times_ms: Mapping[str, list[float]]) -> None:
-        for name, own in times_ms.items():
-            self.rows[name][kind] = own
 
 
 def reason(error: Exception) -> str:
