@@ -29,10 +29,6 @@ SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of the baseline's peak
 EASY = 0.5  # budgets from here on
 
 
-def items(arguments: frame.Arguments) -> dict[str, tuple]:
-    return {name: (name,) for name in NETWORKS}
-
-
 def measure(arguments: frame.Arguments, name: str) -> Rows:
     """{"network", "share": of the baseline's peak, "time", "bound": shares of a step, "seconds": to find all bounds}"""
     spent: list[float] = []
@@ -56,8 +52,11 @@ def about(arguments: dict) -> tuple[str, str]:
 def sections(call: dict, _: str) -> Iterator[str]:
     rows = []
     for name, own in call["items"].items():
-        cells = {row["share"]: _cell(row) for row in own if "share" in row}
-        rows.append([name, *(cells.get(share, "") for share in SHARES), f"{own[0].get('seconds', '')}"])
+        cells = dict.fromkeys(SHARES, "")
+        for row in own if "share" in own[0] else []:
+            bound = "–" if row["bound"] is None else f"{100 * row['bound']:.1f}"
+            cells[row["share"]] = f"{100 * row['time']:.1f}, {bound}"
+        rows.append([name, *cells.values(), f"{own[0].get('seconds', '')}"])
     yield (
         "Time to recompute within a share of the baseline's peak, in % of a step, and the time below which no plan is. "
         "Empty: no plan reaches it; –: no bound, see `plan`. *seconds*: of processor time, to find one bound."
@@ -69,12 +68,9 @@ def sections(call: dict, _: str) -> Iterator[str]:
         yield f"From {EASY} on, plans are {middle:.2f} % of a step above the bound (median), at most {max(gaps):.1f} %."
 
 
-def _cell(row: dict) -> str:
-    bound = "–" if row["bound"] is None else f"{100 * row['bound']:.1f}"
-    return f"{100 * row['time']:.1f}, {bound}"
-
-
-BENCHMARK = frame.Benchmark("bounds", frame.Arguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark(
+    "bounds", frame.Arguments, lambda _: {name: (name,) for name in NETWORKS}, measure, about, sections
+)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -166,7 +166,10 @@ def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> No
             found[name] = benchmark.measure(arguments, *items[name])
         except Exception as error:  # the other items can still be measured
             found[name] = [{"reason": reason(error)}]
-        free_memory()
+        torch.compiler.reset()  # compiled code
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         failed = [f": {row['reason']}" for row in found[name] if [*row] == FAILED]
         print(f"{time.monotonic() - started_s:6.1f} s  {name}", *failed, sep="", flush=True)
         call["items"] = {name: found[name] for name in items if name in found}
@@ -176,13 +179,6 @@ def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> No
 
 
 FAILED = ["reason"]  # the keys of the only row of an item
-
-
-def free_memory() -> None:
-    torch.compiler.reset()  # compiled code
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def chosen_of(items: Iterable[str], only: Iterable[str]) -> list[str]:

@@ -64,10 +64,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 COMPILED = ("dropout",)  # others take minutes to compile
 
 
-def items(arguments: frame.Arguments) -> dict[str, tuple]:
-    return {name: (name,) for name in NETWORKS}
-
-
 def measure(arguments: frame.Arguments, name: str) -> Rows:
     """A row for each method; "moved": how often running statistics move at most.
 
@@ -146,7 +142,9 @@ def _text(deviations: list[float | None]) -> str:
     return f"{max(found):.0e}" if any(found) else "0" if found else ""
 
 
-BENCHMARK = frame.Benchmark("repetition", frame.Arguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark(
+    "repetition", frame.Arguments, lambda _: {name: (name,) for name in NETWORKS}, measure, about, sections
+)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -52,10 +52,6 @@ def measure(arguments: frame.Arguments, part: str, *what: Any) -> Rows:
     return [{"part": part, **row} for row in PARTS[part](*what)]
 
 
-def loss_of(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(network(images), labels)
-
-
 def activations(title: str) -> Iterator[dict]:
     """Megabytes (10^6 bytes) that a step on 100 CIFAR images saves, such as of "ResNet-32"."""
     build = getattr(bodies, f"{title.lower().replace('-', '')}_cifar")
@@ -64,7 +60,8 @@ def activations(title: str) -> Iterator[dict]:
         images, labels = torch.empty(100, 3, 32, 32), torch.empty(100, dtype=torch.long)
         for norm, layer in NORMS.items():
             network = build(layer, classes=10)
-            kept = kept_bytes(network, partial(loss_of, network, images, labels), [images])
+            loss = partial(lambda network: F.cross_entropy(network(images), labels), network)
+            kept = kept_bytes(network, loss, [images])
             row |= {norm: kept / 1e6, "parameters": sum(parameter.numel() for parameter in network.parameters())}
     yield row
 
