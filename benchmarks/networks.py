@@ -18,17 +18,27 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks import frame, methods, zoo
-from benchmarks.measuring import PRECISIONS, Steps, autocast, reason, timed
-from benchmarks.methods import BLOCKS, BUDGET, COMPILED, NOT_CAPTURED, ON_CPU, PLAIN, RECOMPUTED, WithLoss
+from benchmarks import frame, zoo
+from benchmarks.measuring import PRECISIONS, WARM_UP_STEPS, Step, Steps, autocast, compiled, reason, timed
 from benchmarks.rows import Rows, compared, medians, ratio_of, without_reasons
-from benchmarks.zoo import NETWORKS
+from benchmarks.zoo import NETWORKS, blocks_of
 from engine.schema.keys import key
 from keepless import plan, recompute_activations
 from keepless.recompute.signatures.plans import FEWEST
+from keepless.recompute.step.costs import peak_bytes
+from keepless.saved import kept_bytes
+from keepless.torch_internals import is_capturing, tree_flatten, tree_leaves, tree_unflatten
 from scripts.reports import charts
 
+PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
+ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
+NOT_CAPTURED = (ON_CPU, COMPILED, BUDGET)  # memory on the host; code of a compiler that has graphs of its own
+WITH_COMPILER = ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_16")
+Forward = Callable[[Tensor], object]  # inputs -> tensors, maybe in containers
+Method = Callable[[nn.Module], Forward]  # gives a network's forward pass, and may change the network
 AS_BLOCKS, IN_TIME_OF_BLOCKS = "peak of the checkpoints", "time of the checkpoints"
 LEAST = "the least"
 TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the baseline's peak to try for plans within a time
@@ -47,9 +57,104 @@ class NetworksArguments(frame.CapturedArguments):
     # with those that have come.
     gradients: str = key("kept", one_of=("kept", "freed"))
 
-    @property
-    def frees(self) -> bool:
-        return self.gradients == "freed"
+
+class WithLoss(nn.Module):
+    """A network and its loss in one module, so that a plan counts the loss, which may dominate in segmentation."""
+
+    def __init__(self, network: nn.Module, forward: Forward | None = None):
+        super().__init__()
+        self.network, self.run = network, network if forward is None else forward
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The sum of the outputs' mean squares: a loss for any network."""
+        return torch.stack([output.square().mean() for output in tree_leaves(self.run(inputs))]).sum()
+
+
+def training_step(network: nn.Module, inputs: Tensor, precision: str, frees: bool = False) -> None:
+    """Forward and backward pass. Before it, gradients are zeroed, or freed."""
+    network.zero_grad(set_to_none=frees)
+    with autocast(inputs.device.type, precision):
+        loss = network(inputs)
+    loss.backward()
+
+
+def methods_of(name: str, network: nn.Module, device: str, compiler: str | None) -> dict[str, Method]:
+    """The methods that apply to a network."""
+    found: dict[str, Method] = {PLAIN: lambda network: network, RECOMPUTED: recompute_activations}
+    if blocks_of(network):
+        found[BLOCKS] = by_blocks
+    if device == "cuda":
+        found[ON_CPU] = lambda network: partial(_saved_on_cpu, network)
+    if compiler is not None and name in WITH_COMPILER:
+        for method, budget in {COMPILED: 1.0, BUDGET: 0.5}.items():
+            found[method] = partial(compiled, compiler=compiler, budget=budget)
+    return found
+
+
+def by_blocks(network: nn.Module, use_reentrant: bool = False) -> nn.Module:
+    """Activation checkpointing of every block."""
+    for block in blocks_of(network):
+        block.forward = partial(_checkpointed, block.forward, use_reentrant)
+    return network
+
+
+def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, **kwargs: Any) -> Any:
+    """A block that saves only its inputs. They are passed one by one, so that those in lists also count as saved.
+
+    While a CUDA graph is captured, the state of random numbers cannot be set back: a replay may take others again.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+
+    def run(*leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, structure)
+        return forward(*args, **kwargs)
+
+    return checkpoint(run, *leaves, use_reentrant=use_reentrant, preserve_rng_state=not is_capturing())
+
+
+def _saved_on_cpu(network: nn.Module, inputs: Tensor) -> object:
+    with save_on_cpu(pin_memory=True):
+        return network(inputs)
+
+
+def gradients_of(network: nn.Module, inputs: Tensor, precision: str) -> Tensor:
+    """The gradients of all trained parameters as one vector, always with the same random numbers."""
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    torch.manual_seed(0)
+    with autocast(inputs.device.type, precision):
+        loss = network(inputs)
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters, materialize_grads=True)])
+
+
+def deviation(gradients: Tensor, reference: Tensor) -> float:
+    """The largest difference, relative to the reference's largest gradient."""
+    return ((gradients - reference).abs().max() / reference.abs().max()).item()
+
+
+def counted(
+    network: WithLoss,
+    method: str,
+    inputs: Tensor,
+    precision: str,
+    reference: Tensor,
+    frees: bool = False,
+    **facts: int,
+) -> tuple[dict, Step]:
+    """What a method saves, its peak and how far its gradients are from the `reference`; and its step, warmed up.
+
+    `frees`: steps free gradients first, so peaks include those that have come.
+    """
+    step, device = partial(training_step, network, inputs, precision, frees), inputs.device.type
+    for _ in range(WARM_UP_STEPS):
+        step()
+    network.zero_grad(set_to_none=frees)  # not within what is measured
+    row: dict = {**facts, "peak_bytes": peak_bytes(step, device)}
+    if method != ON_CPU and "budget_bytes" not in facts:
+        with autocast(device, precision):
+            row["kept_bytes"] = kept_bytes(network.network, partial(network.run, inputs), [inputs])
+    if method not in (COMPILED, BUDGET):  # a second run of the baseline shows the noise
+        row["deviation"] = deviation(gradients_of(network, inputs, precision), reference)
+    return row, step
 
 
 def items(arguments: NetworksArguments) -> dict[str, tuple]:
@@ -66,16 +171,14 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
     plain, inputs = zoo.made(name, arguments.device, arguments.images, arguments.image_size)
     steps = Steps(arguments.device, "method", network=name, precision=precision)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
-        reference = methods.gradients_of(WithLoss(plain), inputs, precision)
-        counted = partial(
-            methods.counted, inputs=inputs, precision=precision, reference=reference, frees=arguments.frees
-        )
-        for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
+        reference = gradients_of(WithLoss(plain), inputs, precision)
+        frees = arguments.gradients == "freed"
+        count = partial(counted, inputs=inputs, precision=precision, reference=reference, frees=frees)
+        for method, change in methods_of(name, plain, arguments.device, arguments.compiler).items():
             network = copy.deepcopy(plain)
-            trained = WithLoss(network, methods.forward_of(network, method, arguments.compiler))
-            steps.add(method, partial(counted, trained, method))
+            steps.add(method, partial(count, WithLoss(network, change(network)), method))
         try:
-            within_budgets(arguments, precision, steps, counted, plain, inputs)
+            within_budgets(arguments, precision, steps, count, plain, inputs)
         except Exception as error:  # e.g. a network without a plan
             steps.rows["budgets"] = {**steps.common, "method": "budgets", "reason": reason(error)}
         graphs = [method for method in steps.rows if arguments.captured and method not in NOT_CAPTURED]
@@ -83,12 +186,12 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
 
 
 def within_budgets(
-    arguments: NetworksArguments, precision: str, steps: Steps, counted: Callable, plain: nn.Module, inputs: Tensor
+    arguments: NetworksArguments, precision: str, steps: Steps, count: Callable, plain: nn.Module, inputs: Tensor
 ) -> None:
     """Add the network with budgets: shares of its peak, and the peak and time of activation checkpointing."""
     checkpoints = steps.rows.get(BLOCKS, {}).get("peak_bytes")
     network = WithLoss(copy.deepcopy(plain))
-    for parameter in [] if arguments.frees else network.parameters():
+    for parameter in [] if arguments.gradients == "freed" else network.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with autocast(arguments.device, precision):
         first = plan(network, inputs, 1.0)
@@ -111,7 +214,7 @@ def within_budgets(
         peak = next((row.peak for row in planned.rows if budget == row.budget or limit == row.peak), least)
         trained = WithLoss(copy.deepcopy(plain))
         recompute_activations(trained, budget=budget)
-        steps.add(label, partial(counted, trained, label, budget_bytes=limit, planned_bytes=peak))
+        steps.add(label, partial(count, trained, label, budget_bytes=limit, planned_bytes=peak))
 
 
 def about(arguments: dict) -> tuple[str, str]:

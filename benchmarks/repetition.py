@@ -20,7 +20,7 @@ from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
 from benchmarks import frame
-from benchmarks.methods import WithLoss, by_blocks, deviation
+from benchmarks.networks import WithLoss, by_blocks, deviation
 from benchmarks.rows import Rows, without_reasons
 from benchmarks.zoo import blocks_of
 from keepless import recompute_activations

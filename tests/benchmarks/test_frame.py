@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import frame, layers, methods, networks, reversible, steps
+from benchmarks import frame, layers, networks, reversible, steps
 from benchmarks.measuring import captured, interleaved
 from engine.configuration.command_line import checked
 from tests.cuda import NEEDS_CUDA
@@ -37,7 +37,7 @@ def test_captured_steps_compute_what_steps_do_after_others_were_captured(device)
     for seed in range(3):
         torch.manual_seed(seed)
         network, x = nn.Linear(1024, 1024, device=device), torch.randn(64, 1024, device=device)
-        step = partial(methods.training_step, methods.WithLoss(network), x, "float32")
+        step = partial(networks.training_step, networks.WithLoss(network), x, "float32")
         step()
         replays.append(captured(step))
         gradients.append(network.weight.grad)

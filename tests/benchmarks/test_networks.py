@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import measuring, methods, zoo
-from benchmarks.methods import BLOCKS
+from benchmarks import measuring, networks, zoo
 from benchmarks.zoo import blocks_of, build
 from keepless.saved import kept_bytes
 from tests.engine.training.tape import Tape
@@ -40,7 +39,7 @@ def test_checkpointed_blocks_keep_their_inputs_once():
     plain, network = (Dense(BasicBlock() for _ in range(3)) for _ in range(2))
     assert len(blocks_of(network)) == 3
     assert kept_bytes(plain, lambda: plain(x), [x]) == 3 * 2 * x.nbytes
-    forward = methods.forward_of(network, BLOCKS)
+    forward = networks.by_blocks(network)
     assert kept_bytes(network, lambda: forward(x), [x]) == 3 * x.nbytes
     torch.testing.assert_close(forward(x), plain(x), rtol=0, atol=0)
 
@@ -70,15 +69,15 @@ def test_captured_steps_read_no_memory_that_was_freed(monkeypatch):
     monkeypatch.setattr(measuring, "captured", as_graph)
     plain, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), torch.randn(2, 3, 8, 8)
     steps = measuring.Steps("cpu", "method")
-    reference = methods.gradients_of(methods.WithLoss(plain), x, "float32")
-    for method in (methods.PLAIN, methods.RECOMPUTED):
+    reference = networks.gradients_of(networks.WithLoss(plain), x, "float32")
+    for method, change in networks.methods_of("", plain, "cpu", None).items():
         network = copy.deepcopy(plain)
-        trained = methods.WithLoss(network, methods.forward_of(network, method))
-        steps.add(method, partial(methods.counted, trained, method, x, "float32", reference))
+        trained = networks.WithLoss(network, change(network))
+        steps.add(method, partial(networks.counted, trained, method, x, "float32", reference))
     steps.add("fails", lambda: 1 / 0)
     del network, trained
     gc.collect()
-    *rows, failed = steps.timed(2, graphs=[methods.PLAIN, methods.RECOMPUTED, "fails"])
+    *rows, failed = steps.timed(2, graphs=[networks.PLAIN, networks.RECOMPUTED, "fails"])
     assert [(row["method"], row["deviation"], len(row["times_ms"]), len(row["captured_ms"])) for row in rows] == [
         ("plain", 0, 2, 2),
         ("recompute_activations", 0, 2, 2),
