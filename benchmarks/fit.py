@@ -2,12 +2,12 @@
 
     python -m benchmarks.fit out=FILE.json
     python -m benchmarks.fit only=[cityscapes_resnext101] out=FILE.json
-    python -m benchmarks.fit device=cpu tiny=true out=FILE.json
+    python -m benchmarks.fit device=cpu tiny=true only=[cityscapes_resnext101] out=FILE.json
 
 For each network and dataset of the paper's Table 3: the most crops of the first row's size with standard and with
 in-place norms, and the largest crops with in-place norms; and RevNet's claims on 224x224 images. Three float32 steps
-must fit. A 12GiB device is emulated by a limit on PyTorch's allocator, less CUDA's context. With tiny=true, every line
-is rehearsed on tiny networks.
+must fit. A 12GiB device is emulated by a limit on PyTorch's allocator, less CUDA's context. The third command rehearses
+every line.
 """
 
 import gc
@@ -40,16 +40,13 @@ CLAIMS = {
     "RevNet-602": ("revnet/imagenet_revnet104", "body.structure=[2,2,94,2]"),
 }
 FEWEST, SMALLEST, STRIDE = 2, 256, 8  # crops: the head's pooled branch needs two; pixels
-TINY = {  # smaller networks of the same kind
-    "resnext101": ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8"),
-    "RevNet-104": ("body=revnet_tiny",),
-}
+TINY = ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8", "data.crop_size=48")
 
 
 @dataclass
 class FitArguments(frame.DeviceArguments):
     device: str = "cuda"
-    tiny: bool = False  # tiny networks of `TINY`, and no limit: a rehearsal of every line, also on a CPU
+    tiny: bool = False  # a tiny ResNeXt, and no limit on a CPU
 
 
 def items(arguments: FitArguments) -> dict[str, tuple]:
@@ -63,8 +60,7 @@ class Trained:
     def __init__(self, arguments: FitArguments, network: str, kind: str):
         row, *words = CLAIMS.get(network) or (f"table3/{network}_{ROWS[kind]}",)
         if arguments.tiny:
-            body = network.split("_")[-1]
-            words += ["data.crop_size=48", "norm.backend=eager", *TINY[body]]
+            words += [*TINY, "norm.backend=eager"]
         trainer = (f"trainer.device={arguments.device}", "trainer.precision=float32", "trainer.accumulation_steps=1")
         self.config = papers.configured_as(row, *words, *trainer, "trainer.capture=false")
         self.row_crops = self.config.data.crops_per_minibatch // papers.devices_of(row)
@@ -114,11 +110,13 @@ def measure(arguments: FitArguments, network: str, kind: str) -> Rows:
     found = largest(lambda value: trained.steps_peak(*shape(value), allowed), allowed, smallest, step, power)
     if found is None:
         return [{**row, "reason": f"not even {smallest} fit"}]
+    row["most"] = found
     trained.steps_peak(*shape(found), allowed)  # the device's counters are of this step
     counted = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
     planned = planner.step_memory(trained.config, *shape(found)).peak
-    sizes = zip(("planned", "allocated", "reserved"), (planned, *counted), strict=True)
-    return [{**row, "most": found, **{f"{name} GiB": round(size / GIB, 3) for name, size in sizes}}]
+    for name, size in zip(("planned", "allocated", "reserved"), (planned, *counted), strict=True):
+        row[f"{name} GiB"] = round(size / GIB, 3)
+    return [row]
 
 
 def _limited(trained: Trained) -> int:

@@ -125,17 +125,16 @@ def calls_text(benchmark: Benchmark, record: dict, name: str) -> str:
     for number, call in written_here(record):
         title, words = benchmark.about(call["arguments"])
         took = f"{conditions(call['environment'])}. {words}; the run took {call['seconds'] / 60:.1f} minutes."
-        rows = [(item, row) for item, own in call["items"].items() for row in own if "reason" in row]
-        failed = [f"- {_named(row) or item}: {row['reason']}" for item, row in rows]
+        failed = []
+        for item, rows in call["items"].items():
+            for row in filter(lambda row: "reason" in row, rows):
+                named = ", ".join(str(value) for key, value in row.items() if key != "reason")
+                failed.append(f"- {named or item}: {row['reason']}")
         parts.append(section(title, f"```\n{call['command']}\n```", took, level=2))
         parts += benchmark.sections(call, picture_of(name, number))
-        parts += [section("Not measured", "\n".join(failed))] * bool(failed)
+        if failed:
+            parts.append(section("Not measured", "\n".join(failed)))
     return in_lines("\n\n".join(filter(None, parts)))
-
-
-def _named(row: dict) -> str:
-    """What a row is about, in words."""
-    return ", ".join(str(value) for name, value in row.items() if name != "reason" and not isinstance(value, list))
 
 
 def rows_of(call: dict, part: str | None = None) -> Rows:

@@ -46,7 +46,6 @@ SHAPES = {"CONV1": (256, 56), "CONV2": (512, 28), "CONV3": (1024, 14), "CONV4": 
 class LayersArguments(frame.CapturedArguments):
     threads: int = key(2, above=0)  # of PyTorch on the CPU
     dtypes: list[str] = key(["float32"], one_of=tuple(DTYPES))
-    layouts: list[str] = key([*LAYOUTS], one_of=tuple(LAYOUTS))  # memory formats
     batch: int = key(4, above=0)  # images
     backend: str = key("auto", one_of=BACKENDS)  # of the checkpointing and in-place strategies
     sample_ms: float = key(20.0, above=0)  # least time of one sample, a mean over repeats
@@ -117,7 +116,7 @@ def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
 
 
 def items(arguments: LayersArguments) -> dict[str, tuple[Cell]]:
-    found = itertools.product(arguments.dtypes, arguments.layouts, SHAPES.items())
+    found = itertools.product(arguments.dtypes, LAYOUTS, SHAPES.items())
     return {
         f"{shape}/{layout}/{dtype}": (
             Cell(shape, (arguments.batch, channels, side, side), layout, dtype, arguments.device),
@@ -182,9 +181,8 @@ def sections(call: dict, picture: str) -> Iterator[str]:
     yield compared(cells, "strategy", STANDARD)
 
 
-_OTHERS = dict(zip((*COMPILED, PACKAGE), ("compiled", "compiled_budget", "other"), strict=True))
-COLOURS = {title: charts.OF_METHODS[name] for name, title in TITLES.items()}
-COLOURS |= {title: charts.OF_METHODS[name] for title, name in _OTHERS.items()}
+_SHOWN = TITLES | dict(zip(("compiled", "compiled_budget", "other"), (*COMPILED, PACKAGE), strict=True))
+COLOURS = {title: charts.OF_METHODS[name] for name, title in _SHOWN.items()}
 
 
 def picture(call: dict) -> Figure | None:

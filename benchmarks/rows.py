@@ -13,15 +13,9 @@ Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a
 
 
 def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
-    """A table of rows, from a list of columns; empty columns after the first `left` are left out."""
-
-    def texts(row: Any) -> list[str]:
-        return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
-
-    lines = [[title for title, _ in shown], *map(texts, rows)]
-    kept = [number for number in range(len(shown)) if number < left or any(line[number] for line in lines[1:])]
-    titles, *others = ([line[number] for number in kept] for line in lines)
-    return table(titles, others, left)
+    """A table of rows, from a list of columns."""
+    texts = ([text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown] for row in rows)
+    return table([title for title, _ in shown], texts, left)
 
 
 Items = Iterable[Rows]  # what was measured in turns, item by item

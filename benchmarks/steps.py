@@ -268,7 +268,6 @@ SWITCHES: Columns = [
     ("time / default", spread),
     ("saved, MiB", lambda row: mib(row["own"][0]["saved_bytes"])),
     ("peak, MiB", lambda row: mib(row["own"][0]["peak_bytes"])),
-    ("reserved, MiB", lambda row: mib(row["own"][0].get("reserved_bytes"))),
     ("process, MiB", lambda row: f"{row['own'][0]['process_mib']:.0f}"),
     ("first step, s", lambda row: " and ".join(f"{own['first_step_s']:.0f}" for own in row["own"])),
     ("loss", lambda row: f"{row['own'][0]['loss']:.4f}"),
