@@ -13,7 +13,6 @@ from benchmarks.rows import GIB, MIB, ratio_of, relative
 from scripts.reports import charts
 from scripts.reports.markdown import mean_of, table
 
-STD, BFLOAT16, GRAPHS = "norm=std", "trainer.precision=bfloat16", "trainer.capture=true"
 CHECKPOINTED, PLANNED = "checkpoint per block", "peak of the checkpoints"  # methods of networks.json
 CAMVID = "camvid/table3_trained"  # folder of the runs
 PROTOCOL = {  # run: norms, side of a crop
@@ -71,13 +70,6 @@ def runs(folder: str, *path: str) -> list[Any]:
 def miou(folder: str, digits: int = 2) -> str:
     """Mean and standard deviation over seeds, in %."""
     return mean_of([100 * score for score in runs(folder, "miou")], digits)
-
-
-def step_of_table3(norms: str, *switches: str) -> dict[str, Any]:
-    """A step of Table 3's network in bfloat16 on an H100, with standard or in-place norms."""
-    switch = " ".join([STD, BFLOAT16, *switches] if norms == "standard" else [BFLOAT16, *switches])
-    items = next(call["items"] for call in record("steps")["calls"] if call["name"] == "h100")
-    return next(row for row in items[f"start1/{norms}"] if row["switch"] == switch)
 
 
 def step_on_h200(network: str, method: str) -> tuple[dict[str, Any], float, float]:
@@ -155,12 +147,16 @@ def ablations() -> str:
 def picture() -> Figure:
     """Peak memory of a step: the paper's network with both norms, and an unchanged network in five ways."""
     shown: dict[str, list[tuple[str, float, str, str]]] = {}  # title: name, bytes, times, colour
-    of_norms = {"standard": ("standard batch norm", charts.BLACK), "in-place": ("in-place ABN", charts.ORANGE)}
+    of_switches = {
+        "norm=std trainer.precision=bfloat16": ("standard batch norm", charts.BLACK),
+        "trainer.precision=bfloat16": ("in-place ABN", charts.ORANGE),
+    }
+    steps = {row["switch"]: row for row in rows("steps", "h100")}
     own = shown.setdefault("ResNeXt-101 + DeepLabV3, 4 crops of 512², H100", [])
-    for norms, (name, colour) in of_norms.items():
-        eager, graphs = (median(step_of_table3(norms, *given)["times_ms"]) for given in ((), (GRAPHS,)))
+    for switch, (name, colour) in of_switches.items():
+        eager, graphs = (median(steps[switch + end]["times_ms"]) for end in ("", " trainer.capture=true"))
         times = f"{eager:.0f} ms ({graphs:.0f} with CUDA graphs)"
-        own.append((name, step_of_table3(norms)["peak_bytes"], times, colour))
+        own.append((name, steps[switch]["peak_bytes"], times, colour))
     of_methods = {
         "plain": ("baseline", charts.BLACK),
         CHECKPOINTED: ("activation checkpointing", charts.VERMILION),
