@@ -55,7 +55,6 @@ class LayersArguments(frame.CapturedArguments):
 class Cell(NamedTuple):
     """One input, on which all strategies are measured in turn."""
 
-    shape: str  # of SHAPES
     size: tuple[int, int, int, int]  # (N, C, H, W)
     layout: str  # of LAYOUTS
     dtype: str  # of DTYPES
@@ -115,20 +114,17 @@ def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
     return chosen
 
 
-def items(arguments: LayersArguments) -> dict[str, tuple[Cell]]:
-    found = itertools.product(arguments.dtypes, LAYOUTS, SHAPES.items())
-    return {
-        f"{shape}/{layout}/{dtype}": (
-            Cell(shape, (arguments.batch, channels, side, side), layout, dtype, arguments.device),
-        )
-        for dtype, layout, (shape, (channels, side)) in found
-    }
+def items(arguments: LayersArguments) -> dict[str, tuple[str, str, str]]:
+    found = itertools.product(arguments.dtypes, LAYOUTS, SHAPES)
+    return {f"{shape}/{layout}/{dtype}": (dtype, layout, shape) for dtype, layout, shape in found}
 
 
-def measure(arguments: LayersArguments, cell: Cell) -> Rows:
+def measure(arguments: LayersArguments, dtype: str, layout: str, shape: str) -> Rows:
     """Measure all strategies on one input."""
+    channels, side = SHAPES[shape]
+    cell = Cell((arguments.batch, channels, side, side), layout, dtype, arguments.device)
     size = "x".join(map(str, cell.size))
-    steps = Steps(cell.device, "strategy", shape=f"{cell.shape} {size}", layout=cell.layout, dtype=cell.dtype)
+    steps = Steps(cell.device, "strategy", shape=f"{shape} {size}", layout=layout, dtype=dtype)
     with (
         compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024),
         torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True),
