@@ -24,20 +24,19 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import frame, zoo
 from benchmarks.measuring import PRECISIONS, WARM_UP_STEPS, Step, Steps, autocast, compiled, reason, timed
 from benchmarks.rows import Rows, compared, medians, ratio_of, without_reasons
-from benchmarks.zoo import NETWORKS, blocks_of
+from benchmarks.zoo import NETWORKS, Forward, WithLoss, blocks_of
 from engine.schema.keys import key
 from keepless import plan, recompute_activations
 from keepless.recompute.signatures.plans import FEWEST
 from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
-from keepless.torch_internals import is_capturing, tree_flatten, tree_leaves, tree_unflatten
+from keepless.torch_internals import is_capturing, tree_flatten, tree_unflatten
 from scripts.reports import charts
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
 NOT_CAPTURED = (ON_CPU, COMPILED, BUDGET)  # memory on the host; code of a compiler that has graphs of its own
 WITH_COMPILER = ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_16")
-Forward = Callable[[Tensor], object]  # inputs -> tensors, maybe in containers
 Method = Callable[[nn.Module], Forward]  # gives a network's forward pass, and may change the network
 AS_BLOCKS, IN_TIME_OF_BLOCKS = "peak of the checkpoints", "time of the checkpoints"
 LEAST = "the least"
@@ -56,18 +55,6 @@ class NetworksArguments(frame.CapturedArguments):
     # Before a step, zeroed in place (kept), or freed, as zero_grad() does: then all bytes, also those of budgets, are
     # with those that have come.
     gradients: str = key("kept", one_of=("kept", "freed"))
-
-
-class WithLoss(nn.Module):
-    """A network and its loss in one module, so that a plan counts the loss, which may dominate in segmentation."""
-
-    def __init__(self, network: nn.Module, forward: Forward | None = None):
-        super().__init__()
-        self.network, self.run = network, network if forward is None else forward
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The sum of the outputs' mean squares: a loss for any network."""
-        return torch.stack([output.square().mean() for output in tree_leaves(self.run(inputs))]).sum()
 
 
 def training_step(network: nn.Module, inputs: Tensor, precision: str, frees: bool = False) -> None:

@@ -20,9 +20,9 @@ from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
 from benchmarks import frame
-from benchmarks.networks import WithLoss, by_blocks, deviation
+from benchmarks.networks import by_blocks, deviation
 from benchmarks.rows import Rows, without_reasons
-from benchmarks.zoo import blocks_of
+from benchmarks.zoo import WithLoss, blocks_of
 from keepless import recompute_activations
 from keepless.torch_internals import compiling
 from scripts.reports.markdown import table

@@ -8,6 +8,10 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from keepless.torch_internals import tree_leaves
+
+Forward = Callable[[Tensor], object]  # inputs -> tensors, maybe in containers
+
 NETWORKS = (
     *("alexnet", "vgg16_bn", "squeezenet1_1", "googlenet", "inception_v3"),
     *("resnet18", "resnet50", "resnet101", "resnext50_32x4d", "wide_resnet50_2", "densenet121", "densenet169"),
@@ -72,3 +76,18 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
     if type(network).__name__ in BLOCK_NAMES:
         return [network]
     return [block for child in network.children() for block in blocks_of(child)]
+
+
+class WithLoss(nn.Module):
+    """A network and its loss in one module, so that a plan counts the loss, which may dominate in segmentation.
+
+    Not beside a global variable `run`: plans follow those that code names.
+    """
+
+    def __init__(self, network: nn.Module, forward: Forward | None = None):
+        super().__init__()
+        self.network, self.run = network, network if forward is None else forward
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The sum of the outputs' mean squares: a loss for any network."""
+        return torch.stack([output.square().mean() for output in tree_leaves(self.run(inputs))]).sum()
