@@ -37,10 +37,8 @@ def test_equals_the_cpu_in_float64(strategy, backend, training, pixels, memory_f
         reference.bias.uniform_(-0.5, 0.5)
     layer = LAYERS[strategy](32, backend=backend).to("cuda", torch.promote_types(dtype, torch.float32)).train(training)
     layer.load_state_dict(reference.state_dict())
-    x, dz = (
-        torch.randn(2, 4, 32, pixels, pixels, dtype=torch.float64).to(dtype).unbind()
-    )  # both sides see the same signs
-    x, dz = (tensor.to(memory_format=memory_format) for tensor in (x, dz))
+    values = torch.randn(2, 4, 32, pixels, pixels, dtype=torch.float64).to(dtype)  # both sides see the same signs
+    x, dz = (tensor.to(memory_format=memory_format) for tensor in values)
     expected = gradients(reference, x.double(), dz.double())
     results = gradients(layer, x.to("cuda"), dz.to("cuda"))
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]

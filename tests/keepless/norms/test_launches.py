@@ -91,16 +91,13 @@ def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp
     kernel = triton_kernels._forward_kernel
     aligned, vectors = torch.empty(2, 2, 8, 4, 4), torch.empty(6, 16).unbind()
     shifted = torch.empty(513)[1:].view(2, 2, 8, 4, 4)
-    prepared, floats = (
-        triton_kernels._forward_pass(triton_kernels._key(aligned[0]), "leaky_relu"),
-        (0.1, 1e-5, 0.0, 0.5),
-    )
+    prepared = triton_kernels._forward_pass(triton_kernels._key(aligned[0]), "leaky_relu")
     launch = dataclasses.replace(prepared.first, compiled={})
     for x, z in (aligned, shifted):
         for running in (vectors[4:], (None, None)):
             for repeated in (False, True):
                 bound.clear(), driver.launched.clear()
-                launch((x, z, *vectors[:4], *running), floats)
+                launch((x, z, *vectors[:4], *running), (0.1, 1e-5, 0.0, 0.5))
                 assert bool(bound) != repeated
                 ((grid, stream, arguments),) = [(own[:3], own[3], own[9:]) for own in driver.launched]
                 assert (grid, stream) == ((8, 1, 1), 7) and len(arguments) == len(kernel.arg_names)

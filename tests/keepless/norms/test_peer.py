@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine import assemble
 from keepless import InPlaceABN, from_released
@@ -38,18 +38,7 @@ def results(function: Callable, activation: str, training: bool) -> dict[str, li
     return {name: t.flatten().tolist() for name, t in zip(NAMES, (z, *gradients, *running), strict=True)}
 
 
-def by_a_layer(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> Tensor:
+def by_a_layer(x, weight, bias, running_mean, running_var, training, momentum, eps, activation, slope) -> Tensor:
     """The released function's call, by a layer with converted weights. Its weight's gradient at 0 is 1, as released."""
     layer = InPlaceABN(3, eps, momentum, activation=activation, activation_param=slope).double().train(training)
     released = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
@@ -82,8 +71,13 @@ def test_the_record_is_what_the_released_package_computes(released, tmp_path):
         assert_close(found[call], values)
 
 
-def assert_same_networks(theirs: nn.Module, ours: nn.Module) -> None:
+@pytest.mark.peer
+def test_the_norm_choice_computes_the_same(released):
     """Scales are converted; the gradient of a negative one has the other sign."""
+    theirs, ours = (
+        assemble.network_of(run_config(f"norm={norm}", f"norm.eps={EPS}", f"norm.activation_param={SLOPE}"), classes=3)
+        for norm in ("package", "inplace")
+    )
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.dim() == 1:
@@ -101,12 +95,3 @@ def assert_same_networks(theirs: nn.Module, ours: nn.Module) -> None:
         wanted = expected.grad * expected.sign() if is_scale else expected.grad
         torch.testing.assert_close(found.grad, wanted, rtol=1e-6, atol=1e-6, msg=name)
     torch.testing.assert_close(theirs.eval()(images), ours.eval()(images), rtol=1e-7, atol=1e-7)
-
-
-@pytest.mark.peer
-def test_the_norm_choice_computes_the_same(released):
-    package, ours = (
-        assemble.network_of(run_config(f"norm={norm}", f"norm.eps={EPS}", f"norm.activation_param={SLOPE}"), classes=3)
-        for norm in ("package", "inplace")
-    )
-    assert_same_networks(package, ours)

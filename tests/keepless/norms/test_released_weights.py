@@ -1,6 +1,7 @@
 """State dicts of the released package, whose layers have the same names and another scale."""
 
 import copy
+import linecache
 import warnings
 
 import pytest
@@ -24,10 +25,11 @@ def released() -> dict[str, Tensor]:
 
 
 def load(module: nn.Module, state: dict[str, Tensor], **options) -> list[str]:
-    """The warnings of a load."""
+    """The warnings of a load, which point at its line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module.load_state_dict(state, **options)
+    assert all("load_state_dict(" in linecache.getline(each.filename, each.lineno) for each in caught)
     return [str(warning.message) for warning in caught]
 
 
@@ -70,23 +72,6 @@ def test_norms_of_other_kinds_keep_their_weights():
     assert converted.keys() == state.keys() and all(converted[name] is tensor for name, tensor in state.items())
 
 
-def test_a_single_layer_and_what_it_computes():
-    """y = x_hat * (|w| + eps) + b, whatever the sign of w."""
-    layer = InPlaceABN(2, activation="identity").eval()
-    state = {"weight": [-2.0, 0.0], "bias": [0.5, 0.5], "running_mean": [1.0, 1.0], "running_var": [4.0, 4.0]}
-    state = {name: torch.tensor(values) for name, values in state.items()}
-    assert load(layer, from_released(state)) == []
-    expected = torch.tensor([[2.00001, 1e-5]]) * 2 / (4 + 1e-5) ** 0.5 + 0.5
-    torch.testing.assert_close(layer(torch.full((1, 2), 3.0)), expected)
-
-
-@pytest.mark.parametrize("module", [InPlaceABN(4), network(), nn.ModuleDict({"module": network()})])
-def test_the_warning_points_at_the_caller(module):
-    with pytest.warns(UserWarning, match="inplace_abn") as caught:
-        module.load_state_dict(without_counts(module.state_dict()))
-    assert [warning.filename for warning in caught] == [__file__]
-
-
 def test_prefixes_and_parts_are_found():
     parallel, state = nn.ModuleDict({"module": network()}), released()
     prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
@@ -96,8 +81,9 @@ def test_prefixes_and_parts_are_found():
     second = {name: tensor for name, tensor in state.items() if name.startswith("1.")}
     (line,) = load(network(), second, strict=False)
     assert "1.1" in line and "0.1" not in line
-    (line,) = load(InPlaceABN(4), {name[4:]: tensor for name, tensor in second.items() if name.startswith("1.1.")})
-    assert "(the module itself)" in line
+    single = {name[4:]: tensor for name, tensor in second.items() if name.startswith("1.1.")}
+    (line,) = load(InPlaceABN(4), single)
+    assert "(the module itself)" in line and load(InPlaceABN(4), from_released(single)) == []
 
 
 def test_state_dicts_of_standard_norms_and_layers_without_statistics_or_scale_do_not_warn():

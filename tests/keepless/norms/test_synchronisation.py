@@ -16,14 +16,7 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from keepless import (
-    ABN,
-    CheckpointedABN,
-    InPlaceABN,
-    InPlaceABNSync,
-    recompute_activations,
-    renew_statistics,
-)
+from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations, renew_statistics
 from keepless.saved import kept_bytes
 from tests.cuda import FSDP2_ON_CPUS
 from tests.host_reads import host_reads
@@ -46,51 +39,6 @@ def layer_of(strategy: str, **options) -> ABN:
 assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
 
 
-def minibatch(crops: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(crops)
-    x, dz = torch.randn(2, crops, CHANNELS, 3, 4, generator=generator, dtype=torch.float64).unbind()
-    return 2 * x + 30, dz
-
-
-def forward_and_backward(layer: ABN, x: torch.Tensor, dz: torch.Tensor) -> list[torch.Tensor]:
-    """z, dx, dweight, dbias and the running statistics."""
-    x = x.clone().requires_grad_()
-    z = layer(x)
-    gradients = torch.autograd.grad(z, [x, layer.weight, layer.bias], dz)
-    return [z.detach(), *gradients, layer.running_mean, layer.running_var]
-
-
-def share(rank: int, strategy: str, activation: str, minibatches: list[list[int]], group_of: list[list[int]]):
-    """One rank's part of the minibatches of its group, which follow each other; the results of the last."""
-    group = None
-    for members in group_of:
-        made = dist.new_group(members)
-        group = made if rank in members else group
-    mine = next((members for members in group_of if rank in members), list(range(WORLD_SIZE)))
-    for crops in minibatches:
-        parts = (t.split([crops[r] for r in mine])[mine.index(rank)] for t in minibatch(sum(crops[r] for r in mine)))
-        results = forward_and_backward(layer_of(strategy, activation=activation, sync=True, group=group), *parts)
-    return [t.numpy() for t in results]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "activation, group_of", [("leaky_relu", []), ("tanh", [[0, 2], [1]])], ids=["all", "a given group"]
-)
-def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation, group_of):
-    """The second minibatch is compared. Rank 1 has as many crops in it as in the first, the other ranks do not."""
-    crops = [4, 1, 2]
-    found = ranks.run(share, strategy, activation, [[2, 1, 3], crops], group_of)
-    results = [[torch.from_numpy(t) for t in r] for r in found]
-    for members in group_of or [[0, 1, 2]]:
-        x, dz = minibatch(sum(crops[r] for r in members))
-        expected = forward_and_backward(layer_of(strategy, activation=activation), x, dz)
-        z, dx, dweight, dbias, *statistics = zip(*(results[r] for r in members), strict=True)
-        assert_close([torch.cat(z), torch.cat(dx), sum(dweight), sum(dbias)], expected[:4])
-        for ours, theirs in zip(statistics, expected[4:], strict=True):
-            assert_close([*ours], [theirs] * len(members), rtol=1e-12, atol=1e-12)
-
-
 SHAPES = [(2, CHANNELS, 3, 3), (1, CHANNELS, 1, 1), (0, CHANNELS, 3, 3)]
 
 
@@ -106,19 +54,47 @@ def rows(t: Tensor) -> Tensor:
     return t.movedim(1, -1).reshape(-1, CHANNELS)
 
 
-def with_one_value_or_none(rank: int, strategy: str) -> list:
-    return [t.numpy() for t in forward_and_backward(layer_of(strategy, sync=True), *values_of(SHAPES[rank]))]
+def forward_and_backward(layer: ABN, x: torch.Tensor, dz: torch.Tensor) -> list[torch.Tensor]:
+    """z, dx, dweight, dbias and the running statistics."""
+    x = x.clone().requires_grad_()
+    z = layer(x)
+    gradients = torch.autograd.grad(z, [x, layer.weight, layer.bias], dz)
+    return [z.detach(), *gradients, layer.running_mean, layer.running_var]
+
+
+def share(rank: int, strategy: str, activation: str, minibatches: list[list[tuple]], group_of: list[list[int]]) -> list:
+    """One rank's part of minibatches that follow each other, each of given shapes; the results of the last."""
+    group = None
+    for members in group_of:
+        made = dist.new_group(members)
+        group = made if rank in members else group
+    for shapes in minibatches:
+        layer = layer_of(strategy, activation=activation, sync=True, group=group)
+        results = forward_and_backward(layer, *values_of(shapes[rank]))
+    return [t.numpy() for t in results]
+
+
+# The last minibatch is compared. Rank 1 has as many crops in it as in the first, the other ranks do not.
+CROPS = [[(crops, CHANNELS, 3, 4) for crops in minibatch] for minibatch in ([2, 1, 3], [4, 1, 2])]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_may_have_one_value_per_channel_or_none_if_the_group_has_enough(ranks, strategy):
-    x, dz = (torch.cat([*map(rows, parts)]) for parts in zip(*map(values_of, SHAPES), strict=True))
-    expected = forward_and_backward(layer_of(strategy), x, dz)
-    found = [[torch.from_numpy(t) for t in result] for result in ranks.run(with_one_value_or_none, strategy)]
-    z, dx, dweight, dbias, *statistics = zip(*found, strict=True)
-    assert_close([torch.cat([*map(rows, z)]), torch.cat([*map(rows, dx)]), sum(dweight), sum(dbias)], expected[:4])
-    for ours, theirs in zip(statistics, expected[4:], strict=True):
-        assert_close([*ours], [theirs] * WORLD_SIZE)
+@pytest.mark.parametrize(
+    "activation, minibatches, group_of",
+    [("leaky_relu", CROPS, []), ("tanh", CROPS, [[0, 2], [1]]), ("leaky_relu", [SHAPES], [])],
+    ids=["all", "a given group", "ranks with one value per channel or none"],
+)
+def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation, minibatches, group_of):
+    found = ranks.run(share, strategy, activation, minibatches, group_of)
+    results = [[torch.from_numpy(t) for t in r] for r in found]
+    for members in group_of or [[0, 1, 2]]:
+        parts = [values_of(minibatches[-1][r]) for r in members]
+        x, dz = (torch.cat([*map(rows, each)]) for each in zip(*parts, strict=True))
+        expected = forward_and_backward(layer_of(strategy, activation=activation), x, dz)
+        z, dx, dweight, dbias, *statistics = zip(*(results[r] for r in members), strict=True)
+        assert_close([torch.cat([*map(rows, z)]), torch.cat([*map(rows, dx)]), sum(dweight), sum(dbias)], expected[:4])
+        for ours, theirs in zip(statistics, expected[4:], strict=True):
+            assert_close([*ours], [theirs] * len(members), rtol=1e-12, atol=1e-12)
 
 
 def renewed(rank: int) -> list:
@@ -142,12 +118,12 @@ def caught(rank: int, shapes: list[tuple[int, ...]]) -> str:
     def step(x: Tensor, dz: Tensor) -> None:
         layer(x).backward(dz)
 
-    step(*minibatch(2))
+    step(*values_of(SHAPES[0]))
     before = [layer.running_mean.clone(), layer.running_var.clone()]
     with pytest.raises(ValueError) as raised:
         step(*values_of(shapes[rank]))
     assert all(map(torch.equal, before, (layer.running_mean, layer.running_var)))
-    step(*minibatch(2))
+    step(*values_of(SHAPES[0]))
     assert layer.num_batches_tracked == 2
     return str(raised.value)
 
@@ -168,7 +144,7 @@ def test_a_refusal_reaches_every_rank_in_any_step(ranks, shapes, own):
 
 
 def reads_of_a_step(rank: int, strategy: str) -> list[str]:
-    layer, (x, dz) = layer_of(strategy, sync=True), minibatch(2)
+    layer, (x, dz) = layer_of(strategy, sync=True), values_of(SHAPES[0])
     with host_reads() as reads:
         layer(x.requires_grad_()).backward(dz)
     return reads
@@ -183,7 +159,7 @@ def test_a_layer_reads_nothing_but_the_counts_which_have_arrived_on_a_cpu(ranks,
 def needs_no_other_rank(rank: int) -> bool:
     """On one rank alone, so any collective would hang, since the others do not join."""
     if rank == 1:
-        forward_and_backward(layer_of("inplace", sync=True).eval(), *minibatch(2))
+        forward_and_backward(layer_of("inplace", sync=True).eval(), *values_of(SHAPES[0]))
     return True
 
 
@@ -198,7 +174,7 @@ def copies_share_the_group(rank: int) -> bool:
 
 def outside_its_group(rank: int) -> None:
     group = dist.new_group([0])
-    layer_of("inplace", sync=True, group=group)(minibatch(2)[0])
+    layer_of("inplace", sync=True, group=group)(values_of(SHAPES[0])[0])
 
 
 def test_a_rank_outside_the_given_group_is_told(ranks):
@@ -227,7 +203,7 @@ def test_conversion_keeps_the_layers_and_reports_every_norm():
 
 
 def test_without_processes_a_synchronised_layer_is_alone():
-    x, dz = minibatch(3)
+    x, dz = values_of(SHAPES[0])
     assert all(map(torch.equal, *(forward_and_backward(layer_of("inplace", sync=s), x, dz) for s in (True, False))))
     assert isinstance(InPlaceABNSync(CHANNELS), InPlaceABN) and InPlaceABNSync(CHANNELS).sync
 
