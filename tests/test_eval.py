@@ -181,10 +181,9 @@ def test_files_have_official_ids_and_overlays_show_image_label_and_prediction(ru
 
 def test_the_scores_of_single_images_add_up_to_the_results(run_dir, drawn, tmp_path):
     file = tmp_path / "images.csv"
+    files = (f"per_image={file}", f"results={tmp_path / 'results.json'}")
     for batch in (1, 2):  # the second replaces the first
-        results = evaluate_run(
-            run_dir, f"per_image={file}", f"results={tmp_path / 'results.json'}", f"batch_size={batch}"
-        )
+        results = evaluate_run(run_dir, *files, f"batch_size={batch}")
         rows = [*csv.DictReader(file.read_text().splitlines())]
         assert [row["name"] for row in rows] == sorted(entry.name for entry in cityscapes(drawn, "val").files)
         for name, iou in results["iou"].items():
@@ -192,7 +191,7 @@ def test_the_scores_of_single_images_add_up_to_the_results(run_dir, drawn, tmp_p
             assert iou == (both / union if union else None)
     file.write_text("name,mine\n")
     with pytest.raises(ValueError, match=f"^per_image={file} was not written by this command"):
-        evaluate_run(run_dir, f"per_image={file}", f"results={tmp_path / 'results.json'}")
+        evaluate_run(run_dir, *files)
 
 
 def test_images_of_one_size_pass_through_the_network_together(run_dir, tmp_path, monkeypatch):
@@ -210,9 +209,8 @@ def test_images_of_one_size_pass_through_the_network_together(run_dir, tmp_path,
 def test_the_batch_size_is_the_commands_or_else_the_trainings():
     for given, expected, in_classification in (("null", 5, 7), ("8", 8, 8), ("auto", "auto", 7)):
         options = checked("eval", "checkpoint=a", f"batch_size={given}")
-        config, other = (
-            make(f"trainer.evaluate_batch_size={n}") for make, n in ((run_config, 5), (classification_config, 7))
-        )
+        config = run_config("trainer.evaluate_batch_size=5")
+        other = classification_config("trainer.evaluate_batch_size=7")
         options.apply_to(config)
         options.apply_to(other)
         assert config.trainer.evaluate_batch_size == expected

@@ -152,12 +152,9 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
     words = ("checkpoint=run", "device=cpu", f"input={next((REPOSITORY / 'docs').rglob('*.png'))}", "output=predicted")
     with (folder / "mine.py").open("a") as file:
         file.write("# changed\n")
-    paths = ",".join(
-        str(folder / f"{name}.py") for name in ("mine", "tracked", "boundaries", "darker", "plus", "nesterov")
-    )
-    said = command(
-        folder.parent, "-m", "scripts.predict", f"plugins=[{paths}]", f"checkpoint={folder / 'run'}", *words[1:]
-    )
+    plugins_by_path = "plugins=[" + ",".join(str(folder / f"{name}.py") for name in state["plugins"]) + "]"
+    words = ("-m", "scripts.predict", plugins_by_path, f"checkpoint={folder / 'run'}", *words[1:])
+    said = command(folder.parent, *words)
     assert "was made with other versions of its plugins' files mine.py" in " ".join(said.split())
     assert [*(folder.parent / "predicted").rglob("*.png")]
 
@@ -165,8 +162,7 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
 @pytest.fixture
 def leaves(tmp_path) -> Path:
     """The page's dataset, body, norm and sampler, and photographs."""
-    for name in ("dataset", "body", "norm", "sampler"):
-        module = {"dataset": "leaves", "body": "plain", "norm": "groups", "sampler": "hard"}[name]
+    for name, module in {"dataset": "leaves", "body": "plain", "norm": "groups", "sampler": "hard"}.items():
         (tmp_path / f"{module}.py").write_text(code_of(name))
     rng = np.random.default_rng(0)
     for split, count in (("train", 6), ("val", 2)):
@@ -222,10 +218,8 @@ def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
     config = run_config("plugins=[mine,boundaries]", "experiment=mine")
     assert config.loss.gamma == 1 and [*config.scores] == ["boundary_f1"] and config.scores["boundary_f1"].radius == 2
     assert cfg.from_plain(cfg.plain(config), SegmentationRun) == config
-    with pytest.raises(
-        ValueError,
-        match="^loss=focall: there is no such loss; the nearest is focal; a plugin adds it: docs/extending.md$",
-    ):
+    no_such = "^loss=focall: there is no such loss; the nearest is focal; a plugin adds it: docs/extending.md$"
+    with pytest.raises(ValueError, match=no_such):
         run_config("plugins=[mine,boundaries]", "loss=focall")
     with pytest.raises(ValueError, match="loss.gamma=-1.0: expected a number, 0 or more"):
         run_config("plugins=[mine,boundaries]", "loss=focal", "loss.gamma=-1")
@@ -233,25 +227,22 @@ def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
         run_config("plugins=[other]")
 
 
-def test_an_augmentation_and_a_mean_image_exclude_each_other(loading):
-    load(["plugins=[darker]"])
-    words = ("plugins=[darker]", "augmentations=[darker]", "data=cifar10", "data.val_split=test", "data.mean=[0,0,0]")
+def test_an_augmentation_may_be_browsed_and_excludes_a_mean_image(loading):
+    load(["plugins=[darker,boundaries,mine]"])
+    own = ("plugins=[darker,boundaries,mine]", "augmentations=[darker]")
+    words = (*own, "data=cifar10", "data.val_split=test", "data.mean=[0,0,0]")
     assert [*checked("train_imagenet", *words).augmentations] == ["darker"]
     with pytest.raises(ValueError, match=r"data.mean_image=true with augmentations=\[darker\], which take whole"):
         checked("train_imagenet", *words, "data.mean_image=true")
+    assert [*checked("browse_data", *own, "experiment=mine", "out=pages").augmentations] == ["darker"]
 
 
 def test_a_command_asks_only_for_the_plugins_of_what_it_builds(loading, caplog):
     """The rest stays in the configuration as it is, such as in a file of scripts.convert_checkpoint."""
     with forgotten():
-        words = (
-            "plugins=[mine,boundaries,darker,nesterov]",
-            "experiment=mine",
-            "augmentations=[darker]",
-            "optim=nadam",
-        )
-        load([words[0]])
-        state = {"task": "segmentation", "config": cfg.plain(run_config(*words, "sampler=class_uniform"))}
+        words = ("experiment=mine", "augmentations=[darker]", "optim=nadam", "sampler=class_uniform")
+        load([own := "plugins=[mine,boundaries,darker,nesterov]"])
+        state = {"task": "segmentation", "config": cfg.plain(run_config(own, *words))}
     plugins.LOADED.clear()
     state["config"]["data"] |= {"name": "leaves", "season": ["spring", 2], "mean": [0.1, 0.2, 0.3]}
     state["config"]["logger"] = {"mlflow": {"name": "mlflow", "uri": "none"}}
@@ -261,7 +252,7 @@ def test_a_command_asks_only_for_the_plugins_of_what_it_builds(loading, caplog):
     (said,) = caplog.messages
     left = {"optim=nadam", "loss=focal", "data=leaves", "augmentations=darker", "scores=boundary_f1", "logger=mlflow"}
     assert {*re.findall(r"\w+=\w+(?=[,:])", said)} == left
-    assert "plugins=[mine,boundaries,darker,nesterov], which is not given; this command does without" in said
+    assert f"{own}, which is not given; this command does without" in said
     Evaluation(checkpoint="run/last.pt").apply_to(found)
     assert added_scores(found, SimpleNamespace(classes=["a"])).by_name == {}
     assert Evaluation(checkpoint="run/last.pt").default_results_file(found).stem == "results_without_boundary_f1"
@@ -291,12 +282,6 @@ def test_an_experiment_with_a_table_of_its_own_breaks_no_other(loading, monkeypa
     assert run_table.trainings_of(checked("run_table", "plugins=[mine,boundaries]", "table=camvid"))
     with pytest.raises(ValueError, match="^table=other: expected one of table1, .*cifar10, theirs$"):
         checked("run_table", "plugins=[mine,boundaries]", "table=other")
-
-
-def test_browse_data_shows_augmentations(loading):
-    load(["plugins=[darker,boundaries,mine]"])
-    words = ("plugins=[darker,boundaries,mine]", "augmentations=[darker]", "experiment=mine", "out=pages")
-    assert [*checked("browse_data", *words).augmentations] == ["darker"]
 
 
 def test_a_trained_network_is_given_further_scores(loading):
@@ -386,9 +371,8 @@ def test_a_package_and_its_configs_are_found_by_their_folder(loading):
     """Its own modules register, and experiments lie in its folder."""
     package = loading / "elsewhere" / "own"
     (package / "configs" / "experiment").mkdir(parents=True)
-    (package / "configs" / "experiment" / "theirs.yaml").write_text(
-        EXPERIMENT.replace("  - override /scores: [boundary_f1]\n", "")
-    )
+    experiment = EXPERIMENT.replace("  - override /scores: [boundary_f1]\n", "")
+    (package / "configs" / "experiment" / "theirs.yaml").write_text(experiment)
     (package / "__init__.py").write_text("from own import losses  # noqa: F401\n")
     (package / "losses.py").write_text(code_of("plugin").replace("mine.", "own.losses."))
     load([f"plugins=[{package}]"])
@@ -396,10 +380,8 @@ def test_a_package_and_its_configs_are_found_by_their_folder(loading):
     assert config.loss.name == "focal" and plugins.words() == [f"plugins=[{package}]"]
     assert {*plugins.hashes()["own"]} == {"__init__.py", "losses.py"}
     (package / "losses.py").write_text("# other\n")
-    assert plugins.changed_since({"own": {**plugins.hashes()["own"], "losses.py": "before", "gone.py": ""}}) == [
-        "losses.py",
-        "gone.py",
-    ]
+    before = {**plugins.hashes()["own"], "losses.py": "before", "gone.py": ""}
+    assert plugins.changed_since({"own": before}) == ["losses.py", "gone.py"]
 
 
 def test_resuming_and_ranks_compare_names_of_plugins(loading):

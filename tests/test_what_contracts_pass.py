@@ -88,15 +88,11 @@ class MadeLoss(Loss):
 
 
 def test_a_loss_is_given_each_micro_batch_and_changes_nothing_else(tmp_path):
-    words = (
-        "trainer.steps=2",
-        "trainer.accumulation_steps=2",
-        "data.crops_per_minibatch=4",
-        "head.auxiliary_weight=0.4",
-    )
+    words = ("trainer.steps=2", "trainer.accumulation_steps=2", "data.crops_per_minibatch=4")
+    words += ("head.auxiliary_weight=0.4",)
     Watching.seen.clear()
-    results = train_short(tmp_path / "own", "loss=watching", *words)
-    own, usual = results, train_short(tmp_path / "usual", "loss=cross_entropy", *words)
+    own = train_short(tmp_path / "own", "loss=watching", *words)
+    usual = train_short(tmp_path / "usual", "loss=cross_entropy", *words)
     assert own["miou"] == usual["miou"] and same(weights_of(tmp_path / "own"), weights_of(tmp_path / "usual"))
     assert [batch.step for batch in Watching.seen] == [1] * 4 + [2] * 4  # two micro-batches, two outputs
     assert [batch.epoch for batch in Watching.seen[::4]] == [step / 15 for step in (1, 2)]
@@ -223,23 +219,16 @@ def test_what_a_head_decides_is_evaluated_predicted_and_exported(even, tmp_path)
     program = torch.export.load(tmp_path / "n.pt2").module()
     assert np.array_equal(program(torch.from_numpy(image).permute(2, 0, 1)[None].float())[0].numpy(), expected)
 
-    results = evaluate(
-        checked("eval", f"checkpoint={even}", "device=cpu", "workers=0", f"results={tmp_path / 'r.json'}")
-    )
+    options = (f"checkpoint={even}", "device=cpu")
+    results = evaluate(checked("eval", *options, "workers=0", f"results={tmp_path / 'r.json'}"))
     predicted = np.array(results["confusion_matrix"]).sum(axis=0)
     assert predicted.sum() and not predicted[1::2].any()
 
-    (tmp_path / "images").mkdir()
-    Image.fromarray(image).save(tmp_path / "images" / "a.png")
+    Image.fromarray(image).save(tmp_path / "a.png")
     for words in ((), ("probabilities=true",)):
         out = tmp_path / f"out{len(words)}"
-        predict(
-            checked(
-                "predict", f"checkpoint={even}", f"input={tmp_path / 'images'}", f"output={out}", "device=cpu", *words
-            )
-        )
-        ids = np.array(Image.open(out / "ids" / "a.png"))
-        assert np.array_equal(ids, network.label_ids[expected])
+        (file,) = predict(checked("predict", *options, f"input={tmp_path / 'a.png'}", f"output={out}", *words))
+        assert np.array_equal(np.array(Image.open(file)), network.label_ids[expected])
 
 
 @pytest.mark.parametrize(
