@@ -14,8 +14,8 @@ from scripts.reports import papers
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
-# They trace whole networks, or compose every experiment; test_tables.py makes one of these tables.
 WRITE = "the page is not what its records give: python -m benchmarks.documents writes it again"
+# They trace whole networks, or compose every experiment; test_tables.py makes one of these tables.
 SLOW_BLOCKS = {"bodies", "recomputation", "printed", tables.LEFT_OUT, *papers.TABLES}
 
 
@@ -52,20 +52,16 @@ def test_every_record_is_of_a_clean_commit_of_the_history_or_says_that_it_is_los
     if not history or (REPOSITORY / ".git" / "shallow").exists():
         pytest.skip("needs the whole history")
     known = {commit[:8] for commit in history}
+    advice = "measure again from a clean commit, or say in its `provenance` that the provenance lost is this one's"
     for file in sorted(RESULTS.rglob("*.json")):
         for commit in commits_of(json.loads(file.read_text())):
             is_known = commit[:8] in known and "dirty" not in commit
-            advice = (
-                "measure again from a clean commit, or say in its `provenance` that the provenance lost is this one's"
-            )
             assert is_known, f"{file}: {commit} is no commit of the history: {advice}"
 
 
 def test_results_are_small_and_each_record_has_a_page_and_is_no_rehearsal():
     pages, records = ({file.stem for file in RESULTS.glob(f"*.{suffix}")} for suffix in ("md", "json"))
-    assert records <= pages, (
-        f"{records - pages}.json: write docs/results/NAME.md around its block, or delete the record"
-    )
+    assert records <= pages, f"{records - pages}.json: write docs/results/NAME.md around its block, or delete it"
     size = sum(file.stat().st_size for file in RESULTS.rglob("*") if file.is_file())
     assert size <= 3 * 10**6, f"docs/results has {size:,} bytes: delete records and pictures that newer ones replace"
     rehearsed = [name for name in records if '"rehearsal": true' in (RESULTS / f"{name}.json").read_text()]

@@ -142,7 +142,6 @@ def test_a_dataset_is_one_file_outside_the_repository(tmp_path):
     (tmp_path / "flowers.py").write_text(PLUGIN)
     root = classification_trees.imagenet(tmp_path / "images of flowers")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", TRY, root], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", TRY, root]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

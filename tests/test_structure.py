@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "keepless": {"keepless"},
     "models": {"keepless", "models"},
     "engine": {"datasets", "engine", "keepless", "models"},
+    "scripts": ROOMS - {"benchmarks", "tools", "tests"},
 }  # nothing but tests imports `benchmarks` and `tools`
 # It is installed without the rest: triton and SciPy are optional.
 KEEPLESS_IMPORTS = {"torch", "triton", "scipy", "keepless"} | sys.stdlib_module_names
@@ -34,10 +35,8 @@ class Source:
         self.room = self.name.split("/")[0]
         self.module = self.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         self.imported = set(imports_of(path))
-        if self.module == "engine.assemble.contracts":  # it imports what choices build
-            self.imported |= {
-                name for file in (REPOSITORY / "engine" / "schema").glob("*.py") for name in built_by(file)
-            }
+        if self.module == "engine.assemble.contracts":
+            self.imported |= {*built_by_choices()}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -52,12 +51,13 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (".".join([*module, alias.name]) for alias in node.names)
 
 
-def built_by(path: Path) -> Iterator[str]:
-    """What the choices in a file build, see `engine.schema.keys.choice`."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "builds":
-            assert isinstance(node.value, ast.Constant), f"{path}: write builds as a text, for tests that read it"
-            yield node.value.value
+def built_by_choices() -> Iterator[str]:
+    """What choices build (`engine.schema.keys.choice`) is imported by their contracts."""
+    for path in (REPOSITORY / "engine" / "schema").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "builds":
+                assert isinstance(node.value, ast.Constant), f"{path}: write builds as a text, for tests that read it"
+                yield node.value.value
 
 
 def sources(*folders: str) -> list[Source]:
@@ -69,20 +69,14 @@ def sources(*folders: str) -> list[Source]:
 source_of = functools.cache(Source)
 
 
-def room_of(name: str) -> str:
-    """The first part of an imported name."""
-    return name.split(".")[0]
-
-
 def test_imports_point_down():
     wrong = []
     for source in sources(*MAY_IMPORT):
-        ours = {name for name in source.imported if room_of(name) in ROOMS}
-        wrong += [(source.name, name) for name in ours if room_of(name) not in MAY_IMPORT[source.room]]
-        if source.room == "keepless":
-            wrong += [(source.name, name) for name in source.imported if room_of(name) not in KEEPLESS_IMPORTS]
-    commands = [source for source in sources("scripts") if not source.name.startswith("benchmarks/")]
-    wrong += [(source.name, n) for source in commands for n in source.imported if n.startswith("benchmarks")]
+        for name in source.imported:
+            room = name.split(".")[0]
+            is_wrong = room in ROOMS and room not in MAY_IMPORT[source.room]
+            if is_wrong or (source.room == "keepless" and room not in KEEPLESS_IMPORTS):
+                wrong.append((source.name, name))
     advice = "move what they need to a lower room, or take it as an argument (CONTRIBUTING.md, 'Map of the code')"
     assert not wrong, f"{wrong}: these files may not import these names: {advice}"
 
@@ -97,14 +91,14 @@ def imports_among(files: dict[str, Source]) -> Iterator[tuple[str, str]]:
 
 
 def test_no_file_or_folder_imports_itself_through_others():
-    files = {source.module: source for source in sources("", *MAY_IMPORT, "scripts", "benchmarks", "tools")}
+    files = {source.module: source for source in sources("", *MAY_IMPORT, "benchmarks", "tools")}
     graphs = {}
     for pair in imports_among(files):
         places = [(*files[module].path.parent.parts, files[module].path.stem) for module in pair]
         shared = os.path.commonprefix(places)
         importing, imported = (place[len(shared)] for place in places)
         graphs.setdefault(shared, {}).setdefault(importing, set()).add(imported)
-    assert {shared[-1] for shared in graphs} >= {REPOSITORY.name, *MAY_IMPORT, "scripts", "benchmarks"}
+    assert {shared[-1] for shared in graphs} >= {REPOSITORY.name, *MAY_IMPORT, "benchmarks"}
     for graph in graphs.values():
         try:
             graphlib.TopologicalSorter(graph).prepare()
@@ -116,7 +110,7 @@ def test_no_file_or_folder_imports_itself_through_others():
 @pytest.mark.parametrize(
     "folders, depth, most",
     [
-        (("", *MAY_IMPORT, "scripts"), 0, (9, 5, 13)),
+        (("", *MAY_IMPORT), 0, (9, 5, 13)),
         (("engine",), 1, (10, 5, 30)),
         (("keepless/recompute",), 2, (6, 5, 13)),  # with the door, `recompute_activations`: 7, 6, 18
     ],
@@ -139,6 +133,7 @@ def test_folders_are_few_in_few_layers_with_few_pairs_that_import(folders, depth
 
 def test_the_schema_is_read_by_few():
     """Datasets, networks and evaluations take explicit arguments."""
-    readers = {s.name for s in sources(*MAY_IMPORT) if any(f"{n}.".startswith("engine.schema.") for n in s.imported)}
+    rooms = MAY_IMPORT.keys() - {"scripts"}
+    readers = {s.name for s in sources(*rooms) if any(f"{n}.".startswith("engine.schema.") for n in s.imported)}
     wrong = [name for name in readers if name.split("/")[:2] not in [["engine", r] for r in ("schema", *KNOWS_SCHEMA)]]
     assert not wrong, f"{wrong}: take explicit arguments, which engine/assemble or engine/training hands over"
