@@ -60,11 +60,12 @@ class Run:
             self.process.start()
             return
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *torchrun]
-        port = ("--master-port", str(free_port()))  # other tests run at the same time
+        with socket.socket() as free:  # other tests run at the same time
+            free.bind(("localhost", 0))
+            launcher += ["--master-port", str(free.getsockname()[1])]
         with open(self.output_file, "w") as output:
-            self.process = subprocess.Popen(
-                [*launcher, *port, f"{entry}.py", *words], cwd=REPOSITORY, stdout=output, stderr=output
-            )
+            command = [*launcher, f"{entry}.py", *words]
+            self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
 
     @property
     def status(self) -> int | None:
@@ -106,12 +107,6 @@ class Run:
     def ends(self) -> int:
         """Wait for the training to end in time; return its exit status."""
         return self.until(lambda: False).status
-
-    def fails(self, *words: str) -> str:
-        """Wait for the training to end with an error that contains all words, no traceback; return its output."""
-        assert self.ends() == 1 and "Traceback" not in self.output, self.output
-        assert says(self.output[self.output.index("error: ") :], *words), self.output
-        return self.output
 
 
 def _main(output: Path, inject: Callable | None, entry: str, *overrides: str) -> None:
@@ -210,9 +205,3 @@ def survived(run_dir: Path, whole: Path, *overrides: str, **options) -> str:
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names == {"last.pt", "previous.pt", "best.pt"}
     return output
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]

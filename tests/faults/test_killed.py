@@ -9,9 +9,8 @@ from engine.process.stopping import EXIT_CODE
 from tests.faults import runs
 from tests.faults.runs import OPTIONS, Run, killed_after, says, survived, waiting_after
 
-pytestmark = pytest.mark.slow(
-    "kills processes"
-)  # make test interrupts a run in tests/test_train_seg.py, and kills saves with the files
+# make test interrupts a run in tests/test_train_seg.py, and kills saves with the files.
+pytestmark = pytest.mark.slow("kills processes")
 
 
 @pytest.mark.parametrize("entry", OPTIONS)

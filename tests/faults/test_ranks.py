@@ -12,18 +12,13 @@ from tests.faults.runs import Run, children, says, stopped, survived
 pytestmark = pytest.mark.slow("kills processes")
 
 
-@pytest.fixture(scope="module")
-def whole_of_two(whole_of) -> Path:
-    return whole_of("train_seg", processes=2)
-
-
 def launched_until(step: int, run_dir: Path, *overrides: str, **options) -> tuple[Run, list[int]]:
     """A run under torchrun after a step, and the pids of its processes, by rank."""
     run = Run(run_dir, *overrides, processes=2, **options).until_step(step)
     return run, children(run.process.pid)
 
 
-def test_the_others_stop_with_its_error(tmp_path, whole_of_two):
+def test_the_others_stop_with_its_error(tmp_path, whole_of):
     # torchrun looks after the other rank, however slow, has noticed: otherwise it asks that one to stop.
     run, ranks = launched_until(3, tmp_path / "run", torchrun=("--monitor-interval", "10"))
     os.kill(ranks[1], signal.SIGKILL)
@@ -32,7 +27,7 @@ def test_the_others_stop_with_its_error(tmp_path, whole_of_two):
     assert "start all of them again with resume=auto" in run.output, run.output
     # As the root cause or, if both ranks end in the same second, beside it.
     assert re.search(r"rank      : 1 (?:(?!rank  ).)*SIGKILL", run.output, re.DOTALL), run.output
-    survived(tmp_path / "run", whole_of_two, processes=2)
+    survived(tmp_path / "run", whole_of("train_seg", processes=2), processes=2)
 
 
 def test_torchrun_restarts_a_classification_that_resumes(tmp_path, whole_of):
@@ -43,24 +38,24 @@ def test_torchrun_restarts_a_classification_that_resumes(tmp_path, whole_of):
     survived(tmp_path / "run", whole_of(entry, processes=2), entry=entry, processes=2)
 
 
-def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch):
+def test_who_waits_too_long_for_another_ends(tmp_path, whole_of, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # torchrun's grace period for the stopped rank
     run, ranks = launched_until(3, tmp_path / "run", "trainer.timeout_seconds=60")
     os.kill(ranks[1], signal.SIGSTOP)
     assert run.ends() != 0
     lost = "process 0 of the run lost another process, or waited for it longer than trainer.timeout_seconds=60"
     assert says(run.output, lost)
-    survived(tmp_path / "run", whole_of_two, processes=2)
+    survived(tmp_path / "run", whole_of("train_seg", processes=2), processes=2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
+def test_torchrun_is_asked_to_stop(tmp_path, whole_of, number):
     """Each rank has two data workers. tests/faults/test_slurm.py sends SIGUSR1."""
     run, _ = launched_until(2, tmp_path / "run", "data.workers=2")
     run.send(number)
     assert run.ends() == 1  # torchrun does not pass on its processes' exit status 75
     stopped(tmp_path / "run", run.output)
-    survived(tmp_path / "run", whole_of_two, processes=2)
+    survived(tmp_path / "run", whole_of("train_seg", processes=2), processes=2)
 
 
 WITHOUT_HOME = "import pwd\npwd.getpwuid = {}.__getitem__\n"  # as of a user whom a container does not know
@@ -82,9 +77,8 @@ def test_ranks_of_a_user_without_a_home_make_one_private_folder_or_none(tmp_path
     run = Run(tmp_path / "run", "trainer.steps=1", "sampler=class_uniform", processes=2)
     status, folder = run.ends(), shared / name
     if trap:
-        assert status == 1 and says(run.output, "the synthetic dataset has no cache folder", "data.root=DIR"), (
-            run.output
-        )
+        assert status == 1, run.output
+        assert says(run.output, "the synthetic dataset has no cache folder", "data.root=DIR"), run.output
         assert not [*(tmp_path / "victim").iterdir()] and not run.run_dir.exists()
         return
     assert status == 0, run.output

@@ -24,20 +24,12 @@ def job(tmp_path):
 
     def start(*arguments: str, **variables: str) -> subprocess.Popen:
         slurm = {"JOB_ID": "64123", "JOB_NODELIST": "localhost", "JOB_NUM_NODES": "1", "GPUS_ON_NODE": "2"}
-        own = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "TORCHRUN": str(tmp_path / "torchrun"),
-            "QUEUE": str(tmp_path / "queue"),
-        }
-        environment = {f"SLURM_{name}": value for name, value in slurm.items()} | own | {"STATUS": "0"} | variables
-        return subprocess.Popen(
-            ["bash", "scripts/slurm.sbatch", *arguments],
-            cwd=REPOSITORY,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        own = {"TORCHRUN": f"{tmp_path}/torchrun", "QUEUE": f"{tmp_path}/queue", "STATUS": "0"}
+        own |= {f"SLURM_{name}": value for name, value in slurm.items()} | variables
+        environment = os.environ | own | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        script = ["bash", "scripts/slurm.sbatch", *arguments]
+        return subprocess.Popen(script, cwd=REPOSITORY, env=environment, **streams)
 
     return start, tmp_path / "queue"
 

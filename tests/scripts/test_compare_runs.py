@@ -58,11 +58,8 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     # As of a row that starts from a trained body, and of an evaluation on another device.
     changed(other, lambda results: results["config"]["init"].update(weights=str(root / "net.pt")))
     changed(other, lambda results: results.update(miou=results["miou"] + 1e-6))
-    config = (other / "config.yaml").read_text()
-    config = config.replace("  weights: null", f"  weights: {root}/net.pt").replace(
-        " norm=", f" init.weights={root}/net.pt norm=", 1
-    )
-    (other / "config.yaml").write_text(config)
+    config = (other / "config.yaml").read_text().replace("  weights: null", f"  weights: {root}/net.pt")
+    (other / "config.yaml").write_text(config.replace(" norm=", f" init.weights={root}/net.pt norm=", 1))
     page = report(tmp_path / "report", finished, other, picture=True)
     kept = [tmp_path / "report" / name for name in ("std", "inplace")]
     assert report(tmp_path / "report", *kept) == page
@@ -77,13 +74,11 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     again = f"{100 * json.loads(smaller.read_text())['miou']:.2f}"
     assert re.search(rf"\| mIoU %, eval.py: .* \| {again} \| {again} \|", page)
     assert json.loads((kept[0] / "results.json").read_text())["confusion_matrix"] == results["confusion_matrix"]
-    file = kept[0] / "config.yaml"
-    config = file.read_text()
-    assert re.search(r"(?m)^# 1 x cpu$", config)
-    file.write_text(config.replace("# 1 x", "# 2 x"))
-    assert "\ntorchrun --nproc-per-node 2 train_seg.py data=cityscapes data.root=DIR" in report(
-        tmp_path / "report", *kept
-    )
+    config = (kept[0] / "config.yaml").read_text()
+    assert "\n# 1 x cpu\n" in config
+    (kept[0] / "config.yaml").write_text(config.replace("# 1 x", "# 2 x"))
+    page = report(tmp_path / "report", *kept)
+    assert "\ntorchrun --nproc-per-node 2 train_seg.py data=cityscapes data.root=DIR" in page
 
 
 def test_seeds_share_a_column_named_by_their_folders(tmp_path):
@@ -114,19 +109,13 @@ def test_seeds_share_a_column_named_by_their_folders(tmp_path):
     assert columns(again) == columns(page) and cells[1] in again  # seeds are in the order of their folders' names
 
 
-def test_a_report_beside_the_runs_does_not_replace_them(tmp_path):
-    run = copied(tmp_path / "mine", run_dir="somewhere")  # no copy
-    before = (run / "results.json").read_text()
-    with pytest.raises(ValueError, match=f"^out={tmp_path}: the copies .*: give out={tmp_path}/comparison$"):
-        report(tmp_path, tmp_path)
-    assert (run / "results.json").read_text() == before
-
-
 def test_a_report_replaces_only_reports(tmp_path):
     run, other = copied(tmp_path / "mine"), copied(tmp_path / "out" / "mine", run_dir="somewhere")
     before = trees.contents(tmp_path)
     with pytest.raises(ValueError, match=f"^out={tmp_path}/out: {other} holds no copy of a run"):
         report(tmp_path / "out", run)
+    with pytest.raises(ValueError, match=f"^out={tmp_path}/out: the copies .*: give out={tmp_path}/out/comparison$"):
+        report(tmp_path / "out", other)
     for name in ("b.md", "c.png"):
         (tmp_path / name).write_text("mine")
         with pytest.raises(ValueError, match=f"^out={tmp_path}/{name} was not written by this command"):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -18,18 +17,23 @@ from tests.runs import checked
 IDS = np.arange(24 * 40, dtype=np.uint8).reshape(24, 40) % 3  # 0, 1 and 2
 
 
-def made(tmp_path: Path, label: np.ndarray, *keys: str, write: Callable = trees.write) -> dict:
-    """The classes of two images with this label."""
-    root = tmp_path / "own"
-    for split in ("train", "val"):
-        trees.write(root / split / "images" / "a.png", np.repeat(80 * IDS[..., None], 3, axis=2))
-        write(root / split / "labels" / "a.png", label)
-    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
-    return json.loads((root / "classes.json").read_text())
+def run(root: Path, *keys: str) -> Path:
+    return make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
 
 
 def equal_channels(ids: np.ndarray) -> np.ndarray:
     return np.repeat(ids[..., None], 3, axis=2)
+
+
+IMAGE = equal_channels(80 * IDS)
+
+
+def made(tmp_path: Path, label: np.ndarray, *keys: str, image: np.ndarray = IMAGE) -> dict:
+    """The classes of two images with this label."""
+    for split in ("train", "val"):
+        trees.write(tmp_path / "own" / split / "images" / "a.png", image)
+        trees.write(tmp_path / "own" / split / "labels" / "a.png", label)
+    return json.loads(run(tmp_path / "own", *keys).read_text())
 
 
 def values(*of: int) -> np.ndarray:
@@ -95,9 +99,7 @@ SMOOTHED = {
 SHARP = {
     "levels": blocks(0, 3, 6, 9),
     "resized with nearest": resized(blocks(0, 85, 170, 250), Image.Resampling.NEAREST),
-    "thin classes of successive ids": np.repeat(
-        np.array([0] * 20 + [1] * 2 + [2] * 30 + [3] * 2, np.uint8)[:, None], 9, 1
-    ),
+    "thin classes of successive ids": np.repeat(np.uint8([0, 1, 2, 3]), (20, 2, 30, 2))[:, None].repeat(9, 1),
 }
 
 
@@ -117,10 +119,7 @@ def test_255_beside_evenly_spread_levels_is_doubted(held, doubted, tmp_path, cap
 
 def test_images_of_8_bits_that_are_nearly_black_are_doubted(tmp_path, capsys):
     """As floats of 0 to 1 are that were cast to bytes."""
-    for split in ("train", "val"):
-        trees.write(tmp_path / split / "images" / "a.png", equal_channels((IDS > 0).astype(np.uint8)))
-        trees.write(tmp_path / split / "labels" / "a.png", IDS)
-    make_classes(checked("make_classes", f"data.root={tmp_path}", "workers=0"))
+    made(tmp_path, IDS, image=equal_channels((IDS > 0).astype(np.uint8)))
     assert "8-bit images use 2 of the 256 levels" in " ".join(capsys.readouterr().out.split())
 
 
@@ -129,7 +128,7 @@ def test_colours_of_one_label_each_look_like_instances(tmp_path, capsys):
         trees.write(tmp_path / "images" / f"{number}.png", np.zeros((24, 40, 3), np.uint8))
         colours = np.dstack([IDS * 40 + 20, 0 * IDS, 0 * IDS + 9 * number])
         trees.write(tmp_path / "labels" / f"{number}.png", colours)
-    make_classes(checked("make_classes", f"data.root={tmp_path}", "workers=0"))
+    run(tmp_path)
     assert "18 of 18 ids or colours are in one label each: they look like instances" in capsys.readouterr().out
 
 
@@ -149,7 +148,7 @@ def test_only_labels_of_an_image_count(tmp_path, capsys):
     (tmp_path / "own/train/images").rename(tmp_path / "own/train/pictures")
     (tmp_path / "own/classes.json").unlink()
     with pytest.raises(ValueError, match="some labels hold colours, others ids"):
-        make_classes(checked("make_classes", f"data.root={tmp_path / 'own'}", "workers=0"))
+        run(tmp_path / "own")
 
 
 def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
@@ -171,11 +170,10 @@ def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
 def test_one_of_several_splits_is_not_taken_for_the_dataset(tmp_path):
     made(tmp_path, IDS)
     root = tmp_path / "own"
-    split = checked("make_classes", f"data.root={root}/train", "workers=0")
     with pytest.raises(ValueError, match=f"train looks like one of the splits train, val of {root}: give {root}"):
-        make_classes(split)
+        run(root / "train")
     (root / "train" / "train.txt").write_text("a\n")  # a dataset of its own
-    assert make_classes(split) == root / "train" / "classes.json"
+    assert run(root / "train") == root / "train" / "classes.json"
 
 
 def sixty(root: Path, count: int = 60) -> Path:
@@ -194,7 +192,7 @@ def lists(root: Path) -> dict[str, list[str]]:
 def divided(root: Path, *keys: str) -> dict[str, list[str]]:
     """The lists that a command adds; classes.json stays as it is."""
     before, classes = lists(root), (root / "classes.json").read_text() if (root / "classes.json").exists() else None
-    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    run(root, *keys)
     assert classes in (None, (root / "classes.json").read_text())
     return {name: lines for name, lines in lists(root).items() if name not in before}
 
@@ -265,7 +263,7 @@ def test_lists_that_cannot_be_made_or_added_to_leave_everything_as_it_is(begun, 
         begun(root)
     before = trees.contents(root)
     with pytest.raises(ValueError, match=problem):
-        make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys.split()))
+        run(root, *keys.split())
     assert trees.contents(root) == before
 
 
@@ -290,26 +288,24 @@ def test_images_labelled_since_are_added_to_lists(tmp_path, capsys):
     annotated(root, *later)
     trees.write(root / "images" / "without.png", np.zeros((24, 40), np.uint8))
     assert unlisted(root) == ["20"] == unlisted(root)
-    make_classes(checked("make_classes", f"data.root={root}", "workers=0", "overwrite=true"))
+    run(root, "overwrite=true")
     assert "20 images with labels are on no list" in capsys.readouterr().out.replace("\n", " ")
     old = lists(root)
-    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    run(root, *keys)
     new = lists(root)
     assert new["test.txt"] == old["test.txt"] and new["val.txt"][:12] == before == old["val.txt"]
     assert new["train.txt"][:36] == old["train.txt"] and sorted(new["train.txt"][36:] + new["val.txt"][12:]) == later
     assert [len(new[f"{name}.txt"]) for name in ("train", "val")] == [51, 17] and unlisted(root) == []
     written = trees.contents(root)
-    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    run(root, *keys)
     assert trees.contents(root) == written
 
 
 def test_added_images_join_their_source_and_none_joins_a_test(tmp_path, capsys):
-    root, by_place = sixty(tmp_path), r"group=^(.*)/"
-    places = {
-        name: {line[:7] for line in found} for name, found in divided(root, "split=[0.6,0.2,0.2]", by_place).items()
-    }
+    root, keys = sixty(tmp_path), ("split=[0.6,0.2,0.2]", r"group=^(.*)/")
+    places = {name: {line[:7] for line in found} for name, found in divided(root, *keys).items()}
     annotated(root, *(f"place{number:02d}/more" for number in range(20)))  # five places are new
-    make_classes(checked("make_classes", f"data.root={root}", "workers=0", "split=[0.6,0.2,0.2]", by_place, "add=true"))
+    run(root, *keys, "add=true")
     found = lists(root)
     for name, of_list in places.items():
         assert all((f"{place}/more" in found[name]) == (name != "test.txt") for place in of_list)
@@ -322,7 +318,7 @@ def test_images_are_added_to_folds(tmp_path):
     before = divided(root, "folds=3")
     annotated(root, "later/0", "later/1", "later/2")
     assert unlisted(root, fold=1) == ["3"]
-    make_classes(checked("make_classes", f"data.root={root}", "workers=0", "folds=3", "add=true"))
+    run(root, "folds=3", "add=true")
     assert unlisted(root, fold=1) == []
     vals = [lists(root)[f"fold{number}/val.txt"] for number in range(3)]
     assert [len(val) for val in vals] == [9, 9, 9] and len({*sum(vals, [])}) == 27
@@ -339,22 +335,22 @@ def test_lists_of_other_hands_are_added_to_if_their_making_is_written_down(tmp_p
     annotated(root, "place02/more")
     keys = ("split=[0.7,0.3]", "group=^(.*)/", "add=true")
     with pytest.raises(ValueError, match="if they are as this command makes them, write ({.*}) there") as error:
-        make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+        run(root, *keys)
     (root / "split.json").write_text(re.search("{.*}", str(error.value))[0])
-    make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+    run(root, *keys)
     assert lists(root)["val.txt"][4:] == ["place02/more"]
     (root / "val.txt").write_text((root / "val.txt").read_text() + "place00/3\n")
     annotated(root, "place02/further")
     with pytest.raises(ValueError, match="is in train, and place00/3, of the same source, in val: correct the lists"):
-        make_classes(checked("make_classes", f"data.root={root}", "workers=0", *keys))
+        run(root, *keys)
 
 
 def test_lists_are_for_images_in_one_folder(tmp_path):
     made(tmp_path, IDS)
     with pytest.raises(ValueError, match="own/train is a split already: lists are for images in .*own/images alone"):
-        make_classes(checked("make_classes", f"data.root={tmp_path / 'own'}", "workers=0", "split=[0.5,0.5]"))
+        run(tmp_path / "own", "split=[0.5,0.5]")
     with pytest.raises(ValueError, match="there are 0 images with labels in .*own/images: expected at least 2"):
-        make_classes(checked("make_classes", f"data.root={tmp_path / 'own'}", "workers=0", "folds=2"))
+        run(tmp_path / "own", "folds=2")
 
 
 @pytest.mark.parametrize(

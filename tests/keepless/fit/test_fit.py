@@ -96,8 +96,6 @@ def test_bytes_equal_real_steps():
 
 
 class Recurrent(nn.Module):
-    """Returns its loss."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -287,10 +285,9 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_prints_what_fits(module, capsys):
-    path = f"{REPOSITORY}"
     given = ["my_networks:example", "--memory", "2GiB", "--optimizer", "4"]
     run = [sys.executable, "-W", "error:::runpy", "-m", "keepless.fit", *given]
-    done = subprocess.run(run, cwd=module, env={"PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run(run, cwd=module, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr
     found = command.main(given)
     assert capsys.readouterr().out == done.stdout == f"{found}\n"
