@@ -47,9 +47,8 @@ DRAWN_SLOW = 4  # tests of at most half a minute of processor time each, most of
 
 
 def pytest_report_header() -> str:
-    return (
-        f"a part of all tables and {DRAWN_SLOW} slow tests are drawn; to draw the same again: DRAW={os.environ['DRAW']}"
-    )
+    part = f"a part of all tables and {DRAWN_SLOW} slow tests are drawn"
+    return f"{part}; to draw the same again: DRAW={os.environ['DRAW']}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
@@ -145,7 +144,6 @@ def drawn(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def double():
-    """New tensors are in float64."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

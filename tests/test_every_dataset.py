@@ -1,21 +1,29 @@
 """Every dataset end to end, on a fake tree in its official layout: two steps, an evaluation, predictions to submit."""
 
 import os
-import subprocess
-import sys
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import train_imagenet
+from datasets.imagenet import imagenet
+from datasets.row import Row
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
+from engine.schema.classification import ImageNetData
+from engine.schema.keys import choice, key
 from engine.schema.segmentation import SegmentationRun
+from engine.training import planner
 from eval import evaluate
+from scripts.verify_data import verify_data
 from tests import trees
+from tests.choices import forgotten
 from tests.datasets import classification_trees
-from tests.runs import REPOSITORY, checked, run_config
+from tests.runs import checked, run_config
 from train_seg import train
 
 
@@ -86,16 +94,6 @@ def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path
             run_config(*data, f"data.train_split={split}")
 
 
-PLUGIN = """
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-from datasets.imagenet import imagenet
-from datasets.row import Row
-from engine.schema.classification import ImageNetData
-from engine.schema.keys import choice, key
-
-
 def flowers(root, split, keys=""):
     return replace(imagenet(root, split), name="flowers")
 
@@ -103,45 +101,26 @@ def flowers(root, split, keys=""):
 ROW = Row(flowers, {"train": 6, "val": 3}, classes=3)
 
 
-@choice("data")
 @dataclass
-class Own(ImageNetData):
+class Flowers(ImageNetData):
     name: str = "flowers"
     crop_size: int = key(32, above=0)
     crops_per_minibatch: int = key(2, above=0)
-    builds: ClassVar[str] = "flowers.ROW"
-"""
-TRY = """
-import sys
-from dataclasses import replace
-from engine.process import plugins
-from engine.schema.keys import CHOICES
-from engine.training import planner
-from engine.configuration.command_line import checked
-from scripts.verify_data import verify_data
-from train_imagenet import train
-
-plugins.load(["plugins=[flowers]"], CHOICES)
-data = ("plugins=[flowers]", "data=flowers", f"data.root={sys.argv[1]}")
-config = checked("train_imagenet", *data, "run_dir=run", "debug=smoke", "trainer.device=cpu")
-planned = replace(config, data=replace(config.data, root=None))  # a plan needs no files
-assert planner.training_images(planned.data) == 6
-assert planner.step_memory(planned, crops=2, crop_size=32).peak > 0
-reports = verify_data(checked("verify_data", *data, "splits=[train,val]", "workers=0"))
-assert [own["problems"] for own in reports.values()] == [{}, {}]
-assert train(config)["dataset"] == "flowers"
-"""
+    builds: ClassVar[str] = f"{__name__}.ROW"
 
 
 @pytest.mark.slow
-def test_a_dataset_is_one_file_outside_the_repository(tmp_path):
-    """Its function, its row and its choice, without a YAML: every command takes it, for a classification, too.
-
-    tests/test_plugins.py trains and evaluates a segmentation on the page's dataset.
-    """
-    (tmp_path / "flowers.py").write_text(PLUGIN)
-    root = classification_trees.imagenet(tmp_path / "images of flowers")
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", TRY, root]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_every_command_takes_a_dataset_of_ones_own_for_a_classification(tmp_path):
+    """Its function, its row and its choice, without a YAML. tests/test_plugins.py trains and evaluates a segmentation
+    on the page's dataset, which lies outside of the repository."""
+    with forgotten():
+        choice("data")(Flowers)
+        data = ("data=flowers", f"data.root={classification_trees.imagenet(tmp_path / 'images of flowers')}")
+        run = (f"run_dir={tmp_path / 'run'}", "debug=smoke", "trainer.device=cpu")
+        config = checked("train_imagenet", *data, *run)
+        planned = replace(config, data=replace(config.data, root=None))  # a plan needs no files
+        assert planner.training_images(planned.data) == 6
+        assert planner.step_memory(planned, crops=2, crop_size=32).peak > 0
+        reports = verify_data(checked("verify_data", *data, "splits=[train,val]", "workers=0"))
+        assert [own["problems"] for own in reports.values()] == [{}, {}]
+        assert train_imagenet.train(config)["dataset"] == "flowers"

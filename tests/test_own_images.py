@@ -33,28 +33,19 @@ from tests.runs import REPOSITORY, checked, classification_config, run_config, s
 from tests.test_commands import BLOCK
 from train_seg import train
 
-COMMANDS = {
-    "make_classes": make_classes,
-    "verify_data": verify_data,
-    "browse_data": browse,
-    "train_seg": train,
-    "eval": evaluate,
-    "predict": predict,
-    "export": export,
-}
 TOUR = REPOSITORY / "docs" / "tour.md"
 SMALL = (
     *("data.crop_size=32", "data.workers=0", "debug=smoke", "trainer.device=cpu", "norm.backend=eager"),
     "trainer.precision=float32",  # bfloat16 takes minutes where a processor emulates it
 )
-MORE = {
-    "make_classes": ("workers=0",),
-    "verify_data": ("workers=0",),
-    "browse_data": ("data.crop_size=32", "data.crops_per_minibatch=2", "data.workers=0", "count=2"),
-    "train_seg": SMALL,
-    "eval": ("device=cpu", "workers=0"),
-    "predict": ("device=cpu",),
-    "export": (),
+COMMANDS = {  # and keys that make them short
+    "make_classes": (make_classes, "workers=0"),
+    "verify_data": (verify_data, "workers=0"),
+    "browse_data": (browse, "data.crop_size=32", "data.crops_per_minibatch=2", "data.workers=0", "count=2"),
+    "train_seg": (train, *SMALL),
+    "eval": (evaluate, "device=cpu", "workers=0"),
+    "predict": (predict, "device=cpu"),
+    "export": (export,),
 }
 
 
@@ -93,7 +84,8 @@ def test_every_command_of_the_tour(tmp_path, capsys):
         if name == "plan_memory":
             plan_memory.plan(checked("train_seg", *keys, *SMALL, "memory.fit=null"))
             continue
-        results.append(COMMANDS[name](checked(name, *dict.fromkeys((*keys, *MORE[name])))))
+        command, *more = COMMANDS[name]
+        results.append(command(checked(name, *dict.fromkeys((*keys, *more)))))
         if resumes:
             again = train(checked(name, *keys, *SMALL, "resume=auto"))
             assert again["confusion_matrix"] == results[-1]["confusion_matrix"]

@@ -34,9 +34,7 @@ def init(**given):
     print("wandb begins", given["dir"].name, given["config"]["loss"]["name"], given["sync_tensorboard"])
     return type("Run", (), {"finish": lambda self, exit_code: print("wandb ends with", exit_code)})()
 """
-DARKER = '''
-"""An augmentation, and an experiment of one's own."""
-
+DARKER = """
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,8 +45,6 @@ from engine.schema.keys import choice, key
 @choice("augmentations")
 @dataclass
 class Darker(Augmentation):
-    """Some crops are darker."""
-
     name: str = "darker"
     least: float = key(0.5, above=0, most=1)
     builds: ClassVar[str] = "darker.Darken"
@@ -60,7 +56,7 @@ class Darken:
 
     def __call__(self, image, label, rng):
         return (image * rng.uniform(self.least, 1)).astype("uint8"), label
-'''
+"""
 NADAM = """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -96,7 +92,6 @@ def load(words: list[str]) -> None:
 
 
 def code_of(name: str) -> str:
-    """A plugin of the page."""
     return re.search(rf"<!-- {name} start -->\n```python\n(.*?)```\n<!-- {name} end -->", PAGE, re.DOTALL)[1]
 
 

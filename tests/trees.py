@@ -181,7 +181,4 @@ def splits_of(kind: str, root: Path) -> list[str]:
 
 WITHHELD = ("cityscapes", "coco_stuff", "folder", "vistas")  # these have no labels in their test split
 # By the name of the function that reads them.
-SEGMENTATION = {
-    **{"camvid": camvid_folders, "cityscapes": cityscapes, "coco_stuff": coco_stuff},
-    **{"folder": folder, "vistas": vistas},
-}
+SEGMENTATION = dict(camvid=camvid_folders, cityscapes=cityscapes, coco_stuff=coco_stuff, folder=folder, vistas=vistas)

@@ -1,5 +1,6 @@
 """`upsampled_cross_entropy` against interpolation and cross-entropy as they are defined, and without their memory."""
 
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -23,6 +24,16 @@ def options(draw) -> dict:
     return {"fraction": fraction, "reduction": reduction, "align_corners": draw(st.booleans())}
 
 
+def as_plain(logits: Tensor, labels: Tensor, rows: int, **options) -> tuple[Tensor, Tensor]:
+    """The value and gradient by tiles of so many rows, which must be those of the definition. NaN: mean of nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(losses._TILE_BYTES, "cpu", logits.itemsize * rows * logits.shape[1] * labels.shape[2])
+        found = value_and_gradient(upsampled_cross_entropy, logits, labels, **options)
+    expected = value_and_gradient(plain, logits, labels, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    return found
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     options(),
@@ -38,11 +49,7 @@ def test_the_loss_equals_interpolation_and_cross_entropy(chosen, numbers, cells,
     (n, classes), rng = numbers, torch.Generator().manual_seed(rows)
     logits, labels = sample(n, classes, cells, size, ignored, seed=rows)
     weight = torch.rand(classes, dtype=torch.float64, generator=rng) + 0.1 if weighted else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(losses._TILE_BYTES, "cpu", 8 * rows * classes * size[1])
-        found = value_and_gradient(upsampled_cross_entropy, logits, labels, weight=weight, **chosen)
-    expected = value_and_gradient(plain, logits, labels, weight=weight, **chosen)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)  # NaN: a mean of nothing
+    as_plain(logits, labels, rows, weight=weight, **chosen)
 
 
 @settings(max_examples=30, deadline=None)
@@ -50,13 +57,9 @@ def test_the_loss_equals_interpolation_and_cross_entropy(chosen, numbers, cells,
 def test_with_a_stride_the_last_cells_reach_beyond_the_labels(chosen, cells, stride, rows, data):
     size = tuple(cell * stride - data.draw(st.integers(0, stride - 1)) for cell in cells)
     logits, labels = sample(2, 3, cells, size, seed=rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(losses._TILE_BYTES, "cpu", 8 * rows * 3 * size[1])
-        found = value_and_gradient(upsampled_cross_entropy, logits, labels, stride=stride, **chosen)
-    expected = value_and_gradient(plain, logits, labels, stride=stride, **chosen)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    found = as_plain(logits, labels, rows, stride=stride, **chosen)
     if size == tuple(cell * stride for cell in cells):
-        whole = value_and_gradient(upsampled_cross_entropy, logits, labels, **chosen)
+        whole = as_plain(logits, labels, rows, **chosen)
         torch.testing.assert_close(found, whole, rtol=0, atol=0, equal_nan=True)
 
 
@@ -67,11 +70,8 @@ def test_float32_is_no_farther_from_float64_than_the_plain_way(fraction, scale):
     for seed in range(5):
         logits, labels = sample(2, 19, (16, 16), (128, 128), dtype=torch.float32, seed=seed)
         exact = value_and_gradient(plain, scale * logits.double(), labels, fraction=fraction)[1]
-        ways = (
-            value_and_gradient(way, scale * logits, labels, fraction=fraction)
-            for way in (upsampled_cross_entropy, plain)
-        )
-        errors.append([(gradient - exact).norm() for _, gradient in ways])
+        ways = [partial(value_and_gradient, way) for way in (upsampled_cross_entropy, plain)]
+        errors.append([(way(scale * logits, labels, fraction=fraction)[1] - exact).norm() for way in ways])
     ours, theirs = torch.tensor(errors).median(0).values
     assert ours <= theirs
 
@@ -82,14 +82,11 @@ def test_the_number_of_hardest_pixels_does_not_depend_on_rounding():
     assert value == 96 and shares[0].nonzero().flatten().tolist() == [*range(93, 100)]
 
 
-def test_tied_pixels_get_the_gradient_in_their_order_whatever_the_tiles_are(monkeypatch):
+def test_tied_pixels_get_the_gradient_in_their_order_whatever_the_tiles_are():
     """Equal logits everywhere: all pixels tie."""
-    logits, labels = torch.zeros(2, 3, 4, 4), torch.zeros(2, 32, 32, dtype=torch.uint8)
-    expected = value_and_gradient(plain, logits, labels, fraction=0.3)
+    logits, labels = torch.zeros(2, 3, 4, 4, dtype=torch.float64), torch.zeros(2, 32, 32, dtype=torch.uint8)
     for rows in (1, 5, 32):
-        monkeypatch.setitem(losses._TILE_BYTES, "cpu", 4 * rows * 3 * 32)
-        found = value_and_gradient(upsampled_cross_entropy, logits, labels, fraction=0.3)
-        torch.testing.assert_close(found, expected)
+        found = as_plain(logits, labels, rows, fraction=0.3)
     assert found[1][:, :, 2:].abs().sum() == 0  # rows of the last cells come too late
 
 

@@ -1,7 +1,4 @@
-"""Several processes that share a minibatch compute what one process does with all of it.
-
-Networks that compute activations again have, in several processes too, the gradients of plain ones.
-"""
+"""Processes that share a minibatch compute what one does with all of it, also where activations are computed again."""
 
 import copy
 from functools import partial

@@ -1,8 +1,4 @@
-"""The Triton kernels against eager float64: interpreted on the CPU, compiled with `-m gpu` on a device.
-
-Interpreted kernels come from a second copy of the module, decorated while Triton's `interpret` is on, even if Triton
-was imported before. The regular module stays unchanged.
-"""
+"""The Triton kernels against eager float64: interpreted on the CPU, compiled with `-m gpu` on a device."""
 
 from itertools import cycle
 
@@ -10,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keepless import InPlaceABN  # noqa: E402
+from keepless import InPlaceABN
 from keepless.norms import backends
 from keepless.norms.backends.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running

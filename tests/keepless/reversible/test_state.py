@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from keepless import AdditiveCoupling, AffineAdapterNaive, AffineCoupling, InvertibleModuleWrapper, ReversibleSequence
+from keepless import AdditiveCoupling, AffineAdapterNaive, AffineCoupling, ReversibleSequence
 from keepless.reversible import checks
-from tests.keepless.reversible.test_modules import IMAGES, assert_same, step
+from tests.keepless.reversible.test_modules import FORMS, IMAGES, assert_same, step
 
 
 class ActNorm(nn.Module):
@@ -122,13 +122,9 @@ PLACES = {
     "inside F": lambda kind: [AdditiveCoupling(nn.Sequential(kind(), nn.Tanh(), nn.LazyBatchNorm2d()), nn.Tanh())],
     "between couplings": lambda kind: [kind(), AdditiveCoupling(conv()), kind(), kind(), AdditiveCoupling(conv())],
 }
-FORMS = {
-    "sequence": ReversibleSequence,
-    "wrappers": lambda blocks: nn.Sequential(*map(InvertibleModuleWrapper, blocks)),
-    "kept inputs": lambda blocks: nn.Sequential(*(InvertibleModuleWrapper(block, keep_input=True) for block in blocks)),
-}
 CASES = {*product(KINDS, ["F"], ["sequence"]), *product(KINDS, ["between couplings"], ["kept inputs"])}
-CASES |= {*product(["initialised, buffer"], ["F", "G", "F and G", "inside a chain"], FORMS)}
+PLACES_IN_BRANCHES, THREE_FORMS = ["F", "G", "F and G", "inside a chain"], ["sequence", "wrappers", "kept inputs"]
+CASES |= {*product(["initialised, buffer"], PLACES_IN_BRANCHES, THREE_FORMS)}
 
 
 @pytest.mark.parametrize("kind, place, form", sorted(CASES))
