@@ -30,14 +30,11 @@ class Case(NamedTuple):
         return Affine(self.gamma, self.beta, self.activation)
 
 
+CONTIGUOUS = torch.contiguous_format
+
+
 def case(
-    shape: tuple[int, ...],
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    activation: str = "leaky_relu",
-    seed: int = 0,
-    param: float | None = None,
+    shape, device="cpu", dtype=torch.float32, memory_format=CONTIGUOUS, activation="leaky_relu", seed=0, param=None
 ) -> Case:
     """Random: x from -3 to 3, gamma with 0.3 <= |gamma| <= 0.8 and either sign, beta from -0.25 to 0.25."""
     generator = torch.Generator().manual_seed(seed)

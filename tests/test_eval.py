@@ -119,9 +119,9 @@ def test_the_images_of_a_dataset_are_no_place_for_pictures(run_dir, drawn):
 
 def test_pictures_and_scores_replace_only_those_of_earlier_evaluations(run_dir, drawn, tmp_path):
     """The same command may run twice; a folder of pictures without a list is refused, and so are others' files."""
-    pictures, results = tmp_path / "pictures", tmp_path / "results.json"
+    pictures, results, table = tmp_path / "pictures", tmp_path / "results.json", tmp_path / "images.csv"
     for _ in range(2):
-        evaluate_run(run_dir, f"predictions={pictures}", f"results={results}")
+        evaluate_run(run_dir, f"predictions={pictures}", f"results={results}", f"per_image={table}")
     listed = json.loads((pictures / "written.json").read_text())["files"]
     assert [f"{entry.name}.png" for entry in cityscapes(drawn, "val").files] == listed
     (pictures / "written.json").unlink()
@@ -132,9 +132,10 @@ def test_pictures_and_scores_replace_only_those_of_earlier_evaluations(run_dir, 
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             evaluate_run(run_dir, *overrides)
-    results.write_text('{"classes": []}')
-    with pytest.raises(ValueError, match=f"^results={results} was not written by this command, and would be lost"):
-        evaluate_run(run_dir, f"results={results}")
+    for key, file in (("results", results), ("per_image", table)):
+        file.write_text('{"classes": []}')
+        with pytest.raises(ValueError, match=f"^{key}={file} was not written by this command, and would be lost"):
+            evaluate_run(run_dir, f"{key}={file}")
 
 
 def test_a_folder_without_a_list_of_classes_is_offered_the_checkpoint_s(tmp_path):
@@ -160,10 +161,11 @@ def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, drawn, tmp_pa
     assert not (tmp_path / "predictions").exists()
 
 
-def test_files_have_official_ids_and_overlays_show_image_label_and_prediction(run_dir, drawn, tmp_path):
+def test_files_have_official_ids_overlays_show_them_and_scores_of_images_add_up(run_dir, drawn, tmp_path):
     """The official script's scores are compared in tests/engine/segmentation/test_official_scores.py."""
-    folders = (f"predictions={tmp_path / 'predictions'}", f"overlays={tmp_path / 'overlays'}")
-    results = evaluate_run(run_dir, *folders, f"results={tmp_path / 'results.json'}")
+    names = ("predictions", "overlays", "results.json", "per_image.csv")
+    keys = [f"{name.partition('.')[0]}={tmp_path / name}" for name in names]
+    results = evaluate_run(run_dir, *keys, "batch_size=2")
     dataset, confusion = cityscapes(drawn, "val"), np.zeros((19, 19), int)
     for entry, (image, label, _) in zip(dataset.files, dataset, strict=True):
         written = cv2.imread(str(tmp_path / "predictions" / f"{entry.name}.png"), cv2.IMREAD_UNCHANGED)
@@ -177,21 +179,11 @@ def test_files_have_official_ids_and_overlays_show_image_label_and_prediction(ru
             shown = np.where((ids == 255)[..., None], image, 0.6 * dataset.table.colour(ids) + 0.4 * image)
             assert np.abs(part - shown).max() <= 1
     assert confusion.tolist() == results["confusion_matrix"] and len(np.unique(predicted)) > 1
-
-
-def test_the_scores_of_single_images_add_up_to_the_results(run_dir, drawn, tmp_path):
-    file = tmp_path / "images.csv"
-    files = (f"per_image={file}", f"results={tmp_path / 'results.json'}")
-    for batch in (1, 2):  # the second replaces the first
-        results = evaluate_run(run_dir, *files, f"batch_size={batch}")
-        rows = [*csv.DictReader(file.read_text().splitlines())]
-        assert [row["name"] for row in rows] == sorted(entry.name for entry in cityscapes(drawn, "val").files)
-        for name, iou in results["iou"].items():
-            both, union = (sum(int(row[f"{of}_{name}"]) for row in rows) for of in ("intersection", "union"))
-            assert iou == (both / union if union else None)
-    file.write_text("name,mine\n")
-    with pytest.raises(ValueError, match=f"^per_image={file} was not written by this command"):
-        evaluate_run(run_dir, *files)
+    rows = [*csv.DictReader((tmp_path / "per_image.csv").read_text().splitlines())]
+    assert [row["name"] for row in rows] == sorted(entry.name for entry in dataset.files)
+    for name, iou in results["iou"].items():
+        both, union = (sum(int(row[f"{of}_{name}"]) for row in rows) for of in ("intersection", "union"))
+        assert iou == (both / union if union else None)
 
 
 def test_images_of_one_size_pass_through_the_network_together(run_dir, tmp_path, monkeypatch):

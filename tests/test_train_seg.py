@@ -1,5 +1,6 @@
 """Training from configuration to results: a run's files, resuming to the bit, refusing what cannot work."""
 
+import functools
 import json
 import re
 import shutil
@@ -155,6 +156,32 @@ def test_bad_files_stop_a_run(streets, tmp_path):
         with pytest.raises(ValueError, match=f"{key}=test: cityscapes has no labels"):
             train_short(tmp_path / "unlabelled", *data, f"{key}=test")
     assert not (tmp_path / "unlabelled").exists()
+
+
+FEW = ("body=resnet_cifar_tiny", "body.structure=[1,1,1]", "head.dilations=[2]")  # modules to trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["std", "inplace"])
+def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, norm):
+    """Micro-batches have 3, 2 and 2 crops. No graph breaks, before and after an evaluation. Dynamo traces but does not
+    compile: no compiler is needed."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("engine.training.build.check_compiler", lambda *_, **__: None)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = ("data.crops_per_minibatch=7", "trainer.accumulation_steps=3", f"norm={norm}", "trainer.compile=true")
+    train_short(tmp_path, *FEW, *options, "trainer.steps=3", "trainer.evaluate_every_steps=2")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+def test_a_trace_shows_the_layers_of_the_profiled_steps(tmp_path):
+    train_short(tmp_path, *FEW, "trainer.profile=2", "trainer.steps=13")
+    events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert sum(name.startswith("ProfilerStep#") for name in names) >= 2
+    assert "BatchNormActivation" in names and "BatchNormActivationBackward" in names
 
 
 @pytest.mark.parametrize("precision", [pytest.param(name, marks=NEEDS_CUDA) for name in ("float32", "bfloat16")])

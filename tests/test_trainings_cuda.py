@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from engine.checkpoint import files as checkpoint
-from engine.process.transfers import HostCopy
+from engine.process.transfers import HostCopy, prefetched
 from engine.training import loop
 from scripts.predict import predict
 from tests.cuda import NEEDS_CUDA
@@ -62,6 +62,13 @@ def test_a_host_copy_holds_the_values_of_its_moment(device):
     for number, weight in enumerate(held["weights"]):
         assert weight.device.type == "cpu" and weight.is_pinned() == (device == "cuda")
         assert torch.equal(weight, torch.full_like(weight, number))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_prefetched_minibatches_equal_the_loader_s(device):
+    minibatches = [{"image": torch.full((1000,), n).pin_memory(), "name": str(n)} for n in range(20)]
+    seen = [(each["image"].sum(), each["name"]) for each in prefetched(minibatches, torch.device(device))]
+    assert [(total.item(), name) for total, name in seen] == [(1000 * n, str(n)) for n in range(20)]
 
 
 @each_device

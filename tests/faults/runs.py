@@ -43,15 +43,7 @@ class Run:
     module. `torchrun`: options of that program.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *overrides: str,
-        entry: str = "train_seg",
-        processes: int = 1,
-        inject: Callable | None = None,
-        torchrun: tuple[str, ...] = (),
-    ):
+    def __init__(self, run_dir: Path, *overrides: str, entry="train_seg", processes=1, inject=None, torchrun=()):
         self.run_dir = run_dir
         self.output_file = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.txt")
         words = (f"run_dir={run_dir}", *OPTIONS[entry], *overrides)
