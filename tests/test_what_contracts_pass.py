@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -44,8 +44,10 @@ from train_seg import train
 def registered() -> Iterator[None]:
     """The choices of this file, which are forgotten after each test."""
     with forgotten():
-        for group, own in OWN:
-            choice(group)(own)
+        for group, base, name, builds in OWN:
+            own = {"builds": builds, "__module__": __name__}
+            made = make_dataclass(f"Own{name.title()}", [("name", str, name)], bases=(base,), namespace=own)
+            globals()[made.__name__] = choice(group)(made)  # where copies of a configuration look for it
         yield
 
 
@@ -73,18 +75,6 @@ class Watching(CrossEntropy):
 
 def made_by_a_function(ignore_index, weights, stride):
     return Watching(ignore_index, weights, stride)
-
-
-@dataclass
-class WatchingLoss(Loss):
-    name: str = "watching"
-    builds: ClassVar[type] = Watching
-
-
-@dataclass
-class MadeLoss(Loss):
-    name: str = "made"
-    builds: ClassVar[str] = f"{__name__}.made_by_a_function"
 
 
 def test_a_loss_is_given_each_micro_batch_and_changes_nothing_else(tmp_path):
@@ -146,12 +136,6 @@ class Keeping(CrossEntropy):
         return super().forward(logits, labels) + (self.parameter if self.kind == "parameter" else 0)
 
 
-@dataclass
-class KeepingLoss(Loss):
-    name: str = "keeping"
-    builds: ClassVar[type] = Keeping
-
-
 @pytest.mark.parametrize("kind", ["buffer", "teacher", "parameter"])
 def test_a_loss_that_a_resumed_run_would_begin_anew_or_that_is_not_trained_is_refused(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(Keeping, "kind", kind)
@@ -186,12 +170,6 @@ class Even(nn.Module):
 
     def decide(self, scores):
         return scores.masked_fill(self.odd, -torch.inf).argmax(dim=1)
-
-
-@dataclass
-class EvenHead(Head):
-    name: str = "even"
-    builds: ClassVar[type] = Even
 
 
 @pytest.fixture
@@ -270,12 +248,6 @@ class Table:
         self.told.append((status,))
 
 
-@dataclass
-class TableLogger(Logger):
-    name: str = "table"
-    builds: ClassVar[type] = Table
-
-
 def test_a_logger_gets_scalars_and_pictures_and_changes_nothing(tmp_path):
     words = ("trainer.steps=4", "trainer.log_every_steps=2", "trainer.evaluate_every_steps=2", "trainer.pictures=1")
     usual = train(checked("train_seg", f"run_dir={tmp_path / 'usual'}", *SHORT, *words))
@@ -308,12 +280,6 @@ class Named(ShuffledMinibatches):
 
     def keys(self, epoch):
         return [(epoch, number) for number in self.first]
-
-
-@dataclass
-class NamedSampler(Sampler):
-    name: str = "named"
-    builds: ClassVar[type] = Named
 
 
 def test_a_sampler_knows_the_names_of_the_images():
@@ -354,24 +320,6 @@ def for_two():
     return lambda image, label: (image, label)
 
 
-@dataclass
-class Countless(Score):
-    name: str = "countless"
-    builds: ClassVar[str] = f"{__name__}.without_counts"
-
-
-@dataclass
-class PerCellLoss(Loss):
-    name: str = "per_cell"
-    builds: ClassVar[type] = PerCell
-
-
-@dataclass
-class Alone(Augmentation):
-    name: str = "alone"
-    builds: ClassVar[str] = f"{__name__}.for_two"
-
-
 def test_a_loss_that_is_no_scalar_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^PerCell returned \(2, \d+, \d+\): expected a scalar"):
         train_short(tmp_path / "run", "loss=per_cell")
@@ -405,12 +353,6 @@ class Mosaic:
         return image, label
 
 
-@dataclass
-class MosaicAugmentation(Augmentation):
-    name: str = "mosaic"
-    builds: ClassVar[type] = Mosaic
-
-
 def test_mixed_crops_are_the_same_when_a_run_is_resumed_and_with_any_number_of_workers():
     config = run_config(*SHORT, "augmentations=[mosaic]")
     train_set, _ = assemble.labelled_splits(config.data)
@@ -432,9 +374,15 @@ def test_crops_that_cannot_be_mixed_are_refused_by_name(mixes, entry, monkeypatc
         assemble.data.augmentations(checked(entry, "augmentations=[mosaic]"))
 
 
-OWN = (
-    ("augmentations", MosaicAugmentation),
-    *(("loss", WatchingLoss), ("loss", MadeLoss), ("head", EvenHead), ("logger", TableLogger)),
-    *(("sampler", NamedSampler), ("loss", KeepingLoss), ("loss", PerCellLoss), ("augmentations", Alone)),
-    *(("scores", Countless),),
+OWN = (  # group, class, name, what it builds
+    ("loss", Loss, "watching", Watching),
+    ("loss", Loss, "made", f"{__name__}.made_by_a_function"),
+    ("loss", Loss, "keeping", Keeping),
+    ("head", Head, "even", Even),
+    ("logger", Logger, "table", Table),
+    ("sampler", Sampler, "named", Named),
+    ("scores", Score, "countless", f"{__name__}.without_counts"),
+    ("loss", Loss, "per_cell", PerCell),
+    ("augmentations", Augmentation, "alone", f"{__name__}.for_two"),
+    ("augmentations", Augmentation, "mosaic", Mosaic),
 )
