@@ -101,10 +101,7 @@ def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_
     [
         (("data.channels=0",), r"data.channels=0: expected a whole number, 1 or more, at most 64"),
         (("data.channels=4", "data.mean=[0.5,0.5,0.5]"), r"data.mean=\[.*\]: expected 4 numbers, as data.channels=4"),
-        (
-            ("data.channels=2", "data.shown=[1,2,3]"),
-            r"data.shown=.*: expected one or three of the channels 1 to 2",
-        ),
+        (("data.channels=2", "data.shown=[1,2,3]"), r"data.shown=.*: expected one or three of the channels 1 to 2"),
         (("data.channels=5", "data.shown=[1,2]"), r"data.shown=\[1, 2\]: expected one or three of the channels 1 to 5"),
         (("data.channels=4", "data.colour_jitter.hue=0.1"), r"data.colour_jitter with data.channels=4: it changes red"),
     ],

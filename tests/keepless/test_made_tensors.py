@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,30 +20,10 @@ def head(h: Tensor) -> Tensor:
     return F.conv2d(h, torch.ones(1, 16, 1, 1)).square().mean()
 
 
-def branches(h: Tensor, _: Kept) -> Tensor:  # as in a pyramid of convolutions: gradients meet at its input
-    return torch.stack([head(h) for _ in range(5)]).sum()
-
-
-def tied(h: Tensor, _: Kept) -> Tensor:  # gradients are views, whose bases hold their memory
-    return torch.stack([F.linear(torch.ones(4, 512), h.view(1024, 512)).square().mean() for _ in range(3)]).sum()
-
-
 def residual(h: Tensor, _: Kept) -> Tensor:
     for _ in range(3):
         h = h + F.conv2d(h, torch.ones(16, 16, 1, 1))
     return head(h)
-
-
-def product(h: Tensor, _: Kept) -> Tensor:  # one node gives both gradients
-    return head(h * h)
-
-
-def expanded(h: Tensor, _: Kept) -> Tensor:  # a gradient that cannot be written to
-    return h.sum() + head(h) + h.sum()
-
-
-def aliased(h: Tensor, _: Kept) -> Tensor:  # the sum gives one gradient to both
-    return head((h + 1.0) + h) + head(h)
 
 
 def held_by_a_hook(h: Tensor, kept: Kept) -> Tensor:
@@ -69,17 +48,23 @@ class _Adds(torch.autograd.Function):
         return gradient + torch.ones_like(gradient)  # of Python: always a new tensor
 
 
-def function_of_python(h: Tensor, _: Kept) -> Tensor:
-    return head(_Adds.apply(h)) + head(_Adds.apply(h))
+NETWORKS = {
+    # As in a pyramid of convolutions: gradients meet at its input.
+    "branches": lambda h, _: torch.stack([head(h) for _ in range(5)]).sum(),
+    # Gradients are views, whose bases hold their memory.
+    "tied": lambda h, _: sum(F.linear(torch.ones(4, 512), h.view(1024, 512)).square().mean() for _ in range(3)),
+    "residual": residual,
+    "product": lambda h, _: head(h * h),  # one node gives both gradients
+    "expanded": lambda h, _: h.sum() + head(h) + h.sum(),  # a gradient that cannot be written to
+    "aliased": lambda h, _: head((h + 1.0) + h) + head(h),  # the sum gives one gradient to both
+    "held by a hook": held_by_a_hook,
+    "held at the sum": held_at_the_sum,
+    "function of Python": lambda h, _: head(_Adds.apply(h)) + head(_Adds.apply(h)),
+}
 
 
-NETWORKS = [branches, tied, residual, product, expanded, aliased, held_by_a_hook, held_at_the_sum, function_of_python]
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_gradients_that_meet_take_the_memory_that_they_take_without_the_context(
-    network: Callable[[Tensor, Kept], Tensor],
-):
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_gradients_that_meet_take_the_memory_that_they_take_without_the_context(network):
     x, kept = torch.randn(8, 16, 64, 64, requires_grad=True), Kept()
 
     def step() -> None:

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from keepless import ABN, CheckpointedABN, InPlaceABN
-from keepless.norms.backends.activations import (
-    INVERTIBLE_ACTIVATIONS,
-    Activation,
-    activate_,
-    activation_backward,
-    invert_activation,
-)
+from keepless.norms.backends import activations
+from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS, Activation
 from tests.backend_cases import PARAMS, run_formulas_as_they_stand
 from tests.norms import IN_PLACE, STRATEGIES
 
@@ -69,16 +64,16 @@ def test_gradients_are_exact_in_the_stated_range(name):
 def test_the_inverse_undoes_the_activation_in_the_invertible_range(name, dtype):
     """The error is the rounding of z: half an ulp in z becomes half an ulp / phi'(y) in y."""
     y = torch.linspace(-3, 3, 601, dtype=torch.float64).to(dtype)
-    z = activate_(activation(name), y.clone())
-    slope = activation_backward(activation(name), z.double(), torch.ones_like(z, dtype=torch.float64))
-    error = (invert_activation(activation(name), z).double() - y.double()).abs()
+    z = activations.activate_(activation(name), y.clone())
+    slope = activations.activation_backward(activation(name), z.double(), torch.ones_like(z, dtype=torch.float64))
+    error = (activations.invert_activation(activation(name), z).double() - y.double()).abs()
     eps = torch.finfo(dtype).eps
     least = eps if name == "elu" and not F.elu(torch.tensor(-1e-20)) else eps**2  # exp(y) - 1 in older versions
     assert (error <= 2 * eps * (z.double().abs() / slope + y.double().abs()) + least).all()
 
     low, high = invertible_range(activation(name), dtype)
     largest = torch.tensor([-1e4, 1e4], dtype=dtype)
-    y = invert_activation(activation(name), activate_(activation(name), largest.clone()))
+    y = activations.invert_activation(activation(name), activations.activate_(activation(name), largest.clone()))
     assert y.isfinite().all()
     expected = [max(low, -1e4), min(high, 1e4)]
     torch.testing.assert_close(y.double(), torch.tensor(expected, dtype=torch.float64), rtol=0.02, atol=0)

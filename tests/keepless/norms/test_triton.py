@@ -13,17 +13,8 @@ from keepless.norms import backends
 from keepless.norms.backends.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
 from keepless.norms.synchronisation import REFUSED
-from tests.backend_cases import (
-    EAGER,
-    PARAMS,
-    assert_backward,
-    assert_close,
-    assert_forward,
-    assert_pieces,
-    case,
-    double,
-    keep,
-)
+from tests import backend_cases
+from tests.backend_cases import EAGER, PARAMS, assert_backward, assert_close, assert_forward, assert_pieces, case, keep
 from tests.cuda import NEEDS_CUDA
 
 triton = pytest.importorskip("triton")
@@ -313,7 +304,9 @@ def test_activations_to_the_last_places(backend, device, activation):
         z, y = z[small], y[small]
         kept = BackwardInputs(z, True, zero, one, one, zero, one, phi)
         inverse = backend.input_gradient(kept, torch.zeros_like(z), zero, -one)  # x_hat * 1 = y
-        wanted = EAGER.input_gradient(double(kept), torch.zeros_like(z).double(), zero.double(), -one.double())
+        wanted = EAGER.input_gradient(
+            backend_cases.double(kept), torch.zeros_like(z).double(), zero.double(), -one.double()
+        )
         assert_close(inverse, wanted, tolerance, wanted.abs() + (0.2 if activation == "sigmoid" else 0))
 
 

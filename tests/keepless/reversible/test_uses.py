@@ -7,23 +7,13 @@ import torch
 from torch import nn
 
 from keepless import AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence, recompute_activations
-from tests.keepless.reversible.test_modules import (
-    IMAGES,
-    NORMS,
-    additive,
-    assert_same,
-    assert_same_use,
-    branch,
-    made,
-    step,
-    twins,
-    wrapped,
-)
+from tests.keepless.reversible import test_modules as reversible
+from tests.keepless.reversible.test_modules import IMAGES, additive, assert_same, assert_same_use, branch, made, step
 
 
 @pytest.mark.parametrize("form", ["sequence", pytest.param("opaque", marks=pytest.mark.slow)])
 def test_compiled_as_one_graph_with_a_warning_that_the_compiler_decides(form):
-    network, plain = twins(form, lambda: AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)))
+    network, plain = reversible.twins(form, lambda: AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)))
     with pytest.warns(UserWarning, match="inside torch.compile, .* compile their branches"):
         assert_same(step(torch.compile(network, backend="eager", fullgraph=True), IMAGES), step(plain, IMAGES))
 
@@ -88,7 +78,7 @@ def test_buffers_that_change_before_the_backward_pass_are_refused():
 @pytest.mark.parametrize("norm", ["std", "inplace", "checkpoint", "batchnorm"])
 def test_modes_and_statistics_that_change_before_the_backward_pass(norm):
     """Evaluate, train on other data, then differentiate the evaluation, as virtual adversarial training does."""
-    blocks = made(additive(norm=NORMS[norm]), additive(norm=NORMS[norm]))
+    blocks = made(additive(norm=reversible.NORMS[norm]), additive(norm=reversible.NORMS[norm]))
 
     def use(network, x):
         y = network.eval()(x)
@@ -116,7 +106,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("where", ["forward", "inverse"])
 def test_functions_that_write_over_their_input_are_named(where):
-    network = nn.Sequential(*wrapped(made(additive(), InPlace(where))), *made(additive()))
+    network = nn.Sequential(*reversible.wrapped(made(additive(), InPlace(where))), *made(additive()))
     with pytest.raises(ValueError, match="InPlace.* wrote over its input"):
         network(IMAGES.clone().requires_grad_()).sum().backward()
 
@@ -165,7 +155,7 @@ def first_in_part(network, x):
 def test_an_output_with_several_readers(use, kept):
     blocks = made(additive(), AdditiveCoupling(Failing(*branch()), branch()), additive())
     plain = nn.Sequential(*copy.deepcopy(blocks))
-    network = wrapped(blocks)
+    network = reversible.wrapped(blocks)
     network[1].keep_input = kept
     assert_same_use(use, network, plain)
 
@@ -174,7 +164,7 @@ def test_a_kept_block_that_begins_with_a_wrapper():
     blocks = made(additive(), additive(), nn.Conv2d(8, 8, 1), additive())
     plain = nn.Sequential(*copy.deepcopy(blocks))
     inner = nn.Sequential(InvertibleModuleWrapper(blocks[1]), blocks[2])
-    network = nn.Sequential(*wrapped(blocks[:1]), InvertibleModuleWrapper(inner, keep_input=True), blocks[3])
+    network = nn.Sequential(*reversible.wrapped(blocks[:1]), InvertibleModuleWrapper(inner, keep_input=True), blocks[3])
     parts = [ReversibleSequence(blocks[:1]), nn.Sequential(ReversibleSequence([blocks[1]]), *blocks[2:])]
     for outside in (network, ReversibleSequence(parts)):
         outside.zero_grad(), plain.zero_grad()
@@ -222,10 +212,7 @@ def test_a_norm_in_two_branches():
 
 @pytest.mark.table
 @pytest.mark.filterwarnings("ignore:no plan keeps")
-@pytest.mark.parametrize(
-    "first, budget",
-    [(nn.GroupNorm(2, 4), None), (nn.GroupNorm(2, 4), "1KiB"), (nn.Tanh(), None)],
-)
+@pytest.mark.parametrize("first, budget", [(nn.GroupNorm(2, 4), None), (nn.GroupNorm(2, 4), "1KiB"), (nn.Tanh(), None)])
 def test_prepared_branches_keep_the_same_when_they_run_again(first, budget):
     """Group norm copies the half of a tensor. The result of tanh is kept, not the half, although nobody else does."""
     torch.manual_seed(0)
