@@ -8,8 +8,6 @@ from tests import conftest
 
 
 class Item:
-    """A collected test."""
-
     def __init__(self, nodeid: str, *marks: pytest.Mark):
         self.nodeid, self.path, self.marks = nodeid, Path(nodeid.partition(":")[0]), [*marks]
 

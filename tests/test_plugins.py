@@ -97,7 +97,6 @@ def code_of(name: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder of the user's own files."""
     sources = {"mine": code_of("plugin"), "tracked": code_of("logger"), "boundaries": code_of("scores")}
     sources["plus"] = code_of("head")
     for name, text in (sources | {"wandb": WANDB, "darker": DARKER, "nesterov": NADAM}).items():

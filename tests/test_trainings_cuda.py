@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ each_device = pytest.mark.parametrize(
 
 
 def trained(run_dir: Path, device: str, *overrides: str) -> dict[str, torch.Tensor]:
-    """The weights after a short training on a device."""
     steps = () if any(word.startswith("trainer.steps=") for word in overrides) else ("trainer.steps=2",)
     train(checked("train_seg", f"run_dir={run_dir}", *SHORT, *steps, *overrides, f"trainer.device={device}"))
     return checkpoint.load(run_dir / "checkpoints" / "last.pt")["network"]
@@ -38,15 +38,12 @@ def little_memory(monkeypatch):
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
         else:
-            monkeypatch.setattr(loop, "accumulate_gradients", no_memory)
+            full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+            monkeypatch.setattr(loop, "accumulate_gradients", full)
 
     yield leave
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def no_memory(*_: object) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @each_device

@@ -60,8 +60,6 @@ def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Watching(CrossEntropy):
-    """Cross entropy that notes what it is given."""
-
     seen: ClassVar[list[Batch]] = []
 
     def __init__(self, ignore_index, weights, stride):
@@ -115,8 +113,6 @@ def test_one_that_a_function_makes_is_found_before_it_would_be_captured(tmp_path
 
 
 class Keeping(CrossEntropy):
-    """Cross entropy with something of its own."""
-
     kind: ClassVar[str] = ""
 
     def __init__(self, ignore_index, weights, stride):
@@ -174,7 +170,6 @@ class Even(nn.Module):
 
 @pytest.fixture
 def even(tmp_path) -> Path:
-    """A trained network with this head."""
     train_short(tmp_path / "run", "head=even", "trainer.steps=2")
     return tmp_path / "run"
 

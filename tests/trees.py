@@ -115,22 +115,13 @@ VISTAS_SPLITS = {"training": 3, "validation": 2, "testing": 2}
 def vistas_config(labels: int = 66, version: float = 1.1) -> dict:
     """Vistas' config file; its last label is not evaluated. The real file of v1.2 says version 1.1."""
     entries = [
-        {
-            "color": [(5 * index) % 256, 255 - index, (index * index) % 256],
-            "instances": index % 2 == 0,
-            "readable": f"Class {index}",
-            "name": f"object--class-{index}",
-            "evaluate": True,
-        }
+        {"color": [(5 * index) % 256, 255 - index, (index * index) % 256], "instances": index % 2 == 0}
+        | {"readable": f"Class {index}", "name": f"object--class-{index}", "evaluate": True}
         for index in range(labels - 1)
     ]
     unlabelled = {"color": [0, 0, 0], "instances": False, "readable": "Unlabeled", "name": "void--unlabeled"}
-    return {
-        "labels": [*entries, {**unlabelled, "evaluate": False}],
-        "version": version,
-        "mapping": "public",
-        "folder_structure": "{split}/{content}/{key:.{22}}.{ext}",
-    }
+    about = {"version": version, "mapping": "public", "folder_structure": "{split}/{content}/{key:.{22}}.{ext}"}
+    return {"labels": [*entries, {**unlabelled, "evaluate": False}], **about}
 
 
 def vistas(root: Path, versioned: bool = False) -> Path:

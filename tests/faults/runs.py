@@ -65,10 +65,6 @@ class Run:
         return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
 
     @property
-    def last(self) -> Path:
-        return last_of(self.run_dir)
-
-    @property
     def output(self) -> str:
         return self.output_file.read_text() if self.output_file.exists() else ""
 

@@ -35,11 +35,11 @@ def test_killed_again_and_again_with_a_damaged_checkpoint(tmp_path, whole_of, en
     """The checkpoint before it is then used. tests/engine/checkpoint has all kinds of damage."""
     killed_after(2, tmp_path / "run", entry=entry)
     run = killed_after(5, tmp_path / "run", entry=entry)
-    previous, content = run.last.with_name("previous.pt"), run.last.read_bytes()
-    run.last.write_bytes(content[: len(content) // 2])
+    last, previous = runs.last_of(run.run_dir), run.run_dir / "checkpoints" / "previous.pt"
+    os.truncate(last, last.stat().st_size // 2)
     step = checkpoint.load(previous)["step"]
     output = survived(tmp_path / "run", whole_of(entry), entry=entry)
-    assert says(output, f"checkpoint {run.last} is ", f"The run continues from {previous}, of step {step}")
+    assert says(output, f"checkpoint {last} is ", f"The run continues from {previous}, of step {step}")
 
 
 @pytest.mark.parametrize(

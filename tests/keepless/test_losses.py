@@ -79,7 +79,6 @@ def as_plain(logits: Tensor, labels: Tensor, rows: int, **options) -> tuple[Tens
     st.booleans(),
 )
 def test_the_loss_equals_interpolation_and_cross_entropy(chosen, numbers, cells, size, ignored, rows, weighted):
-    """Any sizes, enlarged or reduced; any number of rows per tile."""
     (n, classes), rng = numbers, torch.Generator().manual_seed(rows)
     logits, labels = sample(n, classes, cells, size, ignored, seed=rows)
     weight = torch.rand(classes, dtype=torch.float64, generator=rng) + 0.1 if weighted else None

@@ -59,7 +59,6 @@ def test_a_missing_part_ends_the_import_with_its_name(monkeypatch):
 
 
 def test_what_a_node_does_not_show_is_kept(monkeypatch):
-    """Gradients stay the same, to the bit."""
     torch.manual_seed(0)
     norm, relu, last = nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
     network = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.MaxPool2d(2), nn.Dropout(), relu, last)
@@ -84,7 +83,6 @@ def test_what_a_node_does_not_show_is_kept(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_many_tensors_move_towards_others_as_each_does(device, dtype):
-    """CPUs agree to the bit. A share of 0 moves nothing."""
     torch.manual_seed(0)
     starts, ends = ([torch.randn(n, dtype=dtype, device=device) for n in (1, 7, 1000)] for _ in range(2))
     for share in (0.1, 0.001, 0.0):

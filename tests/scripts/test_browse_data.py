@@ -22,7 +22,6 @@ JITTER = tuple(f"data.colour_jitter.{name}=0.3" for name in ("brightness", "cont
 
 @pytest.mark.parametrize("data, options", [("camvid", (*JITTER, "sampler=class_uniform")), ("image_folder", ())])
 def test_shows_the_crops_of_a_training(tmp_path, data, options):
-    """They start with the chosen epoch."""
     root = tmp_path / "data"
     (trees.camvid_folders if data == "camvid" else classification_trees.imagenet)(root)
     crops = CROPS if data == "camvid" else ("data.crop_size=32", "data.resize=40", *CROPS[2:])

@@ -143,7 +143,6 @@ def test_columns_keep_the_names_that_somebody_gave(tmp_path):
 
 
 def of_fold(run: Path, fold: int | None, images: int, miou: float, seed: int = 0) -> Path:
-    """The run as one of data=folder."""
     changed(run, lambda results: results["config"]["data"].update(name="folder", fold=fold, palettes="equal"))
     changed(run, lambda results: results["config"].update(seed=seed, run_dir="no copy"))
     records = run / "metrics.jsonl"

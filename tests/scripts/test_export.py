@@ -23,7 +23,6 @@ NAMES = [f"class {number} ä" for number in range(5)]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """One of each task, as after a training."""
     folder = tmp_path_factory.mktemp("trained")
     palette = [[number, 2 * number, 3] for number in range(5)]
     for config, more in (

@@ -129,7 +129,6 @@ def test_ids_are_numbered_as_in_the_labels(trained, tmp_path):
 
 
 def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_path, capsys):
-    """Broken files are named at the end."""
     source, sub = tmp_path / "Straßen 街", "süd, b=[1]"
     for name in ("colour.png", f"{sub}/gray.png"):
         trees.picture(source / name)

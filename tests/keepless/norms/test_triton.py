@@ -58,7 +58,6 @@ CUDA = pytest.param("cuda", marks=[*NEEDS_CUDA, NOT_INTERPRETED])
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request, copies, monkeypatch) -> str:
-    """The device on which a test computes."""
     if request.param == "cpu":
         interpret_language(monkeypatch)
     return request.param
@@ -82,7 +81,6 @@ def many_tiles(request, device, copies, monkeypatch) -> bool:
 
 
 def forget(module) -> None:
-    """Prepare all launches again."""
     for cached in (tilings.tiling, *(value for name, value in vars(module).items() if name.startswith("_"))):
         getattr(cached, "cache_clear", lambda: None)()
 
@@ -119,7 +117,6 @@ def test_half_precision_tensors_with_float32_vectors(backend, device, activation
     ids=str,
 )
 def test_shapes(backend, device, copies, many_tiles, shape, memory_format):
-    """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
     example = case(shape, device, memory_format=memory_format)
     for reads in (1, 2):
         tiling = copies[device]._tiling(copies[device]._key(example.x), reads)

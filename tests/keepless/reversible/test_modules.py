@@ -104,7 +104,6 @@ FORMS = {
 
 
 def step(network, x, seed=0) -> dict[str, torch.Tensor]:
-    """Output, gradients and buffers after a step."""
     torch.manual_seed(seed)
     x = x.clone().requires_grad_()
     y = network(x.clone())
@@ -141,7 +140,6 @@ def made(*blocks: nn.Module) -> list[nn.Module]:
 
 
 def twins(form, make, count=3, **options):
-    """The same network with and without its activations."""
     torch.manual_seed(0)
     blocks = made(*(make(**options) for _ in range(count)))
     return FORMS[form](copy.deepcopy(blocks)), nn.Sequential(*blocks)
@@ -233,7 +231,6 @@ def in_part(network, x):
 
 
 def twice_in_turn(network, x):
-    """Second derivatives."""
     (gradient,) = torch.autograd.grad(network(x).square().sum(), x, create_graph=True)
     gradient.square().sum().backward()
 
