@@ -1,7 +1,6 @@
 """Images of other than three channels, from their files to predictions."""
 
 import json
-import re
 from pathlib import Path
 
 import cv2
@@ -109,9 +108,3 @@ def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_
 def test_keys_that_do_not_fit_the_channels_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         checked("train_seg", "data=folder", "data.root=DIR", *keys)
-
-
-@pytest.mark.parametrize("entry, data", [("train_seg", "camvid"), ("train_imagenet", "image_folder")])
-def test_other_data_have_three_channels(entry, data):
-    with pytest.raises(ValueError, match=re.escape("data.channels")):
-        checked(entry, f"data={data}", "data.root=DIR", "data.channels=4")

@@ -58,10 +58,6 @@ def affine(norm=InPlaceABN, dropout=0.0) -> AffineCoupling:
     return AffineCoupling(branch(norm=norm, dropout=dropout), adapter=AffineAdapterNaive)
 
 
-def sigmoid(norm=InPlaceABN, dropout=0.0) -> AffineCoupling:
-    return AffineCoupling(branch(norm=norm, out=8, dropout=dropout), adapter=AffineAdapterSigmoid)
-
-
 class Opaque(nn.Sequential):
     """A user's own invertible module: a coupling that is not known to be one."""
 
@@ -83,11 +79,8 @@ class Scaled(AdditiveCoupling):
         return super().inverse(y / self.scale)
 
 
-def scaled(norm=InPlaceABN, dropout=0.0) -> Scaled:
-    return Scaled(branch(norm=norm, dropout=dropout))
-
-
-COUPLINGS = {"additive": additive, "affine": affine, "sigmoid": sigmoid, "scaled": scaled}
+COUPLINGS = {"additive": additive, "affine": affine, "scaled": lambda **options: Scaled(branch(**options))}
+COUPLINGS["sigmoid"] = lambda **options: AffineCoupling(branch(out=8, **options), adapter=AffineAdapterSigmoid)
 
 
 def wrapped(blocks, **options) -> nn.Sequential:
