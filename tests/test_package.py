@@ -37,11 +37,8 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     assert wheel.name == f"keepless-{__version__}-py3-none-any.whl" and wheel.stat().st_size < 280_000
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     layers = REPOSITORY / "keepless"
-    assert names == {
-        f"keepless/{file.relative_to(layers).as_posix()}"
-        for file in layers.rglob("*")
-        if file.suffix == ".py" or file.name in ("py.typed", "CHANGELOG.md")
-    }
+    packed = {*layers.rglob("*.py"), layers / "py.typed", layers / "CHANGELOG.md"}
+    assert names == {file.relative_to(REPOSITORY).as_posix() for file in packed}
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
     needed = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -304,15 +305,12 @@ def test_a_trained_network_is_given_further_scores(loading):
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_refused(name, text, given, problem, loading):
+    code = code_of("plugin").replace("mine.", f"{name}.")
     if text is not None:
-        own = code_of("plugin").replace('"focal"', '"bootstrapped"') if name == "twice" else text
-        (loading / f"{name}.py").write_text(own.replace("mine.", f"{name}."))
+        own = {"twice": code.replace('"focal"', '"bootstrapped"'), "busy": f"{text}{code}"}
+        (loading / f"{name}.py").write_text(own.get(name, text))
     if name == "empty":
-        (loading / "configs" / "experiment" / "mine.yaml").unlink()
-        (loading / "configs" / "experiment").rmdir()
-        (loading / "configs").rmdir()
-    if name == "busy":
-        (loading / "busy.py").write_text(text + code_of("plugin").replace("mine.", "busy."))
+        shutil.rmtree(loading / "configs")
     with pytest.raises(ValueError, match=re.escape(f"plugins=[{given}]") + ".*" + problem):
         load([f"plugins=[{given}]"])
 

@@ -1,6 +1,7 @@
 """Fake datasets in the exact official layouts, small enough to write for every test."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -42,23 +43,17 @@ def picture(path: Path, size: tuple[int, int] = (40, 60), index: int = 0) -> np.
     return pixels
 
 
-def camvid_folders(root: Path) -> Path:
-    """{split}/images/*.jpg and {split}/labels/*.png: 6 training, 2 validation, 2 test images."""
-    return _camvid(root, "{}/images/{}.jpg", "{}/labels/{}.png")
-
-
-def camvid_annot(root: Path) -> Path:
-    """{split}/*.png and {split}annot/*.png."""
-    return _camvid(root, "{}/{}.png", "{}annot/{}.png")
-
-
-def _camvid(root: Path, images: str, labels: str) -> Path:
+def camvid_folders(root: Path, images: str = "{}/images/{}.jpg", labels: str = "{}/labels/{}.png") -> Path:
+    """6 training, 2 validation, 2 test images."""
     for split, count in (("train", 6), ("val", 2), ("test", 2)):
         for index in range(count):
             image, label = pair(index, list(range(12)))
             write(root / images.format(split, f"0001TP_{index:06d}"), image)
             write(root / labels.format(split, f"0001TP_{index:06d}"), label)
     return root
+
+
+camvid_annot = partial(camvid_folders, images="{}/{}.png", labels="{}annot/{}.png")
 
 
 def cityscapes(root: Path) -> Path:

@@ -30,13 +30,9 @@ def activation(name: str) -> Activation:
 def invertible_range(activation: Activation, dtype: torch.dtype) -> tuple[float, float]:
     """Smallest and largest y that `invert_activation` returns for z of this dtype; beyond them y is lost."""
     gap = torch.finfo(dtype).eps / 2
-    if activation.name == "elu":
-        return math.log(gap), math.inf
-    if activation.name == "sigmoid":
-        return 2 * math.log(gap), -math.log(gap)
-    if activation.name == "tanh":
-        return -math.atanh(1 - gap), math.atanh(1 - gap)
-    return -math.inf, math.inf
+    ranges = {"elu": (math.log(gap), math.inf), "sigmoid": (2 * math.log(gap), -math.log(gap))}
+    ranges["tanh"] = -math.atanh(1 - gap), math.atanh(1 - gap)
+    return ranges.get(activation.name, (-math.inf, math.inf))
 
 
 def layer_with(cls, name: str, channels: int, **options) -> nn.Module:
