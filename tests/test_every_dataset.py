@@ -1,7 +1,7 @@
 """Every dataset end to end, on a fake tree in its official layout: two steps, an evaluation, predictions to submit."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -101,7 +101,6 @@ def flowers(root, split, keys=""):
 ROW = Row(flowers, {"train": 6, "val": 3}, classes=3)
 
 
-@dataclass
 class Flowers(ImageNetData):
     name: str = "flowers"
     crop_size: int = key(32, above=0)

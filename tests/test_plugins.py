@@ -36,7 +36,6 @@ def init(**given):
     return type("Run", (), {"finish": lambda self, exit_code: print("wandb ends with", exit_code)})()
 """
 DARKER = """
-from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.schema.additions import Augmentation
@@ -44,7 +43,6 @@ from engine.schema.keys import choice, key
 
 
 @choice("augmentations")
-@dataclass
 class Darker(Augmentation):
     name: str = "darker"
     least: float = key(0.5, above=0, most=1)
@@ -59,7 +57,6 @@ class Darken:
         return (image * rng.uniform(self.least, 1)).astype("uint8"), label
 """
 NADAM = """
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -69,7 +66,6 @@ from engine.schema.optim import Optim
 
 
 @choice("optim")
-@dataclass
 class NAdam(Optim):
     name: str = "nadam"
     lr: float = key(2e-3, above=0)
