@@ -143,13 +143,6 @@ def drawn(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(True)
     yield

@@ -175,10 +175,10 @@ def write_segmenter(path: Path, body: Released, head: Released, cls: Released) -
     return path
 
 
-def small_resnext(path: Path, classes: int = 3, **options) -> tuple[Path, Released]:
+def small_resnext(path: Path) -> tuple[Path, Released]:
     """A narrow classifier's file, for `tests.bodies.small_resnext`."""
-    released = Released(plain=options.pop("plain", False))
-    released.classified(released.resnext(IMAGES, **options), classes)
+    released = Released()
+    released.classified(released.resnext(IMAGES), 3)
     return write_classifier(path, released.tensors), released
 
 

@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
@@ -139,16 +140,11 @@ def test_after_a_failed_capture_the_device_is_as_before(monkeypatch, ends):
 def test_compiled_autograd_does_not_trace_what_unpacks_tensors():
     traced = []
 
-    class Packed:
-        def __init__(self, tensor: torch.Tensor):
-            self.tensor = tensor
-
-        def get(self) -> torch.Tensor:
-            traced.append(torch.compiler.is_compiling())
-            return self.tensor
+    def packed(tensor: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(get=lambda: traced.append(torch.compiler.is_compiling()) or tensor)
 
     x = torch.randn(4, requires_grad=True)
-    with saved_tensors_hooks(Packed, unpack):
+    with saved_tensors_hooks(packed, unpack):
         y = x.sin().sum()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         y.backward()

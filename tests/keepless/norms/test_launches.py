@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -52,31 +53,17 @@ def test_a_layer_launches_two_or_four_kernels_and_allocates_what_they_write(
     assert operators - Counter(("aten::empty_strided",) * 6) == Counter(wanted) - Counter()
 
 
-class Driver:
+def driver(launched: list[tuple]) -> Mock:
     """Replaces CUDA's driver, and notes what is launched."""
-
-    def __init__(self):
-        self.utils, self.launched = self, []
-
-    def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 99  # no device of this machine, so its caches stay as they are
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
-
-    def get_device_properties(self, device: int) -> dict:
-        return {"max_shared_mem": 1 << 20}
-
-    def load_binary(self, name: str, *arguments: object) -> tuple:
-        return (object(), name, 32, 0, 1024)
-
-    def unload_module(self, module: object) -> None: ...
-
-    def launcher_cls(self, source, metadata):
-        return lambda *arguments: self.launched.append(arguments)
+    made = Mock()
+    made.utils = made
+    made.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    made.get_current_device.return_value = 99  # no device of this machine, so its caches stay as they are
+    made.get_current_stream.return_value = 7
+    made.get_device_properties.return_value = {"max_shared_mem": 1 << 20}
+    made.load_binary.side_effect = lambda name, *arguments: (object(), name, 32, 0, 1024)
+    made.launcher_cls = lambda source, metadata: lambda *arguments: launched.append(arguments)
+    return made
 
 
 def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp_path):
@@ -84,8 +71,8 @@ def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp
     if triton.knobs.runtime.interpret or not triton.knobs.nvidia.ptxas.path:
         pytest.skip("needs Triton's compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    driver, bound = Driver(), []
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    found, bound = [], []
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver(found))
     run = triton.JITFunction.run
     monkeypatch.setattr(triton.JITFunction, "run", lambda *own, **named: bound.append(own) or run(*own, **named))
     kernel = triton_kernels._forward_kernel
@@ -96,10 +83,10 @@ def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp
     for x, z in (aligned, shifted):
         for running in (vectors[4:], (None, None)):
             for repeated in (False, True):
-                bound.clear(), driver.launched.clear()
+                bound.clear(), found.clear()
                 launch((x, z, *vectors[:4], *running), (0.1, 1e-5, 0.0, 0.5))
                 assert bool(bound) != repeated
-                ((grid, stream, arguments),) = [(own[:3], own[3], own[9:]) for own in driver.launched]
+                ((grid, stream, arguments),) = [(own[:3], own[3], own[9:]) for own in found]
                 assert (grid, stream) == ((8, 1, 1), 7) and len(arguments) == len(kernel.arg_names)
                 given = dict(zip(kernel.arg_names, arguments, strict=True))
                 assert given["x"] is x and given["running_var"] is running[1] and given["param"] == 0.5
