@@ -108,3 +108,9 @@ def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_
 def test_keys_that_do_not_fit_the_channels_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         checked("train_seg", "data=folder", "data.root=DIR", *keys)
+
+
+@pytest.mark.parametrize("entry, data", [("train_seg", "camvid"), ("train_imagenet", "image_folder")])
+def test_other_data_have_three_channels(entry, data):
+    with pytest.raises(ValueError, match=r"data\.channels"):
+        checked(entry, f"data={data}", "data.root=DIR", "data.channels=4")
