@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from keepless.inputs import tensors_in
 from keepless.recompute.passes.plan import ByPlan, Plan
 from keepless.recompute.passes.recording import Recording
-from keepless.recompute.signatures.signature import Signature, Signatures
+from keepless.recompute.signatures.signature import Signatures
 from keepless.recompute.step.costs import peak_bytes
 
 
@@ -79,19 +79,14 @@ def plans_of(network: nn.Module) -> Signatures:
     return hooks.signatures
 
 
-def planned_sizes(network: nn.Module) -> list[Signature]:
-    """The sizes of inputs that a network with a budget knows."""
-    return plans_of(network).known
-
-
 def plans(network: nn.Module) -> list[int]:
     """One number per size that borrows no plan: 1 if it has a plan, else 0."""
-    return [int(one.plan is not None) for one in planned_sizes(network) if one.is_own or one.plan is None]
+    return [int(one.plan is not None) for one in plans_of(network).known if one.is_own or one.plan is None]
 
 
 def rehearsals(network: nn.Module) -> list[int]:
     """How often each size was rehearsed."""
-    return [one.attempts for one in planned_sizes(network)]
+    return [one.attempts for one in plans_of(network).known]
 
 
 def peak_of(network: nn.Module, x: Tensor, step: Callable[[], object] | None = None) -> int:

@@ -20,19 +20,8 @@ from tests.keepless.recompute.test_random import take_steps
 
 # Wrong advice: passes are like plain PyTorch to the bit.
 
-ANY = (
-    bits.HOOKS,
-    bits.DROP,
-    bits.SIGNS,
-    bits.RULES,
-    bits.MASK,
-    bits.DERIVE,
-    bits.DERIVE << 1,
-    bits.DERIVE << 2,
-    bits.MEMORY,
-    bits.COUNT,
-    bits.ADDED,
-)
+ANY = [bits.HOOKS, bits.DROP, bits.SIGNS, bits.RULES, bits.MASK, bits.MEMORY, bits.COUNT, bits.ADDED]
+ANY += [bits.DERIVE << number for number in range(3)]
 
 
 def sites_of(advice: Advice) -> list[Site]:

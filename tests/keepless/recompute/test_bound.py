@@ -9,18 +9,11 @@ from torch import nn
 
 from keepless import plan
 from keepless.recompute.step.bound import least_seconds
-from keepless.recompute.step.rehearsal import rehearsed_step
 from keepless.recompute.step.search import frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.recompute.step.step import Event, Kind, Step
-from tests.keepless.recompute.test_recorded_plans import NETWORKS, SHARES, bottleneck, fastest
+from tests.keepless.recompute.test_recorded_plans import SHARES, bottleneck, counted_costs, fastest
 from tests.keepless.recompute.test_search import best, random_step
-
-
-def counted(step: Step) -> Step:
-    """With costs that are counted, not measured."""
-    costs = [2e-5 + one.bytes / 1e10 + one.operations / 8e10 for one in step.values]
-    return step._replace(values=[one._replace(seconds=cost) for one, cost in zip(step.values, costs, strict=True)])
 
 
 def changed_step(seed: int) -> Step:
@@ -56,24 +49,11 @@ def changed_step(seed: int) -> Step:
     return step._replace(values=values, memories=memories, saved=saved, events=events)
 
 
-def shares_of_the_best(step: Step) -> list[float]:
-    """The bound as a share of the best plan's time, at and just below the peak of every plan of the front."""
-    front, shares = best(step), []
-    for number, choice in enumerate(front):
-        for limit in {choice.peak, front[number - 1].peak - 1 if number else choice.peak}:
-            least = least_seconds(step, limit)
-            assert least is not None and least <= choice.seconds * (1 + 1e-6) + 1e-9
-            shares += [least / choice.seconds] if choice.seconds else []
-    return sorted(shares)
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("name, near", [("ResNet", 0.8), ("DenseNet", 0.7), ("transformer", 0.7), ("pools", 0.7)])
 def test_plans_that_are_found_are_near_the_bound(name, near):
     """At 0.75, 0.55 and 0.4 of the baseline's peak, if a plan reaches that."""
-    make, shape = NETWORKS[name]
-    step = counted(rehearsed_step(make().to("meta"), (torch.empty(shape, device="meta"),), {}))
-    shares = []
+    step, shares = counted_costs(name), []
     for limit in [int(share * plain_peak(step)) for share in SHARES]:
         found, least = fastest(frontier(step, limit), limit), least_seconds(step, limit)
         if found.peak <= limit:
@@ -84,8 +64,14 @@ def test_plans_that_are_found_are_near_the_bound(name, near):
 
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 300), marks=pytest.mark.slow)])
 def test_no_plan_of_a_random_step_is_below_the_bound(seeds):
+    """At and just below the peak of every plan of the front."""
     for seed in seeds:
-        shares_of_the_best(changed_step(seed))
+        step = changed_step(seed)
+        front = best(step)
+        for number, choice in enumerate(front):
+            for limit in {choice.peak, front[number - 1].peak - 1 if number else choice.peak}:
+                least = least_seconds(step, limit)
+                assert least is not None and least <= choice.seconds * (1 + 1e-6) + 1e-9
 
 
 def test_below_every_peak_there_is_no_plan():

@@ -16,6 +16,7 @@ from keepless import InPlaceABN, recompute_activations
 from keepless.recompute.passes.recording import Recording
 from keepless.recompute.step.rehearsal import rehearsed_step
 from keepless.recompute.step.step import Kind
+from tests.keepless.recompute.ahead import After
 from tests.keepless.recompute.networks import blocks
 
 FOLDER = str(Path(keepless.__file__).parent)
@@ -131,15 +132,10 @@ def test_a_plan_counts_the_host_for_each_repeated_call_and_each_save_of_its_resu
     assert {count: round(value, 1) for count, value in seconds.items()} == {0: 3, 2: 8}
 
 
-class Same(nn.Module):
-    """Functions that have rules, and return their argument here."""
-
-    def forward(self, x):
-        return x.to(x.dtype).reshape(x.shape).contiguous()
-
-
 def test_a_step_that_fits_as_it_is_makes_nothing():
-    network = nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU(), Same(), nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
+    """Also of functions that have rules, and return their argument here."""
+    same = After(nn.ReLU(), lambda x: x.to(x.dtype).reshape(x.shape).contiguous())
+    network = nn.Sequential(nn.Conv1d(4, 4, 1), same, nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
     recompute_activations(network, budget="1GiB")
     x = torch.randn(2, 4, 64)
     for _ in range(2):  # planned, and recorded for the first time

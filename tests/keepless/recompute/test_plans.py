@@ -21,7 +21,7 @@ from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import frontier
-from tests.keepless.recompute.ahead import After, Layers, assert_like, planned_sizes, step
+from tests.keepless.recompute.ahead import After, Layers, assert_like, plans_of, step
 from tests.keepless.recompute.networks import Mixed, blocks
 
 
@@ -120,7 +120,7 @@ def test_sizes_that_grow_share_the_plans_of_larger_ones():
     within = recompute_activations(copy.deepcopy(plain := Layers(8)), budget=0.6)
     for size in range(40, 64):
         assert_like(plain, within, torch.randn(2, size, 32))
-    assert [one.size[0] for one in planned_sizes(within) if one.is_own] == [(2, 40, 32), (2, 61, 32), (2, 93, 32)]
+    assert [one.size[0] for one in plans_of(within).known if one.is_own] == [(2, 40, 32), (2, 61, 32), (2, 93, 32)]
 
 
 @pytest.mark.parametrize("rows, reason", [(96, "no plan keeps 1.5 times their size"), (48, "a step .* it raises Run")])
@@ -131,7 +131,7 @@ def test_sizes_that_grow_have_their_own_plans_if_larger_ones_have_none(rows, rea
     with pytest.warns(UserWarning, match=f"inputs grow, .* because {reason}.*; sort inputs falling, or give") as said:
         for size in range(40, 47, 2):
             within(torch.randn(size, 32))
-    assert len(said) == 1 and [one.is_own for one in planned_sizes(within)] == [True] * 4
+    assert len(said) == 1 and [one.is_own for one in plans_of(within).known] == [True] * 4
 
 
 def test_larger_inputs_are_multiples_of_what_inputs_were():

@@ -18,6 +18,7 @@ from keepless import CheckpointedABN
 from keepless.recompute.step.rehearsal import rehearsed_step
 from keepless.recompute.step.search import Choice, frontier
 from keepless.recompute.step.simulation import plain_peak
+from keepless.recompute.step.step import Step
 from tests.keepless.recompute.networks import IMAGES, Mixed, Row, residuals
 from tests.keepless.recompute.test_search import Joined, Texts
 
@@ -70,12 +71,17 @@ NETWORKS: dict[str, Row] = {
 }
 
 
-def plans_of(name: str) -> list[float]:
-    """The baseline's peak; the peak and microseconds of the plan for each budget; the same from the whole front."""
+def counted_costs(name: str) -> Step:
+    """A network's step, with costs that are counted."""
     make, shape = NETWORKS[name]
     step = rehearsed_step(make().to("meta"), (torch.empty(shape, device="meta"),), {})
     counted = [one._replace(seconds=2e-5 + one.bytes / 1e10 + one.operations / 8e10) for one in step.values]
-    step = step._replace(values=counted, seconds=3 * sum(one.seconds for one in counted))
+    return step._replace(values=counted, seconds=3 * sum(one.seconds for one in counted))
+
+
+def plans_of(name: str) -> list[float]:
+    """The baseline's peak; the peak and microseconds of the plan for each budget; the same from the whole front."""
+    step = counted_costs(name)
     plain, whole = plain_peak(step), frontier(step)
     limits = [int(share * plain) for share in SHARES]
     chosen = [fastest(frontier(step, limit), limit) for limit in limits] + [fastest(whole, one) for one in limits]

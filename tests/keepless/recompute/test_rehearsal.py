@@ -39,7 +39,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import backward_starts, rehearsed_step
 from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.agreement import note_unknown
-from tests.keepless.recompute.ahead import Layers, assert_like, gradients, peak_of, plans, plans_of, step
+from tests.keepless.recompute.ahead import After, Layers, assert_like, gradients, peak_of, plans, plans_of, step
 
 
 def drawn(network: Layers, x: Tensor) -> Tensor:
@@ -351,13 +351,6 @@ def test_every_step_of_every_size_is_within_the_budget():
     assert plans(within) == [1] * 2
 
 
-class Scores(nn.Module):
-    """Attention without a fused kernel: its scores grow with the square of the length."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ x.transpose(1, 2)).softmax(-1).matmul(x).relu().mean(1)
-
-
 @pytest.fixture
 def rehearsals(monkeypatch) -> list[tuple[int, ...]]:
     """Sizes of the inputs that were rehearsed."""
@@ -384,8 +377,8 @@ def test_a_size_follows_the_plan_of_one_that_is_not_much_larger(rehearsals):
 
 
 def test_inputs_whose_results_are_larger_than_their_bytes_tell_are_planned_next_time(rehearsals):
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(16, 16), Scores())
+    """As in attention without a fused kernel, whose scores grow with the square of the length."""
+    plain = After(nn.Linear(16, 16), lambda x: (x @ x.transpose(1, 2)).softmax(-1).matmul(x).relu().mean(1))
     within = recompute_activations(copy.deepcopy(plain), budget=0.99)
     assert_like(plain, within, *map(torch.randn, [(4, 32, 16), (1, 128, 16), (1, 128, 16), (4, 32, 16)]))
     assert rehearsals == [(4, 32, 16), (1, 128, 16)]
@@ -782,20 +775,10 @@ def test_a_rehearsal_leaves_cached_weights_as_they_are(is_real):
     assert torch.is_autocast_cache_enabled()
 
 
-class Calling(nn.Module):
-    """Calls a function of the program between two layers."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.second, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
-
-    def forward(self, x):
-        return self.second(self.function(self.first(x)))
-
-
 def test_a_dry_run_keeps_no_code_of_the_program_alive():
     exec("def activation(x):\n    return gelu(x) * 2", made := {"gelu": nn.functional.gelu})
-    network = recompute_activations(Calling(made["activation"]), budget=0.9)
+    network = nn.Sequential(After(nn.Linear(16, 16), made["activation"]), nn.Linear(16, 16))
+    recompute_activations(network, budget=0.9)
     network(torch.randn(8, 16)).sum().backward()
     code = ref(made["activation"].__code__)
     del network, made

@@ -11,18 +11,12 @@ from tests.keepless.recompute.ahead import After
 from tests.keepless.recompute.networks import Conjugates
 
 
-class Gated(nn.Module):
-    """Has no parameters, and calls functions itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(x) * 2
-
-
 class Parts(nn.Sequential):
     """A linear layer saves an input of three dimensions as a view; activations save their results; pooling, signs."""
 
     def __init__(self) -> None:
-        layers = [nn.LayerNorm(64), nn.Linear(64, 64), nn.Sequential(Gated(), nn.Identity()), nn.Linear(64, 64)]
+        gated = After(nn.Identity(), lambda x: F.silu(x) * 2)  # has no parameters, and calls functions itself
+        layers = [nn.LayerNorm(64), nn.Linear(64, 64), nn.Sequential(gated, nn.Identity()), nn.Linear(64, 64)]
         layers += [nn.Tanh(), drop := nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.AvgPool2d((1, 2)), drop]
         super().__init__(*layers)
 

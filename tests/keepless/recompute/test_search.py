@@ -17,7 +17,7 @@ from keepless.recompute.step.search import Choice, frontier, pareto, segmented
 from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
 from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue
 from keepless.saved import size_text
-from tests.keepless.recompute.ahead import peak_of, planned_sizes, step
+from tests.keepless.recompute.ahead import peak_of, plans_of, step
 from tests.keepless.recompute.networks import blocks
 
 
@@ -161,7 +161,7 @@ def test_the_least_is_named_at_once_and_taken(share):
     recompute_activations(network, budget=int(share * plain))
     with pytest.warns(UserWarning, match="the lowest peak is") as said:
         peaks = [peak_of(network, x) for _ in range(3)]
-    least = planned_sizes(network)[0].plan.peak
+    least = plans_of(network).known[0].plan.peak
     assert len(said) == 1 and f"the lowest peak is {size_text(least)}, which is used" in str(said[0].message)
     assert least == pytest.approx(peaks[0], rel=0.01)
     assert max(peaks) - min(peaks) < 1000

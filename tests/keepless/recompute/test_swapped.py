@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from keepless import recompute_activations
+from tests.keepless.recompute.ahead import After, plans
 
 
 @pytest.mark.parametrize("budget", [None, 0.5])
@@ -21,23 +22,13 @@ def test_no_weak_reference_to_a_tensor_of_a_network_outlives_a_pass(budget):
             torch.utils.swap_tensors(one, copy.deepcopy(one))  # an error if there is one
 
 
-class Outer(nn.Module):
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * 2
-
-
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_jacobian_and_a_traced_graph_are_not_rehearsed():
     network = recompute_activations(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), budget=0.9)
     torch.autograd.functional.jacobian(network, torch.randn(2, 8), vectorize=True, strategy="forward-mode")
-    torch.fx.symbolic_trace(Outer(network))
+    torch.fx.symbolic_trace(After(network, lambda y: y * 2))
     network(torch.randn(64, 8)).sum().backward()
-    (hook,) = network._forward_hooks.values()
-    assert [one.plan is not None for one in hook.__self__.signatures.known] == [True]
+    assert plans(network) == [1]
 
 
 class Fails(nn.Module):
@@ -63,18 +54,9 @@ def test_three_sizes_are_tried_and_one_warning_says_why_none_is_planned(monkeypa
     assert len(tried) == 2 * 3  # each on fake and on real tensors
 
 
-class Yields(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor):
-        yield self.layer(x).sigmoid()
-
-
 def test_a_forward_pass_that_is_a_generator_gets_a_word():
-    network = recompute_activations(Yields())
-    with pytest.warns(UserWarning, match="the forward pass of Yields returns a generator") as told:
+    network = recompute_activations(After(nn.Linear(4, 4), lambda y: (one for one in [y.sigmoid()])))
+    with pytest.warns(UserWarning, match="the forward pass of After returns a generator") as told:
         for _ in range(2):
             sum(network(torch.randn(2, 4))).sum().backward()
     assert len(told) == 1

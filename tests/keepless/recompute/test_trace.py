@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from keepless import recompute_activations, report
 from keepless.recompute.passes.recipes import random_state
 from keepless.recompute.step.costs import peak_bytes
-from tests.keepless.recompute.ahead import Layers, assert_like, planned_sizes, plans, step
+from tests.keepless.recompute.ahead import Layers, assert_like, plans, plans_of, step
 
 X = torch.linspace(-1, 1, 4 * 40 * 32).view(4, 40, 32)
 
@@ -46,7 +46,7 @@ def test_what_is_trained_from_now_on_is_planned_anew():
         step(network, x)  # planned, as no profiler runs
         for _ in range(4):
             assert peak_bytes(lambda: network(x).sum().backward(), "cpu") < 12.5 * x.nbytes
-    assert len(planned_sizes(network)) == 2
+    assert len(plans_of(network).known) == 2
 
 
 class Deepened(nn.Module):
@@ -70,7 +70,7 @@ def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
     within = recompute_activations(copy.deepcopy(plain), budget="1GiB")
     for why, count in [*[(fits, 1)] * 4, ({"no plan"}, 1), (fits, 2)]:
         assert_like(plain, within, X)
-        (size,) = planned_sizes(within)
+        (size,) = plans_of(within).known
         assert {line.why for line in report(within).lines} == why and size.attempts == count
         if why != fits:
             assert report(within).bytes == 2 * X.nbytes  # of 13 results in a row one is kept
