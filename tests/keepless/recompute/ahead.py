@@ -1,5 +1,6 @@
 """Steps of plain and prepared networks, and their peaks, although measuring and planning both need the profiler."""
 
+import copy
 import gc
 import random
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from keepless import recompute_activations
 from keepless.inputs import tensors_in
 from keepless.recompute.passes.plan import ByPlan, Plan
 from keepless.recompute.passes.recording import Recording
@@ -42,6 +44,11 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = F.gelu(layer(x))
         return x.mean(1)
+
+
+def pair(plain: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A network, and a copy that is prepared."""
+    return plain, recompute_activations(copy.deepcopy(plain), **options)
 
 
 def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:

@@ -233,7 +233,7 @@ class OfFunctions(TorchFunctionMode):
 
 
 class OfOperators(TorchDispatchMode):
-    names: tuple[str, ...] = ("silu", "gelu", "relu", "native_batch_norm", "add", "cat")
+    names: tuple[str, ...] = ("silu", "gelu", "relu", "leaky_relu", "native_batch_norm", "add", "cat")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

@@ -1,6 +1,5 @@
 """Advice of earlier passes decides no value, and is found again in passes that differ from them."""
 
-import copy
 from itertools import product
 from random import Random
 
@@ -9,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from keepless import recompute_activations
 from keepless.recompute.passes import advice as bits
 from keepless.recompute.passes.advice import Advice, Site
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.signatures import signature
 from tests.keepless.recompute.agreement import agree, keep_by_chance, note_followed, note_unknown, on
-from tests.keepless.recompute.ahead import After, assert_like, plans_of, rehearsals
+from tests.keepless.recompute.ahead import After, assert_like, pair, plans_of, rehearsals
 from tests.keepless.recompute.test_random import take_steps
 
 # Wrong advice: passes are like plain PyTorch to the bit.
@@ -179,8 +177,7 @@ def test_what_a_pass_holds_that_differs_from_earlier_ones(function, is_scrambled
         request.getfixturevalue("scrambled")
     keep_by_chance(monkeypatch, Random(0))
     for budget, steps in product((None, *["1KiB"] * 3), ([False, False, True, False, True], [True, True, False])):
-        plain = Differing(function)
-        ours = recompute_activations(copy.deepcopy(plain), budget=budget)
+        plain, ours = pair(Differing(function), budget=budget)
         for plain.differs in steps:
             ours.differs = plain.differs
             agree(plain, ours, on(torch.randn(2, 4, 6, 6, dtype=torch.float64)))
@@ -219,8 +216,7 @@ DIFFERENCES += [([0, 2, 3, 4, 5, 6, 7], (2, 5), 4), ([0, 3, 2, 1, 4, 5, 6, 7], (
 @pytest.mark.parametrize("order, doubled, most", DIFFERENCES)
 def test_the_rules_decide_only_about_new_calls(order, doubled, most, budget, monkeypatch):
     calls = note_unknown(monkeypatch)
-    plain, x = Blocks(), torch.randn(2, 4, 6, 6)
-    ours = recompute_activations(copy.deepcopy(plain), budget=budget)
+    (plain, ours), x = pair(Blocks(), budget=budget), torch.randn(2, 4, 6, 6)
     for parameter in ours.parameters():
         parameter.grad = torch.zeros_like(parameter)  # passes of one kind
     for _ in range(4):
@@ -251,8 +247,7 @@ class Chosen(nn.Module):
 
 
 def test_calls_are_found_by_their_parameters_and_others_among_the_next_ones(monkeypatch):
-    calls, plain = note_unknown(monkeypatch), Chosen()
-    ours, first = recompute_activations(copy.deepcopy(plain)), [0, 1, *range(3, 15)]
+    calls, (plain, ours), first = note_unknown(monkeypatch), pair(Chosen()), [0, 1, *range(3, 15)]
     # The first pass; then one call is missing, another is new, and many are missing.
     for chosen in (first, [*first[:3], *first[4:]], range(15), [0, 1, 13, 14], [0, 13, 14]):
         calls.clear()
@@ -271,8 +266,8 @@ def _of_any_size(x: Tensor) -> Tensor:
 
 
 def test_without_a_budget_one_step_teaches_for_all_sizes(monkeypatch):
-    plain = nn.Sequential(Blocks(), After(nn.Conv2d(4, 3, 1), _of_any_size))
-    ours, passes = recompute_activations(copy.deepcopy(plain)), note_followed(monkeypatch)
+    plain, ours = pair(nn.Sequential(Blocks(), After(nn.Conv2d(4, 3, 1), _of_any_size)))
+    passes = note_followed(monkeypatch)
     for shape in ((2, 4, 8, 16), (5, 4, 16, 16), (1, 4, 12, 8)):
         assert_like(plain, ours, torch.randn(shape))
         monkeypatch.setattr(signature, "Advice", None)
@@ -294,16 +289,14 @@ class Repeating(nn.Module):
 
 def test_a_pass_that_takes_the_same_advice_many_times_makes_no_endless_chain():
     """A chain of recipes is computed by recursion."""
-    plain = Repeating()
-    ours = recompute_activations(copy.deepcopy(plain))
+    plain, ours = pair(Repeating())
     for steps in (2, 2, 800, 2):
         plain.steps = ours.steps = steps
         assert agree(plain, ours, on(torch.randn(3, 4)))
 
 
 def test_advice_grows_to_a_few_times_that_of_the_first_pass():
-    plain, orders = Chosen(), Random(0)
-    ours = recompute_activations(copy.deepcopy(plain))
+    (plain, ours), orders = pair(Chosen()), Random(0)
     for number in range(12):
         plain.chosen = ours.chosen = orders.sample(range(15), 15) if number else [0, 1, 2]
         assert agree(plain, ours, on(torch.randn(2, 4, 3, 3)))

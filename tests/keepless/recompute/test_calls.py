@@ -1,6 +1,5 @@
 """Calls are computed again with all that they have saved, equal to the bit; and only calls that may run twice are."""
 
-import copy
 from collections.abc import Callable
 from random import Random
 
@@ -15,7 +14,7 @@ from keepless import recompute_activations, report
 from keepless.recompute.table.functions import row_of
 from keepless.recompute.table.rules import with_gradient
 from tests.keepless.recompute.agreement import keep_by_chance
-from tests.keepless.recompute.ahead import After
+from tests.keepless.recompute.ahead import After, pair
 
 
 @torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())
@@ -127,8 +126,8 @@ class Called(nn.Module):
 def test_calls_are_computed_again_to_the_bit_from_little(name, device, monkeypatch):
     """The forward pass draws as many random numbers as without a plan; draws between the passes change nothing."""
     keep_by_chance(monkeypatch, Random(0), shares=[0.0])
-    plain, x, results = Called(name).to(device), torch.tensor(1.25, device=device), []
-    network = recompute_activations(copy.deepcopy(plain), budget="1KiB")
+    plain, network = pair(Called(name).to(device), budget="1KiB")
+    x, results = torch.tensor(1.25, device=device), []
     for one in (plain, network):
         torch.manual_seed(1)
         loss = one(x).square().mean()

@@ -1,6 +1,5 @@
 """Forward passes that disable saved-tensor hooks."""
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 
-from keepless import recompute_activations
+from tests.keepless.recompute.ahead import pair
 
 
 def nested(x: Tensor) -> Tensor:
@@ -59,8 +58,7 @@ class Network(nn.Module):
 @pytest.mark.parametrize("budget", [None, 0.6])
 @pytest.mark.parametrize("name", PARTS)
 def test_calls_without_hooks_are_those_of_pytorch_in_any_step(name, budget):
-    plain = Network(PARTS[name])
-    ours = recompute_activations(copy.deepcopy(plain), budget=budget)
+    plain, ours = pair(Network(PARTS[name]), budget=budget)
     for step, is_on in enumerate([True, False, False, True, True, False]):
         found = []
         for network in (plain, ours):

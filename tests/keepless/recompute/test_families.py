@@ -1,6 +1,5 @@
 """Networks of torchvision and timm keep a share of their bytes, with the same results."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -11,8 +10,8 @@ from torchvision.models.efficientnet import MBConvConfig
 from torchvision.models.mobilenetv3 import InvertedResidualConfig
 from torchvision.models.resnet import Bottleneck
 
-from keepless import recompute_activations
 from keepless.saved import kept_bytes
+from tests.keepless.recompute.ahead import pair
 
 networks = torchvision.models
 SQUEEZED = partial(InvertedResidualConfig, 16, 3, 32, 16, True)
@@ -68,8 +67,8 @@ for family in FAMILIES:
 @pytest.mark.parametrize("make, pixels, share", CASES)
 def test_families(make, pixels, share):
     torch.manual_seed(0)
-    plain, images = make().double(), torch.randn(2, 3, pixels, pixels, dtype=torch.float64)
-    prepared, kept, results = recompute_activations(copy.deepcopy(plain)), [], []
+    (plain, prepared), kept, results = pair(make().double()), [], []
+    images = torch.randn(2, 3, pixels, pixels, dtype=torch.float64)
     for network in (prepared, plain):
 
         def loss_of(network: nn.Module = network) -> torch.Tensor:

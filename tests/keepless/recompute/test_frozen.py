@@ -1,6 +1,5 @@
 """Frozen layers keep signs or shapes instead of values, with gradients equal to the bit."""
 
-import copy
 from contextlib import nullcontext
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from keepless import recompute_activations, report
 from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
-from tests.keepless.recompute.ahead import assert_like
+from tests.keepless.recompute.ahead import assert_like, pair
 
 C = 4  # channels
 
@@ -38,10 +37,8 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layou
     Checkpoints and second derivatives, which a gradient penalty needs, repeat what was saved.
     """
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, C, 1), chain(norm, inplace, slope).eval().requires_grad_(False)).to(
-        memory_format=layout
-    )
-    prepared = recompute_activations(copy.deepcopy(plain))
+    frozen = chain(norm, inplace, slope).eval().requires_grad_(False)
+    plain, prepared = pair(nn.Sequential(nn.Conv2d(3, C, 1), frozen).to(memory_format=layout))
     x = torch.randn(2, 3, 15, 15).contiguous(memory_format=layout)
 
     def loss_of(network: nn.Module) -> Tensor:
@@ -68,8 +65,8 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layou
 @pytest.mark.parametrize("activations", [[nn.ReLU()], [nn.LeakyReLU()], [nn.ReLU(), nn.LeakyReLU()]], ids=str)
 def test_the_gradient_where_a_value_is_not_a_number(activations):
     """ReLU passes it on, LeakyReLU scales it. Signs tell one of them, so a value that both read is kept."""
-    plain = nn.Sequential(nn.Conv2d(3, C, 1), *activations, nn.Conv2d(C, C, 1).requires_grad_(False))
-    prepared, x = recompute_activations(copy.deepcopy(plain)), torch.randn(2, 3, 8, 8)
+    plain, prepared = pair(nn.Sequential(nn.Conv2d(3, C, 1), *activations, nn.Conv2d(C, C, 1).requires_grad_(False)))
+    x = torch.randn(2, 3, 8, 8)
     x[0, :, 0, 0] = torch.nan
     found = [torch.autograd.grad(network(x).sum(), network[0].bias)[0] for network in (prepared, plain)]
     assert found[0].isfinite().all() and torch.equal(*found)
@@ -131,16 +128,14 @@ def _through_dlpack(y: Tensor) -> None:
 )
 def test_the_program_may_write_over_what_a_frozen_layer_has_made(changes, late):
     """A plan may recompute it, but not from memory that has changed."""
-    plain, x = Adapted(), torch.randn(256, 64)
-    within = recompute_activations(copy.deepcopy(plain), budget=0.3)
+    (plain, within), x = pair(Adapted(), budget=0.3), torch.randn(256, 64)
     assert_like(plain, within, *[x] * late)
     plain.changes = within.changes = changes
     assert_like(plain, within, x, x)
 
 
 def test_a_part_that_is_only_logged_later_may_run_in_inference_mode():
-    plain, x = tuned(2, 6), torch.randn(256, 64)
-    within = recompute_activations(copy.deepcopy(plain), budget=0.3)
+    (plain, within), x = pair(tuned(2, 6), budget=0.3), torch.randn(256, 64)
     assert_like(plain, within, x, x)
     with torch.inference_mode():
         assert torch.equal(plain(x), within(x))

@@ -19,7 +19,7 @@ from keepless.recompute.step.rehearsal import Loss, rehearsed_step
 from keepless.recompute.step.search import frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.saved import size_text
-from tests.keepless.recompute.ahead import plans_of, rehearsals
+from tests.keepless.recompute.ahead import pair, plans_of, rehearsals
 from tests.keepless.recompute.networks import blocks
 
 
@@ -121,8 +121,7 @@ IMAGES, TEXTS = torch.linspace(-1, 1, 3072).view(1, 3, 32, 32), torch.linspace(-
 @pytest.mark.parametrize("parts", [1, 2])
 def test_activations_and_gradients_stay_within_the_budget_and_all_gradients(make, x, share, parts):
     """A step after `zero_grad`, of one or of two micro-batches. Gradients are those of the baseline, to the bit."""
-    plain = make()
-    within = recompute_activations(copy.deepcopy(plain), budget=share)
+    plain, within = pair(make(), budget=share)
     gradients = sum(one.nbytes for one in plain.parameters() if one.requires_grad)
     budget = int(share * plain_peak(rehearsed_step(plain, (x,), {})))
 

@@ -71,13 +71,6 @@ def test_other_uses_of_parts_are_not_warned_of():
     assert said([lambda: loss, undo(undone).training_step, inside.training_step]) == []
 
 
-def test_a_compiled_network_is_called():
-    network = recompute_activations(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
-    compiled = torch.compile(network, backend="eager")
-    (text,) = said([lambda: compiled(torch.ones(2, 4)).sum()] * 2)
-    assert "inside torch.compile" in text
-
-
 def wrapped(network: nn.Sequential, number: int) -> None:
     network[number] = torch.compile(network[number], backend="eager")
 

@@ -21,7 +21,7 @@ from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import frontier
-from tests.keepless.recompute.ahead import After, Layers, assert_like, plans_of, step
+from tests.keepless.recompute.ahead import After, Layers, assert_like, pair, plans_of, step
 from tests.keepless.recompute.networks import Mixed, blocks
 
 
@@ -117,7 +117,7 @@ def test_with_an_example_the_first_step_is_planned():
 
 def test_sizes_that_grow_share_the_plans_of_larger_ones():
     """As falling sizes do. A larger one is planned in no other dimension than the one that grows."""
-    within = recompute_activations(copy.deepcopy(plain := Layers(8)), budget=0.6)
+    plain, within = pair(Layers(8), budget=0.6)
     for size in range(40, 64):
         assert_like(plain, within, torch.randn(2, size, 32))
     assert [one.size[0] for one in plans_of(within).known if one.is_own] == [(2, 40, 32), (2, 61, 32), (2, 93, 32)]

@@ -122,23 +122,6 @@ def test_checkpoints_outside_save_their_bytes(any_networks, use_reentrant):
     assert "no plan" not in {line.why for line in report(any_networks[0]).lines}
 
 
-def test_hooks_around_it_are_asked_once_for_what_they_keep(any_networks):
-    """The hooks of `torch.utils.checkpoint`, for example, may refuse to unpack a tensor twice."""
-    unpacked = []
-
-    def unpack(pair: tuple[object, Tensor]) -> Tensor:
-        unpacked.append(pair[0])
-        return pair[1]
-
-    prepared, plain = any_networks
-    expected = gradients(plain, IMAGES)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (object(), tensor), unpack):
-        assert all(map(torch.equal, gradients(prepared, IMAGES), expected))
-    assert 0 < len(unpacked) == len(set(unpacked))
-    with torch.autograd.graph.save_on_cpu():
-        assert all(map(torch.equal, gradients(prepared, IMAGES), expected))
-
-
 def test_no_gradients_no_cost(networks):
     for mode in (torch.no_grad, torch.inference_mode):
         outputs, calls = [], []
