@@ -1,6 +1,7 @@
 """Plans depend on the times of operators. In these tests they are counted, so a busy machine changes no plan."""
 
 import pytest
+import torch.distributed as dist
 
 from keepless.recompute.step import counting
 
@@ -10,6 +11,13 @@ def counted_times(monkeypatch):
     """20 us for a call, 10 GB/s, 80 Gflop/s, as in plans.json; views take no time."""
     monkeypatch.setattr(counting, "_seconds", seconds)
     monkeypatch.setattr(counting, "host_seconds", lambda: 1e-5)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def seconds(ran: counting._RunOperator) -> float:

@@ -18,14 +18,8 @@ from keepless.recompute.table import rules
 from keepless.recompute.table.rules import NotRepeated, dropout_scale
 from keepless.saved import Kept
 from tests.cuda import NEEDS_CUDA
-from tests.keepless.recompute.ahead import peak_of
+from tests.keepless.recompute.ahead import pair, peak_of
 from tests.keepless.recompute.test_uses import Operators
-
-
-def on_a_device(test):
-    for mark in NEEDS_CUDA:
-        test = mark(test)
-    return test
 
 
 def operators_again(dtype: torch.dtype) -> set[str]:
@@ -135,13 +129,12 @@ def cuda_gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("budget", [None, "1KiB"])
-@pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU()])
-@on_a_device
+@pytest.mark.parametrize("activation", [pytest.param(one, marks=NEEDS_CUDA) for one in (nn.SiLU(), nn.ReLU())])
 def test_gradients_on_two_streams_are_those_of_the_plain_network(activation, budget, deterministic):
     torch.manual_seed(0)
-    plain, x = TwoStreams(activation).cuda(), torch.randn(16, 3, 128, 128, device="cuda")
+    plain, prepared = pair(TwoStreams(activation).cuda(), budget=budget)
+    x = torch.randn(16, 3, 128, 128, device="cuda")
     expected = cuda_gradients(plain, x)
-    prepared = recompute_activations(copy.deepcopy(plain), budget=budget)
     for _ in range(10):
         for ours, theirs in zip(cuda_gradients(prepared, x), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

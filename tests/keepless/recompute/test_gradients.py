@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -248,30 +247,26 @@ def test_each_kind_of_pass_has_advice_of_its_own_and_none_plans_again(prepared):
 
 
 @pytest.mark.parametrize("has_views", [False, True])
-def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(tmp_path, has_views):
+def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(one_process, has_views):
     """`zero_grad` sets `.grad` to None in both, but buckets stay: where they are the gradients, those are there."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        plain, within = convolutions(), recompute_activations(convolutions(), budget=0.6)
-        parallel = DistributedDataParallel(within, gradient_as_bucket_view=has_views)
-        kinds: list[str] = []
-        within[0].register_forward_hook(lambda *_: kinds.append(follows(within)))
+    plain, within = pair(convolutions(), budget=0.6)
+    parallel = DistributedDataParallel(within, gradient_as_bucket_view=has_views)
+    kinds: list[str] = []
+    within[0].register_forward_hook(lambda *_: kinds.append(follows(within)))
 
-        def step() -> None:
-            parallel.zero_grad()
-            parallel(IMAGES).square().mean().backward()
-
-        for _ in range(3):
-            step()
+    def step() -> None:
         parallel.zero_grad()
-        peak, planned = peak_bytes(step, "cpu"), plans_of(within).known[0].plan
-        gradients = 0 if has_views else sum(one.nbytes for one in within.parameters())
-        plain(IMAGES).square().mean().backward()
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(within.parameters(), plain.parameters(), strict=True))
-        assert {*kinds} == {"there" if has_views else "coming"}
-        assert peak <= int(0.6 * planned.plain) + gradients
-    finally:
-        dist.destroy_process_group()
+        parallel(IMAGES).square().mean().backward()
+
+    for _ in range(3):
+        step()
+    parallel.zero_grad()
+    peak, planned = peak_bytes(step, "cpu"), plans_of(within).known[0].plan
+    gradients = 0 if has_views else sum(one.nbytes for one in within.parameters())
+    plain(IMAGES).square().mean().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(within.parameters(), plain.parameters(), strict=True))
+    assert {*kinds} == {"there" if has_views else "coming"}
+    assert peak <= int(0.6 * planned.plain) + gradients
 
 
 def test_a_path_that_changes_before_the_first_pass_of_the_other_kind_costs_it_a_plan_of_its_own():

@@ -42,11 +42,6 @@ def counted(run: Callable[[], object]) -> Counter[str]:
     return counts
 
 
-def least_counted(run: Callable[[], object]) -> Counter[str]:
-    """The fewest calls of three runs: objects that earlier tests have left may be freed in one."""
-    return min((counted(run) for _ in range(3)), key=lambda counts: counts["calls"])
-
-
 BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
     "norms": lambda: [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()],
     "ours": lambda: [nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4)],
@@ -61,7 +56,8 @@ def per_block(name: str, prepared: Callable[[nn.Module], Callable[[torch.Tensor]
         run = prepared(nn.Sequential(*(layer for _ in range(number) for layer in BLOCKS[name]())))
         x = torch.randn(2, 4, 8, 8)
         run(x)
-        counts.append(least_counted(partial(run, x)))
+        three = [counted(partial(run, x)) for _ in range(3)]  # objects that earlier tests have left may be freed in one
+        counts.append(min(three, key=lambda counts: counts["calls"]))
     return {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]}
 
 

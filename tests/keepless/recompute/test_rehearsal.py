@@ -505,28 +505,15 @@ def test_an_example_that_cannot_be_rehearsed_is_said_and_leaves_the_network_alon
     assert not network._forward_hooks and not network._forward_pre_hooks
 
 
-def raises_on_fake_ones(network: Layers, x: Tensor) -> Tensor:
-    if is_fake(x):
-        raise NotImplementedError("no kernel.\nSee the manual.")
-    return x
+def test_why_a_step_is_rehearsed_on_real_tensors_is_said():
+    def raises(network: Layers, x: Tensor) -> Tensor:
+        if is_fake(x):
+            raise NotImplementedError("no kernel.\nSee the manual.")
+        return x
 
-
-ERRORS = {"NotImplementedError: no kernel; plan before": raises_on_fake_ones}
-ERRORS["RuntimeError: "] = lambda network, x: x + float(x.detach().numpy().max())
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_why_a_step_is_rehearsed_on_real_tensors_is_said(error):
-    within = recompute_activations(Layers(8, ERRORS[error]), budget=0.5)
-    with pytest.warns(UserWarning, match=f"planned on real tensors, because on fake tensors it raises {error}"):
+    within = recompute_activations(Layers(8, raises), budget=0.5)
+    with pytest.warns(UserWarning, match="on real tensors, because .*NotImplementedError: no kernel; plan before"):
         within(torch.rand(500, 32))
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_tensor_parallel_networks_have_no_plan_and_are_named_so(one_process):

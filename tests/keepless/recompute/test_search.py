@@ -21,16 +21,11 @@ from tests.keepless.recompute.ahead import peak_of, plans_of, step
 from tests.keepless.recompute.networks import blocks
 
 
-@pytest.fixture
-def simulations(monkeypatch) -> list[int]:
-    """How many calls each simulated step has."""
-    run, found = Simulation.run, []
-    monkeypatch.setattr(Simulation, "run", lambda self, kept: found.append(len(self.step.calls)) or run(self, kept))
-    return found
-
-
 @pytest.mark.parametrize("calls", [60, pytest.param(999, marks=pytest.mark.slow)])
-def test_a_search_takes_few_simulations(simulations, calls):
+def test_a_search_takes_few_simulations(calls, monkeypatch):
+    run, simulations = Simulation.run, []  # for each the calls of its step
+    seen = lambda self, kept: simulations.append(len(self.step.calls)) or run(self, kept)  # noqa: E731
+    monkeypatch.setattr(Simulation, "run", seen)
     network = blocks(calls // 3, nn.BatchNorm2d(8), nn.SiLU()).to("meta")
     rehearsed = rehearsed_step(network, (torch.randn(2, 3, 32, 32, device="meta"),), {})
     plain = plain_peak(rehearsed)

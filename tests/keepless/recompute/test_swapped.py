@@ -23,9 +23,10 @@ def test_no_weak_reference_to_a_tensor_of_a_network_outlives_a_pass(budget):
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_a_jacobian_and_a_traced_graph_are_not_rehearsed():
+def test_a_jacobian_a_vmap_and_a_traced_graph_are_not_rehearsed():
     network = recompute_activations(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), budget=0.9)
     torch.autograd.functional.jacobian(network, torch.randn(2, 8), vectorize=True, strategy="forward-mode")
+    torch.vmap(network)(torch.randn(3, 2, 8)).sum().backward()
     torch.fx.symbolic_trace(After(network, lambda y: y * 2))
     network(torch.randn(64, 8)).sum().backward()
     assert plans(network) == [1]

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import warnings
 
 import pytest
 import torch
@@ -15,14 +14,6 @@ from keepless.recompute.step.costs import peak_bytes
 from tests.keepless.recompute.ahead import Layers, assert_like, pair, plans, plans_of, step
 
 X = torch.linspace(-1, 1, 4 * 40 * 32).view(4, 40, 32)
-
-
-def test_a_network_inside_vmap_needs_no_plan():
-    network = recompute_activations(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 2, 1)), budget=1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            torch.vmap(network)(torch.randn(3, 3, 8, 8)).sum().backward()
 
 
 def test_what_is_trained_from_now_on_is_planned_anew():
