@@ -60,7 +60,7 @@ def test_another_thread_has_its_hooks_cached_weights_and_logs():
     finally:
         hook.remove()
     assert [seen.get(), seen.get()] == [(True, True, 1)] * 2  # in the rehearsal, which takes the hook's entry back
-    assert called.count(network) == called.count(network[0]) == 1
+    assert called.count(network) == [type(one) for one in called].count(nn.GELU) == 1  # no copies
     assert not nn.modules.module._global_forward_hooks and type(parametrize._cache) is dict and not log.filters
 
 

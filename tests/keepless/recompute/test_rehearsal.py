@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 
@@ -38,7 +37,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import backward_starts, rehearsed_step
 from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.agreement import note_unknown
-from tests.keepless.recompute.ahead import After, Layers, assert_like, gradients, pair, peak_of, plans, plans_of, step
+from tests.keepless.recompute.ahead import After, Layers, assert_like, gradients, pair, peak_of, plans, step
 
 
 def drawn(network: Layers, x: Tensor) -> Tensor:
@@ -194,24 +193,6 @@ def test_passes_count_and_draw_as_if_there_were_no_rehearsal(name):
     assert states(within) == states(plain)
     assert plans(within) == [0 if name == "scripted" else 1] * 2
     assert all(type(parameter.grad) is Tensor for parameter in within.parameters())
-
-
-def test_a_rehearsal_calls_no_hooks_of_users_and_keeps_gradients_and_statistics():
-    torch.manual_seed(0)
-    layers = [nn.Unflatten(0, (-1, 4)), nn.BatchNorm1d(4), InPlaceABN(4), nn.Linear(4, 4)]
-    plain = nn.Sequential(with_generator(), *layers)
-    within, called = copy.deepcopy(plain), []
-    for network in (plain, within):
-        network[0].register_forward_hook(lambda *arguments, n=network: called.append(n))
-        network[3].weight.grad = torch.ones(4)
-    recompute_activations(within, budget=1.0)
-    handle = register_module_forward_hook(lambda *arguments: called.append(within))
-    plans_of(within).plan_for(within, (torch.randn(64, 32),), {})
-    assert plans(within) == [1]
-    handle.remove()
-    assert not called and within[0].calls == 0 and torch.equal(within[3].weight.grad, torch.ones(4))
-    assert_like(plain, within, torch.randn(64, 32))
-    assert called == [plain, within]
 
 
 def test_a_rehearsal_leaves_nothing_for_the_garbage_collector(monkeypatch):

@@ -1,7 +1,7 @@
 """Whatever happens around a step or changes between steps, a prepared network is like the plain one."""
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -87,25 +87,15 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
 def test_threads_measure_one_after_the_other(budget):
     """`nn.DataParallel` calls networks in threads. Two that start a profiler at once crash the process."""
     plain, within = pair(Layers(3), budget=budget)
-    raised: list[BaseException] = []
 
     def work(size: int) -> None:
-        try:
-            for _ in range(10):
-                trained = [
-                    torch.autograd.grad(one(X[:size]).square().mean(), list(one.parameters()))
-                    for one in (plain, within)
-                ]
-                assert all(map(torch.equal, *trained))
-        except BaseException as error:
-            raised.append(error)
+        for _ in range(10):
+            losses = [one(X[:size]).square().mean() for one in (plain, within)]
+            trained = map(torch.autograd.grad, losses, ([*one.parameters()] for one in (plain, within)))
+            assert all(map(torch.equal, *trained))
 
-    threads = [threading.Thread(target=work, args=(size,)) for size in (1, 2, 3, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not raised
+    with ThreadPoolExecutor(4) as threads:
+        [*threads.map(work, (1, 2, 3, 4))]
     assert not is_in_torch_dispatch_mode()  # PyTorch's flag, which modes of threads would leave behind
 
 
