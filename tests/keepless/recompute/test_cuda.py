@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from keepless.recompute.table import rules
 from keepless.recompute.table.rules import NotRepeated, dropout_scale
 from keepless.saved import Kept
 from tests.cuda import NEEDS_CUDA
+from tests.keepless.recompute.agreement import agree, on, under
 from tests.keepless.recompute.ahead import pair, peak_of
+from tests.keepless.recompute.networks import blocks
 from tests.keepless.recompute.test_uses import Operators
 
 
@@ -143,23 +146,18 @@ def test_gradients_on_two_streams_are_those_of_the_plain_network(activation, bud
 @pytest.mark.parametrize("around", ["nothing", "autocast", "save_on_cpu", "frozen"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_gradients_are_equal_to_the_bit(device, around, deterministic):
-    torch.manual_seed(0)
     layers = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.LeakyReLU(0.1), nn.Dropout(0.3), nn.Conv2d(32, 32, 3)]
     plain = nn.Sequential(*layers, nn.BatchNorm2d(32), nn.SiLU(), nn.Conv2d(32, 4, 1)).to(device)
-    if around == "frozen":
-        plain[4].requires_grad_(False)
-    x, found = torch.randn(4, 3, 24, 24, device=device), []
+    plain[4].requires_grad_(around != "frozen")
     contexts = {
-        "autocast": lambda: torch.autocast(device, torch.bfloat16),
-        "save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"),
+        "autocast": partial(torch.autocast, device, torch.bfloat16),
+        "save_on_cpu": partial(torch.autograd.graph.save_on_cpu, pin_memory=device == "cuda"),
     }
-    for network in (copy.deepcopy(plain), recompute_activations(plain)):
-        torch.manual_seed(1)
-        with contexts.get(around, nullcontext)():
-            loss = network(x).float().square().mean()
-        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        found.append(torch.autograd.grad(loss, parameters))
-    assert all(map(torch.equal, *found))
+    setup, wraps = (
+        on(torch.randn(4, 3, 24, 24, device=device), False),
+        partial(under, contexts.get(around, nullcontext)),
+    )
+    assert agree(*pair(plain), setup, wraps=wraps)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -197,11 +195,8 @@ def train(network: nn.Module, x: Tensor) -> None:
 def test_every_step_is_within_the_budget_and_exact(device, with_example):
     """The workspace of convolutions on a device is not planned, so a step may take 5 % more there."""
     torch.manual_seed(0)
-    blocks = [(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.SiLU()) for _ in range(6)]
-    layers = [nn.Conv2d(3, 32, 1), *(layer for block in blocks for layer in block), nn.AdaptiveAvgPool2d(1)]
-    plain = nn.Sequential(*layers).to(device)
-    x = torch.randn(32, 3, 32, 32, device=device)
-    within = copy.deepcopy(plain)
+    plain = blocks(6, nn.BatchNorm2d(32), nn.SiLU(), width=32, last=(nn.AdaptiveAvgPool2d(1),)).to(device)
+    x, within = torch.randn(32, 3, 32, 32, device=device), copy.deepcopy(plain)
     train(plain, x)
     budget = int(0.5 * peak_bytes(lambda: train(plain, x), device))
     recompute_activations(within, budget=budget, example=x if with_example else None)
@@ -238,11 +233,8 @@ def test_a_captured_graph_replays_a_recomputed_step_with_new_masks(device, budge
         return found
 
     torch.manual_seed(0)
-    blocks = [(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(256)) for _ in range(6)]
-    plain, x = (
-        nn.Sequential(*(layer for block in blocks for layer in block)).to(device),
-        torch.randn(512, 256).to(device),
-    )
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(256)) for _ in range(6)]
+    plain, x = nn.Sequential(*layers).to(device), torch.randn(512, 256, device=device)
     expected = replayed(copy.deepcopy(plain))
     results = replayed(recompute_activations(plain, budget=budget))
     assert not torch.equal(*expected) and all(map(torch.equal, results, expected))

@@ -157,7 +157,8 @@ def _room_of_gradients(rank: int) -> int:
     """Bytes of gradients that plans of a network without gradients count on. It keeps the lowest budget among them."""
     network_in_shards = sharded(network())
     found = plan(network_in_shards, X)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         recompute_activations(network_in_shards, budget=found.least, example=X)
     return found.gradients
 
