@@ -116,8 +116,6 @@ def under_a_checkpoint(forward: Forward) -> Forward:
 
 
 def under(mode: Callable[[], Any], forward: Forward) -> Forward:
-    """A pass under a mode."""
-
     def one() -> Any:
         with mode():
             return forward()

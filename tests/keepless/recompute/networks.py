@@ -48,17 +48,6 @@ def over_half(network: Network, x: Tensor) -> Tensor:
     return F.silu(network.first(x).repeat(1, 1, 2)[..., len(network.scale) :], inplace=True)
 
 
-class Conjugates(nn.Module):
-    """A product saves a conjugate, which is a view that cannot be made again."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrix, self.vector = (nn.Parameter(torch.randn(*shape, 8, dtype=torch.cfloat)) for shape in ((8,), ()))
-
-    def forward(self, x):
-        return ((x.cfloat() @ self.matrix).conj() * self.vector).abs()
-
-
 class Attention(nn.Module):
     def __init__(self, width: int):
         super().__init__()

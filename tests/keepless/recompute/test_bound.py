@@ -52,7 +52,6 @@ def changed_step(seed: int) -> Step:
 @pytest.mark.table
 @pytest.mark.parametrize("name, near", [("ResNet", 0.8), ("DenseNet", 0.7), ("transformer", 0.7), ("pools", 0.7)])
 def test_plans_that_are_found_are_near_the_bound(name, near):
-    """At 0.75, 0.55 and 0.4 of the baseline's peak, if a plan reaches that."""
     step, shares = counted_costs(name), []
     for limit in [int(share * plain_peak(step)) for share in SHARES]:
         found, least = fastest(frontier(step, limit), limit), least_seconds(step, limit)

@@ -132,11 +132,3 @@ def test_the_program_may_write_over_what_a_frozen_layer_has_made(changes, late):
     assert_like(plain, within, *[x] * late)
     plain.changes = within.changes = changes
     assert_like(plain, within, x, x)
-
-
-def test_a_part_that_is_only_logged_later_may_run_in_inference_mode():
-    (plain, within), x = pair(tuned(2, 6), budget=0.3), torch.randn(256, 64)
-    assert_like(plain, within, x, x)
-    with torch.inference_mode():
-        assert torch.equal(plain(x), within(x))
-    assert_like(plain, within, x)

@@ -289,10 +289,8 @@ POOLS += [partial(pool, output_size=3) for pool in (F.adaptive_max_pool2d, F.ada
 POOLS += [partial(pool, kernel_size=(1, 2, 2)) for pool in (F.max_pool3d, F.avg_pool3d)]
 # Functions of x, and how many tensors each keeps besides its input, and besides sign masks.
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "overwritten twice": (
-        lambda x: F.dropout(F.hardswish(_layer(x), True), 0.2, True, True).sin(),
-        3,
-    ),  # as in MobileNetV3
+    # As in MobileNetV3.
+    "overwritten twice": (lambda x: F.dropout(F.hardswish(_layer(x), True), 0.2, True, True).sin(), 3),
     # A linear layer without bias returns a view: biases of positions in Swin V2.
     "relus over views": (lambda x: F.relu(_layer(F.relu(F.linear(x, _ones(6, 6), _ones(6)), True)), True).sin(), 4),
     "divided by a sum of its values": (_divided, 7),
@@ -348,7 +346,6 @@ WITHOUT_ADVICE = ["view changed", "looks, overwrites and marks"]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, followed):
-    """Later steps use the first step's advice."""
     function, kept = FUNCTIONS[name]
     plain, x = After(nn.Identity(), lambda x: function(x * 1.0)), torch.randn(2, 4, 6, 6, dtype=torch.float64)
     like_plain(plain, on(x), (None,))
@@ -360,8 +357,6 @@ def test_functions(name, followed):
 
 
 class _Overwriting(torch.autograd.Function):
-    """Its backward pass overwrites what it has saved."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

@@ -30,8 +30,6 @@ class Operator(nn.Module):
 
 
 def on(sample: Any) -> Setup:
-    """A step on a sample."""
-
     def setup(network: nn.Module) -> tuple[tuple[Any, ...], list[Tensor]]:
         given = tree_map(
             lambda one: one.detach().clone().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one,

@@ -33,8 +33,6 @@ def test_a_jacobian_a_vmap_and_a_traced_graph_are_not_rehearsed():
 
 
 class Fails(nn.Module):
-    """Cannot be copied."""
-
     def __deepcopy__(self, memo: object) -> "Fails":
         raise NotImplementedError("no copies")
 
