@@ -99,6 +99,17 @@ def last_step(kind: type[nn.LSTM | nn.GRU]) -> nn.Module:
     return After(kind(16, 16, 2, bidirectional=True, dropout=0.2), lambda outputs: outputs[0][-1].square().mean())
 
 
+class Beside(nn.Sequential):
+    """Layers whose result is joined with their input."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor], *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.join = join
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, super().forward(x))
+
+
 class Shared(nn.Module):
     """Three layers read one tensor that is not contiguous, and each saves a copy. On fake tensors it is contiguous."""
 

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -17,25 +16,21 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step
 from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
+from tests.keepless.recompute.networks import Beside
 from tests.ranks import Ranks
 
 CHANNELS = 16
 X = torch.linspace(-1, 1, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.GroupNorm(4, CHANNELS)
-        self.second = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(F.silu(self.norm(self.first(x))))
+def block() -> nn.Module:
+    first, second = (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
+    return Beside(torch.add, first, nn.GroupNorm(4, CHANNELS), nn.SiLU(), second)
 
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(4)]
+    blocks = [block() for _ in range(4)]
     return nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), *blocks, nn.Conv2d(CHANNELS, 8, 1))
 
 
@@ -92,7 +87,7 @@ def test_a_sharded_network_follows_one_plan_on_all_ranks(ranks, is_prepared_firs
     (same, plan, beyond), (also_same, other_plan, _) = ranks.run(_within_a_budget, is_prepared_first)
     assert same and also_same and plan == other_plan
     assert plan.peak < 0.51 * plan.plain
-    assert 0 < beyond < 6 * sum(parameter.nbytes for parameter in Block().parameters())
+    assert 0 < beyond < 6 * sum(parameter.nbytes for parameter in block().parameters())
 
 
 def _read_by_another_unit(rank: int, wrapper: str, norm: str) -> bool:

@@ -285,18 +285,6 @@ def test_a_path_that_changes_before_the_first_pass_of_the_other_kind_costs_it_a_
     assert one.coming is not None and [one.attempts, one.coming.attempts] == [2, 1]
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_capture_after_steps_without_gradients_follows_the_plan_for_those_that_are_there(prepared, monkeypatch):
-    """A captured step adds to gradients in memory that stays; nothing can be planned by then."""
-    for parameter in prepared.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    monkeypatch.setattr("keepless.recompute.signatures.signature.is_capturing", lambda: True)
-    kinds: list[str] = []
-    prepared[0].register_forward_hook(lambda *_: kinds.append(follows(prepared)))
-    peak = peak_bytes(lambda: prepared(IMAGES).sum().backward(), "cpu")
-    assert kinds == ["there"] and peak <= int(0.6 * plans_of(prepared).known[0].plan.plain)
-
-
 def test_a_loss_that_keeps_the_outputs_of_a_functional_network_reads_no_gradients(prepared):
     """Parameters that are results have none, and reading it would warn."""
     given = {name: 2 * parameter for name, parameter in prepared.named_parameters()}

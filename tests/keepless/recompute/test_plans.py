@@ -101,20 +101,6 @@ def test_outputs_that_cannot_be_seen_are_said():
         frozen(x), frozen(x), network(x)  # it is said once
 
 
-def test_with_an_example_the_first_step_is_planned():
-    torch.manual_seed(0)
-    plain, x = Mixed(), torch.randn(4, 3, 16, 16)
-    before = copy.deepcopy(plain.state_dict())
-    within = recompute_activations(copy.deepcopy(plain), budget=0.75, example=x)
-    assert all(map(torch.equal, before.values(), within.state_dict().values())) and within.head.weight.grad is None
-    assert all(map(torch.equal, step(within, x), step(plain, x)))
-    assert "planned" in {line.why for line in report(within).lines}
-    with pytest.raises(ValueError, match="without a budget"):
-        recompute_activations(plain, example=x)
-    with pytest.raises(ValueError, match=r"has no tensor: expected one, such as torch.zeros\(4, 3, 16, 16\)"):
-        plan(plain, (4, 3, 16, 16))
-
-
 def test_sizes_that_grow_share_the_plans_of_larger_ones():
     """As falling sizes do. A larger one is planned in no other dimension than the one that grows."""
     plain, within = pair(Layers(8), budget=0.6)
@@ -186,6 +172,10 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
         recompute_activations(network, "6GiB")
     with pytest.warns(UserWarning, match="plan got a network in eval mode, .*: call network.train.. first"):
         plan(blocks(4).eval(), x)
+    with pytest.raises(ValueError, match="without a budget"):
+        recompute_activations(network, example=x)
+    with pytest.raises(ValueError, match=r"has no tensor: expected one, such as torch.zeros\(2, 3, 8, 8\)"):
+        plan(network, (2, 3, 8, 8))
     with pytest.raises(ValueError, match="checkpointed_only=True"):
         recompute_activations(network, budget=0.5, checkpointed_only=True)
     with pytest.raises(ValueError, match="expected one of at least .*, the lowest that a plan keeps"):

@@ -19,25 +19,10 @@ from keepless.recompute.step.rehearsal import rehearsed_step
 from keepless.recompute.step.search import Choice, frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.recompute.step.step import Step
-from tests.keepless.recompute.networks import IMAGES, Mixed, Row, residuals
+from tests.keepless.recompute.networks import IMAGES, Beside, Mixed, Row, residuals
 from tests.keepless.recompute.test_search import Joined, Texts
 
 RECORDED, SHARES = Path(__file__).with_name("plans.json"), (0.75, 0.55, 0.4)  # budgets, of the baseline's peak
-
-
-class Added(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + super().forward(x))
-
-
-class Pooled(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-class Concatenated(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, super().forward(x)], 1)
 
 
 class Words(Texts):
@@ -48,11 +33,19 @@ class Words(Texts):
 def bottleneck(width: int, inner: int) -> nn.Module:
     convolutions = [nn.Conv2d(a, b, k, padding=k // 2) for a, b, k in ((width, inner, 1), (inner, inner, 3))]
     layers = [(conv, nn.BatchNorm2d(inner), nn.ReLU(inplace=True)) for conv in convolutions]
-    return Added(*itertools.chain(*layers), nn.Conv2d(inner, width, 1), nn.BatchNorm2d(width))
+    last = nn.Conv2d(inner, width, 1), nn.BatchNorm2d(width)
+    return Beside(lambda x, y: F.relu(x + y), *itertools.chain(*layers, last))
 
 
 def dense(width: int, growth: int) -> nn.Module:
-    return Concatenated(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, growth, 3, padding=1))
+    layers = nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, growth, 3, padding=1)
+    return Beside(lambda x, y: torch.cat([x, y], 1), *layers)
+
+
+def pools() -> nn.Module:
+    """Their indices are temporary, and take twice the bytes of their results."""
+    parts = [Beside(lambda x, y: x + y, nn.SiLU(), nn.MaxPool2d(3, 1, 1)) for _ in range(5)]
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *parts)
 
 
 NETWORKS: dict[str, Row] = {
@@ -63,11 +56,7 @@ NETWORKS: dict[str, Row] = {
     "transformer": (lambda: Words(1, 1), (2, 64)),
     "grouped values, dropout": (partial(residuals, CheckpointedABN, 4, store="x_hat"), IMAGES),
     "mixed": (Mixed, (4, 3, 16, 16)),
-    # Their indices are temporary, and take twice the bytes of their results.
-    "pools": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), *(Pooled(nn.SiLU(), nn.MaxPool2d(3, 1, 1)) for _ in range(5))),
-        (2, 3, 16, 16),
-    ),
+    "pools": (pools, (2, 3, 16, 16)),
 }
 
 

@@ -100,20 +100,6 @@ def test_a_kept_value_is_swapped_for_a_dropped_one_where_no_other_change_lowers_
     assert frontier(step, 1)[-1].peak == best(step)[-1].peak
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_search_for_one_budget_finds_what_the_whole_front_has(seed):
-    """Up to the steps of 3 % in which both go. At the plain peak nothing is searched."""
-    step = random_step(seed)
-    whole, plain = frontier(step), plain_peak(step)
-    assert [choice.seconds for choice in frontier(step, plain)] == [0.0]
-    for limit in [int(share * plain) for share in (0.9, 0.8, 0.7)]:
-        if limit >= whole[-1].peak:
-            within = next(choice for choice in frontier(step, limit) if choice.peak <= limit)
-            assert within.seconds <= min(
-                choice.seconds for choice in whole if choice.peak <= max(0.97 * limit, whole[-1].peak)
-            )
-
-
 class Joined(nn.Module):
     """Convolutions, instance norms and activations at two resolutions, as in a U-Net: many choices are dead ends."""
 
