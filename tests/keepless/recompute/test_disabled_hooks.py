@@ -21,14 +21,6 @@ def nested(x: Tensor) -> Tensor:
         return F.silu(x)
 
 
-def interrupted(x: Tensor) -> Tensor:
-    try:
-        with disable_saved_tensors_hooks("no hooks"):
-            raise KeyError
-    except KeyError:
-        return F.gelu(x).sin()
-
-
 def under_others(x: Tensor) -> Tensor:
     with save_on_cpu():
         with pytest.raises(RuntimeError, match="no hooks"), disable_saved_tensors_hooks("no hooks"):
@@ -38,7 +30,6 @@ def under_others(x: Tensor) -> Tensor:
 
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "nested": nested,
-    "interrupted": interrupted,
     "under others": under_others,
     "func": lambda x: F.gelu(x).sin() + torch.func.grad(lambda given: given.sin().sum())(x),
     "outside": lambda x: F.gelu(x).sin(),

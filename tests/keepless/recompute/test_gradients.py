@@ -214,8 +214,6 @@ def test_a_pass_whose_backward_pass_makes_a_graph_still_awaits_another_one(prepa
 
 
 def test_a_network_can_be_pickled_and_copied_while_a_pass_awaits_its_backward_pass(prepared):
-    for budget in (None, 0.6):
-        pickle.loads(pickle.dumps(recompute_activations(nn.Linear(2, 2), budget=budget)))
     first = prepared(IMAGES).square().mean()
     found = pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)
     first.backward()

@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.overrides import _get_current_function_mode
@@ -21,20 +20,18 @@ from keepless import CheckpointedABN, recompute_activations, recomputing, report
 from keepless.saved import kept_bytes
 from keepless.torch_internals import current_hooks
 from models.blocks import Convolutions, IdentityResidualBlock
-from tests.keepless.recompute.ahead import gradients, plans_of
+from tests.keepless.recompute.ahead import After, gradients, plans_of
+from tests.keepless.recompute.networks import Beside
 from tests.norms import CHECKPOINTED, STRATEGIES
 
 
-class Block(nn.Module):
-    def __init__(self, channels: int = 4):
-        super().__init__()
-        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.GroupNorm(2, channels)
-        self.conv1, self.conv2 = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 1)
+def gated(y: Tensor) -> Tensor:
+    return y * y.mean((2, 3), keepdim=True).sigmoid()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(F.relu(self.norm1(x)))
-        y = F.silu(self.norm2(y))
-        return x + self.conv2(y * y.mean((2, 3), keepdim=True).sigmoid())
+
+def block() -> nn.Module:
+    first = nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+    return Beside(torch.add, *first, After(nn.SiLU(), gated), nn.Conv2d(4, 4, 1))
 
 
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 10 * 10, dtype=torch.float64).sin().view(2, 3, 10, 10)
@@ -42,7 +39,7 @@ IMAGES = torch.linspace(-1, 1, 2 * 3 * 10 * 10, dtype=torch.float64).sin().view(
 
 def small() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), Block(), Block(), nn.Conv2d(4, 2, 1))
+    return nn.Sequential(nn.Conv2d(3, 4, 3), block(), block(), nn.Conv2d(4, 2, 1))
 
 
 def both(plain: nn.Module, **options) -> tuple[nn.Module, nn.Module]:
