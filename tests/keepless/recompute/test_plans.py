@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -90,15 +89,14 @@ def test_a_plan_of_a_network_that_cannot_take_less_has_one_row():
     assert repr(found) == str(found)  # in a notebook
 
 
+@pytest.mark.filterwarnings("error")
 def test_outputs_that_cannot_be_seen_are_said():
     network, x = After(blocks(4), lambda y: SimpleNamespace(logits=y)), torch.randn(2, 3, 8, 8)
     recompute_activations(network, budget=0.5)
     with pytest.warns(UserWarning, match="no plan can be made.* in lists, tuples, dictionaries or dataclasses"):
         network(x).logits.sum().backward()
     frozen = recompute_activations(blocks(4), budget=0.5).requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        frozen(x), frozen(x), network(x)  # it is said once
+    frozen(x), frozen(x), network(x)  # it is said once
 
 
 def test_sizes_that_grow_share_the_plans_of_larger_ones():
@@ -163,6 +161,7 @@ def test_budgets_may_be_floats_texts_and_numbers_of_numpy():
         assert repr(checked(given)) == repr(meant)
 
 
+@pytest.mark.filterwarnings("error")
 def test_wrong_budgets_name_the_value_and_what_can_be_met():
     network, x = blocks(4), torch.randn(2, 3, 8, 8)
     for wrong, words in WRONG.items():
@@ -195,12 +194,11 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
     ) as found:
         prepared(x)
     assert found[0].filename == __file__
-    with warnings.catch_warnings():  # it is said once, also about other passes
-        warnings.simplefilter("error")
-        for number in range(6):
-            step(prepared.train(number % 3 != 1), x)
+    for number in range(6):  # it is said once, also about other passes
+        step(prepared.train(number % 3 != 1), x)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_budget_that_changes_nothing_is_said_after_the_forward_pass(monkeypatch):
     """Also one in bytes, but not if the step is within it."""
     network, x = nn.Sequential(nn.GRU(8, 8)), torch.randn(3, 2, 8)
@@ -211,9 +209,7 @@ def test_a_budget_that_changes_nothing_is_said_after_the_forward_pass(monkeypatc
         ):
             recompute_activations(network, budget=budget)(x)
     monkeypatch.undo()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        recompute_activations(network, budget="1GiB")(x)
+    recompute_activations(network, budget="1GiB")(x)
 
 
 def test_second_derivatives_in_forward_are_said_not_to_be_planned():

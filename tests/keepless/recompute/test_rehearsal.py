@@ -433,6 +433,7 @@ def test_a_rehearsal_on_real_tensors_shares_parameters_that_are_not_written(writ
     assert all(map(torch.equal, found, step(plain, x))) and plans(within) == [1]
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_network_that_does_something_else_on_fake_tensors_is_rehearsed_on_real_ones():
     """From the second step on, after a warning; an example at once. Hugging Face's attention asks if it is traced."""
     network = Layers(8, lambda network, x: x.sin() if is_fake(x) else x.cos())
@@ -441,12 +442,10 @@ def test_a_network_that_does_something_else_on_fake_tensors_is_rehearsed_on_real
         UserWarning, match="first steps .* on fake tensors it makes other calls; plan before the training"
     ):
         gradients(late, x), gradients(late, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        early = recompute_activations(network, budget=0.6, example=x)
-        for within in (late, early):
-            within(x)
-            assert plans(within) == [1] and not any(line.why == "no plan" for line in report(within).lines)
+    early = recompute_activations(network, budget=0.6, example=x)
+    for within in (late, early):
+        within(x)
+        assert plans(within) == [1] and not any(line.why == "no plan" for line in report(within).lines)
 
 
 def test_a_network_that_cannot_be_rehearsed_keeps_little():

@@ -65,12 +65,11 @@ def test_under_a_mode_that_may_change_results_nothing_is_recomputed(mode, option
     assert names in ([] if (is_inside and mode is OfFunctions) or not seen else [mode.__name__], ["OfOthers"])
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_mode_is_named_only_where_something_would_be_recomputed():
     net = recompute_activations(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with OfOperators():
-            net(torch.randn(2, 4)).sum().backward()
+    with OfOperators():
+        net(torch.randn(2, 4)).sum().backward()
     with pytest.warns(UserWarning, match="OfOperators"), OfOperators(), recomputing():
         F.linear(F.silu(F.linear(torch.randn(2, 4), net[0].weight)), net[2].weight).sum().backward()
 
