@@ -15,7 +15,7 @@ from scripts.reports import papers
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
 WRITE = "the page is not what its records give: python -m benchmarks.documents writes it again"
-# They trace whole networks, or compose every experiment; test_tables.py makes one of these tables.
+# They trace whole networks, or compose every experiment.
 SLOW_BLOCKS = {"bodies", "recomputation", "printed", tables.LEFT_OUT, *papers.TABLES}
 
 

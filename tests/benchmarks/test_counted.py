@@ -21,11 +21,9 @@ def recorded(name: str, part: str) -> list[dict]:
     return [row for call in calls for row in rows_of(call) if row["part"] == part]
 
 
-def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network():
-    """tests/test_docs.py counts the other bodies of docs/memory.md, and tests/models/test_bodies.py small ones."""
-    kept = {norm: counted.bytes_per_pixel(norm, "ResNeXt-101") for norm in STRATEGIES}
-    assert kept.keys() == counted.TITLES.keys()
-    assert {round(kept["std"] / own, 2) for norm, own in kept.items() if norm != "std"} == {1.98}
+def test_every_saving_strategy_has_a_row():
+    """What it saves, tests/test_docs.py compares with the page."""
+    assert STRATEGIES.keys() == counted.TITLES.keys()
 
 
 @pytest.mark.parametrize("body, expected", [("ResNeXt-101", 1.96), ("WideResNet-38", 1.75)])

@@ -1,6 +1,7 @@
 """The benchmark of training steps: what it runs and counts. No test asserts a time."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +12,6 @@ from scripts.reports.papers import configured_as
 from tests.benchmarks.records import measured
 
 pytestmark = pytest.mark.slow
-
-TINY = TrainingArguments(recipe=None, crop_size=48)
 
 
 def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_process, monkeypatch, tmp_path):
@@ -37,17 +36,13 @@ def test_convolutions_use_the_algorithms_of_a_training(monkeypatch, switch, sear
     """cuDNN looks for the fastest: `engine.training.run.opened` says so too."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not searches)
     monkeypatch.setattr(steps, "synthetic", lambda *_: SimpleNamespace(classes=["road"]))
-    monkeypatch.setattr(steps.build, "learner", stop)
+    monkeypatch.setattr(steps.build, "learner", Mock(side_effect=KeyboardInterrupt))
     try:
         with pytest.raises(KeyboardInterrupt):
-            steps.Training(TINY.words(), switch)
+            steps.Training(TrainingArguments(recipe=None, crop_size=48).words(), switch)
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.backends.cudnn.benchmark == searches
-
-
-def stop(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_every_switch_changes_the_training_that_it_is_compared_with():

@@ -1,14 +1,13 @@
 """The papers' tables: what was published, which runs count, and the commands for the rest."""
 
 import itertools
-import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks import documents, tables
+from benchmarks import tables
 from benchmarks.frame import RESULTS
 from benchmarks.tables import Tables
 from scripts import run_table
@@ -64,14 +63,6 @@ def test_what_a_head_cannot_say_is_named(said, message, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("of_few_tables")
-def test_the_table_of_a_page_is_what_the_records_give():
-    """The slow test of tests/test_docs.py makes all tables."""
-    pages = "".join(page.read_text() for page in documents.DOCUMENTS)
-    (block,) = re.findall(r"(?s)<!-- cifar10 start -->\n(.*?)\n<!-- cifar10 end", pages)
-    assert tables.tables_of([str(RESULTS / "cifar")], RESULTS)["cifar10"] == block
-
-
-@pytest.mark.usefixtures("of_few_tables")
 def test_a_seed_counts_once_from_the_folder_with_most_seeds(tmp_path):
     copied(tmp_path / "runs" / "again" / "one", 0.70, seed=0)
     copied(tmp_path / "runs" / "seeds" / "first", 0.88, seed=0)
@@ -106,13 +97,6 @@ def test_what_is_in_no_row_is_named(tmp_path):
     config.write_text("# python train_imagenet.py\n" + config.read_text().partition("\n")[2])
     text = written(tmp_path, tmp_path / "runs")
     assert "- ../runs/two: it has not ended (step 7800)\n- ../runs/mine: it is of no experiment\n" in text
-
-
-def test_rows_without_runs_are_in_one_line_with_their_published_scores():
-    rows = [tables.Row(f"table1/{name}", {}, {}, [], 5) for name in ("resnext101_relu", "resnext101_relu")]
-    score = "`resnext101_relu` 77.74 / 93.86"
-    text = tables.as_markdown("table1", rows, Path("."))
-    assert " ".join(text.split()).startswith(f"Not run, with their published scores: {score}, {score}. Their commands:")
 
 
 @pytest.mark.usefixtures("of_few_tables")
@@ -242,12 +226,6 @@ ON_FOUR, SMALL = "table3/cityscapes_resnext101_std", "camvid/resnext_small"
 )
 def test_what_makes_a_run_another_than_the_row(name, overrides, processes, changed):
     assert papers.changed_keys(papers.configured_as(name, *overrides), name, processes) == changed
-
-
-@pytest.mark.parametrize("capture, said", [("auto", {}), ("false", {}), ("true", {"trainer.capture": "true"})])
-def test_a_row_says_whether_steps_were_captured(capture, said):
-    """Results hold what auto has decided; runs of the time before auto hold false."""
-    assert papers.differing(papers.configured_as(SMALL, f"trainer.capture={capture}"), SMALL) == said
 
 
 def test_a_training_of_two_tables_has_the_name_of_the_first():
