@@ -54,13 +54,6 @@ def test_logits_of_16_bits_are_interpolated_in_float32_outside_training():
             assert (logits.main.logits if training else logits).dtype == dtype
 
 
-def test_a_body_need_only_say_its_stride():
-    body = nn.Sequential(nn.Conv2d(3, 8, 3, 4, padding=1))
-    body.output_stride = 4
-    network = SegmentationNetwork(body, DeepLabV3(8, hidden_channels=4, out_channels=6, dilations=(2,)), 5)
-    assert network.eval()(torch.zeros(1, 3, 9, 10)).shape == (1, 5, 9, 10) and network.stride == 4
-
-
 def test_a_body_that_classifies_and_no_classes_are_refused():
     with torch.device("meta"):
         body = resnext101(classes=1000)
