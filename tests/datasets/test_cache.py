@@ -6,7 +6,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +36,6 @@ def shared(monkeypatch):
 
 
 def exit_code(function: Callable[..., object], *arguments: object) -> int | None:
-    """Call a function in a process of its own."""
     process = get_context("fork").Process(target=function, args=arguments)
     process.start()
     process.join()
@@ -96,16 +94,6 @@ def test_what_another_user_put_in_place_of_the_cache_is_not_used(trap, shared, c
         index_classes(camvid(camvid_folders, "train"), folder_key="sampler.folder")
     assert (victim / "synthetic-streets-1" / ".git").read_text() == "mine"
     assert not (folder / "class-index").exists()
-
-
-def drawn_once(_: int) -> Path:
-    return synthetic(None, "train", images=(1, 1)).files[0].image
-
-
-def test_two_ranks_without_a_home_share_the_folder(shared):
-    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
-        one, two = pool.map(drawn_once, range(2))
-    assert one == two and one.is_relative_to(shared / f"inplace-abn-segmentation-{os.getuid()}")
 
 
 def test_only_what_was_left_of_the_same_file_is_removed(tmp_path):

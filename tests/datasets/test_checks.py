@@ -35,7 +35,6 @@ from tests.datasets import classification_trees
 
 
 def relabelled(root: Path, pattern: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Change the values of all labels below `root`."""
     for path in root.glob(pattern):
         trees.write(path, change(cv2.imread(str(path), cv2.IMREAD_UNCHANGED)))
 
@@ -116,9 +115,9 @@ def test_labels_that_look_wrong_are_doubted_for_every_dataset(what, tmp_path):
     assert inspect(dataset, workers=0).doubts("training image") == doubts
 
 
-def refusal(dataset: SegmentationDataset, workers: int = 0) -> str:
+def refusal(dataset: SegmentationDataset) -> str:
     with pytest.raises(ValueError) as error:
-        verify(dataset, workers)
+        verify(dataset, workers=0)
     return str(error.value)
 
 
@@ -201,29 +200,6 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
             [read(number) for number in range(len(dataset))]
         assert str(error.value) in message
     assert capfd.readouterr() == ("", "")  # what decoders print would break the progress bar
-
-
-def test_finds_sizes_and_ids_in_one_pass(camvid_folders):
-    """tests/datasets/test_layouts.py has files without counterparts."""
-    labels, images = camvid_folders / "train" / "labels", camvid_folders / "train" / "images"
-    trees.write(labels / "0001TP_000000.png", np.zeros((12, 20), np.uint8))
-    label = np.zeros((24, 40), np.uint8)
-    label[3, 4], label[5, 6], label[7, 8] = 12, 200, 254  # inside, 254 marks illegal values
-    trees.write(labels / "0001TP_000001.png", label)
-    dataset = camvid(camvid_folders, "train")
-    message = refusal(dataset, workers=2)
-    differ = f"{labels}/0001TP_000000.png: the label is 20x12 pixels and its image {images}/0001TP_000000.jpg is 40x24"
-    assert f"{differ}; expected the same size. Restore" in message
-    unknown = f"{labels}/0001TP_000001.png: contains the ids 12, 200, 254, which .*expected only 0-11.*Check that"
-    assert "2 problem(s) in 6 images" in message and re.search(unknown, message)
-    for read in (dataset.__getitem__, dataset.undecoded):
-        with pytest.raises(ValueError, match=f"^{differ}; expected the same size. Restore"):
-            read(0)
-    problems = inspect(dataset, workers=0).problems
-    assert [(kind, message.partition(":")[0]) for kind, message in problems] == [
-        ("sizes differ", str(labels / "0001TP_000000.png")),
-        ("unknown ids", str(labels / "0001TP_000001.png")),
-    ]
 
 
 def test_copies_of_training_images_are_counted_by_their_bytes(tmp_path, monkeypatch):

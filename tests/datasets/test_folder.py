@@ -282,17 +282,13 @@ def encoded(pixels: np.ndarray, mode: str, kind: str, orientation: int) -> bytes
     return file.getvalue()
 
 
-def jpeg(label: np.ndarray) -> bytes:
-    return cv2.imencode(".jpg", label)[1].tobytes()
-
-
 def png(pixels: np.ndarray) -> bytes:
     return cv2.imencode(".png", pixels)[1].tobytes()
 
 
 # A label's suffix and content, and the message about it; test_reading.py has other labels that are refused.
 WRONG = {
-    "jpeg": (".jpg", jpeg, "is a JPEG, which changes values; expected a PNG"),
+    "jpeg": (".jpg", lambda label: encoded(label, "L", "JPEG", 1), "is a JPEG, which changes values; expected a PNG"),
     "a value of 16 bits": (".png", lambda label: png(label + np.uint16(1)), "holds the value 256; expected ids"),
     "a turned tiff": (".tif", lambda label: encoded(label, "L", "TIFF", 3), "expected a TIFF .*, black as 0, unturned"),
     "turned": (".png", lambda label: encoded(label, "L", "PNG", 3), "has an EXIF orientation, but labels are read as"),
@@ -315,6 +311,7 @@ def test_wrong_labels_are_named_with_the_fix(what, root):
             read()
     (found,) = inspect(train, workers=0).problems
     assert re.match(message, found.message)
+    assert found.kind == ("unknown ids" if what == "an id without a class" else "unreadable label")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
@@ -419,7 +416,9 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
         assert inspect(val, workers=0).problems == ()
         trees.write(label, np.zeros(size[::-1], np.uint8))
         for read in (partial(verify, workers=0), lambda val: val[0], lambda val: val.undecoded(0)):
-            with pytest.raises(ValueError, match=f"its image {image} is {size[1]}x{size[0]}; expected the same"):
+            with pytest.raises(
+                ValueError, match=f"its image {image} is {size[1]}x{size[0]}; expected the same size. Lab"
+            ):
                 read(val)
         classes = tmp_path / kind / "train" / "cats"
         classes.mkdir(parents=True)

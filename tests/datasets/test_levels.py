@@ -52,13 +52,6 @@ def test_images_of_8_bits_that_show_little_or_nothing_are_named(kind, tmp_path):
         assert len(said) == (expected is not None) and all(re.search(f"^8-bit .*{expected}", each) for each in said)
 
 
-def test_a_classification_is_checked_alike(tmp_path):
-    for name in "ab":
-        trees.write(tmp_path / "data" / "train" / name / "0.png", noise(FLOATS, FLOATS, FLOATS))
-    (said,) = verify(image_folder(tmp_path / "data", "train"), workers=0)
-    assert said.startswith("8-bit images of train use 2 of the 256 levels")
-
-
 @pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 16_383, 64)])
 def test_broken_pixels_and_borders_without_a_value_do_not_count(low, high, levels, tmp_path):
     for name in "ab":

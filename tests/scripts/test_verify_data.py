@@ -57,6 +57,8 @@ def test_every_problem_is_reported(tmp_path, capsys):
         "val": {"number of images": 1, "unreadable image": 2},
         "test": {"split cannot be opened": 1},
     }
+    differ = reports["train"]["problems"]["sizes differ"]
+    assert all("is 40x12; expected the same size. Restore the file" in message for message in differ)
     printed = capsys.readouterr().out
     assert "expected 2975, found 11" in printed and "expected 500, found 2" in printed
     lines = printed.splitlines()
