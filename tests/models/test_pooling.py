@@ -6,19 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from keepless import InPlaceABN, recompute_activations
+from keepless import InPlaceABN
 from keepless.saved import kept_bytes
 from models.pooling import MaxPool2d
 from tests.bodies import SMALL_BODIES
-from tests.runs import same
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
-
-
-def gradients_of(network: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    network.zero_grad()
-    network(images).sum().backward()
-    return {name: p.grad for name, p in network.named_parameters()}
 
 
 def with_gradient(pool, x: Tensor, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
@@ -72,22 +65,6 @@ def test_bodies_keep_neither_inputs_nor_indices_of_pooling(name, monkeypatch):
     expected = sum(spared)
     monkeypatch.setattr(MaxPool2d, "forward", nn.MaxPool2d.forward)
     assert kept_bytes(body, lambda: body(images), [images]) - kept == expected
-
-
-@pytest.mark.parametrize("budget", [None, 1.0])
-def test_a_recorded_network_has_the_same_gradients_and_keeps_no_more(budget):
-    def network() -> nn.Module:
-        torch.manual_seed(0)
-        layers = nn.Conv2d(3, 8, 3), MaxPool2d(3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)
-        return nn.Sequential(*layers)
-
-    plain, recorded = network(), recompute_activations(network(), budget=budget)
-    images = torch.randn(2, 3, 20, 20)
-    for _ in range(3):  # with a budget the second is traced
-        assert same(gradients_of(plain, images), gradients_of(recorded, images))
-    if budget is None:
-        kept = (kept_bytes(net, lambda net=net: net(images), [images]) for net in (recorded, plain))
-        assert next(kept) < next(kept)
 
 
 def test_derivatives_of_any_order_and_transforms_work():

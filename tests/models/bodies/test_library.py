@@ -4,7 +4,6 @@ import copy
 import sys
 from argparse import Namespace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -353,19 +352,6 @@ def test_networks_of_timm_that_cannot_be_are_refused(name, reason):
         timm_body(network=name)
 
 
-def test_normalisation_follows_timm_s_weights_unless_given(monkeypatch):
-    published = SimpleNamespace(mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1))
-    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(get_pretrained_cfg={"net": published}.get))
-    for network, std, expected in (
-        ("net", "null", published),
-        ("net", "[1,1,1]", (published.mean, (1, 1, 1))),
-        ("other", "null", IMAGENET),
-    ):
-        config = run_config("body=timm", f"body.network={network}", "norm=std", f"data.std={std}")
-        mean, std = expected if isinstance(expected, tuple) else (expected.mean, expected.std)
-        assert (config.data.mean, config.data.std) == (list(mean), list(std))
-
-
 def test_maps_whose_channels_are_last_become_features_as_heads_read_them():
     """Strides were read along their channels: Swin's three first features were of stride 0."""
     body = torchvision_body(network="swin_t")
@@ -404,11 +390,15 @@ def test_a_config_json_of_timm_that_states_no_normalisation_is_named(tmp_path, s
         timm_metadata(tmp_path / "model.safetensors", {})
 
 
-def test_weights_of_timm_are_named_with_their_tag(tmp_path):
+def test_weights_of_timm_are_named_with_their_tag_and_normalise_unless_told(tmp_path):
     pytest.importorskip("timm")
     half, name = [0.5, 0.5, 0.5], "resnet34.ra4_e3600_r224_in1k"
-    assert run_config("body=timm", f"body.network={name}", "norm=std").data.mean == half
+    data = run_config("body=timm", f"body.network={name}", "norm=std").data
+    assert data.mean == data.std == half
     assert run_config("body=timm", "body.network=resnet34", "norm=std").data.mean == [*IMAGENET.mean]
+    assert run_config("body=timm", "body.network=own", "norm=std").data.mean == [*IMAGENET.mean]
+    data = run_config("body=timm", f"body.network={name}", "norm=std", "data.std=[1,1,1]").data
+    assert (data.mean, data.std) == (half, [1, 1, 1])
     assert run_config("body=torchvision", "body.network=googlenet", "norm=std").data.std == half
     assert [*timm_body(network=name).state_dict()] == [*timm_body(network="resnet34").state_dict()]
     with pytest.raises(ValueError, match="network=resnet34.layer3: expected resnet34; body.last=layer3 ends with"):
