@@ -68,7 +68,6 @@ def test_the_planner_is_calibrated_on_table_3():
 
 
 def test_revnets_table_1_counts_what_theory_says_and_the_page_shows_it(in_process, monkeypatch, tmp_path):
-    """A whole run on tiny networks."""
     monkeypatch.setattr(reversible, "DEPTHS", (2, 8))
     call, text = measured("reversible", tmp_path, "only=[depths]")
     assert "| 8 | recursive |" in text

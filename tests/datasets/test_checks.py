@@ -98,7 +98,6 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
 
 
 def changed(kind: str, change: Callable[[Path], None], root: Path) -> SegmentationDataset:
-    """The training split of a small dataset that was changed."""
     folder = trees.SEGMENTATION[kind](root)
     change(folder)
     return getattr(datasets, kind)(folder, "train")

@@ -92,7 +92,6 @@ def test_an_image_that_changes_after_it_was_indexed_is_named_with_the_index(camv
 
 
 def test_the_index_of_a_split(camvid_folders, cache, tmp_path):
-    """It is the same for any number of processes."""
     dataset, files = camvid(camvid_folders, "train"), sorted(camvid_folders.rglob("*"))
     index = index_classes(dataset, positions=4, workers=0)
     assert sorted(camvid_folders.rglob("*")) == files and list(cache.rglob("index.npz"))

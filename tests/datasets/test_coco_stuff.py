@@ -1,5 +1,4 @@
 import shutil
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -95,20 +94,15 @@ def test_a_list_that_does_not_fit_is_an_error(coco_root):
     assert len(coco_stuff(coco_root, "train", lists="full")) == 4
 
 
-def unpacked(folder: Path, images: str, labels: str) -> Path:
-    """The dataset with stuffthingmaps, in folders that people choose; they may share the folders of the images."""
-    root = trees.coco_stuff(folder, pixel_maps=False)
-    (root / "stuffthingmaps").rename(folder.with_name("aside"))
-    if images != ".":
-        for split in ("train2017", "val2017", "test2017"):
-            shutil.move(root / split, root / images / split)
-    shutil.copytree(folder.with_name("aside"), root / labels, dirs_exist_ok=True)
-    return root
-
-
 @pytest.mark.parametrize("parent", ["stuffthingmaps_trainval2017", "annotations", "images", "."])
 def test_stuffthingmaps_are_found_where_people_unpack_them(tmp_path, parent):
-    expected = [sample.label for sample in coco_stuff(trees.coco_stuff(tmp_path / "all", pixel_maps=False), "val")]
-    root = unpacked(tmp_path / "coco", "." if parent == "." else "images", parent)
+    """They may share the folders of the images."""
+    root = trees.coco_stuff(tmp_path / "coco", pixel_maps=False)
+    expected = [sample.label for sample in coco_stuff(root, "val")]
+    (root / "stuffthingmaps").rename(tmp_path / "aside")
+    if parent != ".":
+        for split in ("train2017", "val2017", "test2017"):
+            shutil.move(root / split, root / "images" / split)
+    shutil.copytree(tmp_path / "aside", root / parent, dirs_exist_ok=True)
     found = [sample.label for sample in coco_stuff(root, "val")]
     assert len(found) == 2 and all(map(np.array_equal, found, expected))

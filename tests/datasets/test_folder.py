@@ -379,12 +379,6 @@ def test_palettes_that_swap_two_classes_and_several_pages_are_doubted(root):
     assert verify(folder(root, "train", palettes="any"), workers=0) == [pages]
 
 
-def test_without_its_list_of_classes_the_fix_is_the_command_that_makes_it(root):
-    (root / "classes.json").unlink()
-    with pytest.raises(ValueError, match=f"{root}/classes.json is missing[^$]*python -m scripts.make_classes"):
-        folder(root, "val")
-
-
 PIXELS = trees.pair(7, [0], (24, 40))[0]
 TURNED = encoded(PIXELS, "RGB", "JPEG", 6)
 IMAGES = {
@@ -439,6 +433,8 @@ def test_nothing_outside_of_the_folder_is_read_or_written(root):
         with pytest.raises(ValueError, match=f"^split '{split}' leads out of {root}: expected a folder or a list in"):
             folder(root, split)
     (root / "classes.json").unlink()
+    with pytest.raises(ValueError, match=f"{root}/classes.json is missing[^$]*python -m scripts.make_classes"):
+        folder(root, "val")
     (root / "classes.json").symlink_to(root.parent / "elsewhere.json")
     with pytest.raises(ValueError, match="classes.json is there already; overwrite=true replaces it"):
         make_classes(checked("make_classes", f"data.root={root}", "workers=0"))

@@ -218,7 +218,6 @@ def test_labels_of_other_bits_and_channels_are_refused(tmp_path):
 
 
 def test_more_pixels_than_pillow_opens_are_refused_from_the_header(tmp_path):
-    """Pillow's error for them is unrelated to its other errors."""
     path = saved(tmp_path / "x.jpg", Image.fromarray(photograph()))
     data = path.read_bytes()
     size = data.index(HEIGHT.to_bytes(2, "big") + WIDTH.to_bytes(2, "big"))
@@ -284,7 +283,6 @@ def test_only_bytes_up_to_the_end_mark_count(kind, tmp_path, capfd):
 
 @pytest.mark.parametrize("kind, at_end", [(b"zTXt", False), (b"iCCP", False), (b"iCCP", True)])
 def test_chunks_that_are_too_large_for_pillow_are_left_out(kind, at_end, tmp_path):
-    """Such chunks hold compressed texts or colour profiles."""
     added = b"comment\0\0" + zlib.compress(bytes(2_000_000))
 
     def enlarged(name: str, image: Image.Image) -> Path:
@@ -475,24 +473,22 @@ def with_chunk(png: bytes, kind: bytes, content: bytes, late: bool) -> bytes:
     return png[:place] + chunk(kind, content) + png[place:]
 
 
-EXIF = Image.Exif()
-EXIF[0x0112] = 6
-PROFILE = f"\nexif\n{len(EXIF.tobytes()):8}\n{EXIF.tobytes().hex()}\n".encode()
+PROFILE = f"\nexif\n{len(TURNED.tobytes()):8}\n{TURNED.tobytes().hex()}\n".encode()
 XMP = b'<rdf:Description tiff:Orientation="6"/>'
-TURNED = {
-    "eXIf": (b"eXIf", EXIF.tobytes()[6:]),
+TURNING = {
+    "eXIf": (b"eXIf", TURNED.tobytes()[6:]),
     "zTXt": (b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(PROFILE)),
     "XMP": (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP),
 }
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", TURNED)
+@pytest.mark.parametrize("kind", TURNING)
 def test_an_orientation_counts_wherever_pillow_finds_it(kind, late, tmp_path):
     """An image is read as predict reads one that Pillow opened; a label is refused."""
     for name, pixels in (("image", photograph()), ("label", photograph()[..., 0] % 3)):
         Image.fromarray(pixels).save(file := BytesIO(), "PNG")
-        (tmp_path / f"{name}.png").write_bytes(with_chunk(file.getvalue(), *TURNED[kind], late))
+        (tmp_path / f"{name}.png").write_bytes(with_chunk(file.getvalue(), *TURNING[kind], late))
     expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "image.png")))
     assert np.array_equal(decode_image(tmp_path / "image.png", turned=True), expected)
     assert expected.shape != photograph().shape
