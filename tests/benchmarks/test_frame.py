@@ -54,9 +54,8 @@ def test_captured_steps_compute_what_steps_do_after_others_were_captured(device)
 def test_a_process_that_starts_after_its_parent_has_ended_ends_too():
     """It would keep its memory, on a card too, and the output open. `timeout` stops a benchmark in the same way."""
     start = "import os; from benchmarks.measuring import process; process(1).submit(int); os._exit(3)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", start], cwd=REPOSITORY, stdout=subprocess.PIPE, start_new_session=True
-    )
+    options = {"cwd": REPOSITORY, "stdout": subprocess.PIPE, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, "-c", start], **options)
     try:
         process.communicate(timeout=120)  # until nobody has the output open
         assert process.returncode == 3

@@ -192,12 +192,7 @@ REFUSED = {
     "a cut TIFF": ("x.tif", partial(cut, by=400), 4, f"{TIFF}.*undamaged"),
     "planes": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, planes=2)), SIZE[0], TIFF),
     "signed": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, kind=[2])), 5, "holds int8.;"),
-    "32 bits": (
-        "x.tif",
-        lambda path: path.write_bytes(tiff(values(5, np.uint32), interpretation=1)),
-        5,
-        "holds uint32",
-    ),
+    "32 bits": ("x.tif", lambda path: written(path, values(5, np.uint32)), 5, "holds uint32"),
 }
 
 
@@ -309,9 +304,8 @@ def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path):
     assert verify(dataset) == [] == verify(dataset) and inspect(dataset, 0).problems == ()
     images = np.stack([dataset[number].image for number in range(len(dataset))]) / 255
     mean, std = measured(dataset)
-    assert np.allclose(mean, images.mean(axis=(0, 1, 2)), atol=1e-4) and np.allclose(
-        std, images.std(axis=(0, 1, 2)), atol=1e-4
-    )
+    assert np.allclose(mean, images.mean(axis=(0, 1, 2)), atol=1e-4)
+    assert np.allclose(std, images.std(axis=(0, 1, 2)), atol=1e-4)
     other = folder(tmp_path / "data", "train", channels=4)
     with pytest.raises(ValueError, match=r"4 problem\(s\) in 4 images:\n.*0.npy: has 5 channels, expected 4"):
         verify(other)

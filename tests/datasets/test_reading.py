@@ -190,10 +190,8 @@ def test_pixels_of_a_png_that_end_early_are_found_although_checksums_are_right(c
         for size, behind in itertools.product(sizes, (b"", b"behind")):
             pixels = zlib.compress(bytes(size)) + behind
             for (cut, window), read in itertools.product(((-3, []), (None, []), (None, [everything])), reads):
-                parts = (
-                    chunk(b"IDAT", pixels[:cut]) + chunk(b"IDAT", b"") + chunk(b"IDAT", pixels[cut:] if cut else b"")
-                )
-                path.write_bytes(before + parts + chunk(b"IEND", b""))
+                parts = (pixels[:cut], b"", pixels[cut:] if cut else b"")
+                path.write_bytes(before + b"".join(chunk(b"IDAT", part) for part in parts) + chunk(b"IEND", b""))
                 if size < sum(rows):
                     with pytest.raises(ValueError, match=f"{path}: cannot be decoded"):
                         read(path, *window)
@@ -345,10 +343,7 @@ RIGHT = {  # a TIFF and its pixels, (H, W, 1 or 3)
     "RGB and another band": (tiff(BYTES, interpretation=2, extra=[0]), BYTES[..., :3]),
     "RGB that alpha was multiplied with": (tiff(BYTES, interpretation=2, extra=[1]), BYTES[..., :3]),
     "RGB of 16 bits and such alpha": (tiff(DEEP, ">", interpretation=2, extra=[1]), BYTES[..., :3]),
-    "RGB, such alpha and another band": (
-        tiff(BYTES[..., [0, 1, 2, 3, 0]], interpretation=2, extra=[1, 0]),
-        BYTES[..., :3],
-    ),
+    "RGB, such alpha and a band": (tiff(BYTES[..., [0, 1, 2, 3, 0]], interpretation=2, extra=[1, 0]), BYTES[..., :3]),
     "gray": (tiff(BYTES[..., :1], interpretation=1), BYTES[..., :1]),
     "gray and alpha": (tiff(BYTES[..., :2], interpretation=1, extra=[2]), BYTES[..., :1]),
     "gray, 0 is white": (tiff(BYTES[..., :1]), 255 - BYTES[..., :1]),
@@ -509,11 +504,8 @@ def test_all_see_the_first_image_of_an_animated_png(hidden, tmp_path):
 
 def test_pages_of_the_first_one_s_size_count(tmp_path):
     one, other = Image.fromarray(photograph()), Image.fromarray(photograph()[::2, ::2].copy())
-    for suffix, further, count in (
-        (".tif", [one, one], 3),
-        (".tif", [other], 1),
-        (".gif", [other.resize(one.size)], 2),
-    ):
+    resized = other.resize(one.size)
+    for suffix, further, count in ((".tif", [one, one], 3), (".tif", [other], 1), (".gif", [resized], 2)):
         one.save(tmp_path / f"a{suffix}", save_all=True, append_images=further)
         assert pages(stored(tmp_path / f"a{suffix}", photograph=True)) == count
     one.save(tmp_path / "a.png")

@@ -3,12 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets import (
-    ClassIndex,
-    ClassUniformMinibatches,
-    ShuffledMinibatches,
-    minibatches_per_epoch,
-)
+from datasets import ClassIndex, ClassUniformMinibatches, ShuffledMinibatches, minibatches_per_epoch
 
 
 def index_of(counts: np.ndarray, positions: int = 3) -> ClassIndex:

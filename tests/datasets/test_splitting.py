@@ -95,15 +95,10 @@ def test_images_that_have_a_part_keep_it_and_the_others_make_up_for_the_shares()
         ([f"plot{n // 7}_{n}" for n in range(60)], {}),  # nine, but five parts need ten
         ([f"{n // 2}_{n % 2}" for n in range(60)], {f"{n}_": 2 for n in range(30)}),  # half as many as names
         ([*(f"plot{n // 4}_{n}" for n in range(59)), "extra"], {}),  # one has no number
-        (
-            [f"scene{n // 9:02}_x{n % 3 * 256}_y{n // 3 % 3 * 256}" for n in range(90)],
-            {f"scene{n:02}_x": 9 for n in range(10)},
-        ),
+        ([f"s{n // 9:02}_x{n % 3 * 256}_y{n // 3 % 3 * 256}" for n in range(90)], {f"s{n:02}_x": 9 for n in range(10)}),
         ([f"s{n // 10}_x{n % 10}_y0" for n in range(60)], {}),  # six scenes, and no other beginning
-        (
-            [f"s{n // 12}_x{n % 12 // 4}_y{n % 4}" for n in range(60)],
-            {f"s{n}_x": 12 for n in range(5)},
-        ),  # not 15 strips
+        # Not 15 strips.
+        ([f"s{n // 12}_x{n % 12 // 4}_y{n % 4}" for n in range(60)], {f"s{n}_x": 12 for n in range(5)}),
         ([f"2024-01-{n // 4:02}_{n % 4}" for n in range(80)], {f"2024-01-{n:02}_": 4 for n in range(20)}),  # days
     ],
 )

@@ -200,9 +200,8 @@ def test_what_keeps_workers_from_starting_is_named(number, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    cause = (
-        rf"^no process .* \({os.strerror(number)}\): .* /dev/shm, .*ulimit -u.* data.workers=0 needs neither. Again$"
-    )
+    said = os.strerror(number)
+    cause = rf"^no process .* \({said}\): .* /dev/shm, .*ulimit -u.* data.workers=0 needs neither. Again$"
     monkeypatch.setattr(Workers, "Lock", fail)
     with pytest.raises(ChildProcessError, match=cause), reading_errors(600, keys="data.", advice=" Again"):
         list(Loader(Images(int), 1, batch_size=1))

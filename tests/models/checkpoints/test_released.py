@@ -21,7 +21,7 @@ from models.checkpoints.released import load_released, to_standard_bn
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
 from tests import released_files as files
-from tests.bodies import SMALL_BODIES, small_resnet, small_resnext, small_wider, small_wider_a2
+from tests.bodies import SMALL_BODIES, small_resnet, small_resnet_basic, small_resnext, small_wider, small_wider_a2
 from tests.released_files import IMAGES, Released
 from tests.runs import same, without_counts
 
@@ -67,11 +67,7 @@ NETWORKS = {
     "resnext": (small_resnext, Released.resnext, {}),
     "resnext 7x7": (partial(small_resnext, stem="7x7"), Released.resnext, dict(stem="7x7")),
     "resnet": (small_resnet, Released.resnet, {}),
-    "resnet basic": (
-        SMALL_BODIES["resnet-basic"],
-        Released.resnet,
-        dict(structure=(1, 2, 1, 1), base=(8, 8), channels=8),
-    ),
+    "resnet basic": (small_resnet_basic, Released.resnet, dict(structure=(1, 2, 1, 1), base=(8, 8), channels=8)),
     "densenet": (SMALL_BODIES["densenet"], Released.densenet, {}),
     "wider": (small_wider, Released.wider, files.WIDER),
     "wider a2": (small_wider_a2, Released.wider, files.WIDER | {"a2": 32}),
@@ -147,9 +143,8 @@ def file(tmp_path) -> Path:
 def test_the_md5_of_a_released_file_decides_the_scale(file, monkeypatch, norm, scale, other):
     told, recognising = small_resnext(classes=3), small_resnext(classes=3)
     assert f"({scale}): as scale says" in str(load_released(told, file, scale))
-    entry = released_files.ReleasedFile(
-        "a net", hashlib.md5(file.read_bytes()).hexdigest(), norm, "imagenet", {"224": (77.0, 93.5)}
-    )
+    md5 = hashlib.md5(file.read_bytes()).hexdigest()
+    entry = released_files.ReleasedFile("a net", md5, norm, "imagenet", {"224": (77.0, 93.5)})
     monkeypatch.setattr(released_files, "RELEASED_FILES", (*released_files.RELEASED_FILES, entry))
     report = load_released(recognising, file)
     assert f"({scale}): it is the released a net, norm {norm}: ImageNet top-1/top-5 224 77.00/93.50" in str(report)
