@@ -57,7 +57,7 @@ FORMS = [
     *[("x.png", channels) for channels in (1, 2, 4)],
     *[("x.tif", channels) for channels in (1, 2, 4, 6, 20)],
     *[("x.pages.tif", channels) for channels in (2, 4, 6)],
-    *[("x.npy", channels) for channels in (1, 2, 6, 64)],
+    *[("x.npy", channels) for channels in (1, 2, 3, 6, 64)],
 ]
 
 
@@ -311,18 +311,6 @@ def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path):
         verify(other)
     with pytest.raises(ValueError, match=r"4 problem\(s\) in 4 images:\n.*0.npy: has 5 channels, expected 3"):
         verify(folder(tmp_path / "data", "train"))
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_an_array_of_three_channels_is_an_image_unless_another_has_its_name(dtype, tmp_path):
-    root = made(tmp_path / "data", ".npy", 3, dtype)
-    written(root / "train" / "images" / "1.png", values(3, seed=8))
-    dataset = folder(root, "train")
-    assert inspect(dataset, 0).problems == () and len(dataset) == 4
-    whole = dataset[0].image
-    assert np.array_equal(whole, values(3, dtype) if dtype == np.uint8 else values(3, dtype) >> 8)
-    assert np.array_equal(dataset.undecoded(0)[0][WINDOW], whole[WINDOW])
-    assert np.array_equal(dataset[1].image, values(3, seed=8)[..., ::-1])  # OpenCV wrote it
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,12 @@ def test_a_split_in_which_no_pixel_has_a_class_is_refused(what, tmp_path):
 
 @pytest.mark.parametrize("kind", trees.SEGMENTATION)
 def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
-    root, seen = trees.SEGMENTATION[kind](tmp_path / "data"), []
+    """It is read in a folder of any name, where nothing is written."""
+    root, seen = trees.SEGMENTATION[kind](tmp_path / "above" / "Straßen 街 data"), []
+    before = trees.contents(root)
     for split in trees.splits_of(kind, root):
         dataset = getattr(datasets, kind)(root, split)
+        assert (dataset.name, dataset.split) == (kind, split) and len(dataset) > 1
         workers = 2 if (kind, split) == ("camvid", "train") else 0
         inspection = inspect(dataset, workers, lambda *counts: seen.append(counts))
         assert verify(dataset, workers, lambda *counts: seen.append(counts)) == []
@@ -162,6 +165,7 @@ def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
             assert inspection.holding[class_id] == sum(bool((label == class_id).any()) for label in labels)
         assert inspection.by_class[255] == sum(int((label == 255).sum()) for label in labels)
         assert inspection.by_class.sum() == sum(label.size for label in labels)
+    assert trees.contents(root) == before
 
 
 BOCHUM, BERLIN = "train/bochum/bochum_000000_000019", "test/berlin/berlin_000001_000019"
