@@ -257,13 +257,6 @@ def test_a_tiff_whose_pixels_are_not_in_the_file_is_refused(channels, start, tmp
             decode_mask(tmp_path / "x.tif")
 
 
-def test_reduced_copies_and_masks_are_no_channels(tmp_path):
-    pages = [Image.fromarray(plane) for plane in np.moveaxis(values(3), 2, 0).copy()]
-    small = pages[0].resize((WIDTH // 2, HEIGHT // 2))
-    pages[0].save(tmp_path / "x.tif", save_all=True, append_images=[pages[1], small])
-    assert np.array_equal(decode(tmp_path / "x.tif", channels=2), values(3)[..., :2])
-
-
 # --- datasets
 
 
