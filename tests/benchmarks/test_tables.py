@@ -23,7 +23,6 @@ PAPERS = [table for table, title in papers.TABLES.items() if title.startswith(("
 
 
 def written(tmp_path: Path, *runs: Path) -> str:
-    """The page that `tables` makes of runs."""
     return tables.write(Tables(runs=[str(run) for run in runs], out=str(tmp_path / "out"))).read_text()
 
 

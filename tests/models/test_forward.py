@@ -9,8 +9,6 @@ from tests.runs import run_config
 
 
 class Recorder(nn.Conv2d):
-    """Records what it sees."""
-
     def forward(self, x):
         self.seen = x
         return super().forward(x)

@@ -291,17 +291,6 @@ def test_networks_and_options_that_cannot_be_are_refused(network, options, messa
         torchvision_body(network=network, **options)
 
 
-def test_the_trained_network_with_in_place_norms_stays_the_same():
-    """docs/results/camvid.md quotes its scores."""
-    pytest.importorskip("timm")
-    config = run_config("experiment=camvid_table3_trained/inplace_larger_crops", "data.root=DIR")
-    with torch.device("meta"):
-        network = assemble.network_of(config, 11)
-    norms = {name: type(module) for name, module in network.named_modules() if isinstance(module, ABN)}
-    standard = {name.removeprefix("body.blocks.") for name, kind in norms.items() if kind is not InPlaceABN}
-    assert len(norms) == 36 and standard == {f"{block}.bn3" for block in ("1.1", "2.1", "3.1", "3.2", "4.1", "4.2")}
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("name", TIMMS)
 @torch.no_grad()
