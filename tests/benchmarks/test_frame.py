@@ -78,7 +78,6 @@ IMPOSSIBLE = [  # (command, options, message)
     (layers, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (layers, "out=page.md", "ends in .json"),
     (steps, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, capture, arms"),
-    (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[depths/]", "only=depths/: there is no such item; the nearest names are depths/"),
 ]
 

@@ -207,14 +207,9 @@ def test_an_activation_after_the_first_block_may_overwrite_its_input(recompute):
 
 
 @pytest.mark.slow
-def test_blocks_begin_and_end_with_tensors_and_compile():
-    """An in-place norm and its activation are one block: in the stem of ResNets, at the start of MobileNets."""
+def test_blocks_compile():
     torch.manual_seed(0)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    for name in ("resnet18", "mobilenet_v3_small"):
-        standard, body = (torchvision_body(norm, network=name) for norm in (LEAKY, IN_PLACE))
-        assert [type(part) for part in body.parts()][4:] == [type(part) for part in standard.parts()][4:]
-        assert len(body.parts()) == len(standard.parts())
     body = torchvision_body(IN_PLACE, network="resnet18").double()
     expected = body(images)
     body.recompute = "blocks"
