@@ -152,12 +152,6 @@ def test_one_channel_takes_gray_and_equal_colours(tmp_path):
         decode(written(tmp_path / "x.pages.tif", values(3)), channels=1)
 
 
-def palette(path: Path) -> None:
-    image = Image.fromarray(values(1)[..., 0])
-    image.putpalette([*range(256)] * 3)
-    image.save(path)
-
-
 def text(path: Path) -> None:
     np.save(path, np.array([["a"]], dtype=object), allow_pickle=True)
 
@@ -172,6 +166,7 @@ def rows(path: Path, channels: int = 5) -> None:
     written(path, np.moveaxis(values(channels), 0, 2))
 
 
+palette = partial(trees.write_palette, indices=values(1)[..., 0], colours=[(7, 9, 8)] * 256)
 TIFF = "cannot be decoded as an image.*; expected a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved"
 REFUSED = {
     "three for four": ("x.png", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4: set channels"),
