@@ -3,7 +3,6 @@
 `verify` runs before a training and remembers success; `inspect` is run by hand and decodes all pixels.
 """
 
-import json
 import os
 import re
 import shutil
@@ -54,11 +53,6 @@ def train_ids(kind: str) -> Callable[[Path], None]:
     return change
 
 
-def one_more_class(root: Path) -> None:
-    classes = {**trees.FOLDER, "classes": [*trees.FOLDER["classes"], {"name": "knot"}]}
-    (root / "classes.json").write_text(json.dumps(classes))
-
-
 def cycled(*values: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda label: np.resize(np.array(values, label.dtype), label.shape)
 
@@ -88,7 +82,6 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
         lambda root: relabelled(root, "train/labels/*/*", cycled(0, 1, 2, *30 * [3])),
         [],
     ),
-    "one more class": ("folder", one_more_class, ["no training image shows knot: check"]),
     "a palette of another order": (
         "vistas",
         other_palette,

@@ -19,13 +19,6 @@ from datasets.transforms import TrainingTransform
 from tests import trees
 
 
-def of(index: ClassIndex, label: np.ndarray, image: int, class_id: int) -> set[tuple[int, int]]:
-    pixels = [tuple(pixel) for pixel in index.pixels(image, class_id).tolist()]
-    assert len(set(pixels)) == len(pixels), "a position came twice"
-    assert all(label[pixel] == class_id for pixel in pixels)
-    return set(pixels)
-
-
 def equal(a: ClassIndex, b: ClassIndex) -> bool:
     return np.array_equal(a.counts, b.counts) and np.array_equal(a.places, b.places)
 
@@ -47,7 +40,9 @@ def test_counts_are_exact_and_positions_lie_in_their_class(size, classes, positi
     assert counts.tolist() == [(label == class_id).sum() for class_id in range(classes)]
     index = ClassIndex(tuple(map(str, range(classes))), counts[None], places, positions)
     for class_id in range(classes):
-        assert len(of(index, label, 0, class_id)) == min(counts[class_id], positions)
+        pixels = [tuple(pixel) for pixel in index.pixels(0, class_id).tolist()]
+        assert len(set(pixels)) == len(pixels) == min(counts[class_id], positions)
+        assert all(label[pixel] == class_id for pixel in pixels)
 
 
 def test_every_pixel_of_a_class_is_as_likely(monkeypatch):

@@ -11,10 +11,7 @@ TWO_ORDERS = {  # names in the order by number, and both orders as a message has
     "fractions": (["0.25", "0.5", "9.5", "10"], "0.25, 0.5, 10, 9.5 as text, 0.25, 0.5, 9.5, 10 as numbers"),
     "numbers in names": (["class 2", "class 10"], "class 10, class 2 as text, class 2, class 10 as numbers"),
     "numbers before names": (["1_cat", "2_dog", "10_owl"], "10_owl, 1_cat, 2_dog as text, 1_cat, 2_dog, 10_owl as num"),
-    "late": (
-        [f"{number:03}" for number in range(1001)],
-        "…, 099, 100, 1000, 101, 102, … as text, …, 099, 100, 101, 102, 103, … as numbers",
-    ),
+    "late": ([f"{n:03}" for n in range(1001)], "…, 099, 100, 1000, 101, 102, … as text, …, 099, 100, 101, 102, 103, …"),
 }
 ONE_ORDER = ([*"0123456789"], ["00", "01", "11"], ["n01440764", "n02119789"], ["car", "car-1", "car1"], ["cat", "Dog"])
 
