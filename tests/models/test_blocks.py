@@ -38,12 +38,6 @@ def test_a_norm_over_the_shortcut_is_refused_and_fits_everywhere_else():
         assert torch.equal(*outputs)
 
 
-def test_dropout_is_before_the_last_convolution():
-    for channels, names in (((4, 8), ["conv1", "bn2"]), ((4, 4, 8), ["conv1", "bn2", "conv2", "bn3"])):
-        block = IdentityResidualBlock(Convolutions(4, channels, dropout=0.3), ABN)
-        assert list(block.convs._modules) == [*names, "dropout", f"conv{len(channels)}"]
-
-
 POST_BUFFERS = [  # with 4, 4 and 16 channels: the bytes of norms' inputs or outputs, activations, and y
     (ABN, (4, 4, 16), [4, 4, 4, 4, 16, 16]),
     (InPlaceABN, (4, 4, 16), [4, 4, 16, 16]),

@@ -97,13 +97,14 @@ def test_the_cifar_stem_keeps_the_resolution(build, stages, asked, reached, dila
     assert found == dilations
 
 
-def test_dropout_is_in_the_last_two_stages_of_a2_alone():
+def test_dropout_is_before_the_last_convolution_in_the_last_two_stages_of_a2_alone():
     def dropouts(network):
         return {name: m.p for name, m in network.named_modules() if isinstance(m, nn.Dropout2d)}
 
     assert dropouts(small_wider()) == {}
     assert dropouts(small_wider_a2()) == {"mod6.block1.convs.dropout": 0.3, "mod7.block1.convs.dropout": 0.5}
     assert dropouts(small_wider_a2(dropout=(0.0,) * 6)) == {}
+    assert [*small_wider_a2().mod6.block1.convs._modules][-2:] == ["dropout", "conv3"]
 
 
 @pytest.mark.parametrize(
