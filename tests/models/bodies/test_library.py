@@ -132,14 +132,6 @@ def test_convolutions_are_dilated_in_whichever_order_they_are_listed():
     torch.testing.assert_close(dilated(images)[:, :, ::2, ::2], strided(images))
 
 
-@torch.no_grad()
-def test_no_pixel_is_dropped_whichever_stride_rounds_down():
-    """The transitions of torchvision's DenseNets round down, and their stem does not."""
-    layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "transition": nn.AvgPool2d(2)}
-    body = LibraryBody(LEAKY, 0, 32, make=lambda _: layers, network="it")
-    assert body.output_stride == 4 and body(torch.zeros(1, 3, 66, 63)).shape[2:] == (17, 16)
-
-
 class Shortcut(nn.Module):
     """A block of stride 2 whose shortcut pools."""
 
@@ -152,11 +144,12 @@ class Shortcut(nn.Module):
 
 
 @torch.no_grad()
-def test_sizes_that_a_network_itself_cannot_take_are_padded():
-    """timm's dla34 has such blocks: for odd sizes the shortcut rounds down, the convolution up, and their sum fails."""
-    layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "block": Shortcut()}
-    body = LibraryBody(LEAKY, 0, 32, make=lambda _: layers, network="it")
-    assert body(torch.zeros(1, 3, 65, 62)).shape[2:] == (17, 16)
+def test_no_pixel_is_dropped_whichever_stride_rounds_down():
+    """DenseNets' transitions do, and not their stem; a shortcut of timm's dla34, whose sum then fails for odd sizes."""
+    layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1)}
+    for layers["block"], size in ((nn.AvgPool2d(2), (66, 63)), (Shortcut(), (65, 62))):
+        body = LibraryBody(LEAKY, 0, 32, make=lambda _: layers, network="it")
+        assert body.output_stride == 4 and body(torch.zeros(1, 3, *size)).shape[2:] == (17, 16)
     with pytest.raises(ValueError, match="output_stride=2, because its Shortcut strides .*: give output_stride=4"):
         LibraryBody(LEAKY, 0, 2, make=lambda _: layers, network="it")
 
