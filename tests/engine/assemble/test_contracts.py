@@ -105,7 +105,6 @@ def narrow(ignore_index, weights=None):
 )
 def test_a_choice_that_breaks_its_contract_is_refused_by_name(builds, problem, registry):
     @choice("loss")
-    @dataclass
     class Broken(Loss):
         name: str = "broken"
         share: float = key(0.5, above=0)
@@ -133,7 +132,6 @@ class Sgd(torch.optim.SGD):
 
 def test_builds_may_be_the_class_itself_and_optimisers_take_what_they_know(registry):
     @choice("optim")
-    @dataclass
     class Own(Optim):
         name: str = "own"
         lr: float = 0.1
@@ -156,7 +154,6 @@ def test_a_key_that_would_hide_an_argument_is_refused_by_name(registry):
     with pytest.raises(ValueError, match=message):
 
         @choice("loss")
-        @dataclass
         class Hides(Loss):
             name: str = "narrow"
             stride: int = 2
@@ -169,13 +166,11 @@ def test_a_class_that_is_no_choice_is_refused(registry):
     with pytest.raises(ValueError, match=r'head=mine: BuildsNothing needs builds: ClassVar\[str\] = "module.Name"'):
 
         @choice("head")
-        @dataclass
         class BuildsNothing(Head):
             name: str = "mine"
 
     with pytest.raises(ValueError, match='Nameless: give it a name, such as name: str = "mine"'):
 
         @choice("head")
-        @dataclass
         class Nameless(Head):
             builds: ClassVar[str] = "mine.Head"
