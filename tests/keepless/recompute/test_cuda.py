@@ -153,11 +153,8 @@ def test_gradients_are_equal_to_the_bit(device, around, deterministic):
         "autocast": partial(torch.autocast, device, torch.bfloat16),
         "save_on_cpu": partial(torch.autograd.graph.save_on_cpu, pin_memory=device == "cuda"),
     }
-    setup, wraps = (
-        on(torch.randn(4, 3, 24, 24, device=device), False),
-        partial(under, contexts.get(around, nullcontext)),
-    )
-    assert agree(*pair(plain), setup, wraps=wraps)
+    images, context = torch.randn(4, 3, 24, 24, device=device), contexts.get(around, nullcontext)
+    assert agree(*pair(plain), on(images, False), wraps=partial(under, context))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
