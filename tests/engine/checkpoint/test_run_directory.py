@@ -37,7 +37,7 @@ def weights_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def state_of(step: int, config: SegmentationRun) -> dict:
-    state = {"task": "segmentation", "step": step, "network": weights_of(step), "total_steps": 9}
+    state = {"task": "segmentation", "step": step, "network": weights_of(step), "total_steps": 9, "finished": step == 9}
     of_training = {"best": None, "scores": [], "data": {}}
     return {**state, **of_training, "config": cfg.plain(config), "classes": ["road", "sky"]}
 
