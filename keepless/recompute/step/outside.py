@@ -1,5 +1,6 @@
 """Put back what a network's code changes outside of its copy: Python state that both of them reach."""
 
+import dis
 import gc
 import random
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from io import IOBase
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,12 +113,19 @@ def _variables(one: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
     if isinstance(one, FunctionType):
         for cell in cells_of(one):
             yield partial(setattr, cell, "cell_contents"), cell.cell_contents
-        names, spaces = names_in(one.__code__), [one.__globals__]
+        named, attributes, spaces = _global_names(one.__code__), names_in(one.__code__), [one.__globals__]
         for space in spaces:
+            names = named if space is one.__globals__ else attributes
             for name, value in [(name, space[name]) for name in names if name in space]:
                 yield partial(space.__setitem__, name), value
                 if isinstance(value, ModuleType) and _is_followed(value) and all(vars(value) is not s for s in spaces):
                     spaces.append(vars(value))
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """The global variables that a function and those inside it name. Unlike `names_in`, without attributes."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname.endswith(("GLOBAL", "GLOBALS", "NAME"))}
+    return own.union(*(_global_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def _results(one: Any) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize
 
 from keepless import recompute_activations
-from tests.keepless.recompute.ahead import After
+from tests.keepless.recompute.ahead import After, plans_of
 
 
 class Elsewhere(nn.Module):
@@ -107,3 +107,23 @@ def test_a_rehearsal_takes_no_items_of_iterators(name):
         assert all(torch.equal(within(x), one) for one in expected)
     refused = [str(one.message) for one in said if "takes items of a" in str(one.message)]
     assert len(refused) == (name not in ("closure", "mapped", "partial"))
+
+
+class NamedAlike(nn.Module):
+    """Its layer has the name of a global iterator, which its code does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.GLOBAL = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.GLOBAL(x).tanh()
+
+
+def test_an_attribute_may_be_named_like_a_global_iterator():
+    """The plan was refused, because the network's code seemed to take the iterator's items."""
+    within = recompute_activations(nn.Sequential(NamedAlike(), NamedAlike(), nn.Linear(8, 8)), budget=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        within(torch.randn(64, 8)).sum().backward()
+    assert plans_of(within).known
