@@ -79,10 +79,7 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
 
 
 class WithLoss(nn.Module):
-    """A network and its loss in one module, so that a plan counts the loss, which may dominate in segmentation.
-
-    Not beside a global variable `run`: plans follow those that code names.
-    """
+    """A network and its loss in one module, so that a plan counts the loss, which may dominate in segmentation."""
 
     def __init__(self, network: nn.Module, forward: Forward | None = None):
         super().__init__()

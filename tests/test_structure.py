@@ -52,7 +52,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def built_by_choices() -> Iterator[str]:
-    """What choices build (`engine.schema.keys.choice`) is imported by their contracts."""
+    """The names of what choices build. No file imports these modules: `engine.assemble.contracts` does, by name."""
     for path in (REPOSITORY / "engine" / "schema").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "builds":

@@ -82,7 +82,7 @@ def tables_of(experiment: str) -> list[str]:
 
 
 def titles() -> dict[str, str]:
-    """{name: title} of all tables: first those of this repository, then those of plugins."""
+    """The title of each table, by its name. The tables of plugins come after ours."""
     return {table: TABLES.get(table, table) for each in (TABLES, *map(tables_of, all_experiments())) for table in each}
 
 

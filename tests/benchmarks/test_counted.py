@@ -22,7 +22,7 @@ def recorded(name: str, part: str) -> list[dict]:
 
 
 def test_every_saving_strategy_has_a_row():
-    """What it saves, tests/test_docs.py compares with the page."""
+    """The values in the rows are compared with the page in tests/test_docs.py."""
     assert STRATEGIES.keys() == counted.TITLES.keys()
 
 

@@ -126,5 +126,5 @@ def test_ranks_of_a_user_without_a_home_make_one_private_folder_or_none(tmp_path
     assert status == 0, run.output
     assert folder.stat().st_mode & 0o7777 == 0o700
     assert {path.name for path in folder.iterdir()} >= {"class-index", "compiled", "verified"}
-    for inside in ("class-index", "synthetic-streets-*"):
-        assert len([*folder.glob(f"{inside}/*")]) == 1, inside  # of both ranks, and nothing unfinished
+    for inside in ("class-index", "synthetic-streets-*"):  # the ranks share one file, and no unfinished one is left
+        assert len([*folder.glob(f"{inside}/*")]) == 1, inside

@@ -59,7 +59,10 @@ def options(draw) -> dict:
 
 
 def as_plain(logits: Tensor, labels: Tensor, rows: int, **options) -> tuple[Tensor, Tensor]:
-    """The value and gradient by tiles of so many rows, which must be those of the definition. NaN: mean of nothing."""
+    """Compute the loss in tiles of `rows` rows, and check value and gradient against the definition.
+
+    The mean of nothing is NaN in both.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(losses._TILE_BYTES, "cpu", logits.itemsize * rows * logits.shape[1] * labels.shape[2])
         found = value_and_gradient(upsampled_cross_entropy, logits, labels, **options)

@@ -118,7 +118,7 @@ def test_255_beside_evenly_spread_levels_is_doubted(held, doubted, tmp_path, cap
 
 
 def test_images_of_8_bits_that_are_nearly_black_are_doubted(tmp_path, capsys):
-    """As floats of 0 to 1 are that were cast to bytes."""
+    """Somebody may have cast floats from 0 to 1 to bytes."""
     made(tmp_path, IDS, image=equal_channels((IDS > 0).astype(np.uint8)))
     assert "8-bit images use 2 of the 256 levels" in " ".join(capsys.readouterr().out.split())
 

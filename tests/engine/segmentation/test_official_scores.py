@@ -68,7 +68,7 @@ def test_cityscapes_is_the_official_script(tmp_path, monkeypatch):
     [(coco_stuff, trees.coco_stuff, range(92, 183), 183), (vistas, trees.vistas, range(65), 65)],
 )
 def test_classes_are_counted_on_their_own_pixels(find, make, ids, unscored, tmp_path):
-    """Like the paper, COCO-Stuff leaves out pixels whose label is a thing, and Vistas those of void."""
+    """COCO-Stuff leaves out the pixels of things, as its paper does. Vistas leaves out those of void."""
     dataset = find(make(tmp_path), "val")
     predictions = random_predictions(dataset)
     every = pixel_pairs(dataset, predictions)

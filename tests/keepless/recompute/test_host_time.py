@@ -129,7 +129,7 @@ def test_a_plan_counts_the_host_for_each_repeated_call_and_each_save_of_its_resu
 
 
 def test_a_step_that_fits_as_it_is_makes_nothing():
-    """Also of functions that have rules, and return their argument here."""
+    """Nor for calls like `x.contiguous()`, which have a rule but return their argument here."""
     same = After(nn.ReLU(), lambda x: x.to(x.dtype).reshape(x.shape).contiguous())
     network = nn.Sequential(nn.Conv1d(4, 4, 1), same, nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
     recompute_activations(network, budget="1GiB")

@@ -349,7 +349,7 @@ def test_a_size_follows_the_plan_of_one_that_is_not_much_larger(rehearsals):
 
 
 def test_inputs_whose_results_are_larger_than_their_bytes_tell_are_planned_next_time(rehearsals):
-    """As in attention without a fused kernel, whose scores grow with the square of the length."""
+    """The scores of attention without a fused kernel grow with the square of the length."""
     attended = After(nn.Linear(16, 16), lambda x: (x @ x.transpose(1, 2)).softmax(-1).matmul(x).relu().mean(1))
     plain, within = pair(attended, budget=0.99)
     assert_like(plain, within, *map(torch.randn, [(4, 32, 16), (1, 128, 16), (1, 128, 16), (4, 32, 16)]))
