@@ -52,6 +52,10 @@ def measure(arguments: frame.Arguments, part: str, *what: Any) -> Rows:
     return [{"part": part, **row} for row in PARTS[part](*what)]
 
 
+def _loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(network(images), labels)
+
+
 def activations(title: str) -> Iterator[dict]:
     """Megabytes (10^6 bytes) that a step on 100 CIFAR images saves, such as of "ResNet-32"."""
     build = getattr(bodies, f"{title.lower().replace('-', '')}_cifar")
@@ -60,10 +64,13 @@ def activations(title: str) -> Iterator[dict]:
         images, labels = torch.empty(100, 3, 32, 32), torch.empty(100, dtype=torch.long)
         for norm, layer in NORMS.items():
             network = build(layer, classes=10)
-            loss = partial(lambda network: F.cross_entropy(network(images), labels), network)
-            kept = kept_bytes(network, loss, [images])
+            kept = kept_bytes(network, partial(_loss, network, images, labels), [images])
             row |= {norm: kept / 1e6, "parameters": sum(parameter.numel() for parameter in network.parameters())}
     yield row
+
+
+def _by_blocks(recompute: str, units: Sequence[nn.Module], x: Tensor) -> Tensor:
+    return run_blocks(units, x, recompute)[0][0]
 
 
 def _recursive(units: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -77,9 +84,9 @@ def _recursive(units: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 Method = Callable[[Sequence[nn.Module], Tensor], Tensor]
 METHODS: dict[str, Method] = {
-    "naive": lambda units, x: run_blocks(units, x, "none")[0][0],
-    "blocks": lambda units, x: run_blocks(units, x, "blocks")[0][0],
-    "sqrt": lambda units, x: run_blocks(units, x, "sqrt")[0][0],
+    "naive": partial(_by_blocks, "none"),
+    "blocks": partial(_by_blocks, "blocks"),
+    "sqrt": partial(_by_blocks, "sqrt"),
     "recursive": _recursive,
     "reversible": run_reversibly,
 }
