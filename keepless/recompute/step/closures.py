@@ -75,7 +75,7 @@ def _holds_modules(function: FunctionType) -> bool:
 def parts_of(one: Any) -> Iterable[Any]:
     """What a collection, a function or a method refers to. Variables of a closure that are not set are left out."""
     if isinstance(one, dict):
-        return one.values()
+        return dict.values(one)
     if isinstance(one, (list, tuple, set, deque)):
         return one
     if isinstance(one, partial):

@@ -20,6 +20,7 @@ from .closures import cells_of, parts_of
 
 _LEFT_ALONE = frozenset(["torch", "keepless", "numpy", "triton", "logging", "builtins"])  # packages
 LruCache: type[Any] = type(cache(len))
+_METHODS = FunctionType, staticmethod, classmethod, property
 _VALUES = str, int, float, bytes, type(None), Tensor, ModuleType
 
 
@@ -29,17 +30,25 @@ def put_back(copied: object, copies: set[int]) -> Iterator[set[int]]:
 
     That is collections, arrays, attributes of objects and classes, variables of closures, global variables that
     functions name, random generators and `functools.lru_cache`s, also behind weak references. `copies`: ids of what
-    belongs to the copy. Yields the ids of what is reached.
+    belongs to the copy. Yields the ids of what is reached. A class's methods are not followed, which could reach a
+    whole library, but for the `forward` of modules and methods of modules that followed code names.
 
     RuntimeError: the code reaches an iterator, whose items cannot be put back. Files for writing may be reached.
     """
     undo: list[Callable[[], None]] = []
     pending, seen = [copied], {id(sys.modules)}
+    named, methods = {"forward"}, list[tuple[str, Any]]()  # names in followed code; methods that wait for theirs
     while pending:
         one = pending.pop()
         if id(one) not in seen and not isinstance(one, _VALUES):
             seen.add(id(one))
             ways, reached = _state(one)
+            if isinstance(one, type):
+                own = {id(each): name for name, each in vars(one).items() if isinstance(each, _METHODS)}
+                methods += [(own[id(each)], each) for each in reached if id(each) in own and issubclass(one, nn.Module)]
+                reached = [each for each in reached if id(each) not in own]
+            elif isinstance(one, FunctionType):
+                named |= names_in(one.__code__)
             pending += reached
             if id(one) not in copies:
                 is_file = isinstance(one, IOBase) and (one.closed or one.writable())
@@ -50,7 +59,10 @@ def put_back(copied: object, copies: set[int]) -> Iterator[set[int]]:
                         f"list and a position in a module instead"
                     )
                 undo += ways
-    del pending, one, ways, reached
+        if not pending:
+            pending += [each for name, each in methods if name in named]
+            methods = [(name, each) for name, each in methods if name not in named]
+    del pending, one, ways, reached, methods
     try:
         yield seen
     finally:
@@ -79,8 +91,8 @@ def _state(one: Any) -> tuple[list[Callable[[], None]], list[Any]]:
     if isinstance(one, (list, deque, set)):
         undo.append(partial(_put_members, one, list(one)))
     elif isinstance(one, dict):
-        undo.append(partial(_put_items, one, dict(one), one.__setitem__, one.__delitem__))
-        reached += one  # keys may be weak references
+        undo.append(partial(_put_items, one, dict(dict.items(one)), one.__setitem__, one.__delitem__))
+        reached += dict.keys(one)  # keys may be weak references; a subclass may import what it lists
     elif isinstance(one, LruCache):
         undo.append(partial(_forget_new, one, {*_results(one)}))
     elif type(one) is random.Random:
