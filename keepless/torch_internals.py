@@ -57,6 +57,8 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+    from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+    from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     _attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order

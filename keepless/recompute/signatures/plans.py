@@ -2,10 +2,8 @@
 
 import logging
 import math
-import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,22 +13,20 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ...inputs import check_module, check_one_example, shown, tensors_in
+from ...inputs import check_module, check_one_example, shown
 from ...saved import size_text
-from ...torch_internals import is_compiled, tree_map, warn
+from ...torch_internals import tree_map, warn
 from ...units import UNITS, bytes_of, share_of
 from ..passes.plan import Plan
-from ..step.closures import has_hooks_of_users
 from ..step.rehearsal import rehearsed_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
 from ..step.step import Kind, Step
-from .growing import enlarged
+from ..step.watch import Watch
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
-_FAILURES = 3  # rehearsals that fail by one error, until no other is tried
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
 
@@ -62,94 +58,28 @@ class Planner:
 
     def __init__(self, budget: float | int):
         self.budget = budget
-        self.error: Exception | None = None  # of the last rehearsal
-        self.has_room = True  # plans for larger inputs than have come may keep the budget
-        self.is_early = False  # planned before the training: a rehearsal may then take more than the budget
         self._said: set[str] = set()  # subjects of the warnings given so far
-        self._failed: Counter[str] = Counter()  # rehearsals that have failed, by their errors without numbers
-        self._differs_on_fakes: bool | None = None  # other calls, as in Hugging Face's attention; None: not known
 
     @_pauses_are_explained()
-    def plan(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        known: Plan | None = None,
-        missed: bool = False,
-    ) -> Plans | None:
-        """The plans of passes with these arguments; None if there can be none.
-
-        `known`: the last plan of such passes. `missed`: already the pass for which it was made diverged from it.
-        """
-        self.error = None
-        learns = [*module.parameters(), *tensors_in((args, kwargs))]
-        if max(self._failed.values(), default=0) >= _FAILURES or not any(one.requires_grad for one in learns):
-            return None
-        is_real = missed if self._differs_on_fakes is None else self._differs_on_fakes
+    def plan(self, module: nn.Module, watch: Watch) -> Plans | None:
+        """The plans of passes like one whose step was watched; None if there can be none."""
         try:
-            step = rehearsed_step(module, args, kwargs, is_real, self.budget)
-        except Exception as error:  # a network may raise anything
-            self.error = error
+            return self._planned(module, watch.step(module))
+        except Exception as error:  # what operators do on tensors of ones, for instance
+            self.say_that_it_fails(error)
             return None
-        is_known = known is not None and known.calls == step.calls
-        if missed and self._differs_on_fakes is None:
-            self._differs_on_fakes = not is_known
-            step = step._replace(rehearsal=max(step.rehearsal, plain_peak(step)))  # so much the missed step may take
-        if self.is_early:
-            step = step._replace(rehearsal=0)
-        return Plans(known, known) if known is not None and is_known else self._planned(module, step)
 
-    @_pauses_are_explained()
-    def plan_larger(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], before: Sequence[int], most: float
-    ) -> tuple[Any, Plans] | None:
-        """Larger arguments, see `enlarged`, and their plans; None if they miss the budget, or run only on real tensors.
+    def say_that_it_fails(self, error: Exception) -> None:
+        self.say("fails", f"no plan can be made, so a step may exceed the budget: {text_of(error)}")
 
-        Then no other ones are tried. (On real tensors, larger inputs might read outside of a table of positions.)
-        """
-        try:
-            args, kwargs = enlarged((args, kwargs), before, most)
-            is_real = bool(self._differs_on_fakes)
-            plans = self._planned(module, rehearsed_step(module, args, kwargs, is_real, self.budget, only_fake=True))
-            if "missed" in self._said or "missed" not in dict(plans.there.remarks):
-                return (args, kwargs), plans
-            reason = "no plan keeps 1.5 times their size within the budget"
-        except Exception as error:  # a network may raise anything
-            reason = f"a step with 1.5 times their size cannot be rehearsed: {error}"
-        self.has_room = False
-        text = f"inputs grow, and each size is planned anew, because {reason}; sort inputs falling, or give the largest"
-        self.say("grows", f"{text} as example=")
-        return None
-
-    def must_plan_again(self, has_raised: bool) -> bool:
-        """Whether a pass has raised an error as its rehearsal did. If only the rehearsal did, warn once.
-
-        Other sizes are rehearsed, too, until three have failed by the same error.
-        """
-        error, self.error = self.error, None
-        if error is not None and not has_raised:
-            cause = re.sub(r"\d+", "", f"{type(error).__name__}: {error}")
-            self._failed[cause] += 1
-            self.say(cause, f"no plan can be made, so a step may exceed the budget: {text_of(error)}")
-        return error is not None and has_raised
-
-    def say_that_it_leaves(self, network: nn.Module, left: "ref[nn.Module] | None", is_new: bool) -> None:
-        """Warn about a pass that has left its plan in module `left`. `is_new`: the plan was made for this pass."""
-        if "paths" in self._said:
-            return
+    def say_that_it_leaves(self, network: nn.Module, left: "ref[nn.Module] | None") -> None:
+        """Warn about a pass that has left its plan in module `left`."""
         names = {id(one): f"{name or 'the network'} ({type(one).__name__})" for name, one in network.named_modules()}
         place = names.get(id(left and left()), "code outside its modules")
-        text = f"steps make other calls than their rehearsals, first in {place}, and may exceed the budget, because"
-        if not is_new:
-            text = f"steps take several paths, first in {place}: only one has a plan, and others may exceed the budget"
-        elif compiled := [names[id(one)] for one in network.modules() if is_compiled(one)]:
-            text += f" calls under torch.compile cannot be seen: leave {compiled[0]} uncompiled"
-        elif hooked := [names[id(one)] for one in network.modules() if has_hooks_of_users(one)]:
-            text += f" rehearsals leave out hooks: do in forward what those of {', '.join(hooked[:3])} do to outputs"
-        else:
-            text += " state outside the network chooses the path of a step: keep it in the network"
-        self.say("paths", text)
+        self.say(
+            "paths",
+            f"steps take several paths, first in {place}: only one has a plan, and others may exceed the budget",
+        )
 
     def say_that_it_grew(self, plan: Plan, growth: float) -> None:
         """Warn about a pass that has made more than the planned one, unless it was within the budget all the same.
@@ -211,13 +141,6 @@ def _within(rehearsed: Step, budget: int, gradients: int = 0, known: Choice | No
         remarks.append(("missed", text))
         return Plan(calls, bytes(len(calls)), remarks=remarks), Choice(plain_peak(rehearsed), 0.0, kept)
     step, choice = _chosen(rehearsed, limit, known)
-    if (taken := rehearsed.rehearsal) > limit + _BLOCK:
-        text = (
-            f"the first steps with a shape take up to {size_text(taken)}, more than {size_text(limit)}: the network is "
-            f"planned on real tensors, because {rehearsed.cause}; plan before the training, while no other memory "
-            f"is taken: recompute_activations(…, example=…)"
-        )
-        remarks.append(("rehearsal", text))
     least, held = choice.peak - gradients, simulate(rehearsed, choice.kept).peak - gradients
     if least <= budget + _BLOCK < held and step is not rehearsed:
         text = (

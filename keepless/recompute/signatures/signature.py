@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ...inputs import tensors_in
 from ...saved import PLAIN, autocast_of, is_ordinary
 from ...torch_internals import (
+    FakeTensor,
+    backward_runs,
     changing_mode,
     current_hooks,
     dispatch_modes_on,
@@ -28,8 +30,8 @@ from ..passes.advised import Advised
 from ..passes.plan import ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
-from ..step.rehearsal import follows
 from ..step.sharded import is_sharded, may_have_buckets
+from ..step.watch import State, Watch, Watched
 from .plans import Planner, Plans
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
@@ -44,9 +46,8 @@ _Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and
 class Signature:
     """Inputs whose passes share advice, and with a budget, where they have one size, the same plan.
 
-    While it is due, the next pass is an attempt: it gets a plan, and its calls are learned as advice for further ones.
-    If a pass makes more, or other calls, the signature is due again; but for the third time only after 100 passes, the
-    fourth after 10,000, because a network may take several paths at random.
+    While it is due, the next pass is an attempt: without a budget its calls are learned as advice for further ones;
+    within one the whole step is watched, and the pass after it gets a plan.
     """
 
     def __init__(self, kind: tuple[Any, ...], size: _Size, comes: bool = False) -> None:
@@ -56,8 +57,8 @@ class Signature:
         self.passes = self.attempts = 0
         self.is_due = True
         self.is_new = True  # no pass has ended since the last attempt
-        self.is_first = False  # the pass is the first one since the network was rehearsed
-        self.has_missed = False  # already the pass for which the plan was made has left it
+        self.watch: Watch | None = None  # the last step that was watched, until it is planned
+        self.marker: _Backward | None = None  # of the last pass, if no backward pass has followed the watched one
         self.plan: Plan | None = None
         self.is_own = False  # the plan was made for this size
         self.advice: Advice | None = None
@@ -66,22 +67,19 @@ class Signature:
     def attempt(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Let the next pass follow a plan, and learn advice unless there is some."""
         self.plan, self.is_own, self.advice = plan, is_own and plan is not None, advice
-        self.is_due, self.is_new, self.has_missed, self.attempts = False, True, False, self.attempts + 1
+        self.is_due, self.is_new, self.attempts = False, True, self.attempts + 1
 
-    def plan_passes(self, plans: Plans | None, one: "Signature") -> None:
-        """Give new plans to the passes of `one`, which is due. Other passes keep theirs, unless it no longer holds."""
+    def plan_passes(self, plans: Plans | None) -> None:
+        """Give new plans to the passes."""
         there, coming = (None, None) if plans is None else plans
-        if self.coming is None or one.plan is None or one.has_missed:
-            self.attempt(there)
-            self.has_coming(None if coming is there else coming)
-        else:
-            one.attempt(coming if one.comes else there)
+        self.attempt(there)
+        self.has_coming(None if coming is there else coming)
 
-    def borrow(self, larger: "Signature") -> None:
-        """Follow the plan and the advice of a larger size."""
-        self.attempt(larger.plan, is_own=False, advice=larger.advice)
-        if larger.coming is not None:
-            self.has_coming(larger.coming.plan, is_own=False, advice=larger.coming.advice)
+    def borrow(self, lender: "Signature") -> None:
+        """Follow the plan and the advice of another size."""
+        self.attempt(lender.plan, is_own=False, advice=lender.advice)
+        if lender.coming is not None:
+            self.has_coming(lender.coming.plan, is_own=False, advice=lender.coming.advice)
 
     def has_coming(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Give passes before which no parameter has a gradient a plan of their own; None: they have none."""
@@ -89,6 +87,12 @@ class Signature:
         if self.coming is not None:
             self.coming.attempt(plan, is_own, advice)
             self.coming.attempts = self.attempts
+
+    def awaits_backward(self) -> bool:
+        """Whether the pass that was watched, or one after it, still waits for its backward pass."""
+        if self.watch is not None:
+            return self.watch.is_awaited()
+        return self.marker is not None and not self.marker.has_begun
 
 
 class _Backward:
@@ -103,12 +107,15 @@ class _Backward:
         self.has_begun = self.has_begun or not torch.is_grad_enabled()
 
 
+def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
+
+
 class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
 
     Inputs of a new size borrow the plan and the advice of the smallest planned size that has at least their bytes,
-    and at most 1.5 times as many. If their results are larger than planned, they get a plan of their own. Where sizes
-    grow, a larger one than has come is planned, for further ones to borrow: see `Planner.plan_larger`.
+    and at most 1.5 times as many.
     """
 
     def __init__(self, budget: float | int | None = None) -> None:
@@ -130,64 +137,95 @@ class Signatures:
         for known in self.known if has_shards else ():  # planned before FSDP sharded the network
             known.has_coming(None)
         changes = (function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
-        one = self.of_pass(module, inputs, args, kwargs, not changes)
-        policy = None if self._planner is None else ByPlan(None if one is None else one.plan)
+        signature: Signature | None = self._signature(module, inputs, args, kwargs)
+        if self._planner is None:
+            if signature.is_due:
+                signature.attempt(None)
+        elif self._is_planned(module, signature):
+            pass
+        elif changes or backward_runs() or is_transformed((args, kwargs)) or not _learns(module, inputs):
+            signature = None
+        elif is_capturing():
+            self._planner.say("waits", "a CUDA graph is captured without a plan: run three steps before the capture")
+            signature = None
+        elif not signature.awaits_backward():
+            return self._watched(signature, module, inputs, frame)
+        signature = signature and self._of_gradients(signature)
+        policy = None if self._planner is None else ByPlan(None if signature is None else signature.plan)
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
-        if one is None or changes or is_capturing():
+        if signature is None or changes or is_capturing():
             return recording
-        if not has_shards and None not in one.kind[0]:
-            if one.advice is not None and not one.is_new:
+        if policy is not None and signature.is_new and signature.plan is not None:
+            for remark in signature.plan.remarks:
+                self._planner.say(*remark)
+        signature.passes += 1
+        is_advised = not signature.is_due and not has_shards and None not in signature.kind[0]
+        if is_advised:
+            if signature.advice is not None and not signature.is_new:
                 policy = policy and ByPlan()  # sites know what it has decided
-                recording = Advised(one.advice, policy, inputs=inputs, frame=frame, earlier=one.kept)
-            elif one.advice is None and one.is_new:
+                recording = Advised(signature.advice, policy, inputs=inputs, frame=frame, earlier=signature.kept)
+            elif signature.advice is None and signature.is_new:
                 recording = Advised(Advice(), policy, inputs=inputs, frame=frame)
-        recording.signature = one
+        recording.signature = signature
         return recording
 
-    def of_pass(
-        self,
-        module: nn.Module,
-        inputs: Sequence[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        may_plan: bool = True,
-    ) -> Signature | None:
-        """The signature of the next pass; None if it has no plan, and none can be made now, or may be."""
+    def _signature(
+        self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Signature:
+        """The signature of these inputs, which becomes the last one used."""
         kind, size = self._described(module, inputs, args, kwargs)
-        for known in self.known:
-            if known.kind == kind and known.size == size:
+        for signature in self.known:
+            if signature.kind == kind and signature.size == size:
                 break
         else:
-            known = Signature(kind, size)
-        one = self._of_gradients(known)
-        was_due = one.is_due
-        if one.is_due and self._planner is None:
-            one.attempt(None)
-        elif one.is_due and (larger := self._to_borrow_from(one)) is not None:
-            one.borrow(larger)
-            self._use(larger)
-        elif one.is_due and self._planner is not None:
-            if not may_plan or is_transformed((args, kwargs)):  # a program that asks for a Jacobian or a graph
-                return None
-            if not (is_capturing() or profiler_runs()):  # measuring waits for the device, or ends the profiler
-                if (larger := self._with_room(module, args, kwargs, one)) is not None:
-                    one.borrow(larger)
-                else:
-                    known.plan_passes(self._planner.plan(module, args, kwargs, one.plan, one.has_missed), one)
-            elif one.attempts == 0:
-                cure = "a CUDA graph is captured without a plan: run three steps before the capture"
-                later = "a PyTorch profiler is running: the budget is planned once it has ended"
-                self._planner.say("waits", cure if is_capturing() else later)
-                return None
-        one = self._of_gradients(known) if was_due else one
-        if self._planner is not None and one.is_new and one.plan is not None:
-            for remark in one.plan.remarks:
-                self._planner.say(*remark)
-        one.is_first = known.is_new and (known.coming is None or known.coming.is_new)
-        one.passes += 1
-        if self.known[-1:] != [known]:
-            self._use(known)
-        return one
+            signature = Signature(kind, size)
+        if self.known[-1:] != [signature]:
+            self._use(signature)
+        return signature
+
+    def _is_planned(self, module: nn.Module, signature: Signature) -> bool:
+        """Plan the steps that were watched. Returns whether the next pass of a signature follows a plan or needs none."""
+        for known in self.known:
+            if known.watch is not None:
+                self._plan_watched(module, known, known.watch)
+        if signature.is_due and (lender := self._lender(signature)) is not None:
+            signature.borrow(lender)
+            self._use(lender)
+            self._use(signature)
+        return not signature.is_due
+
+    def _plan_watched(self, module: nn.Module, signature: Signature, watch: Watch) -> None:
+        """Plan the passes of a signature, if the step that was watched has ended."""
+        assert self._planner is not None
+        if watch.state is State.AWAITS and not watch.in_pass:
+            if watch.has_backward:  # what is left of its graph will not run
+                watch.concludes()
+            elif not watch.is_awaited():  # the program has dropped it
+                watch.end(State.LOST)
+        if not watch.is_over:
+            return
+        if watch.state is State.COUNTED and (is_capturing() or profiler_runs()):  # measuring waits, or ends the profiler
+            self._planner.say("waits", "a PyTorch profiler is running: the budget is planned once it has ended")
+            return
+        signature.watch = None
+        if watch.state is State.COUNTED:
+            signature.plan_passes(self._planner.plan(module, watch))
+        elif watch.error is not None:
+            self._planner.say_that_it_fails(watch.error)
+            signature.plan_passes(None)
+        else:
+            signature.marker = _Backward()  # which no graph has: watch again after a pass with a backward pass
+
+    def _watched(
+        self, signature: Signature, module: nn.Module, inputs: Sequence[Tensor], frame: FrameType
+    ) -> Recording:
+        """The context of a forward pass whose step is watched."""
+        tensors = [*module.parameters(), *inputs]
+        has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+        signature.watch, signature.marker = Watch(inputs, has_values), None
+        recording = Watched(signature.watch, frame)
+        recording.signature = signature
+        return recording
 
     def _of_gradients(self, one: Signature) -> Signature:
         """The signature of the next pass, by the gradients before it."""
@@ -219,41 +257,31 @@ class Signatures:
             others.remove(alike[0])
         self.known = [*others, one]
 
-    def _to_borrow_from(self, one: Signature) -> Signature | None:
+    def _lender(self, signature: Signature) -> Signature | None:
         """The smallest planned size whose plan and advice a new one may borrow."""
-        bytes = sum(one.size[1])
-        alike = [other for other in self.known if other.is_own and other.kind == one.kind]
-        larger = [other for other in alike if bytes <= sum(other.size[1]) <= _LARGER * bytes]
-        return min(larger, key=lambda other: sum(other.size[1]), default=None) if one.attempts == 0 else None
-
-    def _with_room(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], one: Signature
-    ) -> Signature | None:
-        """A planned size with up to 1.5 times the bytes of a new one, if that is larger than one that was planned."""
-        bytes = sum(one.size[1])
-        alike = [other for other in self.known if other.is_own and other.kind == one.kind and one.attempts == 0]
-        smaller = [other for other in alike if sum(other.size[1]) < bytes <= _LARGER * sum(other.size[1])]
-        if self._planner is None or not self._planner.has_room or not smaller:
-            return None
-        before = max(smaller, key=lambda other: sum(other.size[1]))
-        if (planned := self._planner.plan_larger(module, args, kwargs, before.size[0], _LARGER)) is None:
-            return None
-        given, plans = planned
-        larger = Signature(*self._described(module, tensors_in(given), *given))
-        larger.plan_passes(plans, larger)
-        self._use(larger)
-        return larger
+        size = sum(signature.size[1])
+        alike = [other for other in self.known if other.is_own and other.kind == signature.kind]
+        larger = [other for other in alike if size <= sum(other.size[1]) <= _LARGER * size]
+        return min(larger, key=lambda other: sum(other.size[1]), default=None) if signature.attempts == 0 else None
 
     def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
         """Learn advice from a pass, or that its plan no longer holds. `output`: None if it raised an error."""
         one, policy = recording.signature, recording.policy
-        if self._planner is not None and self._planner.must_plan_again(has_raised=output is None) and one is not None:
-            one.is_due = True
-        if one is not None and one.comes:
+        if isinstance(recording, Watched):
+            if output is None:
+                recording.counting.end(State.LOST)
+                one.watch = None
+            else:
+                recording.counting.awaits(module, output)
+            return
+        if one is not None and (one.comes or one.is_due):
             backward = _Backward()
             for node in [made.grad_fn for made in tensors_in(output) if made.grad_fn is not None]:
                 node.register_prehook(backward)
-            self._awaited = weakref.ref(backward)
+            if one.comes:
+                self._awaited = weakref.ref(backward)
+            else:
+                one.marker = backward
         if one is None or (isinstance(recording, Advised) and recording.has_followed):
             return
         has_diverged = one.plan is not None and policy is not None and policy.plan is None
@@ -265,11 +293,11 @@ class Signatures:
         if isinstance(recording, Advised) and not recording.is_first:
             has_diverged, left = recording.leaves or is_outdated, left or recording.left
         if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
-            one.is_due, one.has_missed = True, one.is_own and one.is_first
+            one.is_due = True
             if is_outdated:
                 one.plan = None  # also if the calls are the same
         elif has_diverged and self._planner is not None:
-            self._planner.say_that_it_leaves(module, left, one.is_first)
+            self._planner.say_that_it_leaves(module, left)
         if one.is_due or output is None:
             return
         if isinstance(recording, Advised) and recording.is_learnable:
@@ -277,22 +305,6 @@ class Signatures:
             one.advice = recording.advice
         one.kept = recording.kept
         one.is_new, self._parameters = False, []  # new calls may come with new parameters
-
-    def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for a size before its first pass. ValueError if the network cannot be rehearsed on it."""
-        if (planner := self._planner) is None:
-            return
-        planner.is_early, inputs = True, tensors_in((args, kwargs))
-        one = self.of_pass(module, inputs, args, kwargs)
-        if one is not None and one.plan is not None and not follows(one.plan, module, args, kwargs):
-            one.is_due = one.has_missed = True
-            self.of_pass(module, inputs, args, kwargs)
-        planner.is_early = False
-        if (error := planner.error) is not None:
-            raise ValueError(
-                f"a step on a copy of the network with the example raises {type(error).__name__}: {error}; give an "
-                f"example that the network can be trained on, several inputs as a tuple"
-            ) from error
 
     def share(self) -> None:
         """Use the plans of rank 0 for the inputs on which it has planned the same calls."""

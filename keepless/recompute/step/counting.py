@@ -45,13 +45,13 @@ from .step import Event, Step
 from .trace import Trace
 
 _SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
-_ADD = torch.ops.aten.add_.Tensor  # adds a gradient to the one that is there
+ADD = torch.ops.aten.add_.Tensor  # adds a gradient to the one that is there
 _DEVICE = torch.ops.prim.device.default
 # Fake tensors decompose these in Python: running them takes less time.
 _SLOW = frozenset(f"native_{kind}_norm{end}" for kind in ("batch", "layer", "group") for end in ("", "_backward"))
 
 
-class _RunOperator(NamedTuple):
+class RunOperator(NamedTuple):
     """An operator that has run."""
 
     operator: Operator | None  # None: it is estimated
@@ -93,8 +93,8 @@ class Counting(Trace):
     temporary memory is counted only in recurrent layers.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], measures: bool) -> None:
-        self.made = _Allocations(self)
+    def __init__(self, inputs: Sequence[Tensor], measures: bool, kind: "type[Allocations] | None" = None) -> None:
+        self.made = (kind or Allocations)(self)
         super().__init__(inputs, self.made.memory)
         self.measures = measures
         self.called: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
@@ -104,7 +104,7 @@ class Counting(Trace):
 
     def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass."""
-        with self.made, _Recorded(self):
+        with self.made, Recorded(self):
             outputs = network(*args, **kwargs)
         self.called.append((next_node_number(), "the loss", None))
         return outputs
@@ -137,8 +137,8 @@ class Counting(Trace):
                     self.gradients[now] = is_copy
                     self.gradient_bytes += gradient.nbytes
                 if not is_copy:  # it is added to the one from before, which took as long
-                    self.made.note_operator(_ADD, (before, gradient), {}, before)
-                    self.note_place(_ADD)
+                    self.made.note_operator(ADD, (before, gradient), {}, before)
+                    self.note_place(ADD)
 
         handles = [one.register_hook(partial(comes, one)) for one in parameters if is_ordinary(one)]
         handles += [one.register_post_accumulate_grad_hook(came) for one in parameters if is_ordinary(one)]
@@ -176,7 +176,12 @@ class Counting(Trace):
         step = self.step_of(events, list(map(_seconds, self.ran)), [one.operations for one in self.ran], host)
         return step._replace(places=self._named(network), gradients=self.gradient_bytes, coming=coming)
 
-    def note_place(self, function: OpOverload) -> None:
+    def note_temporary(self, size: int, like: Tensor) -> None:
+        """Note so many bytes that are needed for a moment."""
+        self.events.append((Event.BUSY, len(self.ran)))
+        self.ran.append(RunOperator(None, 0, 0, spec_of(like), size))
+
+    def note_place(self, function: Any) -> None:
         """Note where an operator has run: in the last call, or in the backward pass of the call that made the node."""
         number = len(self.called)
         if backward_runs():
@@ -194,12 +199,12 @@ class Counting(Trace):
         ]
 
 
-def _seconds(ran: _RunOperator) -> float:
+def _seconds(ran: RunOperator) -> float:
     cost = None if ran.operator is None else cost_of(ran.operator)
     return seconds_for(ran.moved, ran.operations, ran.like) if cost is None else cost.seconds
 
 
-class _Allocations(MadeTensors):
+class Allocations(MadeTensors):
     """Notes what a step allocates and frees, and the operators that run, in a `Counting`."""
 
     def __init__(self, counting: Counting) -> None:
@@ -288,10 +293,10 @@ class _Allocations(MadeTensors):
         temporaries = 0 if self.counting.measures else temporaries_of(function, args, kwargs)
         if operator is not None or temporaries:
             self.counting.events.append((Event.BUSY, len(self.counting.ran)))
-        self.counting.ran.append(_RunOperator(operator, moved, operations, spec_of(made[0]), temporaries))
+        self.counting.ran.append(RunOperator(operator, moved, operations, spec_of(made[0]), temporaries))
 
 
-class _Recorded(Recording):
+class Recorded(Recording):
     """Records the forward pass of a counted step, and notes what could be recomputed, for a plan that is made later."""
 
     def __init__(self, counting: Counting) -> None:

@@ -71,8 +71,6 @@ class Step(NamedTuple):
     unseen: str = ""  # what hides calls from the trace, such as a checkpoint
     seconds: float = 0.0  # of the baseline step
     operations: int = 0  # of the baseline step: multiplications and additions
-    rehearsal: int = 0  # bytes that its rehearsal has taken, about; 0 on fake tensors
-    cause: str = ""  # why it was rehearsed on real tensors
     places: Sequence[tuple[int, str]] = ()  # operators: number of events at their end, and the call and module
     gradients: int = 0  # bytes of the gradients that parameters get
     coming: Sequence[tuple[int, tuple[Event, int]]] = ()  # see `as_gradients_come`: events to replace, by their numbers

@@ -20,5 +20,5 @@ def one_process(tmp_path):
     dist.destroy_process_group()
 
 
-def seconds(ran: counting._RunOperator) -> float:
+def seconds(ran: counting.RunOperator) -> float:
     return 2e-5 + ran.moved / 1e10 + ran.operations / 8e10 if ran.moved else 0.0

@@ -1,0 +1,95 @@
+"""Hold what autograd saves outside of the device's memory: in host memory, or on CPUs in a file without a name."""
+
+import mmap
+import os
+import tempfile
+import weakref
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...torch_internals import warn
+
+SMALL = 2**12  # bytes: smaller tensors stay where they are
+_ALIGNED = 64  # bytes, as PyTorch's CPU allocator: kernels may round otherwise at other offsets
+_SEGMENTS = 2**20, 2**26  # bytes of the first segment of a file, and of the largest
+_SHARE = 0.5  # of the free host memory
+_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+class Elsewhere:
+    """Copies of the tensors that autograd saves in one step. Each is freed with the last reference to it.
+
+    Tensors of a device are copied to host memory, at most half of what is free there, and the host waits for each copy.
+    Those of the CPU go to a file without a name in `$TMPDIR`, whose pages the system writes to the disk when it needs
+    the memory. If there can be no such file, they are in anonymous memory, and one warning says so.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0  # in host memory
+        self.is_full = False  # some tensors have stayed where they were
+        self._file: int | None = None  # its descriptor, from the first tensor on
+        self._end = 0  # bytes of the file
+        self._segment, self._free = memoryview(b""), 0  # of which so many bytes are taken
+
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
+        """A vector with the entries of a tensor's memory, from its first to its last one; None if there is no room."""
+        steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        span = 1 + sum(steps) if all(tensor.shape) else 0
+        with torch.no_grad():
+            entries = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
+            if tensor.is_cpu:
+                place = self._reserved(entries.nbytes, tensor.data_ptr() % _ALIGNED)
+                return torch.frombuffer(place, dtype=torch.uint8).view(entries.dtype).copy_(entries)
+            if self.bytes + entries.nbytes > _SHARE * (self.bytes + free_host_bytes()):
+                self.is_full = True
+                return None
+            self.bytes += entries.nbytes
+            return entries.cpu()
+
+    def _reserved(self, size: int, offset: int) -> memoryview:
+        """So many bytes of the file, which begin at an address with this remainder."""
+        begin = -(-(self._free - offset) // _ALIGNED) * _ALIGNED + offset
+        if begin + size > len(self._segment):
+            self._segment, begin = self._new_segment(size + offset), offset
+        self._free = begin + size
+        return self._segment[begin : begin + size]
+
+    def _new_segment(self, size: int) -> memoryview:
+        smallest, largest = _SEGMENTS
+        size = max(size, smallest, min(self._end, largest))
+        size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            if self._file is None:
+                with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR") or None) as file:
+                    self._file = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._file)  # segments in use stay
+            os.posix_fallocate(self._file, self._end, size)  # else a full disk would end the process at a write
+            segment = mmap.mmap(self._file, size, offset=self._end)
+        except OSError as error:
+            _say_that_there_is_no_file(str(error))
+            return memoryview(mmap.mmap(-1, size))
+        self._end += size
+        return memoryview(segment)
+
+
+@cache
+def _say_that_there_is_no_file(cause: str) -> None:
+    warn(
+        f"a step that is watched holds what autograd saves in memory, not in a file ({cause}): set TMPDIR to a folder "
+        f"on a disk with room for it"
+    )
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that a process may still take: the machine's, or its container's, shared by its ranks."""
+    lines = _MEMORY.read_text().splitlines() if _MEMORY.exists() else []
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    try:
+        limit, taken = (_GROUP / "memory.max").read_text(), (_GROUP / "memory.current").read_text()
+        free += [int(limit) - int(taken)]
+    except (OSError, ValueError):  # there is no limit
+        pass
+    return min(free, default=2**63) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
