@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
-from ..recompute.step.closures import REGISTERED
 from ..torch_internals import register_pytree_node
 
 _ELSEWHERE = "the output of a norm that includes its activation did not go where it went in the trace: convert only \
@@ -85,9 +84,6 @@ def merge(norm: ABN, activation: Any) -> None:
 def hand_over(layer: ABN, args: Any, output: Tensor) -> Activated:
     """Forward hook of a norm that includes an activation after it."""
     return Activated(output, Activation(layer.activation, layer.activation_param), torch.is_grad_enabled())
-
-
-REGISTERED.append(hand_over)  # a rehearsed copy of the network needs it
 
 
 def hands_over(layer: nn.Module) -> bool:

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..inputs import check_has_forward, check_module, check_one_example, is_number, shown
 from ..recompute.signatures.plans import FEWEST, arguments_of
-from ..recompute.step.copied import on_copy
 from ..recompute.step.costs import times_of
+from ..recompute.step.dry import on_copy
 from ..saved import size_text
 from ..torch_internals import ASKS_FOR_VALUES
 from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors, optimizer_bytes

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..inputs import tensors_in
 from ..made_tensors import bytes_of_tensors
 from ..recompute.passes.recording import Recording
-from ..recompute.step.rehearsal import Loss, counted_step, differentiable
+from ..recompute.step.dry import Loss, counted_step, differentiable
 from ..recompute.step.search import frontier
 from ..saved import gradient_bytes
 from .device import optimizer_bytes

@@ -18,7 +18,7 @@ from ...saved import size_text
 from ...torch_internals import tree_map, warn
 from ...units import UNITS, bytes_of, share_of
 from ..passes.plan import Plan
-from ..step.rehearsal import rehearsed_step, text_of
+from ..step.dry import dry_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
@@ -64,7 +64,7 @@ class Planner:
     def plan(self, module: nn.Module, watch: Watch) -> Plans | None:
         """The plans of passes like one whose step was watched; None if there can be none."""
         try:
-            return self._planned(module, watch.step(module))
+            return self.planned(module, watch.step(module))
         except Exception as error:  # what operators do on tensors of ones, for instance
             self.say_that_it_fails(error)
             return None
@@ -97,17 +97,19 @@ class Planner:
             self._said.add(subject)
             warn(message)
 
-    def _planned(self, module: nn.Module, step: Step) -> Plans:
-        """The plans of a rehearsed step: for passes before which parameters have gradients, and before which none has.
+    def planned(self, module: nn.Module, step: Step) -> Plans:
+        """The plans of a step: for passes before which parameters have gradients, and before which none has.
 
-        A budget counts no gradients. Where they come during the pass, activations may use their room until then.
+        Where gradients come during the pass, activations may use their room until then. A budget in bytes is beside
+        gradients; a share is of all that the baseline takes, with the gradients that come.
         """
         step = step._replace(coming=()) if is_sharded(module) else step
-        limit = _limit(self.budget, step)
-        there, choice = _within(step, limit)
+        is_share = isinstance(self.budget, float)
+        there, choice = _within(step, _limit(self.budget, step))
         coming, found = there, choice
         if step.coming:
-            coming, found = _within(step.as_gradients_come(), limit, step.gradients, choice)
+            comes, gradients = step.as_gradients_come(), step.gradients
+            coming, found = _within(comes, _limit(self.budget, comes, gradients), 0 if is_share else gradients, choice)
         _log.info(
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more; with gradients that come %s, for %.1f ms",
             len(step.calls),
@@ -118,43 +120,43 @@ class Planner:
         return Plans(there, there if is_same else coming)
 
 
-def _limit(budget: float | int, step: Step) -> int:
-    """A budget in bytes, beside the gradients of all parameters."""
-    return budget if isinstance(budget, int) else int(budget * plain_peak(step))
+def _limit(budget: float | int, step: Step, gradients: int = 0) -> int:
+    """The bytes that a step may take within a budget. `gradients`: bytes of those that come during the step."""
+    return budget + gradients if isinstance(budget, int) else int(budget * plain_peak(step))
 
 
-def _within(rehearsed: Step, budget: int, gradients: int = 0, known: Choice | None = None) -> tuple[Plan, Choice]:
-    """The plan of a rehearsed step within a budget, with remarks if it may exceed it, and the plan's choice.
+def _within(step: Step, limit: int, beside: int = 0, known: Choice | None = None) -> tuple[Plan, Choice]:
+    """The plan of a step within a limit, with remarks if it may exceed it, and the plan's choice.
 
-    `gradients`: bytes of those that come, which the budget does not count, but peaks do. `known`: a choice to begin
-    with.
+    `beside`: bytes of gradients, which the user's budget does not count. `known`: a choice to begin with.
     """
-    calls, limit = rehearsed.calls, budget + gradients
+    calls, budget, counted = step.calls, limit - beside, step
     remarks: list[tuple[str, str]] = []
-    if plain_peak(rehearsed) > limit and not any(value.kind == Kind.FREE for value in rehearsed.values):
-        kept = (True,) * len(rehearsed.values)
+    if plain_peak(step) > limit and not any(value.kind == Kind.FREE for value in step.values):
+        kept = (True,) * len(step.values)
         text = (
             f"a budget of {size_text(budget)} changes nothing, because no result of this network can be "
-            f"recomputed; most is kept at {Simulation(rehearsed).peak_of(kept)}: train it without a budget, on a "
+            f"recomputed; most is kept at {Simulation(step).peak_of(kept)}: train it without a budget, on a "
             f"smaller batch or shorter inputs"
         )
-        remarks.append(("missed", text))
-        return Plan(calls, bytes(len(calls)), remarks=remarks), Choice(plain_peak(rehearsed), 0.0, kept)
-    step, choice = _chosen(rehearsed, limit, known)
-    least, held = choice.peak - gradients, simulate(rehearsed, choice.kept).peak - gradients
-    if least <= budget + _BLOCK < held and step is not rehearsed:
+        remarks.append((text, text))
+        return Plan(calls, bytes(len(calls)), remarks=remarks), Choice(plain_peak(step), 0.0, kept)
+    step, choice = _chosen(counted, limit, known)
+    least, held = choice.peak - beside, simulate(counted, choice.kept).peak - beside
+    if least <= budget + _BLOCK < held and step is not counted:
         text = (
             f"this step is within {size_text(budget)} only if the program drops the network's outputs before the "
             f"backward pass: while it has a name for them, the peak is {size_text(held)}"
         )
-        remarks.append(("missed", text))
+        remarks.append((text, text))
     if least > budget + _BLOCK:
         texts = size_text(budget), size_text(least)
         if texts[0] == texts[1]:
             texts = f"{budget:,} bytes", f"{least:,} bytes"
-        place = Simulation(rehearsed).peak_of(choice.kept)
+        place = Simulation(counted).peak_of(choice.kept)
         peak = f"the lowest peak is {texts[1]}, which is used; it is at {place}"
-        remarks.append(("missed", f"no plan keeps this step within {texts[0]}: {peak}"))
+        text = f"no plan keeps this step within {texts[0]}: {peak}"
+        remarks.append((text, text))
     if step.unseen:
         text = (
             f"a part of the network's forward pass is not planned, because it runs under {step.unseen}: remove "
@@ -166,9 +168,9 @@ def _within(rehearsed: Step, budget: int, gradients: int = 0, known: Choice | No
 
 
 def _chosen(step: Step, limit: int, known: Choice | None) -> tuple[Step, Choice]:
-    """A rehearsed step and its best choice.
+    """A step and its best choice.
 
-    A rehearsal holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
+    It holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
     met with them, they are left out; if it is out of reach without them too, the choice with the lowest peak stays.
     """
     if (choice := _best(step, limit, known)).peak <= limit:
@@ -279,36 +281,36 @@ def plan(
     for budget in budgets or ():
         checked(budget)  # raises before the step runs
     args, kwargs = tree_map(_apart, arguments_of(example))
-    step = rehearsed_step(network, args, kwargs)
-    limits = [_limit(checked(budget), step) for budget in (_SHARES if budgets is None else budgets)]
+    step = dry_step(network, args, kwargs)
     is_there = is_sharded(network) or any(one.grad is not None for one in network.parameters() if one.requires_grad)
     comes = bool(step.coming) and not is_there
     step, gradients = (step.as_gradients_come(), step.gradients) if comes else (step, 0)
+    limits = [_limit(checked(budget), step, gradients) for budget in (_SHARES if budgets is None else budgets)]
     plain, simulation = plain_peak(step), Simulation(step)
-    choices = frontier(step, budgets=[limit + gradients for limit in limits])
-    least = choices[-1].peak - gradients
+    choices = frontier(step, budgets=limits)
+    least = choices[-1].peak
     if budgets is None:
         limits = [limit for limit in limits if limit >= least] or [least]
     rows: list[BudgetRow] = []
     for limit in limits:
-        choice = next((choice for choice in choices if choice.peak <= limit + gradients), None)
-        if choice is not None:
+        choice = next((choice for choice in choices if choice.peak <= limit), None)
+        if choice is not None and limit > gradients:
             outcome = simulation.run(choice.kept)
             needed = zip(step.values, choice.kept, outcome.consumers, strict=True)
             again = sum(value.operations for value, is_kept, consumers in needed if consumers and not is_kept)
             kept = outcome.levels[simulation.forward]
             share = again / max(step.operations, 1)
-            row = BudgetRow(limit, choice.peak, kept, share, choice.seconds / step.seconds)
+            row = BudgetRow(limit - gradients, choice.peak, kept, share, choice.seconds / step.seconds)
             is_same = budgets is None and rows and rows[-1][1:] == row[1:]
             rows = [*(rows[:-1] if is_same else rows), row]
     if not rows:
         raise ValueError(
-            f"budgets={budgets}: expected one of at least {size_text(least)}, the lowest that a plan keeps"
+            f"budgets={budgets}: expected one of at least {size_text(least - gradients)}, the lowest that a plan keeps"
         )
     if bound_of is not None:
         whole = step.seconds
         rows = [row._replace(bound=bound_of(step, row.budget + gradients, row.seconds * whole)) for row in rows]
-    return Frontier(plain, least, rows, gradients)
+    return Frontier(plain, least - gradients, rows, gradients)
 
 
 def _bounds() -> Callable[[Step, int, float], float | None]:

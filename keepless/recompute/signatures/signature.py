@@ -30,14 +30,15 @@ from ..passes.advised import Advised
 from ..passes.plan import ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
+from ..step.dry import differentiable, dry_step
 from ..step.sharded import is_sharded, may_have_buckets
+from ..step.stand_ins import OPTIMIZERS, stand_ins
 from ..step.watch import State, Watch, Watched
 from .plans import Planner, Plans
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
 _LARGER = 1.5  # an input may borrow the plan of a size with at most this many times its bytes
 _PATIENCE = 100  # passes before the third attempt, and how many times as many before each further one
-_OPTIMIZERS = "_in_backward_optimizers"  # attribute of parameters whose optimiser steps in the backward pass
 _CHOICES = (bool, type(None))  # types of arguments that may choose a path
 
 _Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
@@ -137,30 +138,30 @@ class Signatures:
         for known in self.known if has_shards else ():  # planned before FSDP sharded the network
             known.has_coming(None)
         changes = (function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
-        signature: Signature | None = self._signature(module, inputs, args, kwargs)
-        if self._planner is None:
-            if signature.is_due:
-                signature.attempt(None)
-        elif self._is_planned(module, signature):
+        known = self._signature(module, inputs, args, kwargs)
+        signature: Signature | None = known
+        if (planner := self._planner) is None:
+            if known.is_due:
+                known.attempt(None)
+        elif self._is_planned(module, known):
             pass
         elif changes or backward_runs() or is_transformed((args, kwargs)) or not _learns(module, inputs):
             signature = None
         elif is_capturing():
-            self._planner.say("waits", "a CUDA graph is captured without a plan: run three steps before the capture")
+            planner.say("waits", "a CUDA graph is captured without a plan: run three steps before the capture")
             signature = None
-        elif not signature.awaits_backward():
-            return self._watched(signature, module, inputs, frame)
+        elif not known.awaits_backward():
+            return self._watched(known, module, inputs, frame)
         signature = signature and self._of_gradients(signature)
-        policy = None if self._planner is None else ByPlan(None if signature is None else signature.plan)
+        policy = None if planner is None else ByPlan(None if signature is None else signature.plan)
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         if signature is None or changes or is_capturing():
             return recording
-        if policy is not None and signature.is_new and signature.plan is not None:
+        if planner is not None and signature.is_new and signature.plan is not None:
             for remark in signature.plan.remarks:
-                self._planner.say(*remark)
+                planner.say(*remark)
         signature.passes += 1
-        is_advised = not signature.is_due and not has_shards and None not in signature.kind[0]
-        if is_advised:
+        if not (signature.is_due or has_shards or None in signature.kind[0]):
             if signature.advice is not None and not signature.is_new:
                 policy = policy and ByPlan()  # sites know what it has decided
                 recording = Advised(signature.advice, policy, inputs=inputs, frame=frame, earlier=signature.kept)
@@ -184,7 +185,7 @@ class Signatures:
         return signature
 
     def _is_planned(self, module: nn.Module, signature: Signature) -> bool:
-        """Plan the steps that were watched. Returns whether the next pass of a signature follows a plan or needs none."""
+        """Plan the steps that were watched. Returns whether the next pass of a signature follows a plan, or none."""
         for known in self.known:
             if known.watch is not None:
                 self._plan_watched(module, known, known.watch)
@@ -204,7 +205,9 @@ class Signatures:
                 watch.end(State.LOST)
         if not watch.is_over:
             return
-        if watch.state is State.COUNTED and (is_capturing() or profiler_runs()):  # measuring waits, or ends the profiler
+        if watch.state is State.COUNTED and (
+            is_capturing() or profiler_runs()
+        ):  # measuring waits, or ends the profiler
             self._planner.say("waits", "a PyTorch profiler is running: the budget is planned once it has ended")
             return
         signature.watch = None
@@ -217,8 +220,8 @@ class Signatures:
             signature.marker = _Backward()  # which no graph has: watch again after a pass with a backward pass
 
     def _watched(
-        self, signature: Signature, module: nn.Module, inputs: Sequence[Tensor], frame: FrameType
-    ) -> Recording:
+        self, signature: Signature, module: nn.Module, inputs: Sequence[Tensor], frame: FrameType | None
+    ) -> Watched:
         """The context of a forward pass whose step is watched."""
         tensors = [*module.parameters(), *inputs]
         has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
@@ -244,7 +247,7 @@ class Signatures:
         for owner, name in self._parameters:
             one = owner()._parameters[name]
             if one.requires_grad:
-                is_taken = not one.is_leaf or post_accumulate_hooks(one) or _OPTIMIZERS in one.__dict__
+                is_taken = not one.is_leaf or post_accumulate_hooks(one) or OPTIMIZERS in one.__dict__
                 if is_taken or one.grad is not None:
                     return False
         return True
@@ -305,6 +308,36 @@ class Signatures:
             one.advice = recording.advice
         one.kept = recording.kept
         one.is_new, self._parameters = False, []  # new calls may come with new parameters
+
+    def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for a size before its first pass, from a real step. ValueError if that raises an error."""
+        assert self._planner is not None
+        inputs = tensors_in((args, kwargs))
+        signature = self._signature(module, inputs, args, kwargs)
+        try:
+            if is_sharded(module):
+                plans = self._planner.planned(module, dry_step(module, args, kwargs))
+            else:
+                with stand_ins(module) as trained:
+                    recording = self._watched(signature, module, inputs, None)
+                    with recording:
+                        outputs = module(*args, **kwargs)
+                    losses = [start.square().mean() for start in differentiable(outputs)]
+                    recording.counting.awaits(module, outputs)
+                    learns = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
+                    torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=learns)
+                    del outputs, losses
+                    if (error := recording.counting.error) is not None:
+                        raise error
+                plans = self._planner.planned(module, recording.counting.step(module))
+        except Exception as error:  # a network may raise anything
+            raise ValueError(
+                f"a step with the example raises {type(error).__name__}: {error}; give an example that the network can "
+                f"be trained on, several inputs as a tuple"
+            ) from error
+        finally:
+            signature.watch = None
+        signature.plan_passes(plans)
 
     def share(self) -> None:
         """Use the plans of rank 0 for the inputs on which it has planned the same calls."""

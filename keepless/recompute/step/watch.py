@@ -32,8 +32,8 @@ from ...torch_internals import (
 from ..held.calls import Call
 from ..table.rules import Rule
 from .counting import ADD, Allocations, Counting, Recorded
+from .dry import differentiable
 from .elsewhere import SMALL, Elsewhere
-from .rehearsal import differentiable
 from .step import Event
 from .trace import nodes_of
 
@@ -212,7 +212,7 @@ class Watch(Counting):
         self.made.note_operator(ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there
         self.note_place(ADD)
         if was_there:
-            self._ends.append(memory)
+            self._ends += [] if memory is None else [memory]
         elif memory is not None:
             self.taken.add(memory)
             self._comes.append((len(self.events), (Event.BUSY, 0)))
@@ -242,12 +242,16 @@ class _Packed(Kept):
     __slots__ = ("_copy", "_tensor", "_watch", "device", "form", "number", "saved")
 
     def __init__(self, tensor: Tensor, watch: Watch):
-        self._watch, self.saved, self.number, self.form = watch, None, -1, None
+        self.saved: Any = None  # what a recorder gives autograd
+        self.number = -1  # of the save
+        self.form: Any = None  # of the tensor, if there is a copy
+        self._watch = watch
         watch.note_saved(self, tensor)
-        self._copy = watch.copy_elsewhere(self, tensor)
-        if self._copy is None:
+        copy = watch.copy_elsewhere(self, tensor)
+        if copy is None:
             super().__init__(tensor, None)
             return
+        self._copy: Tensor | None = copy
         self.hooks, self.version, self.device = None, tensor._version, tensor.device
         self._tensor = weakref.ref(tensor)
         self.form = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -270,8 +274,9 @@ class _Packed(Kept):
         if self.form is None:
             return super().get()
         shape, stride, _ = self.form
+        assert self._copy is not None
         if self.packed._version != self.version:
-            raise modified(self.name, shape, self.packed._version, self.version)
+            raise modified(self.name, self._copy.as_strided(shape, stride), self.packed._version, self.version)
         with without_function_modes(), self._watch.made.off():
             tensor = self._copy.to(self.device)
             return tensor if (tensor.shape, tensor.stride()) == (shape, stride) else tensor.as_strided(shape, stride)

@@ -1,0 +1,261 @@
+"""Count a step of a copy of a network: a dry step on fake tensors, or a real one if the network reads values."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...inputs import Network, tensors_in
+from ...saved import gradient_dtype, is_ordinary
+from ...torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    address,
+    communicated_alone,
+    forget_originals,
+    is_any_autocast_enabled,
+    quick_fake,
+    with_dispatch_modes_off,
+)
+from .counting import Counting
+from .sharded import is_sharded, without_fsdp2
+from .step import Step
+from .trace import nodes_of
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_INSTEAD = "recompute_activations(network, budget=…, example=…) watches a step of the network itself"
+
+
+class Loss(torch.autograd.Function):
+    """A loss of 0 bytes, which gives each of its input tensors a gradient that exists until it has been read."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.forms = [(one.shape, one.stride(), one.dtype, one.device) for one in tensors]
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # one for each tensor
+        return tuple(
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in ctx.forms
+        )
+
+
+def differentiable(outputs: object) -> list[Tensor]:
+    """The outputs of a network where a backward pass starts. ValueError: no output needs a gradient."""
+    found = [one for one in tensors_in(outputs) if one.requires_grad]
+    if not found:
+        raise ValueError(
+            "no output of the network needs a gradient: train some of it, outside torch.no_grad(), and return tensors "
+            "in lists, tuples, dictionaries or dataclasses"
+        )
+    return backward_starts(found)
+
+
+def counted_step(
+    network: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    measures: bool = False,
+    copy_parameters: bool = False,
+) -> Step:
+    """A step of a network, real or on fake tensors. `measures`: see `Counting`; always on for real tensors.
+
+    The losses are the mean squares of the outputs; if operators are not measured, as in planners that count the loss
+    themselves, it is a `Loss`. Afterwards buffers are those of the step, and gradients that were there have no meaning.
+    """
+    inputs = tensors_in((args, kwargs))
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
+    counting = Counting(inputs, measures or not is_fake)
+    counting.copy_parameters = copy_parameters
+    without = [parameter for parameter in parameters if parameter.grad is None]
+    for parameter in without:
+        parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
+    try:
+        outputs = counting.forward_pass(network, args, kwargs)
+        with counting.made, counting.gradients_of(parameters):
+            counting.forward_ends(tensors_in(outputs))
+            starts = differentiable(outputs)
+            losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
+            torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
+            del outputs, starts, losses
+        return counting.step(network)
+    finally:
+        for parameter in without:
+            parameter.grad = None
+
+
+def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs where backward starts: if one is a loss (a scalar), the outputs it is computed from are left out.
+
+    Hugging Face's networks return the loss together with the logits.
+    """
+    seen = {*nodes_of(output for output in outputs if output.dim() == 0)}
+    return [output for output in outputs if output.dim() == 0 or output.grad_fn not in seen]
+
+
+def dry_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """The calls and memory of a network's step with these arguments, from one step of a copy.
+
+    It runs under the modes of the caller, such as autocast: on fake tensors, or if that raises an error, as in a
+    network that reads values, on real ones. Raises what `on_copy` raises.
+    """
+    tensors = [*tensors_in((args, kwargs)), *network.parameters()]
+    has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+    try:
+        on_fakes = partial(counted_step, measures=has_values, copy_parameters=is_sharded(network))
+        return on_copy(on_fakes, network, args, kwargs)
+    except Exception as error:  # a network may raise anything
+        if not has_values or is_sharded(network):
+            raise
+        _log.info("the step does not run on fake tensors: %s", text_of(error))
+    return on_copy(counted_step, network, args, kwargs, is_fake=False)
+
+
+def text_of(error: Exception) -> str:
+    """The type of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
+
+
+class _Alone(nn.Module):
+    """A `DistributedDataParallel` that does not communicate."""
+
+    module: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class _Dry(FakeTensorMode):
+    """A fake tensor mode whose tensors raise an error if they are used after it has ended."""
+
+    has_ended = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.has_ended:
+            raise RuntimeError(
+                f"{function} reads a fake tensor, which code outside the network has kept in a dry step (of "
+                f"keepless.plan or keepless.fit): clear its caches, or call them in a program of their own"
+            )
+        found = quick_fake(self, function, args, kwargs or {})
+        return super().__torch_dispatch__(function, types, args, kwargs) if found is NotImplemented else found
+
+
+class _Apart(TorchDispatchMode):
+    """Sends nothing to other processes, and refuses operators that read the tensors of the network itself."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        tensors = [*network.parameters(), *network.buffers()]
+        self.storages = [tensor.untyped_storage() for tensor in tensors if is_ordinary(tensor)]
+        self.addresses = set(map(address, self.storages))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if "c10d" in function.namespace:
+            return communicated_alone(function, args)
+        for tensor in tensors_in((args, kwargs)):
+            if is_ordinary(tensor) and address(tensor.untyped_storage()) in self.addresses:
+                raise RuntimeError(
+                    f"{function} reads a tensor of the network itself: a function refers to it that its copy shares, "
+                    f"such as a `forward` that was wrapped; {_INSTEAD}"
+                )
+        return function(*args, **(kwargs or {}))
+
+
+def on_copy(
+    run: Callable[[Network, Any, Any], T], network: Network, args: Any, kwargs: Any, *, is_fake: bool = True
+) -> T:
+    """Call `run` with copies of a network and its arguments, on fake tensors or on real ones, and return its result.
+
+    The copies are those of `copy.deepcopy`: what the network's code changes outside of it stays changed, once. Meta
+    tensors become fake CPU tensors. Random states are put back. The copy does not communicate with other processes:
+    what they would send is taken to equal its own tensors.
+
+    Raises:
+        RuntimeError: the copy reads tensors of the network itself; the network cannot be copied; FSDP2 has sharded it,
+            and tensors are real.
+        Exception: whatever `run` raises.
+    """
+    given = tensors_in((args, kwargs))
+    tensors = [*network.parameters(), *network.buffers(), *given]
+    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    mode: Any = nullcontext()
+    if is_fake:
+        mode = fakes[0].fake_mode if fakes else _Dry(allow_non_fake_inputs=True)
+    like = partial(_faked, mode) if is_fake else Tensor.clone
+    memo: dict[int, Any] = {
+        id(one): like(one.detach()).requires_grad_(one.requires_grad) for one in (tensors if is_fake else given)
+    }
+    for parameter in network.parameters() if is_fake else ():
+        memo[id(parameter)] = nn.Parameter(memo[id(parameter)].detach(), parameter.requires_grad)
+        if parameter.is_leaf and parameter.grad_dtype != parameter.dtype:
+            memo[id(parameter)].grad_dtype = parameter.grad_dtype
+    sharded = without_fsdp2(network, mode, memo)
+    if sharded and not is_fake:
+        raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
+    parallel = [module for module in network.modules() if isinstance(module, DistributedDataParallel)]
+    memo |= {id(module): object.__new__(_Alone) for module in parallel}
+    try:
+        with with_dispatch_modes_off():
+            copied = _copied(network, args, kwargs, sharded, parallel, memo)
+            with _as_before(is_fake), mode, _Apart(network):
+                return run(*copied)
+    finally:
+        if isinstance(mode, _Dry):
+            mode.has_ended = True
+            forget_originals(mode)  # programs cannot swap parameters that have weak references
+
+
+def _copied(
+    network: Network,
+    args: Any,
+    kwargs: Any,
+    sharded: list[tuple[nn.Module, nn.Module]],
+    parallel: list[DistributedDataParallel],
+    memo: dict[int, Any],
+) -> tuple[Network, Any, Any]:
+    """Copy a network and its arguments. RuntimeError if that is impossible."""
+    try:
+        for module, empty in sharded:
+            own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
+            vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
+        for module in parallel:
+            own = {name: vars(module)[name] for name in vars(nn.Module())}
+            vars(memo[id(module)]).update(copy.deepcopy(own, memo))
+        return copy.deepcopy((network, args, kwargs), memo)
+    except Exception as error:
+        raise RuntimeError(f"the network cannot be copied for a dry step ({text_of(error)}); {_INSTEAD}") from error
+
+
+def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake tensor like this one; on the CPU for one on meta."""
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+@contextmanager
+def _as_before(is_fake: bool) -> Iterator[None]:
+    """Context that restores random states, and leaves the program's weights in autocast's cache; errors are not logged.
+
+    Real weights of the copy are not cached: the cache would hold them until the program leaves autocast.
+    """
+    caches, log = torch.is_autocast_cache_enabled(), logging.getLogger(FakeTensorMode.__module__)
+    torch.set_autocast_cache_enabled(caches and (is_fake or not is_any_autocast_enabled()))
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            yield
+    finally:
+        log.disabled = was_disabled
+        torch.set_autocast_cache_enabled(caches)
