@@ -91,15 +91,22 @@ def plans(network: nn.Module) -> list[int]:
     return [int(one.plan is not None) for one in plans_of(network).known if one.is_own or one.plan is None]
 
 
-def rehearsals(network: nn.Module) -> list[int]:
-    """How often each size was rehearsed."""
-    return [one.attempts for one in plans_of(network).known]
+def attempts(network: nn.Module) -> list[int]:
+    """How often each size got a plan, or advice."""
+    return [signature.attempts for signature in plans_of(network).known]
+
+
+def plan_next_step(network: nn.Module, x: Tensor) -> None:
+    """Make the plan of a step on x now, if there is none: from the step that was watched, or from another one."""
+    signatures = plans_of(network)
+    if not signatures._is_planned(network, signatures._signature(network, [x], (x,), {})):
+        signatures.plan_for(network, (x,), {})
 
 
 def peak_of(network: nn.Module, x: Tensor, step: Callable[[], object] | None = None) -> int:
-    """Bytes at the peak of a step on x, with gradients already there. The plan is made before the profiler measures."""
+    """Bytes at the peak of a planned step on x, with gradients already there."""
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    plans_of(network).of_pass(network, [x], (x,), {})
+    plan_next_step(network, x)  # measuring operators would end the profiler
     gc.collect()  # the profiler would count it if memory of an earlier measurement was freed during the step
     return peak_bytes(step or (lambda: network(x).square().mean().backward()), x.device)

@@ -13,7 +13,7 @@ from keepless.recompute.passes.advice import Advice, Site
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.signatures import signature
 from tests.keepless.recompute.agreement import agree, keep_by_chance, note_followed, note_unknown, on
-from tests.keepless.recompute.ahead import After, assert_like, pair, plans_of, rehearsals
+from tests.keepless.recompute.ahead import After, assert_like, pair, plans_of, attempts
 from tests.keepless.recompute.test_random import take_steps
 
 # Wrong advice: passes are like plain PyTorch to the bit.
@@ -225,7 +225,7 @@ def test_the_rules_decide_only_about_new_calls(order, doubled, most, budget, mon
         for network in (plain, ours):
             network.order, network.doubled = order, doubled
     if budget is not None:
-        assert rehearsals(ours) == [1]
+        assert attempts(ours) == [1]
 
 
 class Chosen(nn.Module):

@@ -19,7 +19,7 @@ from keepless.recompute.passes.plan import ByPlan
 from keepless.recompute.passes.recording import Recording
 from keepless.recompute.passes.registry import KnownValues
 from keepless.recompute.step.counting import Counting
-from keepless.recompute.step.rehearsal import differentiable
+from keepless.recompute.step.dry import differentiable
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.simulation import Run, Simulation
 from keepless.recompute.step.step import Event as StepEvent

@@ -13,7 +13,7 @@ from keepless import CheckpointedABN, plan, recompute_activations, share_plans
 from keepless.recompute.passes.plan import ByPlan, Plan
 from keepless.recompute.passes.recording import Recording
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.rehearsal import counted_step
+from keepless.recompute.step.dry import counted_step
 from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
 from tests.keepless.recompute.networks import Beside

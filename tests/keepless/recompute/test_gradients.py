@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from keepless import fit, plan, recompute_activations
 from keepless.fit.step_memory import CountedStep
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.rehearsal import Loss, rehearsed_step
+from keepless.recompute.step.dry import Loss, dry_step
 from keepless.recompute.step.search import frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.saved import size_text
-from tests.keepless.recompute.ahead import pair, plans_of, rehearsals
+from tests.keepless.recompute.ahead import pair, plans_of, attempts
 from tests.keepless.recompute.networks import blocks
 
 
@@ -61,7 +61,7 @@ def test_a_counted_step_without_gradients_has_the_bytes_of_one(name):
     make, shape = STEPS[name]
     with FakeTensorMode():
         network, x = make(), torch.ones(shape)
-        step = rehearsed_step(network, (x,), {})
+        step = dry_step(network, (x,), {})
         for found in (step.as_gradients_come(), step):
             with CountedStep() as counted:
                 outputs = network(x)
@@ -86,7 +86,7 @@ def test_gradients_count_in_their_own_dtype(is_real):
         outputs.square().mean().backward()
 
     run()
-    step, gradients = rehearsed_step(network, (x,), {}, is_real), sum(one.grad.nbytes for one in network.parameters())
+    step, gradients = dry_step(network, (x,), {}, is_real), sum(one.grad.nbytes for one in network.parameters())
     assert bool(step.rehearsal) is is_real and step.gradients == gradients
     assert plain_peak(step) == peak_bytes(run, "cpu")
     assert is_real or fit(network, x, "2GiB").gradients == gradients
@@ -122,7 +122,7 @@ def test_activations_and_gradients_stay_within_the_budget_and_all_gradients(make
     """A step after `zero_grad`, of one or of two micro-batches. Gradients are those of the baseline, to the bit."""
     plain, within = pair(make(), budget=share)
     gradients = sum(one.nbytes for one in plain.parameters() if one.requires_grad)
-    budget = int(share * plain_peak(rehearsed_step(plain, (x,), {})))
+    budget = int(share * plain_peak(dry_step(plain, (x,), {})))
 
     def step(network: nn.Module) -> None:
         network.zero_grad()
@@ -137,7 +137,7 @@ def test_activations_and_gradients_stay_within_the_budget_and_all_gradients(make
     within.zero_grad()  # before the level is taken
     peak = peak_bytes(lambda: step(within), "cpu")
     assert 0.9 * (budget + gradients) < peak <= budget + gradients
-    assert rehearsals(within) == [1]
+    assert attempts(within) == [1]
 
 
 def test_nothing_is_recomputed_while_the_baseline_fits_into_the_room_of_gradients():
@@ -156,7 +156,7 @@ def test_nothing_is_recomputed_while_the_baseline_fits_into_the_room_of_gradient
 def test_a_sharded_network_is_told_the_lowest_peak_with_all_its_bytes(monkeypatch):
     """FSDP holds its gradients throughout, so none of them is taken off."""
     network = convolutions()
-    step = rehearsed_step(network, (IMAGES,), {})
+    step = dry_step(network, (IMAGES,), {})
     least = frontier(step.without_outputs())[-1].peak
     monkeypatch.setattr("keepless.recompute.signatures.plans.is_sharded", lambda network: True)
     with pytest.warns(UserWarning, match=f"no plan keeps this step within .*: the lowest peak is {size_text(least)},"):
@@ -229,7 +229,7 @@ def test_a_network_with_tied_parameters_is_planned_once(prepared):
         prepared.zero_grad()
         for _ in range(2):
             prepared(IMAGES).square().mean().backward()
-    assert rehearsals(prepared) == [1]
+    assert attempts(prepared) == [1]
 
 
 def test_each_kind_of_pass_has_advice_of_its_own_and_none_plans_again(prepared):
@@ -238,7 +238,7 @@ def test_each_kind_of_pass_has_advice_of_its_own_and_none_plans_again(prepared):
         prepared.zero_grad()
         for part in range(2):
             prepared(IMAGES * (part + 1)).sum().backward()
-        assert follows(prepared) == "there" and rehearsals(prepared) == [1]
+        assert follows(prepared) == "there" and attempts(prepared) == [1]
     (one,) = signatures.known
     assert one.passes + one.coming.passes == 17 and one.advice is not None and one.coming.advice is not None
     assert {*one.plan.flags} != {0} and one.plan.flags != one.coming.plan.flags

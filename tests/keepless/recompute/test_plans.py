@@ -18,7 +18,7 @@ from keepless.recompute.signatures import plans as plans_module
 from keepless.recompute.signatures.growing import enlarged
 from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
+from keepless.recompute.step.dry import counted_step, dry_step
 from keepless.recompute.step.search import frontier
 from tests.keepless.recompute.ahead import After, Layers, assert_like, pair, plans_of, step
 from tests.keepless.recompute.networks import Mixed, blocks
@@ -110,7 +110,7 @@ def test_sizes_that_grow_share_the_plans_of_larger_ones():
 @pytest.mark.parametrize("rows, reason", [(96, "no plan keeps 1.5 times their size"), (48, "a step .* it raises Run")])
 def test_sizes_that_grow_have_their_own_plans_if_larger_ones_have_none(rows, reason):
     within = Layers(8, lambda network, x: x + torch.zeros(rows, 32)[: len(x)])
-    step = rehearsed_step(within, (torch.randn(46, 32),), {})
+    step = dry_step(within, (torch.randn(46, 32),), {})
     recompute_activations(within, budget=int(1.2 * frontier(step)[-1].peak))
     with pytest.warns(UserWarning, match=f"inputs grow, .* because {reason}.*; sort inputs falling, or give") as said:
         for size in range(40, 47, 2):
@@ -229,7 +229,7 @@ def test_complex_outputs_are_planned():
 
 def test_a_budget_that_held_outputs_exceed_says_so():
     network, x = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 256)), torch.randn(64, 64)
-    least_with_outputs = frontier(rehearsed_step(network, (x,), {}))[-1].peak
+    least_with_outputs = frontier(dry_step(network, (x,), {}))[-1].peak
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)  # otherwise their room is free until they come
     with pytest.warns(UserWarning, match="only if the program drops the network's outputs before the backward pass"):
@@ -238,7 +238,7 @@ def test_a_budget_that_held_outputs_exceed_says_so():
 
 def test_the_lowest_peak_has_outputs_that_a_loss_saves():
     network, x = nn.Sequential(*[nn.Linear(64, 64), nn.SiLU()] * 2, nn.Linear(64, 64)), torch.randn(256, 64)
-    least = frontier(rehearsed_step(network, (x,), {}).without_outputs())[-1].peak
+    least = frontier(dry_step(network, (x,), {}).without_outputs())[-1].peak
     recompute_activations(network, budget=least)
 
     def dropping() -> None:

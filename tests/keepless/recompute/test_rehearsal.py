@@ -32,9 +32,9 @@ from keepless.conversion.activated import merge
 from keepless.recompute.signatures import plans as plans_module
 from keepless.recompute.signatures import signature
 from keepless.recompute.step import copied
-from keepless.recompute.step.copied import LeftBehind
+from keepless.recompute.step.dry import LeftBehind
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.rehearsal import backward_starts, rehearsed_step
+from keepless.recompute.step.dry import backward_starts, dry_step
 from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.agreement import note_unknown
 from tests.keepless.recompute.ahead import After, Layers, assert_like, gradients, pair, peak_of, plans, step
@@ -330,9 +330,9 @@ def rehearsals(monkeypatch) -> list[tuple[int, ...]]:
 
     def rehearsed(network: nn.Module, args: tuple[Tensor], *others, **options):
         found.append(tuple(args[0].shape))
-        return rehearsed_step(network, args, *others, **options)
+        return dry_step(network, args, *others, **options)
 
-    monkeypatch.setattr(plans_module, "rehearsed_step", rehearsed)
+    monkeypatch.setattr(plans_module, "dry_step", rehearsed)
     return found
 
 
@@ -360,7 +360,7 @@ def test_a_long_pause_is_explained_while_it_lasts(monkeypatch, caplog):
     said = threading.Event()
     monkeypatch.setattr(plans_module, "_PAUSE", 0.0)
     monkeypatch.setattr(plans_module._log, "filter", lambda record: said.set() is None)
-    monkeypatch.setattr(plans_module, "rehearsed_step", lambda *given: said.wait(60) and rehearsed_step(*given))
+    monkeypatch.setattr(plans_module, "dry_step", lambda *given: said.wait(60) and dry_step(*given))
     recompute_activations(Layers(2), budget=0.99)(torch.randn(4, 32))
     begins = [record.getMessage()[:8] for record in caplog.records if record.levelname == "WARNING"]
     assert begins == ["planning", "planned "]
@@ -381,7 +381,7 @@ def test_norms_that_to_inplace_merged_with_an_activation_are_rehearsed_as_they_r
         own = nn.Sequential(convolution, InPlaceABN(3), convolution)
         merged = nn.Sequential(convolution, InPlaceABN(3), nn.ReLU(inplace=True), convolution)
     merge(merged[1], merged[2])
-    steps = [rehearsed_step(network, (x,), {}) for network in (own, merged)]
+    steps = [dry_step(network, (x,), {}) for network in (own, merged)]
     assert steps[0].memories == steps[1].memories
 
 
@@ -682,15 +682,15 @@ def test_a_rehearsal_leaves_cached_weights_as_they_are(is_real):
     """PyTorch finds them by ids of modules and tensors."""
     x, layer, normed = torch.randn(3, 4), nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
     with parametrize.cached():
-        rehearsed_step(normed, (x,), {}, is_real=is_real)
+        dry_step(normed, (x,), {}, is_real=is_real)
         weight = normed.weight
-        rehearsed_step(normed, (x,), {}, is_real=is_real)
+        dry_step(normed, (x,), {}, is_real=is_real)
         assert normed.weight is weight
     weight.sum().backward()
     assert normed.parametrizations.weight.original0.grad is not None
     with torch.autocast("cpu", torch.bfloat16):
         before = layer(x)
-        rehearsed_step(layer, (x,), {}, is_real=is_real)
+        dry_step(layer, (x,), {}, is_real=is_real)
         after = layer(x)
     assert before.grad_fn.next_functions[0] == after.grad_fn.next_functions[0]  # the cast of the bias
     assert torch.is_autocast_cache_enabled()
