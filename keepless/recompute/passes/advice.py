@@ -35,7 +35,7 @@ _GROWS = 4  # advice grows to at most about so many times the sites of its first
 class Site:
     """A place in the program where a function is called."""
 
-    __slots__ = ("advice", "before", "function", "next", "number", "others", "parameter", "row", "writes")
+    __slots__ = ("advice", "before", "function", "most", "next", "number", "others", "parameter", "row", "writes")
 
     def __init__(self, function: Callable[..., Any] | None, row: Row, number: int, before: int, parameter: int = 0):
         self.function: Any = function
@@ -44,6 +44,7 @@ class Site:
         self.before = before  # the nodes that autograd had made before it, and the calls that had cut the graph
         self.parameter = parameter  # the id of the first one that it reads (programs may swap them: no reference)
         self.advice = UNKNOWN
+        self.most = -1  # bytes of counted results up to its own that a pass may make; -1: not known yet
         self.next: Site = self  # the one that has come next
         self.others: dict[Any, Site] | None = None  # others that have come next, by their functions
 
@@ -90,6 +91,7 @@ class Advice:
         site = Site(function, row, number, before, parameter_of(args))
         site.next = at.next
         site.advice |= 0 if self.is_new else ADDED
+        site.most = -1 if self.is_new else at.most
         if not self.is_new and self.count > _GROWS * self.first:
             return site  # forgotten
         if self.is_new or at.advice & UNKNOWN:

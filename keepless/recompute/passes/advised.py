@@ -51,7 +51,7 @@ class Advised(Recording):
     """Context of a forward pass whose calls have advice, or teach it: see rule 14 in recording.py.
 
     `advice`: of earlier passes with such inputs; new: the rules decide about all calls. `earlier`: what these passes
-    have kept, for the report.
+    have kept, for the report. `slack`: see `Signature`.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class Advised(Recording):
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
         earlier: Sequence[KeptTensor] = (),
+        slack: int = 0,
     ):
         super().__init__(policy, inputs=inputs, frame=frame)
-        self.advice, self.earlier = advice, earlier
+        self.advice, self.earlier, self.slack = advice, earlier, slack
         self.is_first = advice.is_new
         self.at: Site = advice.root  # of the last call
         self.leaves = False  # too many calls are new for the plan to hold: record the rest of the pass
@@ -130,6 +131,11 @@ class Advised(Recording):
         if not are_plain or function in EXPOSE or function == SETS_DATA:
             self.is_learnable = self.is_learnable and are_plain
             return self.ask(Call(function, row, args, kwargs))
+        if self.elsewhere is not None:
+            result = self.ask(Call(function, row, args, kwargs))
+            if not (isinstance(result, Tensor) and result._is_view()):
+                self.count(result)
+            return result
         at, site = self.at, None
         if not (self.is_first or self.leaves):
             site = self.advice.sought(at, function, args)
@@ -189,6 +195,8 @@ class Advised(Recording):
             if advice & COUNT:
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
                     self.results += result.nbytes
+                    if self.results > site.most:
+                        self._exceeds(site)
                 else:
                     self.count(result)
         return result
@@ -200,9 +208,22 @@ class Advised(Recording):
                 self.results += result.nbytes
                 if self.at.advice & FLAT and result.requires_grad and not self.is_first:
                     self.is_seen = True
+                    if self.elsewhere is None:
+                        self.hold_elsewhere(0)
+                        self.at = END
+                if self.results > self.at.most:
+                    self._exceeds(self.at)
         elif isinstance(result, (tuple, list)):
             for one in result:
                 self.count(one)
+
+    def _exceeds(self, site: Site) -> None:
+        """Results so far take more bytes than in the first pass: hold the rest elsewhere. The first pass notes them."""
+        if self.is_first:
+            site.most = int(MORE * self.results)
+        elif self.elsewhere is None and self.results > site.most + self.slack:
+            self.hold_elsewhere(self.results - site.most)
+            self.at = END  # no further call has a site
 
     # Calls about which the rules decide
 
@@ -275,6 +296,10 @@ class Advised(Recording):
             advice.has_hooks = drops_outside(self.known.saved_outside)
             advice.nodes, advice.end = self.nodes, self.nodes + self.cuts
             advice.results = self.results
+            site, most = advice.root.next, 0
+            while site is not END:
+                most = site.most = max(site.most, most)
+                site = site.next
         for site in self.unknown:
             site.advice &= COUNT | FLAT | MEMORY | bits.ADDED
         for decide in [] if fits and self.is_first else self.notes:
@@ -295,6 +320,10 @@ class Advised(Recording):
             return not self.is_first
         nodes = self.advice.nodes - self.skipped + (self.advice.more_nodes if self.has_strayed else 0)
         return self.nodes > nodes or self.growth > 0
+
+    @property
+    def has_grown(self) -> bool:
+        return super().has_grown if self.is_first else self.growth > 0
 
     @property
     def growth(self) -> float:

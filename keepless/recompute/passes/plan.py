@@ -1,5 +1,6 @@
 """What one sequence of calls keeps or recomputes, and the policy that follows such plans."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,11 +44,13 @@ class ByPlan:
     Then every result is recomputed that can be, but the result after `LONGEST` recipes in a row is kept.
     """
 
-    def __init__(self, plan: Plan | None = None) -> None:
-        self.plan = plan  # None once a call has differed from it
+    def __init__(self, plan: Plan | None = None, slack: int = 0) -> None:
+        self.plan, self.slack = plan, slack  # no plan once a call has differed from it; bytes: see `Signature.slack`
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
         self.left: ref[nn.Module] | None = None  # the module in which the pass has left its plan
+        self.end = plan.calls[-1][1] if plan is not None and plan.calls else sys.maxsize  # bytes of all planned results
+        self.excess = 0  # bytes of results beyond those planned, once there are more
 
     def leave(self) -> None:
         """Note that the calls of the pass differ from the plan."""
@@ -60,12 +63,16 @@ class ByPlan:
         """
         self.call += 1
         self.total += bytes
-        if self.plan is None:
-            return None
-        known, most = self.plan.calls[self.call] if self.call < len(self.plan.calls) else (None, 0)
-        if known == function and self.total <= MORE * most:
+        planned, most = None, self.end
+        if self.plan is not None and self.call < len(self.plan.calls):
+            planned, most = self.plan.calls[self.call]
+        most = most if planned == function else self.end
+        if self.total > MORE * most + self.slack:
+            self.excess = self.total - most
+        elif planned == function and self.plan is not None:
             return self.plan.flags[self.call]
-        self.leave()
+        if self.plan is not None:
+            self.leave()
         return None
 
     def why_kept(self, value: Value) -> str:

@@ -98,15 +98,17 @@ from ...torch_internals import (
     unwrapped,
 )
 from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
+from ..held.elsewhere import Elsewhere
 from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
 from ..table.writes import may_overwrite, overwritten
-from .plan import ByPlan
+from .plan import MORE, ByPlan
 from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
 from .registry import KnownValues
 from .report import KeptTensor
 
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_MEETING = 3  # tensors of the largest result's size that meet in its backward pass, beside what is saved
 RUN_AGAIN: list[type[nn.Module]] = []  # classes whose children run again by themselves: each is recorded alone
 
 
@@ -145,6 +147,9 @@ class Recording(TorchFunctionMode):
         self.signature: Any = None  # of the inputs
         self.modes = 0  # number of dispatch modes around
         self.mode: type | None = None  # one around that may change what calls compute
+        self.elsewhere: Elsewhere | None = None  # where the rest of the pass holds what it saves
+        self.excess = 0  # bytes by which it may take more than planned
+        self.fluctuation = 0  # bytes of its results beyond those planned, when it began to hold them elsewhere
 
     def __enter__(self) -> "Recording":
         self.known = self.registry()
@@ -348,10 +353,30 @@ class Recording(TorchFunctionMode):
                 value.source = Kept(tensor, known.outer)
         self.concluded(call, result)
 
+    def hold_elsewhere(self, excess: int) -> None:
+        """Hold what the rest of the pass saves outside of the device's memory: its results are larger than planned.
+
+        To drop all of it would help little, because the backward pass would make it again. `excess`: bytes of results
+        beyond those planned so far.
+        """
+        self.elsewhere, self.excess, self.fluctuation = Elsewhere(), excess, excess
+        self.known.outer = self.elsewhere.hooks
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether its results were larger than planned in the end, and not only for a while, as experts' may be."""
+        return self.policy is not None and self.policy.total > MORE * self.policy.end
+
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether a result gets a recipe."""
-        if self.policy is not None:
+        if self.elsewhere is not None:
+            self.excess = max(self.excess, _MEETING * result.nbytes)
+            if self.policy is not None:
+                self.policy.total += result.nbytes
+        elif self.policy is not None:
             decide_by_plan(self.known, self.policy, rule, call, result)
+            if self.policy.excess:
+                self.hold_elsewhere(self.policy.excess)
         elif (again := how_to_repeat(self.known, rule, call, result)) is not None:
             give_recipe(self.known, again, call, result)
 

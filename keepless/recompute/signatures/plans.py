@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
-from weakref import ref
 
 from torch import Tensor, nn
 
@@ -17,7 +16,8 @@ from ...inputs import check_module, check_one_example, shown
 from ...saved import size_text
 from ...torch_internals import tree_map, warn
 from ...units import UNITS, bytes_of, share_of
-from ..passes.plan import Plan
+from ..passes.plan import MORE, Plan
+from ..passes.recording import Recording
 from ..step.dry import dry_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
@@ -27,6 +27,7 @@ from ..step.watch import Watch
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
+_SHARE_OF_TIME = 0.02  # plans that are only faster are made while planning has taken at most this share of the time
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
 
@@ -56,40 +57,43 @@ class Plans(NamedTuple):
 class Planner:
     """Makes the plans of a prepared network, and says what users should know about them."""
 
+    clock = staticmethod(time.perf_counter)
+
     def __init__(self, budget: float | int):
         self.budget = budget
+        self.began, self.spent = self.clock(), 0.0  # seconds: when the training began, and spent on planning
         self._said: set[str] = set()  # subjects of the warnings given so far
 
     @_pauses_are_explained()
     def plan(self, module: nn.Module, watch: Watch) -> Plans | None:
         """The plans of passes like one whose step was watched; None if there can be none."""
+        began = self.clock()
         try:
             return self.planned(module, watch.step(module))
         except Exception as error:  # what operators do on tensors of ones, for instance
             self.say_that_it_fails(error)
             return None
+        finally:
+            self.spent += self.clock() - began
+
+    def is_cheap(self) -> bool:
+        """Whether planning has taken little of the training so far."""
+        return self.spent <= _SHARE_OF_TIME * (self.clock() - self.began)
 
     def say_that_it_fails(self, error: Exception) -> None:
         self.say("fails", f"no plan can be made, so a step may exceed the budget: {text_of(error)}")
 
-    def say_that_it_leaves(self, network: nn.Module, left: "ref[nn.Module] | None") -> None:
-        """Warn about a pass that has left its plan in module `left`."""
-        names = {id(one): f"{name or 'the network'} ({type(one).__name__})" for name, one in network.named_modules()}
-        place = names.get(id(left and left()), "code outside its modules")
-        self.say(
-            "paths",
-            f"steps take several paths, first in {place}: only one has a plan, and others may exceed the budget",
-        )
-
-    def say_that_it_grew(self, plan: Plan, growth: float) -> None:
-        """Warn about a pass that has made more than the planned one, unless it was within the budget all the same.
-
-        `growth`: of the bytes of results; 0.0: it has made a longer graph, or calls that were hidden.
-        """
-        if growth and (isinstance(self.budget, float) or plan.peak * growth <= self.budget):
-            return  # a share of the baseline grows, too
-        what = f"results {growth:.2f} times as large as" if growth else "more results for its backward pass than"
-        self.say("grew", f"a step with {what} planned may have exceeded its budget: the next one is planned anew")
+    def say_that_it_grew(self, plan: Plan, recording: Recording) -> None:
+        """Warn about a pass that has made more than the planned one, unless it was within the budget all the same."""
+        again = "the next one is planned anew"
+        if recording.elsewhere is None:
+            text = "a step with more results for its backward pass than planned may have exceeded its budget"
+            self.say("longer", f"{text}: {again}")
+        elif isinstance(self.budget, int) and (peak := plan.peak + recording.excess) > MORE * self.budget:
+            text = f"a step may have taken up to {size_text(peak)}, more than its budget of {size_text(self.budget)}"
+            self.say(f"up to {size_text(peak)}", f"{text}, because its results were larger than planned: {again}")
+        elif isinstance(self.budget, int):
+            self.say("grew", f"a step with larger results than planned has held what it saved elsewhere: {again}")
 
     def say(self, subject: str, message: str) -> None:
         """Warn once about each subject."""

@@ -37,7 +37,8 @@ from ..step.watch import State, Watch, Watched
 from .plans import Planner, Plans
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
-_LARGER = 1.5  # an input may borrow the plan of a size with at most this many times its bytes
+_LARGER = 1.5  # the plan of a size with at most so many times an input's bytes is good enough for the input
+_SELDOM = 10  # in one step of so many a larger size is watched, once there were many sizes
 _PATIENCE = 100  # passes before the third attempt, and how many times as many before each further one
 _CHOICES = (bool, type(None))  # types of arguments that may choose a path
 
@@ -54,21 +55,24 @@ class Signature:
     def __init__(self, kind: tuple[Any, ...], size: _Size, comes: bool = False) -> None:
         self.kind, self.size = kind, size  # kind: what does not depend on the size
         self.comes = comes  # only of passes before which no parameter has a gradient: see `Plans`
+        self.base = self  # the one of all passes with these inputs
         self.coming: Signature | None = None  # the one of such passes, if they follow another plan
         self.passes = self.attempts = 0
         self.is_due = True
         self.is_new = True  # no pass has ended since the last attempt
+        self.slack = 0  # bytes of results that a pass may make too early, as experts with more tokens than others do
         self.watch: Watch | None = None  # the last step that was watched, until it is planned
         self.marker: _Backward | None = None  # of the last pass, if no backward pass has followed the watched one
         self.plan: Plan | None = None
         self.is_own = False  # the plan was made for this size
+        self.is_far = False  # the plan was made for another size, and there may be a much faster one
         self.advice: Advice | None = None
         self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
 
     def attempt(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Let the next pass follow a plan, and learn advice unless there is some."""
         self.plan, self.is_own, self.advice = plan, is_own and plan is not None, advice
-        self.is_due, self.is_new, self.attempts = False, True, self.attempts + 1
+        self.is_due, self.is_far, self.is_new, self.attempts = False, False, True, self.attempts + 1
 
     def plan_passes(self, plans: Plans | None) -> None:
         """Give new plans to the passes."""
@@ -86,6 +90,7 @@ class Signature:
         """Give passes before which no parameter has a gradient a plan of their own; None: they have none."""
         self.coming = None if plan is None else Signature(self.kind, self.size, comes=True)
         if self.coming is not None:
+            self.coming.base = self
             self.coming.attempt(plan, is_own, advice)
             self.coming.attempts = self.attempts
 
@@ -108,6 +113,22 @@ class _Backward:
         self.has_begun = self.has_begun or not torch.is_grad_enabled()
 
 
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions in the order of their strides; none if that is their own order."""
+    if tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    return tuple(sorted(range(len(strides)), key=strides.__getitem__))
+
+
+def _bytes(signature: Signature) -> int:
+    return sum(signature.size[1])
+
+
+def _is_near(signature: Signature, lender: Signature) -> bool:
+    return _bytes(signature) <= _bytes(lender) <= _LARGER * _bytes(signature)
+
+
 def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
 
@@ -115,8 +136,9 @@ def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
 class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
 
-    Inputs of a new size borrow the plan and the advice of the smallest planned size that has at least their bytes,
-    and at most 1.5 times as many.
+    Inputs of a new size borrow the plan and the advice of the smallest planned size that has at least their bytes. If
+    it has over 1.5 times as many, they are watched once that is cheap. Larger inputs than any planned ones are watched,
+    after sixteen sizes at most in one step of ten; others follow the plan of the largest size.
     """
 
     def __init__(self, budget: float | int | None = None) -> None:
@@ -126,6 +148,7 @@ class Signatures:
         self._parameters: list[Any] = []
         self._awaited: weakref.ref[_Backward] | None = None  # of the last pass before which no gradient was there
         self._overlap = False  # several forward passes come before a backward pass
+        self._watched_sizes = self._passes_since = 0  # sizes that were watched, and passes since the last one
 
     def recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -153,7 +176,7 @@ class Signatures:
         elif not known.awaits_backward():
             return self._watched(known, module, inputs, frame)
         signature = signature and self._of_gradients(signature)
-        policy = None if planner is None else ByPlan(None if signature is None else signature.plan)
+        policy = None if planner is None else ByPlan(*(() if signature is None else (signature.plan, signature.slack)))
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         if signature is None or changes or is_capturing():
             return recording
@@ -164,7 +187,8 @@ class Signatures:
         if not (signature.is_due or has_shards or None in signature.kind[0]):
             if signature.advice is not None and not signature.is_new:
                 policy = policy and ByPlan()  # sites know what it has decided
-                recording = Advised(signature.advice, policy, inputs=inputs, frame=frame, earlier=signature.kept)
+                earlier, slack = signature.kept, signature.slack
+                recording = Advised(signature.advice, policy, inputs=inputs, frame=frame, earlier=earlier, slack=slack)
             elif signature.advice is None and signature.is_new:
                 recording = Advised(Advice(), policy, inputs=inputs, frame=frame)
         recording.signature = signature
@@ -189,11 +213,23 @@ class Signatures:
         for known in self.known:
             if known.watch is not None:
                 self._plan_watched(module, known, known.watch)
-        if signature.is_due and (lender := self._lender(signature)) is not None:
+        self._passes_since += 1
+        if signature.plan is None and signature.is_due and (lender := self._lender(signature)) is not None:
             signature.borrow(lender)
+            signature.is_far = not _is_near(signature, lender)
             self._use(lender)
             self._use(signature)
+        elif signature.is_far and self._may_watch(signature):
+            signature.is_due = True
         return not signature.is_due
+
+    def _may_watch(self, signature: Signature) -> bool:
+        """Whether a size may be watched that follows, or could follow, the plan of another one."""
+        assert self._planner is not None
+        if self._planner.is_cheap():
+            return True
+        is_largest = all(_bytes(other) < _bytes(signature) for other in self.known if other.is_own)
+        return is_largest and (self._watched_sizes < _MOST or self._passes_since >= _SELDOM)
 
     def _plan_watched(self, module: nn.Module, signature: Signature, watch: Watch) -> None:
         """Plan the passes of a signature, if the step that was watched has ended."""
@@ -226,6 +262,7 @@ class Signatures:
         tensors = [*module.parameters(), *inputs]
         has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
         signature.watch, signature.marker = Watch(inputs, has_values), None
+        self._watched_sizes, self._passes_since = self._watched_sizes + 1, 0
         recording = Watched(signature.watch, frame)
         recording.signature = signature
         return recording
@@ -261,11 +298,13 @@ class Signatures:
         self.known = [*others, one]
 
     def _lender(self, signature: Signature) -> Signature | None:
-        """The smallest planned size whose plan and advice a new one may borrow."""
-        size = sum(signature.size[1])
+        """The planned size whose plan and advice a new one is to borrow; None: it is to be watched."""
         alike = [other for other in self.known if other.is_own and other.kind == signature.kind]
-        larger = [other for other in alike if size <= sum(other.size[1]) <= _LARGER * size]
-        return min(larger, key=lambda other: sum(other.size[1]), default=None) if signature.attempts == 0 else None
+        larger = [other for other in alike if _bytes(signature) <= _bytes(other)]
+        nearest = min(larger, key=_bytes, default=None) or max(alike, key=_bytes, default=None)
+        if nearest is None or _is_near(signature, nearest):
+            return nearest
+        return None if self._may_watch(signature) else nearest
 
     def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
         """Learn advice from a pass, or that its plan no longer holds. `output`: None if it raised an error."""
@@ -285,23 +324,25 @@ class Signatures:
                 self._awaited = weakref.ref(backward)
             else:
                 one.marker = backward
-        if one is None or (isinstance(recording, Advised) and recording.has_followed):
+        has_followed = isinstance(recording, Advised) and recording.has_followed
+        if one is None or (has_followed and recording.elsewhere is None):
             return
-        has_diverged = one.plan is not None and policy is not None and policy.plan is None
-        left = None if policy is None else policy.left
-        is_outdated = False
-        if isinstance(recording, Advised) and (is_outdated := recording.is_outdated):
-            if self._planner is not None and one.plan is not None:
-                self._planner.say_that_it_grew(one.plan, recording.growth)
+        has_diverged, is_outdated = one.plan is not None and policy is not None and policy.plan is None, False
         if isinstance(recording, Advised) and not recording.is_first:
-            has_diverged, left = recording.leaves or is_outdated, left or recording.left
-        if has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1):
-            one.is_due = True
-            if is_outdated:
-                one.plan = None  # also if the calls are the same
-        elif has_diverged and self._planner is not None:
-            self._planner.say_that_it_leaves(module, left)
-        if one.is_due or output is None:
+            is_outdated = recording.is_outdated
+            has_diverged = recording.leaves or is_outdated
+        if self._planner is None:
+            one.is_due = has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1)
+        elif recording.elsewhere is not None and not (is_outdated or recording.has_grown):
+            one.slack = max(one.slack, 2 * recording.fluctuation)
+            return
+        elif recording.elsewhere is not None or is_outdated:
+            one.base.is_due = True
+            if one.plan is not None:
+                self._planner.say_that_it_grew(one.plan, recording)
+        elif has_diverged:
+            one.base.is_due = self._planner.is_cheap()
+        if one.base.is_due or output is None:
             return
         if isinstance(recording, Advised) and recording.is_learnable:
             recording.learn(fits=one.plan is not None and one.plan.fits and not has_diverged)
@@ -364,9 +405,10 @@ class Signatures:
         """The kind of inputs, see `Signature`, and with a budget their sizes.
 
         The kind holds all that plans depend on. It begins with the inputs' numbers of dimensions (None: a tensor for
-        which there is no advice), and ends with their devices.
+        which there is no advice), and ends with the order of their strides, if there is a budget, and their devices.
         """
         types = tuple([one.device.type for one in inputs])
+        ordinary = [] if self._planner is None else [one for one in inputs if is_ordinary(one)]
         kind = (
             tuple([one.dim() if type(one) in PLAIN and is_ordinary(one) else None for one in inputs]),
             tuple([(one.dtype, one.requires_grad) for one in inputs]),
@@ -376,11 +418,11 @@ class Signatures:
             module.training,
             types,
             is_any_autocast_enabled() and tuple([autocast_of(one) for one in types]),
+            tuple(map(_order, ordinary)),
             tuple([one.device for one in inputs]),
         )
         if self._planner is None:
             return kind, ((), ())
-        ordinary = [one for one in inputs if is_ordinary(one)]
         return kind, (tuple([size for one in ordinary for size in one.shape]), tuple([one.nbytes for one in ordinary]))
 
     def _trained(self, module: nn.Module) -> tuple[bool, ...]:

@@ -30,10 +30,10 @@ from ...torch_internals import (
     without_function_modes,
 )
 from ..held.calls import Call
+from ..held.elsewhere import SMALL, Elsewhere, Held
 from ..table.rules import Rule
 from .counting import ADD, Allocations, Counting, Recorded
 from .dry import differentiable
-from .elsewhere import SMALL, Elsewhere
 from .step import Event
 from .trace import nodes_of
 
@@ -75,7 +75,7 @@ class Watch(Counting):
         self.elsewhere = Elsewhere()
         self.has_backward = False  # a backward pass has run through its graph
         self._handles: list[Any] = []  # of hooks on nodes and parameters
-        self._copies: dict[Any, Tensor | None] = {}  # held elsewhere, by their places
+        self._copies: dict[Any, Held | None] = {}  # by the places of their tensors, in the forward pass
         self._packs: dict[int, list[weakref.ref[Any]]] = {}  # by the numbers of their memories, in the forward pass
         self._exposed: set[int] = set()  # memories that the program may change unseen
         self.taken: set[int] = set()  # memories of gradients that a parameter has taken over
@@ -116,18 +116,21 @@ class Watch(Counting):
     def note_read(self, save: int) -> None:
         self.reads(save)
 
-    def copy_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Tensor | None:
-        """The copy from which autograd will read a tensor; None: it stays, as what existed before the step does."""
+    def held_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | None:
+        """What autograd will read in place of a tensor; None: it stays, as what existed before the step does."""
         number = self.made.memory(tensor) if is_ordinary(tensor) and not isinstance(tensor, FakeTensor) else None
-        if number is None or number in self._exposed or tensor.is_conj() or tensor.is_neg():
+        if number is None or number in self._exposed:
             return None
-        self._packs.setdefault(number, []).append(weakref.ref(packed))
-        if tensor.nbytes < SMALL:
-            return copied(tensor)
         key = number, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        if key not in self._copies:
-            self._copies[key] = self.elsewhere.copy_of(tensor)
-        return self._copies[key]
+        if tensor.nbytes < SMALL:
+            held: Held | None = Held(copied(tensor), tensor.shape, tensor.stride(), tensor.device)
+        elif key in self._copies:
+            held = self._copies[key]
+        else:
+            held = self._copies[key] = self.elsewhere.held(tensor)
+        if held is not None:
+            self._packs.setdefault(number, []).append(weakref.ref(packed))
+        return held
 
     def _read_as_pytorch(self, tensor: Tensor) -> None:
         super()._read_as_pytorch(tensor)
@@ -239,47 +242,42 @@ class Watch(Counting):
 class _Packed(Kept):
     """What autograd holds in a watched step: the tensor as it is, or a copy elsewhere."""
 
-    __slots__ = ("_copy", "_tensor", "_watch", "device", "form", "number", "saved")
+    __slots__ = ("_held", "_offset", "_tensor", "_watch", "number", "saved")
 
     def __init__(self, tensor: Tensor, watch: Watch):
         self.saved: Any = None  # what a recorder gives autograd
         self.number = -1  # of the save
-        self.form: Any = None  # of the tensor, if there is a copy
         self._watch = watch
         watch.note_saved(self, tensor)
-        copy = watch.copy_elsewhere(self, tensor)
-        if copy is None:
+        self._held = watch.held_elsewhere(self, tensor)
+        if self._held is None:
             super().__init__(tensor, None)
             return
-        self._copy: Tensor | None = copy
-        self.hooks, self.version, self.device = None, tensor._version, tensor.device
-        self._tensor = weakref.ref(tensor)
-        self.form = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.hooks, self.version = None, tensor._version
+        self._tensor, self._offset = weakref.ref(tensor), tensor.storage_offset()
         self.packed = tensor.detach()
         self.packed.data = tensor.new_empty(0)  # keeps the version counter, but not the memory
 
     def read_memory(self, sharing: Tensor) -> None:
         """Read the tensor itself from now on, as PyTorch does. `sharing`: another one in its memory."""
-        if self.form is not None:
+        if (held := self._held) is not None:
             tensor = self._tensor()
             if tensor is None:
-                super().__init__(sharing.detach().as_strided(*self.form), None)
+                super().__init__(sharing.detach().as_strided(held.shape, held.stride, self._offset), None)
             else:
                 is_own = any(packed is self for packed in packed_in(tensor.grad_fn))
                 super().__init__(tensor, None, detaches=is_own)
-            self.form = self._copy = None
+            self._held = None
 
     def get(self) -> Tensor:
         self._watch.note_read(self.number)
-        if self.form is None:
+        if self._held is None:
             return super().get()
-        shape, stride, _ = self.form
-        assert self._copy is not None
-        if self.packed._version != self.version:
-            raise modified(self.name, self._copy.as_strided(shape, stride), self.packed._version, self.version)
         with without_function_modes(), self._watch.made.off():
-            tensor = self._copy.to(self.device)
-            return tensor if (tensor.shape, tensor.stride()) == (shape, stride) else tensor.as_strided(shape, stride)
+            tensor = self._held.get()
+        if self.packed._version != self.version:
+            raise modified(self.name, tensor, self.packed._version, self.version)
+        return tensor
 
 
 class _Allocations(Allocations):

@@ -6,17 +6,34 @@ import tempfile
 import weakref
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...torch_internals import warn
+from ...saved import is_ordinary
+from ...torch_internals import FakeTensor, Hooks, warn
 
 SMALL = 2**12  # bytes: smaller tensors stay where they are
 _ALIGNED = 64  # bytes, as PyTorch's CPU allocator: kernels may round otherwise at other offsets
 _SEGMENTS = 2**20, 2**26  # bytes of the first segment of a file, and of the largest
 _SHARE = 0.5  # of the free host memory
 _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+class Held(NamedTuple):
+    """A tensor that is held elsewhere."""
+
+    copy: Tensor  # see `Elsewhere.copy_of`
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+
+    def get(self) -> Tensor:
+        """The tensor, on its device again."""
+        tensor = self.copy.to(self.device)
+        is_alike = (tensor.shape, tensor.stride()) == (self.shape, self.stride)
+        return tensor if is_alike else tensor.as_strided(self.shape, self.stride)
 
 
 class Elsewhere:
@@ -33,6 +50,25 @@ class Elsewhere:
         self._file: int | None = None  # its descriptor, from the first tensor on
         self._end = 0  # bytes of the file
         self._segment, self._free = memoryview(b""), 0  # of which so many bytes are taken
+
+    @property
+    def hooks(self) -> Hooks:
+        """Saved-tensor hooks that hold elsewhere what a forward pass has made."""
+        return self._pack, _unpack
+
+    def _pack(self, tensor: Tensor) -> "Tensor | Held":
+        if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
+            return tensor
+        return self.held(tensor) or tensor.detach()
+
+    def held(self, tensor: Tensor) -> Held | None:
+        """A copy of a tensor; None if it has to stay where it is, such as a small one, or if there is no room."""
+        if tensor.nbytes < SMALL or not is_ordinary(tensor) or isinstance(tensor, FakeTensor):
+            return None
+        if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+            return None
+        copy = self.copy_of(tensor)
+        return None if copy is None else Held(copy, tensor.shape, tensor.stride(), tensor.device)
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:
         """A vector with the entries of a tensor's memory, from its first to its last one; None if there is no room."""
@@ -73,6 +109,10 @@ class Elsewhere:
             return memoryview(mmap.mmap(-1, size))
         self._end += size
         return memoryview(segment)
+
+
+def _unpack(packed: Tensor | Held) -> Tensor:
+    return packed.get() if isinstance(packed, Held) else packed
 
 
 @cache
