@@ -30,6 +30,7 @@ def recompute_activations(
     checkpointed_only: bool = False,
     budget: Budget | None = None,
     example: Any = None,
+    strict: bool = False,
 ) -> Network:
     """Make a network recompute cheap activations in its backward pass, instead of saving them.
 
@@ -56,16 +57,20 @@ def recompute_activations(
             Branches of couplings get hooks of their own, because they run again separately. If a training step calls
             only parts of the network, a warning names them.
         checkpointed_only: recompute only the outputs of `CheckpointedABN` (the paper's checkpointing).
-        budget: limit on the peak memory of a forward and backward pass, beside weights, optimiser states and the
-            gradients of all trained parameters: bytes, such as "6GiB" or an int, or a share of the baseline's peak,
-            such as 0.3. If no parameter has a gradient before the pass, as after `zero_grad()`, activations use the
-            room of those that are still to come: both together stay within the budget and all gradients. With a
-            budget, convolutions, matrix products, attention and the like are recomputed too, where that costs the
-            least time.
-            The first pass with a shape is planned on a copy of the network with fake tensors, in about a second per 100
-            calls (with real ones if it reads values). If no plan is within the budget, the one with the lowest peak is
-            used, and a warning gives that peak and its place.
-        example: an input, as `plan` takes it. Inputs of this shape are planned now instead of in their first pass.
+        budget: limit on the peak memory of a forward and backward pass, in bytes, such as "6GiB" or an int, or as a share
+            of the baseline's peak, such as 0.3. Bytes are beside weights, optimiser states and the gradients of all
+            trained parameters. If no parameter has a gradient before the pass, as after `zero_grad()`, activations use
+            the room of those that are still to come. A share is of the step as it runs, with the gradients that come in
+            it. With a budget, convolutions, matrix products, attention and the like are recomputed too, where that
+            costs the least time.
+            The first step with a shape is watched, and the plan holds from the second one: until its backward pass,
+            what the first one saves is held in host memory, or on CPUs in a file in `$TMPDIR`. If no plan is within the
+            budget, the one with the lowest peak is used, and a warning gives that peak and its place.
+        example: an input, as `plan` takes it. A step on it is watched now, so the plan holds from the first step of the
+            training. The loss is the mean square of the outputs. Gradients, buffers and random states stay as they are,
+            and hooks on parameters are not called.
+        strict: raise a RuntimeError instead of a warning where a step may exceed its budget: before the pass, if no
+            plan keeps it, or at its end, if its results were larger than planned.
 
     Raises:
         ValueError: the network's own forward pass is never called, e.g. it is an `nn.ModuleList`; it has lazy modules;
@@ -83,11 +88,12 @@ def recompute_activations(
             "recompute_activations got lazy modules, which learn their sizes in the forward pass: first run the "
             "network on an input under torch.no_grad()"
         )
-    signatures = Signatures(None if budget is None else checked(budget))
+    signatures = Signatures(None if budget is None else checked(budget), strict)
     if budget is not None and checkpointed_only:
         raise ValueError(f"budget={budget} with checkpointed_only=True: expected only one of them")
-    if budget is None and example is not None:
-        raise ValueError("an example is given without a budget: expected budget=…, such as '6GiB'")
+    if budget is None and (example is not None or strict):
+        name = "an example" if example is not None else "strict=True"
+        raise ValueError(f"{name} is given without a budget: expected budget=…, such as '6GiB'")
     if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
@@ -212,7 +218,7 @@ class _Hooks:
         self.has_named_mode = False  # a warning has named a mode that changes results
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(_Hooks(self.checkpointed_only, Signatures(self.signatures.budget)))
+        return vars(_Hooks(self.checkpointed_only, Signatures(self.signatures.budget, self.signatures.strict)))
 
     def put_on(self, module: nn.Module, awaited: bool) -> None:
         module.register_forward_pre_hook(self.enter, with_kwargs=True)

@@ -42,9 +42,12 @@ class Elsewhere:
     Tensors of a device are copied to host memory, at most half of what is free there, and the host waits for each copy.
     Those of the CPU go to a file without a name in `$TMPDIR`, whose pages the system writes to the disk when it needs
     the memory. If there can be no such file, they are in anonymous memory, and one warning says so.
+
+    `beyond`: bytes of tensors that stay where they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beyond: int = 0) -> None:
+        self.room = beyond  # bytes of tensors that stay where they are, before others do not
         self.bytes = 0  # in host memory
         self.is_full = False  # some tensors have stayed where they were
         self._file: int | None = None  # its descriptor, from the first tensor on
@@ -66,6 +69,9 @@ class Elsewhere:
         if tensor.nbytes < SMALL or not is_ordinary(tensor) or isinstance(tensor, FakeTensor):
             return None
         if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+            return None
+        if tensor.nbytes <= self.room:
+            self.room -= tensor.nbytes
             return None
         copy = self.copy_of(tensor)
         return None if copy is None else Held(copy, tensor.shape, tensor.stride(), tensor.device)

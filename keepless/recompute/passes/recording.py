@@ -122,6 +122,7 @@ class Recording(TorchFunctionMode):
         inputs: the network's inputs. They are kept, because they may be other tensors when a checkpoint around the
             network repeats the forward pass.
         frame: the frame of the call that leaves this context, unless Ctrl-C ends it.
+        beyond: bytes that may be kept; what is kept beyond them is held elsewhere. None: nothing is.
     """
 
     def __init__(
@@ -132,9 +133,10 @@ class Recording(TorchFunctionMode):
         copy_parameters: bool = False,
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
+        beyond: int | None = None,
     ):
         super().__init__()
-        self.policy = policy
+        self.policy, self.beyond = policy, beyond
         self.sees_calls = sees_calls
         self.copy_parameters = copy_parameters
         self.inputs = inputs
@@ -162,7 +164,8 @@ class Recording(TorchFunctionMode):
 
     def registry(self) -> KnownValues:
         """The registry of the pass that begins."""
-        return KnownValues(self.inputs, current_hooks(), self.copy_parameters, self.policy is not None)
+        outer = current_hooks() if self.beyond is None else Elsewhere(self.beyond).hooks
+        return KnownValues(self.inputs, outer, self.copy_parameters, self.policy is not None)
 
     def start_hooks(self) -> None:
         self.around = hooks_around()

@@ -59,8 +59,8 @@ class Planner:
 
     clock = staticmethod(time.perf_counter)
 
-    def __init__(self, budget: float | int):
-        self.budget = budget
+    def __init__(self, budget: float | int, strict: bool = False):
+        self.budget, self.strict = budget, strict
         self.began, self.spent = self.clock(), 0.0  # seconds: when the training began, and spent on planning
         self._said: set[str] = set()  # subjects of the warnings given so far
 
@@ -81,19 +81,28 @@ class Planner:
         return self.spent <= _SHARE_OF_TIME * (self.clock() - self.began)
 
     def say_that_it_fails(self, error: Exception) -> None:
-        self.say("fails", f"no plan can be made, so a step may exceed the budget: {text_of(error)}")
+        text = "no plan can be made, so what a step saves beyond its budget is held elsewhere"
+        if isinstance(self.budget, float):
+            text = "no plan can be made, so steps recompute what is cheap, and may exceed the budget"
+        self.miss("fails", f"{text}: {text_of(error)}")
 
     def say_that_it_grew(self, plan: Plan, recording: Recording) -> None:
         """Warn about a pass that has made more than the planned one, unless it was within the budget all the same."""
         again = "the next one is planned anew"
         if recording.elsewhere is None:
             text = "a step with more results for its backward pass than planned may have exceeded its budget"
-            self.say("longer", f"{text}: {again}")
+            self.miss("longer", f"{text}: {again}")
         elif isinstance(self.budget, int) and (peak := plan.peak + recording.excess) > MORE * self.budget:
             text = f"a step may have taken up to {size_text(peak)}, more than its budget of {size_text(self.budget)}"
-            self.say(f"up to {size_text(peak)}", f"{text}, because its results were larger than planned: {again}")
+            self.miss(f"up to {size_text(peak)}", f"{text}, because its results were larger than planned: {again}")
         elif isinstance(self.budget, int):
             self.say("grew", f"a step with larger results than planned has held what it saved elsewhere: {again}")
+
+    def miss(self, subject: str, message: str) -> None:
+        """Warn once about a budget that a step may exceed. RuntimeError instead, if the user wants no such step."""
+        if self.strict:
+            raise RuntimeError(f"{message} (strict=True)")
+        self.say(subject, message)
 
     def say(self, subject: str, message: str) -> None:
         """Warn once about each subject."""

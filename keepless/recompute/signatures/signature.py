@@ -134,17 +134,17 @@ def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
 
 
 class Signatures:
-    """The signatures of a prepared network's inputs. `budget`: as `checked` returns it.
+    """The signatures of a prepared network's inputs. `budget`: as `checked` returns it. `strict`: see `Planner.miss`.
 
     Inputs of a new size borrow the plan and the advice of the smallest planned size that has at least their bytes. If
     it has over 1.5 times as many, they are watched once that is cheap. Larger inputs than any planned ones are watched,
     after sixteen sizes at most in one step of ten; others follow the plan of the largest size.
     """
 
-    def __init__(self, budget: float | int | None = None) -> None:
-        self.budget = budget
+    def __init__(self, budget: float | int | None = None, strict: bool = False) -> None:
+        self.budget, self.strict = budget, strict
         self.known: list[Signature] = []  # the one used last comes last
-        self._planner = None if budget is None else Planner(budget)
+        self._planner = None if budget is None else Planner(budget, strict)
         self._parameters: list[Any] = []
         self._awaited: weakref.ref[_Backward] | None = None  # of the last pass before which no gradient was there
         self._overlap = False  # several forward passes come before a backward pass
@@ -175,14 +175,31 @@ class Signatures:
             signature = None
         elif not known.awaits_backward():
             return self._watched(known, module, inputs, frame)
-        signature = signature and self._of_gradients(signature)
+        return self._unwatched(signature and self._of_gradients(signature), inputs, frame, has_shards, bool(changes))
+
+    def _unwatched(
+        self,
+        signature: Signature | None,
+        inputs: Sequence[Tensor],
+        frame: FrameType,
+        has_shards: bool,
+        changes: bool,
+    ) -> Recording:
+        """The context of a forward pass by the plan and the advice of its signature, or without one.
+
+        `changes`: a mode of the program may change what functions compute.
+        """
+        planner = self._planner
+        if planner is not None and signature is not None and signature.plan is None and not signature.is_due:
+            beyond = self.budget if isinstance(self.budget, int) else None
+            return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame, beyond=beyond)
         policy = None if planner is None else ByPlan(*(() if signature is None else (signature.plan, signature.slack)))
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         if signature is None or changes or is_capturing():
             return recording
         if planner is not None and signature.is_new and signature.plan is not None:
             for remark in signature.plan.remarks:
-                planner.say(*remark)
+                planner.miss(*remark)
         signature.passes += 1
         if not (signature.is_due or has_shards or None in signature.kind[0]):
             if signature.advice is not None and not signature.is_new:
