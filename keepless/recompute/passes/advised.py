@@ -41,7 +41,7 @@ _SHARE = 4  # a pass leaves its plan if more than one call in so many is new; mi
 _SEQUENCES = frozenset([list, tuple])
 HOOKS, DROP, SIGNS, KEEP = bits.HOOKS, bits.DROP, bits.SIGNS, bits.KEEP  # names of a module itself are found faster
 MEMORY, COUNT, FLAT = bits.MEMORY, bits.COUNT, bits.FLAT
-_SELDOM, _ASKED, _SAVES = bits.RULES | bits.UNKNOWN | bits.ADDED, bits.RULES | bits.UNKNOWN, HOOKS | DROP
+_ASKED, _SAVES = bits.RULES | bits.UNKNOWN, HOOKS | DROP
 _BUSY, _AFTERWARDS, _DERIVED = ~COUNT, KEEP | COUNT, bits.ANY_DERIVED
 strided, Parameter = torch.strided, nn.Parameter
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -158,18 +158,21 @@ class Advised(Recording):
     def advised(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
         advice = site.advice
-        if advice & _SELDOM or (kwargs and "out" in kwargs):
-            if advice & bits.ADDED:
-                self.has_strayed = True
-            if advice & _ASKED or "out" in kwargs:
-                return self._by_rules(site, function, args, kwargs)
+        if advice & bits.ADDED:
+            self.has_strayed = True
         saves = advice & _SAVES
-        if saves and (
-            transform_level() is not None
-            or dispatch_modes_on() != self.modes
-            or not (current_hooks() is None or self.is_innermost())
-        ):  # it is hidden
+        if (
+            advice & _ASKED
+            or (kwargs and "out" in kwargs)
+            or saves
+            and (
+                transform_level() is not None
+                or dispatch_modes_on() != self.modes
+                or not (current_hooks() is None or self.is_innermost())
+            )  # it is hidden
+        ):
             result = self._by_rules(site, function, args, kwargs)
+            advice = site.advice
         elif (
             site.writes
             and (site.writes == FIRST or may_overwrite(function, args, kwargs))
@@ -210,8 +213,6 @@ class Advised(Recording):
         call = Call(function, site.row, args, kwargs)
         call.site, call.is_advised = site, not site.advice & bits.UNKNOWN
         result = self.ask(call)
-        if site.advice & COUNT:
-            self.count(result)
         if site.advice & bits.UNKNOWN and site.advice & bits.ADDED:
             self.advice.more_nodes += next_node_number() - call.first_node
         return result
