@@ -28,7 +28,7 @@ from ..table.functions import EXPOSE, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
-from .advice import END, Advice, Site
+from .advice import END, NOWHERE, Advice, Site
 from .finders import AdvisedFinder
 from .learning import drops_outside, note_of
 from .plan import MORE, ByPlan, Flag
@@ -44,7 +44,7 @@ MEMORY, COUNT, FLAT = bits.MEMORY, bits.COUNT, bits.FLAT
 _ASKED, _SAVES = bits.RULES | bits.UNKNOWN, HOOKS | DROP
 _BUSY, _AFTERWARDS, _DERIVED = ~COUNT, KEEP | COUNT, bits.ANY_DERIVED
 strided, Parameter = torch.strided, nn.Parameter
-_is_compiling = torch.compiler.is_dynamo_compiling
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
 
 class Advised(Recording):
@@ -65,7 +65,7 @@ class Advised(Recording):
     ):
         super().__init__(policy, inputs=inputs, frame=frame)
         self.advice, self.earlier = advice, earlier
-        self.is_first = advice.is_new
+        self.is_first, self.flat = advice.is_new, advice.flat
         self.at: Site = advice.root  # of the last call
         self.leaves = False  # too many calls are new for the plan to hold: record the rest of the pass
         self.left: ref[nn.Module] | None = None  # the module in which a hidden call was seen
@@ -101,7 +101,7 @@ class Advised(Recording):
         super().forget(has_raised)
         if not (self.is_first or self.leaves):
             self.kept = [*self.earlier, *self.kept]
-        self.at = END  # after Ctrl-C, it may still see calls
+        self.at, self.flat = END, {}  # after Ctrl-C, it may still see calls
         self.__dict__.pop("packing", None)  # PyTorch holds it, and so this object, as long as the graph
         self.saves.clear()
         self.own.clear()
@@ -110,9 +110,11 @@ class Advised(Recording):
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if _is_compiling():
             return function(*args, **(kwargs or {}))
-        site = self.at.next
+        has_place = _is_grad_enabled()
+        site = self.at.next if has_place else self.flat.get(function, END)
         if site.function is function and (not types or PLAIN.issuperset(types)):
-            self.at = site
+            if has_place:
+                self.at = site
             if not (site.advice & _BUSY or site.writes) and not (kwargs and "out" in kwargs):
                 result = function(*args, **kwargs) if kwargs else function(*args)
                 if site.advice:
@@ -130,6 +132,8 @@ class Advised(Recording):
         if not are_plain or function in EXPOSE or function == SETS_DATA:
             self.is_learnable = self.is_learnable and are_plain
             return self.ask(Call(function, row, args, kwargs))
+        if not _is_grad_enabled():
+            return self.advised(self.flat.setdefault(function, Site(function, row, NOWHERE, 0)), function, args, kwargs)
         at, site = self.at, None
         if not (self.is_first or self.leaves):
             site = self.advice.sought(at, function, args)
@@ -251,6 +255,9 @@ class Advised(Recording):
         """Note what a call teaches about which nothing was known."""
         site: Site | None = call.site
         if site is None or call.is_advised:
+            return
+        if site.number == NOWHERE:
+            self.unknown.append(site)
             return
         if is_hidden:
             site.advice |= bits.HIDDEN
