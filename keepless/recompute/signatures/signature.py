@@ -36,6 +36,10 @@ _MOST = 16  # signatures with plans of their own, and as many others; the least 
 _LARGER = 1.5  # an input may borrow the plan of a size with at most this many times its bytes
 _PATIENCE = 100  # passes before the third attempt, and how many times as many before each further one
 _OPTIMIZERS = "_in_backward_optimizers"  # attribute of parameters whose optimiser steps in the backward pass
+_HOOKED = (
+    "the budget is ignored in passes inside a checkpoint, save_on_cpu or other saved-tensor hooks, which decide what "
+    "is kept: call the network outside of them, or prepare it without a budget"
+)
 _CHOICES = (bool, type(None))  # types of arguments that may choose a path
 
 _Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
@@ -126,6 +130,8 @@ class Signatures:
         is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
         inputs, has_shards = [*args] if is_simple else tensors_in((args, kwargs)), is_sharded(module)
         if current_hooks() is not None:  # hooks around the network decide what is kept
+            if self._planner is not None:
+                self._planner.say("hooks", _HOOKED)
             return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame)
         for known in self.known if has_shards else ():  # planned before FSDP sharded the network
             known.has_coming(None)
