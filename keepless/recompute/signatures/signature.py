@@ -1,7 +1,7 @@
 """Signatures of a network's inputs, and what passes with such inputs get: advice, and within a budget a plan."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -51,6 +51,8 @@ class Signature:
     While it is due, the next pass is an attempt: it gets a plan, and its calls are learned as advice for further ones.
     If a pass makes more, or other calls, the signature is due again; but for the third time only after 100 passes, the
     fourth after 10,000, because a network may take several paths at random.
+
+    Without a budget, some passes are recorded by the rules whatever happened: see `must_be_recorded`.
     """
 
     def __init__(self, kind: tuple[Any, ...], size: _Size, comes: bool = False) -> None:
@@ -66,6 +68,27 @@ class Signature:
         self.is_own = False  # the plan was made for this size
         self.advice: Advice | None = None
         self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
+        # Without a budget: the most bytes of inputs of a pass that was recorded; the functions of calls that came later
+        # than in recorded passes; and whether the last pass had a new one.
+        self.bytes, self.later, self.lacks = 0, frozenset[Any](), False
+
+    def must_be_recorded(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the next pass is recorded by the rules anew, so that no unusual pass decides for long.
+
+        Passes k + 2**k are (3, 6, 11, 20, 37, …, so that what comes every second or fourth pass is not met alone); so
+        are those with over twice the inputs of recorded ones, or after a pass with calls of functions that these lack.
+        """
+        number, bytes = self.passes + 1, sum([one.nbytes for one in inputs if is_ordinary(one)])
+        k = number.bit_length() - 1
+        if not (self.lacks or number == k + 2**k or bytes > 2 * self.bytes):
+            return False
+        self.lacks, self.bytes = False, max(self.bytes, bytes)
+        return True
+
+    def note_later(self, functions: Iterable[Any]) -> None:
+        """Note that a pass had calls of these functions that recorded ones lack."""
+        new = self.later.union(functions)
+        self.later, self.lacks = new, len(new) > len(self.later)
 
     def attempt(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Let the next pass follow a plan, and learn advice unless there is some."""
@@ -167,8 +190,11 @@ class Signatures:
             known = Signature(kind, size)
         one = self._of_gradients(known)
         was_due = one.is_due
-        if one.is_due and self._planner is None:
-            one.attempt(None)
+        if self._planner is None:
+            if one.must_be_recorded(inputs) and not one.is_due:
+                one.advice, one.is_new = None, True
+            elif one.is_due:
+                one.attempt(None)
         elif one.is_due and (larger := self._to_borrow_from(one)) is not None:
             one.borrow(larger)
             self._use(larger)
@@ -279,6 +305,8 @@ class Signatures:
         if one.is_due or output is None:
             return
         if isinstance(recording, Advised) and recording.is_learnable:
+            if self._planner is None and not recording.is_first:
+                one.note_later([site.function for site in recording.unknown])
             recording.learn(fits=one.plan is not None and one.plan.fits and not has_diverged)
             one.advice = recording.advice
         one.kept = recording.kept
