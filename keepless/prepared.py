@@ -57,12 +57,12 @@ def recompute_activations(
             Branches of couplings get hooks of their own, because they run again separately. If a training step calls
             only parts of the network, a warning names them.
         checkpointed_only: recompute only the outputs of `CheckpointedABN` (the paper's checkpointing).
-        budget: limit on the peak memory of a forward and backward pass, in bytes, such as "6GiB" or an int, or as a
-            share of the baseline's peak, such as 0.3. Bytes are beside weights, optimiser states and the gradients of all
-            trained parameters. If no parameter has a gradient before the pass, as after `zero_grad()`, activations use
-            the room of those that are still to come. A share is of the step as it runs, with the gradients that come in
-            it. With a budget, convolutions, matrix products, attention and the like are recomputed too, where that
-            costs the least time.
+        budget: limit on the peak memory of a forward and backward pass: bytes, such as "6GiB" or an int, or a share of
+            the baseline's peak, such as 0.3. Bytes are beside weights, optimiser states and the gradients of all
+            trained parameters. If no parameter has a gradient before the pass, as after `zero_grad()`, activations
+            use the room of those that are still to come. A share is of the step as it runs, with the gradients that
+            come in it. With a budget, convolutions, matrix products, attention and the like are recomputed too, where
+            that costs the least time.
             The first step with a shape is watched, and the plan holds from the second one: until its backward pass,
             what the first one saves is held in host memory, or on CPUs in a file in `$TMPDIR`. If no plan is within the
             budget, the one with the lowest peak is used, and a warning gives that peak and its place.

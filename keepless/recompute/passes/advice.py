@@ -49,7 +49,8 @@ class Site:
         self.others: dict[Any, Site] | None = None  # others that have come next, by their functions
 
 
-END = Site(None, Row(), -1, 0)  # after the last call
+NOWHERE = -1  # number of sites without a place: see `Advice.flat`
+END = Site(None, Row(), NOWHERE, 0)  # after the last call
 END.advice = 0
 
 
@@ -60,6 +61,8 @@ class Advice:
         self.root = Site(None, Row(), 0, 0)
         self.root.next = END
         self.is_new = True  # until its first pass has ended
+        # Calls under `no_grad` have no place, as their number may vary: one site for all of a function, and no bytes.
+        self.flat: dict[Any, Site] = {}
         self.readers: dict[int, Site] = {}  # by id of a parameter: the first site that reads it (another does no harm)
         self.first = self.count = 0  # numbers of sites after the first pass, and now
         self.has_hooks = False  # hooks are around the whole pass, as dropped tensors are saved outside of calls

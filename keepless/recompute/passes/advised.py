@@ -28,7 +28,7 @@ from ..table.functions import EXPOSE, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
-from .advice import END, Advice, Site
+from .advice import END, NOWHERE, Advice, Site
 from .finders import AdvisedFinder
 from .learning import drops_outside, note_of
 from .plan import MORE, ByPlan, Flag
@@ -41,10 +41,10 @@ _SHARE = 4  # a pass leaves its plan if more than one call in so many is new; mi
 _SEQUENCES = frozenset([list, tuple])
 HOOKS, DROP, SIGNS, KEEP = bits.HOOKS, bits.DROP, bits.SIGNS, bits.KEEP  # names of a module itself are found faster
 MEMORY, COUNT, FLAT = bits.MEMORY, bits.COUNT, bits.FLAT
-_SELDOM, _ASKED, _SAVES = bits.RULES | bits.UNKNOWN | bits.ADDED, bits.RULES | bits.UNKNOWN, HOOKS | DROP
+_ASKED, _SAVES = bits.RULES | bits.UNKNOWN, HOOKS | DROP
 _BUSY, _AFTERWARDS, _DERIVED = ~COUNT, KEEP | COUNT, bits.ANY_DERIVED
 strided, Parameter = torch.strided, nn.Parameter
-_is_compiling = torch.compiler.is_dynamo_compiling
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
 
 class Advised(Recording):
@@ -66,7 +66,7 @@ class Advised(Recording):
     ):
         super().__init__(policy, inputs=inputs, frame=frame)
         self.advice, self.earlier, self.slack = advice, earlier, slack
-        self.is_first = advice.is_new
+        self.is_first, self.flat = advice.is_new, advice.flat
         self.at: Site = advice.root  # of the last call
         self.leaves = False  # too many calls are new for the plan to hold: record the rest of the pass
         self.left: ref[nn.Module] | None = None  # the module in which a hidden call was seen
@@ -102,7 +102,7 @@ class Advised(Recording):
         super().forget(has_raised)
         if not (self.is_first or self.leaves):
             self.kept = [*self.earlier, *self.kept]
-        self.at = END  # after Ctrl-C, it may still see calls
+        self.at, self.flat = END, {}  # after Ctrl-C, it may still see calls
         self.__dict__.pop("packing", None)  # PyTorch holds it, and so this object, as long as the graph
         self.saves.clear()
         self.own.clear()
@@ -111,9 +111,11 @@ class Advised(Recording):
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if _is_compiling():
             return function(*args, **(kwargs or {}))
-        site = self.at.next
+        has_place = _is_grad_enabled()
+        site = self.at.next if has_place else self.flat.get(function, END)
         if site.function is function and (not types or PLAIN.issuperset(types)):
-            self.at = site
+            if has_place:
+                self.at = site
             if not (site.advice & _BUSY or site.writes) and not (kwargs and "out" in kwargs):
                 result = function(*args, **kwargs) if kwargs else function(*args)
                 if site.advice:
@@ -136,6 +138,8 @@ class Advised(Recording):
             if not (isinstance(result, Tensor) and result._is_view()):
                 self.count(result)
             return result
+        if not _is_grad_enabled():
+            return self.advised(self.flat.setdefault(function, Site(function, row, NOWHERE, 0)), function, args, kwargs)
         at, site = self.at, None
         if not (self.is_first or self.leaves):
             site = self.advice.sought(at, function, args)
@@ -164,18 +168,21 @@ class Advised(Recording):
     def advised(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
         advice = site.advice
-        if advice & _SELDOM or (kwargs and "out" in kwargs):
-            if advice & bits.ADDED:
-                self.has_strayed = True
-            if advice & _ASKED or "out" in kwargs:
-                return self._by_rules(site, function, args, kwargs)
+        if advice & bits.ADDED:
+            self.has_strayed = True
         saves = advice & _SAVES
-        if saves and (
-            transform_level() is not None
-            or dispatch_modes_on() != self.modes
-            or not (current_hooks() is None or self.is_innermost())
-        ):  # it is hidden
+        if (
+            advice & _ASKED
+            or (kwargs and "out" in kwargs)
+            or saves
+            and (
+                transform_level() is not None
+                or dispatch_modes_on() != self.modes
+                or not (current_hooks() is None or self.is_innermost())
+            )  # it is hidden
+        ):
             result = self._by_rules(site, function, args, kwargs)
+            advice = site.advice
         elif (
             site.writes
             and (site.writes == FIRST or may_overwrite(function, args, kwargs))
@@ -231,8 +238,6 @@ class Advised(Recording):
         call = Call(function, site.row, args, kwargs)
         call.site, call.is_advised = site, not site.advice & bits.UNKNOWN
         result = self.ask(call)
-        if site.advice & COUNT:
-            self.count(result)
         if site.advice & bits.UNKNOWN and site.advice & bits.ADDED:
             self.advice.more_nodes += next_node_number() - call.first_node
         return result
@@ -271,6 +276,9 @@ class Advised(Recording):
         """Note what a call teaches about which nothing was known."""
         site: Site | None = call.site
         if site is None or call.is_advised:
+            return
+        if site.number == NOWHERE:
+            self.unknown.append(site)
             return
         if is_hidden:
             site.advice |= bits.HIDDEN

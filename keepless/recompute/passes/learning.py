@@ -73,8 +73,9 @@ def note_of(call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> 
         if is_special and own is not None and type(own.source) is Kept and own.may_be_read():
             advice |= bits.KEEP
         if makes and planned is not None:
-            advice &= -1 if planned & Flag.AGAIN else ~bits.DROP
-            advice |= bits.MASK if planned & Flag.MASK and site.row.mask is not None else 0
+            is_masked = site.row.mask is not None  # then what it saves inside, the mask, has a recipe of its own
+            advice &= ~bits.DROP if not planned & Flag.AGAIN or (is_masked and all(makes)) else -1
+            advice |= bits.MASK if planned & Flag.MASK and is_masked and any(makes) else 0
         site.advice |= advice | bits.HOOKS if advice and hides else advice
 
     return decide

@@ -21,7 +21,7 @@ from .registry import KnownValues
 
 # The longest chains of recipes without and with a plan, as recursion computes them; then a result is kept.
 LONGEST, LONGEST_PLANNED = 12, 200
-_STATE_BYTES = torch.default_generator.get_state().nbytes  # of the CPU's generators
+STATE_BYTES = torch.default_generator.get_state().nbytes  # of the CPU's generators
 DEEPEST = 250  # recipes in a chain, which call each other: views and casts may lengthen it
 
 
@@ -46,7 +46,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
             if alone > find.room:
                 raise NotRepeated("smaller than what would be kept for it")
         if again.draws:
-            state = 16 if result.is_cuda else _STATE_BYTES  # a fake tensor has no generator of its own
+            state = 16 if result.is_cuda else STATE_BYTES  # a fake tensor has no generator of its own
             if call.random is None or (not call.is_advised and MUCH * state > call.room(result)):
                 raise NotRepeated("its random numbers are not worth keeping")
             again = again._replace(function=partial(_drawn_again, *call.random, again.function))

@@ -44,6 +44,8 @@ Rule 15. At its end a pass is compared with the first one of its advice: the nod
     of missing calls; calls that cut the graph, such as `detach`; the bytes of results of calls that save tensors, if
     there is a budget; and calls that other hooks or modes had hidden. If it has made more, the next pass is recorded
     anew, and planned anew within a budget. So is a pass within a budget of which over a quarter of the calls are new.
+    Without a budget, passes 3, 6, 11, 20, 37, … are recorded anew whatever happened, and others with much larger
+    inputs, or after one with new functions (`Signature.must_be_recorded`).
 
 What is taken for granted, and not compared:
 - the table's row of a function, which is found by its identity: what its rule repeats, and whether it may write;

@@ -1,7 +1,7 @@
 """Signatures of a network's inputs, and what passes with such inputs get: advice, and within a budget a plan."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -40,6 +40,10 @@ _MOST = 16  # signatures with plans of their own, and as many others; the least 
 _LARGER = 1.5  # the plan of a size with at most so many times an input's bytes is good enough for the input
 _SELDOM = 10  # in one step of so many a larger size is watched, once there were many sizes
 _PATIENCE = 100  # passes before the third attempt, and how many times as many before each further one
+_HOOKED = (
+    "the budget is ignored in passes inside a checkpoint, save_on_cpu or other saved-tensor hooks, which decide what "
+    "is kept: call the network outside of them, or prepare it without a budget"
+)
 _CHOICES = (bool, type(None))  # types of arguments that may choose a path
 
 _Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
@@ -50,6 +54,7 @@ class Signature:
 
     While it is due, the next pass is an attempt: without a budget its calls are learned as advice for further ones;
     within one the whole step is watched, and the pass after it gets a plan.
+    Without a budget, some passes are recorded by the rules whatever happened: see `must_be_recorded`.
     """
 
     def __init__(self, kind: tuple[Any, ...], size: _Size, comes: bool = False) -> None:
@@ -68,6 +73,27 @@ class Signature:
         self.is_far = False  # the plan was made for another size, and there may be a much faster one
         self.advice: Advice | None = None
         self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
+        # Without a budget: the most bytes of inputs of a pass that was recorded; the functions of calls that came later
+        # than in recorded passes; and whether the last pass had a new one.
+        self.bytes, self.later, self.lacks = 0, frozenset[Any](), False
+
+    def must_be_recorded(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the next pass is recorded by the rules anew, so that no unusual pass decides for long.
+
+        Passes k + 2**k are (3, 6, 11, 20, 37, …, so that what comes every second or fourth pass is not met alone); so
+        are those with over twice the inputs of recorded ones, or after a pass with calls of functions that these lack.
+        """
+        number, bytes = self.passes + 1, sum([one.nbytes for one in inputs if is_ordinary(one)])
+        k = number.bit_length() - 1
+        if not (self.lacks or number == k + 2**k or bytes > 2 * self.bytes):
+            return False
+        self.lacks, self.bytes = False, max(self.bytes, bytes)
+        return True
+
+    def note_later(self, functions: Iterable[Any]) -> None:
+        """Note that a pass had calls of these functions that recorded ones lack."""
+        new = self.later.union(functions)
+        self.later, self.lacks = new, len(new) > len(self.later)
 
     def attempt(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Let the next pass follow a plan, and learn advice unless there is some."""
@@ -133,6 +159,17 @@ def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
 
 
+def _await_backward(signature: Signature, signatures: "Signatures", output: object) -> None:
+    """Let the backward pass of an output be noted."""
+    backward = _Backward()
+    for node in [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]:
+        node.register_prehook(backward)
+    if signature.comes:
+        signatures._awaited = weakref.ref(backward)
+    else:
+        signature.marker = backward
+
+
 class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it. `strict`: see `Planner.miss`.
 
@@ -157,6 +194,8 @@ class Signatures:
         is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
         inputs, has_shards = [*args] if is_simple else tensors_in((args, kwargs)), is_sharded(module)
         if current_hooks() is not None:  # hooks around the network decide what is kept
+            if self._planner is not None:
+                self._planner.say("hooks", _HOOKED)
             return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame)
         for known in self.known if has_shards else ():  # planned before FSDP sharded the network
             known.has_coming(None)
@@ -164,7 +203,9 @@ class Signatures:
         known = self._signature(module, inputs, args, kwargs)
         signature: Signature | None = known
         if (planner := self._planner) is None:
-            if known.is_due:
+            if known.must_be_recorded(inputs) and not known.is_due:
+                known.advice, known.is_new = None, True
+            elif known.is_due:
                 known.attempt(None)
         elif self._is_planned(module, known):
             pass
@@ -258,9 +299,8 @@ class Signatures:
                 watch.end(State.LOST)
         if not watch.is_over:
             return
-        if watch.state is State.COUNTED and (
-            is_capturing() or profiler_runs()
-        ):  # measuring waits, or ends the profiler
+        # Measuring operators waits for the device, and ends a profiler.
+        if watch.state is State.COUNTED and (is_capturing() or profiler_runs()):
             self._planner.say("waits", "a PyTorch profiler is running: the budget is planned once it has ended")
             return
         signature.watch = None
@@ -325,47 +365,56 @@ class Signatures:
 
     def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
         """Learn advice from a pass, or that its plan no longer holds. `output`: None if it raised an error."""
-        one, policy = recording.signature, recording.policy
+        signature: Signature | None = recording.signature
         if isinstance(recording, Watched):
-            if output is None:
-                recording.counting.end(State.LOST)
-                one.watch = None
-            else:
-                recording.counting.awaits(module, output)
+            self._watched_pass_has_ended(module, recording, output)
             return
-        if one is not None and (one.comes or one.is_due):
-            backward = _Backward()
-            for node in [made.grad_fn for made in tensors_in(output) if made.grad_fn is not None]:
-                node.register_prehook(backward)
-            if one.comes:
-                self._awaited = weakref.ref(backward)
-            else:
-                one.marker = backward
+        if signature is not None and (signature.comes or signature.is_due):
+            _await_backward(signature, self, output)
         has_followed = isinstance(recording, Advised) and recording.has_followed
-        if one is None or (has_followed and recording.elsewhere is None):
+        if signature is None or (has_followed and recording.elsewhere is None):
             return
-        has_diverged, is_outdated = one.plan is not None and policy is not None and policy.plan is None, False
+        has_diverged = self._note_divergence(signature, recording)
+        if signature.base.is_due or output is None or recording.elsewhere is not None:
+            return
+        if isinstance(recording, Advised) and recording.is_learnable:
+            if self._planner is None and not recording.is_first:
+                signature.note_later([site.function for site in recording.unknown])
+            fits = signature.plan is not None and signature.plan.fits
+            recording.learn(fits=fits and not has_diverged)
+            signature.advice = recording.advice
+        signature.kept = recording.kept
+        signature.is_new, self._parameters = False, []  # new calls may come with new parameters
+
+    def _watched_pass_has_ended(self, module: nn.Module, recording: Watched, output: object) -> None:
+        if output is None:
+            recording.counting.end(State.LOST)
+            recording.signature.watch = None
+        else:
+            recording.counting.awaits(module, output)
+
+    def _note_divergence(self, signature: Signature, recording: Recording) -> bool:
+        """Let a step be watched again if a pass has made more than the planned one, or if that is cheap, other calls.
+
+        Returns whether it has.
+        """
+        planner, policy = self._planner, recording.policy
+        has_diverged = signature.plan is not None and policy is not None and policy.plan is None
+        is_outdated = False
         if isinstance(recording, Advised) and not recording.is_first:
             is_outdated = recording.is_outdated
             has_diverged = recording.leaves or is_outdated
-        if self._planner is None:
-            one.is_due = has_diverged and one.passes >= _PATIENCE ** (one.attempts - 1)
+        if planner is None:
+            signature.is_due = has_diverged and signature.passes >= _PATIENCE ** (signature.attempts - 1)
         elif recording.elsewhere is not None and not (is_outdated or recording.has_grown):
-            one.slack = max(one.slack, 2 * recording.fluctuation)
-            return
+            signature.slack = max(signature.slack, 2 * recording.fluctuation)
         elif recording.elsewhere is not None or is_outdated:
-            one.base.is_due = True
-            if one.plan is not None:
-                self._planner.say_that_it_grew(one.plan, recording)
+            signature.base.is_due = True
+            if signature.plan is not None:
+                planner.say_that_it_grew(signature.plan, recording)
         elif has_diverged:
-            one.base.is_due = self._planner.is_cheap()
-        if one.base.is_due or output is None:
-            return
-        if isinstance(recording, Advised) and recording.is_learnable:
-            recording.learn(fits=one.plan is not None and one.plan.fits and not has_diverged)
-            one.advice = recording.advice
-        one.kept = recording.kept
-        one.is_new, self._parameters = False, []  # new calls may come with new parameters
+            signature.base.is_due = planner.is_cheap()
+        return has_diverged
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a size before its first pass, from a real step. ValueError if that raises an error."""

@@ -14,7 +14,7 @@ from ..held.calls import Call
 from ..held.signs import unpacking_bytes
 from ..held.values import Again, Memory, Recipe, Saved, Value
 from ..passes.plan import Flag
-from ..passes.recipes import how_to_repeat
+from ..passes.recipes import STATE_BYTES, how_to_repeat
 from ..passes.registry import KnownValues
 from ..table.rules import Rule, mask_needs_only_shape
 from .costs import spec_of
@@ -186,24 +186,28 @@ class Trace(KnownValues):
         again = how_to_repeat(self, rule, call, result)
         mask = how_to_repeat(self, call.row.mask, call, result) if call.row.mask is not None and call.inside else None
         own = self.find(result) or self.keep(result)
+        parts = [part.value.number for part in call.inside]
+        dropped = self._held_in_call(call, parts)
         ran = _CallSpan(call.began[0], len(self.events), call.began[1], len(self.ran))
+        self.events += dropped
         if call.overwrites:  # it is repeated out of place; a part that it has overwritten is then laid out with gaps
             has_gaps = spec_of(result).size > result.nbytes
             ran = ran._replace(end=ran.begin, besides=result.nbytes if has_gaps else 0)
-        parts = [part.value.number for part in call.inside]
-        ran_again = ran._replace(besides=ran.besides - sum(self.values[part].bytes for part in parts))
+        drawn = self._random_state(result) if any(one is not None and one.draws for one in (again, mask)) else ()
+        inputs = () if again is None else _inputs(again) + (drawn if again.draws else ())
         if again is None:
             self.values[own.number] = self._noted(Kind.KEPT, result, (), number)
         elif not parts or call.row.mask is not None:
-            self.values[own.number] = self._noted(Kind.FREE, result, _inputs(again), number, again)
-            self.costly.append((own.number, ran_again))
+            self.values[own.number] = self._noted(Kind.FREE, result, inputs, number, again)
+            self.costly.append((own.number, ran))
         else:
-            self.values[own.number] = self._noted(Kind.FREE, result, _inputs(again), number, leader=parts[0])
-            self._inside(parts, again, Flag.AGAIN, number)
-            self.costly.append((parts[0], ran_again))
+            self.values[own.number] = self._noted(Kind.FREE, result, inputs, number, leader=parts[0])
+            self._inside(parts, inputs, Flag.AGAIN, number)
+            memories = {self.values[one].memory for one in (*parts, own.number)}  # it makes them all at once
+            self.costly.append((parts[0], ran._replace(besides=sum(self.sizes[one] for one in memories))))
         if mask is not None:
             layout = sum(one.nbytes for one in tensors_in(call.arguments) if not mask_needs_only_shape(one))
-            self._inside(parts, mask, Flag.MASK, number)
+            self._inside(parts, _inputs(mask) + drawn, Flag.MASK, number)
             self.costly.append((parts[0], ran._replace(end=ran.begin, besides=2 * result.nbytes + layout)))
         for saved in call.replaceable:
             saved.read_instead(own)
@@ -223,9 +227,19 @@ class Trace(KnownValues):
                 self.saved[number] = save._replace(value=own.number)
                 own.count(1)
 
-    def _inside(self, parts: list[int], again: Again, flag: int, number: int) -> None:
+    def _held_in_call(self, call: Call, parts: list[int]) -> list[tuple[Event, int] | Gone]:
+        """Take out of the events that a call drops what it saves inside: a recorder holds that until the call ends."""
+        held, begin = {(Event.LET, self.values[one].memory) for one in parts}, call.began[0]
+        events = self.events[begin:]
+        self.events[begin:] = [one for one in events if one not in held]
+        return [one for one in events if one in held]
+
+    def _random_state(self, result: Tensor) -> tuple[int, ...]:
+        """The state of the generator, which a recipe that draws again holds. On CUDA it is in host memory."""
+        return () if result.is_cuda else (self._own(STATE_BYTES).number,)
+
+    def _inside(self, parts: list[int], inputs: tuple[int, ...], flag: int, number: int) -> None:
         """Note that what a call has saved inside can be recomputed; the first of these values has the costs."""
-        inputs = _inputs(again)
         for part in parts:
             self.values[part] = self.values[part]._replace(
                 kind=Kind.FREE, inputs=inputs, call=number, leader=parts[0], flag=flag

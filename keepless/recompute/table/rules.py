@@ -115,7 +115,7 @@ def random_again(function: Function) -> Rule:
     again = made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        if kwargs.get("generator") is not None or not all(map(_is_aligned, args)):
+        if kwargs.get("generator") is not None or not all(map(_is_aligned, (*args, *kwargs.values()))):
             raise NotRepeated(_RANDOM)
         return again(find, args, kwargs, result)._replace(draws=True)
 

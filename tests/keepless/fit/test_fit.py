@@ -22,8 +22,8 @@ from keepless.fit.sizes import growth
 from keepless.fit.steps import Way, repeated_blocks
 from keepless.made_tensors import MadeTensors, bytes_of_tensors
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.recurrent import with_workspace
 from keepless.recompute.step.dry import Loss
+from keepless.recompute.step.recurrent import with_workspace
 from keepless.torch_internals import FakeTensorMode
 from keepless.units import bytes_of
 from tests.runs import REPOSITORY

@@ -58,6 +58,20 @@ class Attention(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Dropping(nn.Module):
+    """A block of a transformer that drops weights of attention, results of layers, or both."""
+
+    def __init__(self, weights: float, results: float):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.weights, self.results = weights, results
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.weights).transpose(1, 2).reshape(x.shape)
+        return x + F.dropout(self.out(F.gelu(y)), self.results)
+
+
 class Mixed(nn.Module):
     """Convolutions, norms, activations in place, a concatenation, pooling, dropout, attention and a matrix product."""
 
@@ -184,6 +198,9 @@ COUNTED: dict[str, Row] = {
     "of parameters": (partial(Network, of_parameters, 32), (64, 4, 32)),
     # The loss of large outputs takes more than the network.
     "loss": (lambda: After(blocks(1, nn.SiLU(), last=(nn.Conv2d(8, 32, 1),)), lambda y: y.square().mean()), IMAGES),
+    # Recipes hold the state of the generator, and make all that attention saves inside at once.
+    "dropout": (lambda: nn.Sequential(*(Dropping(0.0, 0.1) for _ in range(4))), (8, 64, 32)),
+    "dropped attention": (lambda: nn.Sequential(*(Dropping(0.1, 0.1) for _ in range(3))), (8, 64, 32)),
     "mixed": (Mixed, (4, 3, 16, 16)),
     "chain": (lambda: blocks(12, nn.GELU()), IMAGES),
     # The ReLU's result is kept as one bit per value.

@@ -1,5 +1,6 @@
 """Advice of earlier passes decides no value, and is found again in passes that differ from them."""
 
+import warnings
 from itertools import product
 from random import Random
 
@@ -12,8 +13,9 @@ from keepless.recompute.passes import advice as bits
 from keepless.recompute.passes.advice import Advice, Site
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.signatures import signature
+from keepless.recompute.step.costs import peak_bytes
 from tests.keepless.recompute.agreement import agree, keep_by_chance, note_followed, note_unknown, on
-from tests.keepless.recompute.ahead import After, assert_like, pair, plans_of, attempts
+from tests.keepless.recompute.ahead import After, assert_like, attempts, pair, plans_of, step
 from tests.keepless.recompute.test_random import take_steps
 
 # Wrong advice: passes are like plain PyTorch to the bit.
@@ -24,7 +26,7 @@ ANY += [bits.DERIVE << number for number in range(3)]
 
 def sites_of(advice: Advice) -> list[Site]:
     found: dict[int, Site] = {}
-    pending = [advice.root, *advice.readers.values()]
+    pending = [advice.root, *advice.readers.values(), *advice.flat.values()]
     while pending:
         site = pending.pop()
         if id(site) not in found:
@@ -302,3 +304,32 @@ def test_advice_grows_to_a_few_times_that_of_the_first_pass():
         assert agree(plain, ours, on(torch.randn(2, 4, 3, 3)))
     (one,) = plans_of(ours).known
     assert one.advice.count == 4 * one.advice.first + 1
+
+
+def test_calls_without_gradients_have_no_place_and_no_bytes():
+    """Their number may vary from step to step: the plan holds, and nothing is said."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+            self.times = 3
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.zeros_like(x)
+            with torch.no_grad():
+                for _ in range(self.times):
+                    h = h + self.block(h + x)
+            for _ in range(4):
+                h = h + self.block(h + x)
+            return h
+
+    plain, within = pair(Repeated(), budget=0.7)
+    peaks = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for times in (3, 3, 0, 6, 1):
+            plain.times = within.times = times
+            assert_like(plain, within, x := torch.ones(64, 32))
+            peaks += [peak_bytes(lambda: step(within, x), "cpu")] if len(peaks) or not times else []  # noqa: B023
+    assert max(peaks) - min(peaks) < 512

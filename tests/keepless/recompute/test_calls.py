@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepless import recompute_activations, report
+from keepless.recompute.table import rules
 from keepless.recompute.table.functions import row_of
-from keepless.recompute.table.rules import with_gradient
+from keepless.recompute.table.rules import NotRepeated, with_gradient
 from tests.keepless.recompute.agreement import keep_by_chance
 from tests.keepless.recompute.ahead import After, pair
 
@@ -179,3 +180,12 @@ def test_a_product_that_runs_with_a_gradient_saves_nothing_to_the_program_s_hook
     with saved_tensors_hooks(saved.append, lambda _: None):
         with_gradient(1, F.linear, x.transpose(0, 1), weight[0])
     assert not saved
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_calls_that_draw_are_repeated_only_on_aligned_tensors(is_named):
+    """CUDA's kernels assign random numbers to others in another order."""
+    q = torch.randn(2 * 2 * 8 * 8 + 1)[1:].view(2, 2, 8, 8)
+    args, kwargs = ((), {"query": q, "key": q, "value": q}) if is_named else ((q, q, q), {})
+    with pytest.raises(NotRepeated, match="its random numbers cannot be drawn again"):
+        rules.attention(lambda tensor, may_keep=False: tensor, args, {**kwargs, "dropout_p": 0.3}, q)

@@ -1,5 +1,6 @@
 """Forward passes that disable saved-tensor hooks."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 
+from keepless import recompute_activations
 from tests.keepless.recompute.agreement import agree, on
 from tests.keepless.recompute.ahead import pair
 
@@ -56,3 +58,15 @@ def test_calls_without_hooks_are_those_of_pytorch_in_any_step(name, budget):
         plain.is_on = ours.is_on = is_on
         with disable_saved_tensors_hooks("outside") if is_on and name == "outside" else nullcontext():
             assert agree(plain, ours, on(torch.randn(16, 8), False))
+
+
+@pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda one: one, lambda one: one)])
+def test_hooks_around_a_network_decide_what_is_kept_and_its_budget_is_ignored_with_one_warning(around):
+    network, x = recompute_activations(nn.Sequential(nn.Linear(8, 8), nn.GELU()), budget=0.5), torch.randn(4, 8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with around():
+                network(x).sum().backward()
+    (one,) = said
+    assert "the budget is ignored in passes inside a checkpoint, save_on_cpu" in str(one.message)

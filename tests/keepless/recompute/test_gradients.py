@@ -18,7 +18,7 @@ from keepless.recompute.step.dry import Loss, dry_step
 from keepless.recompute.step.search import frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.saved import size_text
-from tests.keepless.recompute.ahead import pair, plans_of, attempts
+from tests.keepless.recompute.ahead import attempts, pair, plans_of
 from tests.keepless.recompute.networks import blocks
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations, report
+from keepless.recompute.passes.advised import Advised
 from keepless.recompute.step.costs import peak_bytes
 
 
@@ -55,6 +56,14 @@ def tokens(net, h):
     h = h.flatten(2).transpose(1, 2)[:, torch.arange(256) < (256 if net.late else 64)]
     for conv in net.convs[1:]:
         h = h + F.gelu(F.layer_norm(h, (16,)) @ conv.weight[:, :, 0, 0]).sin()
+    return h
+
+
+def cut_twice(net, h):
+    """The dropout and the cut change independently."""
+    for number, conv in enumerate(net.convs[1:]):
+        h = h + net.dropout(conv(F.silu(h * 1.5)))
+        h = h.detach() if net.cut and number == 2 else h
     return h
 
 
@@ -189,3 +198,51 @@ def test_states_that_alternate_are_planned_twice(caplog, monkeypatch):
             step(network, late)
     assert len([one for one in caplog.messages if "calls: a peak" in one]) == 2
     assert not [one for one in said if "several paths" in str(one.message)]
+
+
+class Modulated(nn.Module):
+    """As in FiLM: factors for each channel, which recipes of large results may keep, but not of tiny ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ModuleList(nn.Linear(8, 32) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x[:, :8].mean((2, 3))
+        for factors, layer in zip(self.factors, self.layers, strict=True):
+            scale, shift = factors(given)[:, :, None, None].chunk(2, 1)
+            x = layer(F.silu(x * (1 + scale) + shift))
+        return x
+
+
+def test_a_first_pass_on_tiny_inputs_decides_nothing_about_larger_ones():
+    network, fresh = recompute_activations(Modulated()), recompute_activations(Modulated())
+    small, large = torch.randn(4, 16, 4, 4), torch.randn(4, 16, 32, 32)
+    for x in (small, large):
+        network(x).sum().backward()
+        fresh(large).sum().backward()
+    assert report(network).bytes == report(fresh).bytes
+
+
+def test_without_a_budget_unusual_passes_do_not_decide_for_long():
+    """Dropout is there from the third pass on, in which, as in the next one, a part is detached."""
+    changed, fresh = recompute_activations(made(cut_twice)), recompute_activations(made(cut_twice))
+    for number in range(1, 13):
+        changed.dropout.p = 0.0 if number < 3 else 0.1
+        fresh.dropout.p, fresh.cut, changed.cut = 0.1, False, number in (3, 4)
+        step(changed, False)
+        step(fresh, False)
+    assert peak(changed) <= peak(fresh)
+
+
+@pytest.mark.parametrize("late", [[False, True] * 10, [False] * 3 + [True] * 17])
+def test_recorded_passes_are_few(late, monkeypatch):
+    """Also where calls alternate: 1, 3, 6, 11, 20, and those after a pass that makes more, or calls new functions."""
+    recorded, enter = [], Advised.__enter__
+    monkeypatch.setattr(Advised, "__enter__", lambda self: recorded.append(self.is_first) or enter(self))
+    network = recompute_activations(made(longer))
+    for one in late:
+        step(network, one)
+    assert len(recorded) == 20 and {1, 3, 6, 11, 20} <= {1 + n for n, first in enumerate(recorded) if first}
+    assert sum(recorded) <= 8

@@ -33,7 +33,7 @@ from tests.keepless.recompute.agreement import (
     under,
     under_a_checkpoint,
 )
-from tests.keepless.recompute.ahead import plans, attempts
+from tests.keepless.recompute.ahead import attempts, plans
 from tests.keepless.recompute.programs import (
     CALM,
     CHOICES,

@@ -32,9 +32,8 @@ from keepless.conversion.activated import merge
 from keepless.recompute.signatures import plans as plans_module
 from keepless.recompute.signatures import signature
 from keepless.recompute.step import copied
-from keepless.recompute.step.dry import LeftBehind
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.dry import backward_starts, dry_step
+from keepless.recompute.step.dry import LeftBehind, backward_starts, dry_step
 from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.agreement import note_unknown
 from tests.keepless.recompute.ahead import After, Layers, assert_like, gradients, pair, peak_of, plans, step
