@@ -25,7 +25,7 @@ from ...torch_internals import (
     with_dispatch_modes_off,
 )
 from .counting import Counting
-from .sharded import is_sharded, without_fsdp2
+from .sharded import is_sharded, own_contents, without_fsdp2
 from .step import Step
 from .trace import nodes_of
 
@@ -226,8 +226,7 @@ def _copied(
     """Copy a network and its arguments. RuntimeError if that is impossible."""
     try:
         for module, empty in sharded:
-            own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
-            vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
+            vars(empty).update(copy.deepcopy(own_contents(module), memo))
         for module in parallel:
             own = {name: vars(module)[name] for name in vars(nn.Module())}
             vars(memo[id(module)]).update(copy.deepcopy(own, memo))
@@ -237,11 +236,12 @@ def _copied(
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor like this one; on the CPU for one on meta."""
-    if not tensor.is_meta:
+    """A fake tensor like this one; on the CPU for one on meta. One that is fake already gets memory of its own."""
+    if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
         return mode.from_tensor(tensor)
+    device = "cpu" if tensor.is_meta else tensor.device
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import before_capture, fit, plan, recompute_activations, report
 from keepless.recompute.signatures import plans as plans_module
-from keepless.recompute.signatures.growing import enlarged
 from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step, dry_step
