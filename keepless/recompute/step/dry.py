@@ -197,8 +197,6 @@ def on_copy(
     }
     for parameter in network.parameters() if is_fake else ():
         memo[id(parameter)] = nn.Parameter(memo[id(parameter)].detach(), parameter.requires_grad)
-        if parameter.is_leaf and parameter.grad_dtype != parameter.dtype:
-            memo[id(parameter)].grad_dtype = parameter.grad_dtype
     sharded = without_fsdp2(network, mode, memo)
     if sharded and not is_fake:
         raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
@@ -207,6 +205,9 @@ def on_copy(
     try:
         with with_dispatch_modes_off():
             copied = _copied(network, args, kwargs, sharded, parallel, memo)
+            for own, parameter in zip(copied[0].parameters(), network.parameters(), strict=True):
+                if own.is_leaf and own.grad_dtype != gradient_dtype(parameter):
+                    own.grad_dtype = gradient_dtype(parameter)
             with _as_before(is_fake), mode, _Apart(network):
                 return run(*copied)
     finally:
