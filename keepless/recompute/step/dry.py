@@ -240,6 +240,8 @@ def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A fake tensor like this one; on the CPU for one on meta. One that is fake already gets memory of its own."""
     if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
         return mode.from_tensor(tensor)
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
     device = "cpu" if tensor.is_meta else tensor.device
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

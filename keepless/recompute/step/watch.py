@@ -80,6 +80,7 @@ class Watch(Counting):
         self._exposed: set[int] = set()  # memories that the program may change unseen
         self.taken: set[int] = set()  # memories of gradients that a parameter has taken over
         self.outputs: set[int] = set()  # memories of outputs, which other steps may hold to their end
+        self.gathered: set[int] = set()  # memories of parameters that FSDP has gathered
         self._arriving: dict[Tensor, tuple[bool, int | None, Any]] = {}  # parameters whose gradients come now
         self._comes: list[tuple[int, tuple[Event, int]]] = []  # see `Step.coming`; the first number: an event
         self._ends: list[int] = []  # memories of gradients that stay, if they come
@@ -305,6 +306,14 @@ class _Allocations(Allocations):
     def call(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         self.result = (super().call(function, args, kwargs),)
         return self.result[0]
+
+    def memory(self, tensor: Tensor) -> int | None:
+        """As for any step, but a parameter that FSDP has gathered existed before it: FSDP frees its memory unseen."""
+        number = super().memory(tensor)
+        if number is not None and (isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)):
+            self.counting.sizes[number] = 0
+            self.counting.gathered.add(number)
+        return None if number in self.counting.gathered else number
 
     def note(self, change: Change) -> None:
         memory = self.memories[change.number] if change.bytes < 0 else -1

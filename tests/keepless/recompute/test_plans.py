@@ -61,7 +61,7 @@ def test_a_plan_says_what_budgets_cost_and_changes_nothing():
     x.images.sum().backward()
     assert torch.equal(images.grad, 2 * images)
     assert found.plain > found.rows[0].peak >= found.rows[1].peak >= found.rows[2].peak >= found.least
-    assert all(row.peak <= row.budget for row in found.rows)
+    assert all(row.peak <= row.budget + found.gradients for row in found.rows)
     assert found.rows[0].seconds <= found.rows[1].seconds <= found.rows[2].seconds
     assert found.rows[3].operations == 0 and found.rows[3].kept > found.rows[2].kept  # everything fits
     assert str(found).count("\n") == 5 and "of plain" in str(found)
@@ -166,7 +166,7 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
         UserWarning, match="no plan keeps this step within 1.0 KiB: the lowest peak is .*; it is at "
     ) as found:
         for _ in range(2):
-            step(prepared, x)
+            prepared(x).sum().backward()
     assert found[0].filename == __file__
     for number in range(6):  # it is said once, also about other passes
         step(prepared.train(number % 3 != 1), x)
