@@ -20,7 +20,6 @@ from ...saved import Kept, copied, is_ordinary, modified
 from ...torch_internals import (
     FakeTensor,
     OpOverload,
-    at_end_of_backward,
     dispatch_modes,
     next_node_number,
     node_number,
@@ -117,6 +116,7 @@ class Watch(Counting):
     def note_read(self, save: int) -> None:
         self.reads(save)
 
+    @_ends_watch
     def copy_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Tensor | None:
         """The copy from which autograd will read a tensor; None: it stays, as what existed before the step does."""
         number = self.made.memory(tensor) if is_ordinary(tensor) and not isinstance(tensor, FakeTensor) else None
@@ -181,9 +181,7 @@ class Watch(Counting):
         """Before a node runs: see what it does. The engine drops this mode after the node, and its additions."""
         if torch.is_grad_enabled():  # it makes a graph of its own, as for a penalty on gradients
             return
-        if not self.in_pass:
-            self.in_pass = True
-            at_end_of_backward(self._backward_ends)
+        self.enters_pass()
         if self.made not in dispatch_modes():
             push_dispatch_mode(self.made)
         for gradient in gradients:
