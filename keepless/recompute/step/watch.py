@@ -119,7 +119,8 @@ class Watch(Counting):
     @_ends_watch
     def copy_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Tensor | None:
         """The copy from which autograd will read a tensor; None: it stays, as what existed before the step does."""
-        number = self.made.memory(tensor) if is_ordinary(tensor) and not isinstance(tensor, FakeTensor) else None
+        has_values = is_ordinary(tensor) and not (tensor.is_meta or isinstance(tensor, FakeTensor))
+        number = self.made.memory(tensor) if has_values else None
         if number is None or number in self._exposed or tensor.is_conj() or tensor.is_neg():
             return None
         self._packs.setdefault(number, []).append(weakref.ref(packed))
@@ -343,6 +344,11 @@ class Watched(Recorded):
         super().__exit__(*error)
         self.counting.leaves_forward()
         self._leave_mode()
+
+    def forget(self, has_raised: bool) -> None:
+        super().forget(has_raised)
+        here = "held elsewhere: this step is watched"
+        self.kept = [one if one.made_by == "input" else one._replace(why=here) for one in self.kept]
 
     def _leave_mode(self) -> None:
         if dispatch_modes()[-1:] == [self.counting.made]:
