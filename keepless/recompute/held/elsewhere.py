@@ -111,7 +111,7 @@ class Elsewhere:
             os.posix_fallocate(self._file, self._end, size)  # else a full disk would end the process at a write
             segment = mmap.mmap(self._file, size, offset=self._end)
         except OSError as error:
-            _say_that_there_is_no_file(str(error))
+            _say_that_there_is_no_file(error.strerror)
             return memoryview(mmap.mmap(-1, size))
         self._end += size
         return memoryview(segment)

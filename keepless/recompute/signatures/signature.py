@@ -14,7 +14,6 @@ from ...inputs import tensors_in
 from ...saved import PLAIN, autocast_of, is_ordinary
 from ...torch_internals import (
     FakeTensor,
-    backward_runs,
     changing_mode,
     current_hooks,
     dispatch_modes_on,
@@ -209,7 +208,7 @@ class Signatures:
                 known.attempt(None)
         elif self._is_planned(module, known):
             pass
-        elif changes or backward_runs() or is_transformed((args, kwargs)) or not _learns(module, inputs):
+        elif changes or is_transformed((args, kwargs)) or not _learns(module, inputs):
             signature = None
         elif is_capturing():
             planner.say("waits", "a CUDA graph is captured without a plan: run three steps before the capture")

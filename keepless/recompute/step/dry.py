@@ -25,7 +25,7 @@ from ...torch_internals import (
     with_dispatch_modes_off,
 )
 from .counting import Counting
-from .sharded import is_sharded, without_fsdp2
+from .sharded import is_sharded, own_contents, without_fsdp2
 from .step import Step
 from .trace import nodes_of
 
@@ -197,8 +197,6 @@ def on_copy(
     }
     for parameter in network.parameters() if is_fake else ():
         memo[id(parameter)] = nn.Parameter(memo[id(parameter)].detach(), parameter.requires_grad)
-        if parameter.is_leaf and parameter.grad_dtype != parameter.dtype:
-            memo[id(parameter)].grad_dtype = parameter.grad_dtype
     sharded = without_fsdp2(network, mode, memo)
     if sharded and not is_fake:
         raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
@@ -207,6 +205,9 @@ def on_copy(
     try:
         with with_dispatch_modes_off():
             copied = _copied(network, args, kwargs, sharded, parallel, memo)
+            for own, parameter in zip(copied[0].parameters(), network.parameters(), strict=True):
+                if own.is_leaf and own.grad_dtype != gradient_dtype(parameter):
+                    own.grad_dtype = gradient_dtype(parameter)
             with _as_before(is_fake), mode, _Apart(network):
                 return run(*copied)
     finally:
@@ -226,8 +227,7 @@ def _copied(
     """Copy a network and its arguments. RuntimeError if that is impossible."""
     try:
         for module, empty in sharded:
-            own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
-            vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
+            vars(empty).update(copy.deepcopy(own_contents(module), memo))
         for module in parallel:
             own = {name: vars(module)[name] for name in vars(nn.Module())}
             vars(memo[id(module)]).update(copy.deepcopy(own, memo))
@@ -237,11 +237,14 @@ def _copied(
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor like this one; on the CPU for one on meta."""
-    if not tensor.is_meta:
+    """A fake tensor like this one; on the CPU for one on meta. One that is fake already gets memory of its own."""
+    if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
         return mode.from_tensor(tensor)
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
+    device = "cpu" if tensor.is_meta else tensor.device
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Networks whose parameters FSDP shards, and copies of them without FSDP."""
 
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -9,21 +10,15 @@ from torch import Tensor, nn
 
 from ...torch_internals import ddp_around, gathered_dtype
 
+_FSDP = "torch.distributed.fsdp"
+
 
 def is_sharded(network: nn.Module) -> bool:
     """Whether FSDP shards parameters of a network, and so frees gathered parameters after each use."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get(_FSDP)
     if fsdp is None or not dist.is_initialized():
         return False
     return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
-
-
-def has_distributed_tensors(network: nn.Module) -> bool:
-    """Whether a network has parameters that are a `DTensor` without FSDP2, as tensor parallelism makes them."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    of_fsdp = {one for module in network.modules() if isinstance(module, fsdp) for one in module.parameters()}
-    return any(isinstance(one, kind) and one not in of_fsdp for one in network.parameters())
 
 
 def may_have_buckets() -> bool:
@@ -39,7 +34,7 @@ def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[t
 
     Adds these objects to the memo, and whole parameters in the dtype in which FSDP2 gathers them.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get(_FSDP)
     sharded = [one for one in network.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
     found: list[tuple[nn.Module, nn.Module]]
     found = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
@@ -52,3 +47,12 @@ def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[t
                     whole = torch.empty(one.shape, dtype=dtype or one.dtype, device=one.device)
                 memo[id(one)] = nn.Parameter(whole, one.requires_grad)
     return found
+
+
+def own_contents(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that FSDP2 has sharded, without FSDP2's state and hooks."""
+    hooks = "_forward_hooks", "_forward_pre_hooks"
+    own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
+    for name in hooks:
+        own[name] = OrderedDict((key, hook) for key, hook in own[name].items() if _FSDP not in hook.__module__)
+    return own

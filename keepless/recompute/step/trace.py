@@ -1,5 +1,6 @@
 """The values of a counted step, by the recorder's rules: numbered, and without their tensors."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ class Trace(KnownValues):
         self.calls: list[tuple[Any, int]] = []
         self.total = 0  # bytes of all results so far
         self.forward = -1  # number of events in the forward pass, once it has ended
-        self.in_pass = False  # a backward pass is running
+        self._pass: weakref.ref[Any] | None = None  # what the running backward pass calls at its end
         self.costly: list[tuple[int, _CallSpan]] = []  # values, and the calls that compute them
         self.open: list[Gone] = []  # saved tensors that autograd holds
         self.ran: list[Any] = []  # operators, as the subclass notes them
@@ -274,13 +275,22 @@ class Trace(KnownValues):
     def reads(self, save: int) -> None:
         """Note that the backward pass reads what autograd holds."""
         if save >= 0 and backward_runs():
-            if not self.in_pass:
-                self.in_pass = True
-                at_end_of_backward(self._backward_ends)
+            self.enters_pass()
             self.events.append((Event.READ, save))
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether a backward pass is running. One that raises an error drops its callbacks."""
+        return self._pass is not None and self._pass() is not None
+
+    def enters_pass(self) -> None:
+        """A backward pass is running."""
+        if not self.in_pass:
+            at_end_of_backward(end := self._backward_ends)
+            self._pass = weakref.ref(end)
+
     def _backward_ends(self) -> None:
-        self.in_pass = False
+        self._pass = None
         self.events.append((Event.PASS, 0))
 
     # The step

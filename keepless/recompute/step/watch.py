@@ -20,7 +20,6 @@ from ...saved import Kept, copied, is_ordinary, modified
 from ...torch_internals import (
     FakeTensor,
     OpOverload,
-    at_end_of_backward,
     dispatch_modes,
     next_node_number,
     node_number,
@@ -80,6 +79,7 @@ class Watch(Counting):
         self._exposed: set[int] = set()  # memories that the program may change unseen
         self.taken: set[int] = set()  # memories of gradients that a parameter has taken over
         self.outputs: set[int] = set()  # memories of outputs, which other steps may hold to their end
+        self.gathered: set[int] = set()  # memories of parameters that FSDP has gathered
         self._arriving: dict[Tensor, tuple[bool, int | None, Any]] = {}  # parameters whose gradients come now
         self._comes: list[tuple[int, tuple[Event, int]]] = []  # see `Step.coming`; the first number: an event
         self._ends: list[int] = []  # memories of gradients that stay, if they come
@@ -116,9 +116,11 @@ class Watch(Counting):
     def note_read(self, save: int) -> None:
         self.reads(save)
 
+    @_ends_watch
     def held_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | None:
         """What autograd will read in place of a tensor; None: it stays, as what existed before the step does."""
-        number = self.made.memory(tensor) if is_ordinary(tensor) and not isinstance(tensor, FakeTensor) else None
+        has_values = is_ordinary(tensor) and not (tensor.is_meta or isinstance(tensor, FakeTensor))
+        number = self.made.memory(tensor) if has_values else None
         if number is None or number in self._exposed:
             return None
         key = number, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
@@ -183,9 +185,7 @@ class Watch(Counting):
         """Before a node runs: see what it does. The engine drops this mode after the node, and its additions."""
         if torch.is_grad_enabled():  # it makes a graph of its own, as for a penalty on gradients
             return
-        if not self.in_pass:
-            self.in_pass = True
-            at_end_of_backward(self._backward_ends)
+        self.enters_pass()
         if self.made not in dispatch_modes():
             push_dispatch_mode(self.made)
         for gradient in gradients:
@@ -304,6 +304,14 @@ class _Allocations(Allocations):
         self.result = (super().call(function, args, kwargs),)
         return self.result[0]
 
+    def memory(self, tensor: Tensor) -> int | None:
+        """As for any step, but a parameter that FSDP has gathered existed before it: FSDP frees its memory unseen."""
+        number = super().memory(tensor)
+        if number is not None and (isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)):
+            self.counting.sizes[number] = 0
+            self.counting.gathered.add(number)
+        return None if number in self.counting.gathered else number
+
     def note(self, change: Change) -> None:
         memory = self.memories[change.number] if change.bytes < 0 else -1
         if memory in self.counting.taken:
@@ -334,6 +342,11 @@ class Watched(Recorded):
         super().__exit__(*error)
         self.counting.leaves_forward()
         self._leave_mode()
+
+    def forget(self, has_raised: bool) -> None:
+        super().forget(has_raised)
+        here = "held elsewhere: this step is watched"
+        self.kept = [one if one.made_by == "input" else one._replace(why=here) for one in self.kept]
 
     def _leave_mode(self) -> None:
         if dispatch_modes()[-1:] == [self.counting.made]:

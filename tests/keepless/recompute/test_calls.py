@@ -15,7 +15,7 @@ from keepless.recompute.table import rules
 from keepless.recompute.table.functions import row_of
 from keepless.recompute.table.rules import NotRepeated, with_gradient
 from tests.keepless.recompute.agreement import keep_by_chance
-from tests.keepless.recompute.ahead import After, pair
+from tests.keepless.recompute.ahead import After, pair, plan_next_step
 
 
 @torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())
@@ -129,6 +129,7 @@ def test_calls_are_computed_again_to_the_bit_from_little(name, device, monkeypat
     keep_by_chance(monkeypatch, Random(0), shares=[0.0])
     plain, network = pair(Called(name).to(device), budget="1KiB")
     x, results = torch.tensor(1.25, device=device), []
+    plan_next_step(network, x)
     for one in (plain, network):
         torch.manual_seed(1)
         loss = one(x).square().mean()

@@ -16,6 +16,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step
 from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
+from tests.keepless.recompute.ahead import attempts, plans_of
 from tests.keepless.recompute.networks import Beside
 from tests.ranks import Ranks
 
@@ -111,22 +112,30 @@ def test_a_convolution_reads_the_output_of_a_norm_whose_parameters_are_freed(ran
     assert ranks.run(_read_by_another_unit, wrapper, norm) == [True, True]
 
 
-def _within_a_budget_by_fsdp1(rank: int) -> list[str]:
-    """The warnings about plans when a network that FSDP1 has sharded gets a budget."""
-    made = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.SiLU()), device_id=torch.device("cpu"))
-    recompute_activations(made, budget=0.5)
+def _within_a_budget_by_fsdp1(rank: int) -> tuple[bool, list[str]]:
+    """Whether a network that FSDP1 has sharded follows a plan with the plain one's gradients; and warnings."""
+    found = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(2):
-            made(torch.randn(2, 8)).sum().backward()
-    return [str(one.message) for one in said if "no plan" in str(one.message)]
+        for budget in (None, 0.8):
+            torch.manual_seed(0)
+            layers = [part for _ in range(4) for part in (nn.Linear(32, 32), nn.SiLU())]
+            made = FullyShardedDataParallel(nn.Sequential(*layers), device_id=torch.device("cpu"))
+            if budget is not None:
+                recompute_activations(made, budget=budget)
+            for _ in range(4):
+                made.zero_grad()
+                made(torch.ones(64, 32) * (rank + 1)).square().mean().backward()
+            found.append([one.grad for one in made.parameters()])
+    is_planned = attempts(made) == [1] and plans_of(made).known[0].plan is not None
+    return all(map(torch.equal, *found)) and is_planned, [
+        str(one.message) for one in said if "plan" in str(one.message)
+    ]
 
 
 @FSDP2_ON_CPUS
-def test_a_budget_of_a_network_sharded_by_fsdp1_is_refused_with_a_warning(ranks):
-    for said in ranks.run(_within_a_budget_by_fsdp1):
-        (text,) = said
-        assert "use fully_shard (FSDP2) instead" in text
+def test_a_network_sharded_by_fsdp1_is_planned(ranks):
+    assert ranks.run(_within_a_budget_by_fsdp1) == [(True, [])] * 2
 
 
 @pytest.mark.parametrize("size", [64, 16])

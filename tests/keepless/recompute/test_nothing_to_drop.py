@@ -194,7 +194,7 @@ def test_states_that_alternate_are_planned_twice(caplog, monkeypatch):
     network = recompute_activations(made(detached), budget=0.7)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for late in [False, True, True] * 4:
+        for late in [False, True, True, True] * 3:
             step(network, late)
     assert len([one for one in caplog.messages if "calls: a peak" in one]) == 2
     assert not [one for one in said if "several paths" in str(one.message)]

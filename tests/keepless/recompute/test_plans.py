@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from keepless.recompute.signatures.growing import enlarged
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +19,7 @@ from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step, dry_step
 from keepless.recompute.step.search import frontier
-from tests.keepless.recompute.ahead import After, Layers, assert_like, pair, plans_of, step
+from tests.keepless.recompute.ahead import After, step
 from tests.keepless.recompute.networks import Mixed, blocks
 
 
@@ -62,7 +61,7 @@ def test_a_plan_says_what_budgets_cost_and_changes_nothing():
     x.images.sum().backward()
     assert torch.equal(images.grad, 2 * images)
     assert found.plain > found.rows[0].peak >= found.rows[1].peak >= found.rows[2].peak >= found.least
-    assert all(row.peak <= row.budget for row in found.rows)
+    assert all(row.peak <= row.budget + found.gradients for row in found.rows)
     assert found.rows[0].seconds <= found.rows[1].seconds <= found.rows[2].seconds
     assert found.rows[3].operations == 0 and found.rows[3].kept > found.rows[2].kept  # everything fits
     assert str(found).count("\n") == 5 and "of plain" in str(found)
@@ -94,36 +93,10 @@ def test_outputs_that_cannot_be_seen_are_said():
     network, x = After(blocks(4), lambda y: SimpleNamespace(logits=y)), torch.randn(2, 3, 8, 8)
     recompute_activations(network, budget=0.5)
     with pytest.warns(UserWarning, match="no plan can be made.* in lists, tuples, dictionaries or dataclasses"):
-        network(x).logits.sum().backward()
+        for _ in range(2):
+            network(x).logits.sum().backward()
     frozen = recompute_activations(blocks(4), budget=0.5).requires_grad_(False)
     frozen(x), frozen(x), network(x)  # it is said once
-
-
-def test_sizes_that_grow_share_the_plans_of_larger_ones():
-    """As falling sizes do. A larger one is planned in no other dimension than the one that grows."""
-    plain, within = pair(Layers(8), budget=0.6)
-    for size in range(40, 64):
-        assert_like(plain, within, torch.randn(2, size, 32))
-    assert [one.size[0] for one in plans_of(within).known if one.is_own] == [(2, 40, 32), (2, 61, 32), (2, 93, 32)]
-
-
-@pytest.mark.parametrize("rows, reason", [(96, "no plan keeps 1.5 times their size"), (48, "a step .* it raises Run")])
-def test_sizes_that_grow_have_their_own_plans_if_larger_ones_have_none(rows, reason):
-    within = Layers(8, lambda network, x: x + torch.zeros(rows, 32)[: len(x)])
-    step = dry_step(within, (torch.randn(46, 32),), {})
-    recompute_activations(within, budget=int(1.2 * frontier(step)[-1].peak))
-    with pytest.warns(UserWarning, match=f"inputs grow, .* because {reason}.*; sort inputs falling, or give") as said:
-        for size in range(40, 47, 2):
-            within(torch.randn(size, 32))
-    assert len(said) == 1 and [one.is_own for one in plans_of(within).known] == [True] * 4
-
-
-def test_larger_inputs_are_multiples_of_what_inputs_were():
-    x, mask = torch.randn(2, 3, 64, 96), torch.ones(2, 64, dtype=torch.bool)
-    (larger, one), _ = enlarged(((x, 1), {"mask": mask}), (2, 3, 48, 72, 2, 48), 1.5)
-    assert larger.shape == (2, 3, 64, 96) and one == 1
-    larger, mask = enlarged((x.requires_grad_(), mask), (2, 3, 64, 64, 2, 64), 1.5)
-    assert larger.shape == (2, 3, 64, 128) and larger.requires_grad and mask.shape == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +165,8 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
     with pytest.warns(
         UserWarning, match="no plan keeps this step within 1.0 KiB: the lowest peak is .*; it is at "
     ) as found:
-        prepared(x)
+        for _ in range(2):
+            prepared(x).sum().backward()
     assert found[0].filename == __file__
     for number in range(6):  # it is said once, also about other passes
         step(prepared.train(number % 3 != 1), x)
@@ -207,9 +181,9 @@ def test_a_budget_that_changes_nothing_is_said_after_the_forward_pass(monkeypatc
         with pytest.warns(
             UserWarning, match=r"changes nothing, .* kept at gru in 0 \(GRU\): train it without a budget"
         ):
-            recompute_activations(network, budget=budget)(x)
+            recompute_activations(network, budget=budget, example=x)(x)
     monkeypatch.undo()
-    recompute_activations(network, budget="1GiB")(x)
+    recompute_activations(network, budget="1GiB", example=x)(x)
 
 
 def test_second_derivatives_in_forward_are_said_not_to_be_planned():
@@ -219,7 +193,7 @@ def test_second_derivatives_in_forward_are_said_not_to_be_planned():
 
     network = After(nn.Linear(16, 16), derived)
     with pytest.warns(UserWarning, match=r"not planned, .* create_graph=True \(second derivatives\): remove that"):
-        recompute_activations(network, budget=0.95)(torch.randn(64, 16))
+        recompute_activations(network, budget=0.95, example=(x := torch.randn(64, 16)))(x)
 
 
 def test_complex_outputs_are_planned():
@@ -233,7 +207,7 @@ def test_a_budget_that_held_outputs_exceed_says_so():
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)  # otherwise their room is free until they come
     with pytest.warns(UserWarning, match="only if the program drops the network's outputs before the backward pass"):
-        recompute_activations(network, budget=least_with_outputs - 1024)(x)
+        recompute_activations(network, budget=least_with_outputs - 1024, example=x)(x)
 
 
 def test_the_lowest_peak_has_outputs_that_a_loss_saves():

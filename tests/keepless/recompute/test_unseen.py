@@ -84,7 +84,7 @@ def test_a_function_mode_around_the_backward_pass_changes_nothing():
 
 @pytest.mark.parametrize("budget", [None, 0.6])
 def test_pytorchs_observers_see_the_same_step(budget, caplog):
-    """Also in the first one, whose rehearsal they do not see."""
+    """Within a budget from the second one on: the first one is watched."""
     caplog.set_level("INFO", "keepless")
     counts = []
     for first in (0, 3):
@@ -92,8 +92,10 @@ def test_pytorchs_observers_see_the_same_step(budget, caplog):
         for step in range(5):
             with FlopCounterMode(display=False) if step >= first else nullcontext() as counter:
                 gradients(net, torch.randn(2, 3, 8, 8))
+            if budget and step == 0:
+                continue
             counts += [] if counter is None else [counter.get_total_flops()]
-    assert len(set(counts)) == 1 and len(counts) == 7
+    assert len(set(counts)) == 1 and len(counts) == (6 if budget else 7)
     assert len([one for one in caplog.messages if "calls: a peak" in one]) == (2 if budget else 0)
 
 

@@ -1,0 +1,521 @@
+"""A program's own first step is watched: whatever the program does, it is the baseline's, and the next one is planned."""
+
+import errno
+import gc
+import os
+import pkgutil
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from keepless import (
+    AdditiveCoupling,
+    CheckpointedABN,
+    InPlaceABN,
+    ReversibleSequence,
+    before_capture,
+    recompute_activations,
+    report,
+)
+from keepless.recompute.step import elsewhere, watch
+from keepless.recompute.step.costs import peak_bytes
+from keepless.torch_internals import current_hooks, dispatch_modes
+from tests.keepless.recompute.ahead import After, Layers, gradients, pair, peak_of, plans
+
+X = torch.linspace(-1, 1, 64 * 16).sin().view(64, 16)
+Part = Callable[["Blocks", int, Tensor], Tensor]
+
+
+class Blocks(nn.Module):
+    """Blocks with statistics and dropout. `part` calls one of them."""
+
+    def __init__(self, part: Part = lambda network, place, x: network.blocks[place](x), count: int = 4):
+        super().__init__()
+        made = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.GELU()) for _ in range(count)]
+        self.blocks, self.part, self.log, self.steps = nn.ModuleList(made), part, [], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in range(len(self.blocks)):
+            x = self.part(self, place, x)
+        return x
+
+
+def simple(network: Any, x: Tensor) -> None:
+    network(x).square().mean().backward()
+
+
+class Case(NamedTuple):
+    """A program: what it trains, and its step. `said`: a pattern of the warning that it gets."""
+
+    step: Callable[[Any, Tensor], None] = simple
+    make: Callable[[], nn.Module] = Blocks
+    budget: float = 0.8
+    said: str = ""
+
+
+# Several passes
+
+
+def several(network: Blocks, x: Tensor) -> None:
+    (network(x).square().mean() + network(x / 2).square().mean()).backward()
+
+
+def in_flight(network: Blocks, x: Tensor) -> None:
+    """As in a pipeline."""
+    waiting = [network(x / number).square().mean() for number in range(1, 7)]
+    for loss in waiting:
+        loss.backward()
+
+
+def accumulated(network: Blocks, x: Tensor) -> None:
+    simple(network, x)
+    simple(network, x / 2)
+
+
+def twice(network: Blocks, x: Tensor) -> None:
+    loss = network(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalised(network: nn.Module, x: Tensor) -> None:
+    loss = network(x := x.clone().requires_grad_()).square().mean()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+
+
+def evaluated(network: Blocks, x: Tensor) -> None:
+    """Without gradients, and then with some, for which no backward pass comes."""
+    with torch.no_grad():
+        network(x)
+    network.eval()(x)
+    simple(network.train(), x)
+
+
+# Errors
+
+
+def failing(error: type[BaseException], is_late: bool, network: Blocks, x: Tensor) -> None:
+    """In the first two steps a forward pass raises an error in its third block, or the backward pass."""
+    network.steps += 1
+    plain = network.part
+
+    def fail(*_: object) -> None:
+        raise error("of the program")
+
+    def raising(network: Blocks, place: int, x: Tensor) -> Tensor:
+        x = plain(network, place, x)
+        if place == 2 and network.steps < 3:
+            x.register_hook(fail) if is_late else fail()
+        return x
+
+    network.part = raising
+    try:
+        simple(network, x)
+    except error as raised:
+        network.log.append(str(raised))
+    network.part = plain
+    simple(network, x)
+
+
+def changed(network: Blocks, x: Tensor) -> None:
+    """Weights change between the forward and the backward pass, which is refused, in the first two steps."""
+    network.steps += 1
+    loss = network(x).square().mean()
+    with torch.no_grad():
+        network.blocks[1][0].weight.mul_(1) if network.steps < 3 else None
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        network.log.append("modified by an inplace operation" in str(error))
+        network.zero_grad()  # a planned step may raise it earlier
+
+
+# Functions and hooks
+
+
+class Once(torch.autograd.Function):
+    """Its backward pass runs once: what it needs is then gone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.data = [x.clone()]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.data.pop().cos()
+
+
+class Reads(torch.autograd.Function):
+    """Reads what it has saved twice, and notes the strides. Its tensors overlap, have gaps, and are saved again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[Any]) -> Tensor:
+        large = x.repeat(32, 1)  # such are held elsewhere
+        images = large.view(32, 16, 8, 8).contiguous(memory_format=torch.channels_last)
+        forms = large, large.t(), large[::2, 1:], large[:, :1].expand(-1, 16), large[5:], images, large
+        ctx.save_for_backward(*forms)
+        ctx.log = log
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        for one, other in zip(ctx.saved_tensors, ctx.saved_tensors, strict=True):
+            ctx.log.append((one.shape, one.stride(), torch.equal(one, other), one.double().sum().item()))
+        return gradient * ctx.saved_tensors[4][: len(gradient)].cos(), None
+
+
+def hooked(network: Blocks, place: int, x: Tensor) -> Tensor:
+    x = network.blocks[place](x)
+    x.register_hook(lambda gradient: (network.log.append(gradient.sum().item()), gradient / 2)[1])
+    if place == 1:
+        x.retain_grad()
+        network.last = [x]
+    return x
+
+
+def with_hooks() -> Blocks:
+    """Hooks on parameters and modules; what they see is compared, and how often they run."""
+    network = Blocks()
+
+    def log(name: str, *given: Any) -> None:
+        network.log.append((name, *(one.sum().item() for one in given if isinstance(one, Tensor))))
+
+    network.blocks[0][0].weight.register_hook(lambda gradient: (log("weight", gradient), gradient * 2)[1])
+    network.blocks[1][0].weight.register_post_accumulate_grad_hook(lambda weight: log("came", weight.grad))
+    network.blocks[2].register_full_backward_hook(lambda _, before, after: log("module", *before, *after))
+    network.blocks[1].register_full_backward_pre_hook(lambda _, gradients: log("before", *gradients))
+    network.blocks[3].register_forward_hook(lambda _, __, output: log("forward", output))
+    return network
+
+
+def with_optimizer() -> Blocks:
+    """It steps in the backward pass."""
+    network = Blocks()
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for parameter in network.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return network
+
+
+# Contexts
+
+
+def under(context: Callable[[], Any], network: Blocks, x: Tensor) -> None:
+    with context():
+        accumulated(network, x)
+
+
+def autocast(network: Blocks, x: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = network(x).float().square().mean() + network(x / 2).float().square().mean()
+    loss.backward()
+
+
+def scaled(network: Blocks, x: Tensor) -> None:
+    """The first step overflows, and is skipped."""
+    if not network.log:
+        network.log += [torch.amp.GradScaler("cpu", init_scale=1e38, backoff_factor=1e-36)]
+        network.log += [torch.optim.SGD(network.parameters(), 0.1)]
+    scaler, optimizer = network.log[:2]
+    scaler.scale(network(x * 100).square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def with_parameters(network: Blocks, x: Tensor) -> None:
+    given = {name: 2 * parameter for name, parameter in network.named_parameters()}
+    torch.func.functional_call(network, given, (x,)).square().mean().backward()
+
+
+def again(use_reentrant: bool, network: Blocks, place: int, x: Tensor) -> Tensor:
+    block = network.blocks[place]
+    return checkpoint(block, x, use_reentrant=use_reentrant) if place in (1, 2) else block(x)
+
+
+def reversible() -> nn.Module:
+    couplings = [AdditiveCoupling(nn.Sequential(nn.Linear(8, 8), nn.ReLU())) for _ in range(3)]
+    return nn.Sequential(nn.Linear(16, 16), ReversibleSequence(couplings), nn.GELU(), nn.Linear(16, 16))
+
+
+def in_place() -> nn.Module:
+    layers = [nn.Conv1d(16, 16, 1), InPlaceABN(16), nn.Conv1d(16, 16, 1), CheckpointedABN(16), nn.Conv1d(16, 16, 1)]
+    return After(nn.Unflatten(0, (8, 8)), nn.Sequential(After(nn.Identity(), lambda x: x.transpose(1, 2)), *layers))
+
+
+def smooth() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh(), nn.Softplus())))
+
+
+def parted(network: nn.Module, x: Tensor) -> None:
+    """One of the outputs, and a part of it, has a loss; another one is kept."""
+    outputs = network(x)
+    network.last = [outputs["second"].detach()]
+    outputs["first"][0].square().mean().backward()
+
+
+HIDDEN = r"a part of the network's forward pass is not planned"
+CASES = {
+    "one": Case(),
+    "several": Case(several),
+    "in flight": Case(in_flight),
+    "chained": Case(lambda network, x: simple(lambda given: network(network(given)), x)),
+    "after others": Case(lambda network, x: simple(network, x @ torch.eye(16).requires_grad_())),
+    "accumulated": Case(accumulated),
+    "twice": Case(twice, budget=1.0),
+    "penalised": Case(penalised, smooth),
+    "evaluated": Case(evaluated),
+    "fails": Case(partial(failing, ZeroDivisionError, False)),
+    "interrupted": Case(partial(failing, KeyboardInterrupt, False)),
+    "fails late": Case(partial(failing, ZeroDivisionError, True)),
+    "interrupted late": Case(partial(failing, KeyboardInterrupt, True)),
+    "changed": Case(changed),
+    "once": Case(make=lambda: Blocks(lambda network, place, x: Once.apply(network.blocks[place](x)))),
+    "reads": Case(
+        make=lambda: Blocks(lambda network, place, x: Reads.apply(network.blocks[place](x), network.log)), budget=0.98
+    ),
+    "hooked": Case(make=lambda: Blocks(hooked)),
+    "hooks": Case(make=with_hooks),
+    "optimizer": Case(make=with_optimizer),
+    "anomaly": Case(partial(under, partial(torch.autograd.set_detect_anomaly, True))),
+    "autocast": Case(autocast),
+    "scaled": Case(scaled),
+    "parameters": Case(with_parameters),
+    "checkpoint": Case(make=lambda: Blocks(partial(again, False)), said=HIDDEN),
+    "reentrant": Case(make=lambda: Blocks(partial(again, True)), said=HIDDEN),
+    "reversible": Case(make=reversible, budget=0.98, said=HIDDEN + "|a step with more results"),
+    "in place": Case(make=in_place, budget=0.98),
+    "parted": Case(parted, lambda: After(Blocks(), lambda y: {"first": y * 2, "second": y.exp(), "other": 3})),
+}
+
+
+@pytest.fixture
+def watched(monkeypatch) -> list[watch.Watch]:
+    """The steps that are watched."""
+    found: list[watch.Watch] = []
+    plain = watch.Watch.__init__
+    monkeypatch.setattr(watch.Watch, "__init__", lambda one, *given: (found.append(one), plain(one, *given))[1])
+    return found
+
+
+def results(network: nn.Module) -> list[Any]:
+    """What a step leaves."""
+    kept = [getattr(one, "grad", None) for one in getattr(network, "last", [])]
+    found = [*network.parameters(), *(one.grad for one in network.parameters()), *network.buffers(), *kept]
+    return [None if one is None else one.detach().clone() for one in found] + [torch.get_rng_state()]
+
+
+def run(network: nn.Module, step: Callable[[Any, Tensor], None], steps: int = 5) -> list[list[Any]]:
+    found = []
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        network.zero_grad()
+        step(network, X * (1 + seed))
+        found.append(results(network))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_watched_step_is_the_programs_and_a_plan_follows(name, watched):
+    case = CASES[name]
+    networks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        networks.append(case.make())
+    plain, within = networks
+    recompute_activations(within, budget=case.budget)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for expected, found in zip(run(plain, case.step), run(within, case.step), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    if name != "scaled":
+        assert getattr(within, "log", None) == getattr(plain, "log", None)
+    assert not dispatch_modes() and current_hooks() is None
+    texts = [str(one.message) for one in said if "Anomaly" not in str(one.message)]
+    assert bool(texts) is bool(case.said) and all(re.match(case.said, text) for text in texts)
+    assert watched[-1].state is watch.State.COUNTED and len(watched) <= 3 and sum(plans(within)) in (1, 2)
+
+
+def test_evaluations_with_gradients_are_watched_once_and_a_training_then_gets_its_plan(watched):
+    """Nothing is held for them."""
+    within = recompute_activations(Layers(2), budget=0.9)
+    for _ in range(200):
+        within(X.view(32, 32))
+    assert len(watched) == 1 and watched[0].state is watch.State.LOST and plans(within) == [0]
+    for _ in range(3):
+        gradients(within, X.view(32, 32))
+    assert len(watched) == 2 and plans(within) == [1]
+
+
+LARGE = torch.linspace(-1, 1, 256 * 32).sin().view(256, 32)
+
+
+def test_a_watched_step_takes_less_than_later_ones_and_keeps_the_budget():
+    torch.manual_seed(0)
+    plain, within = pair(Layers(8), budget=0.7)
+
+    def step(network: nn.Module) -> None:
+        network.zero_grad()
+        network(LARGE).square().mean().backward()
+
+    peaks = [peak_bytes(partial(step, network), "cpu") for network in (plain, within)]
+    assert peaks[1] < 0.5 * peaks[0] < peak_of(within, LARGE) <= 0.7 * peaks[0]
+
+
+FAULTS: dict[str, tuple[str, str]] = {
+    "a call": ("keepless.recompute.step.counting.Counting.decide", "RUNS"),
+    "an operator": ("keepless.recompute.step.counting.Allocations.note_operator", "RUNS"),
+    "a saved tensor": ("keepless.recompute.step.trace.Trace.holds", "RUNS"),
+    "a node": ("keepless.recompute.step.watch.Watch.enters_pass", "AWAITS"),
+    "a gradient": ("keepless.recompute.step.watch.is_ordinary", "AWAITS"),
+    "a copy": ("keepless.recompute.step.elsewhere.Elsewhere.copy_of", "RUNS"),
+    "the end": ("keepless.recompute.step.trace.Trace._backward_ends", "AWAITS"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_error_of_watching_ends_the_watch_and_not_the_step(name, monkeypatch, watched):
+    where, state = FAULTS[name]
+    plain, within = pair(Layers(3), budget=0.8)
+    kind, attribute = where.rsplit(".", 1)
+
+    def fail(*_: object) -> None:
+        if not watched or watched[-1].state is watch.State[state]:
+            raise ValueError("planted")
+
+    with monkeypatch.context() as planted, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        original = pkgutil.resolve_name(kind)
+        before = getattr(original, attribute)
+        planted.setattr(original, attribute, lambda *given: (fail(), before(*given))[1])
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
+    (text,) = [str(one.message) for one in said]
+    assert re.match("no plan can be made.*planted", text) and len(watched) == 1
+    assert watched[0].state is watch.State.FAILED and not dispatch_modes() and current_hooks() is None
+
+
+def saves_its_result(x: Tensor) -> Tensor:
+    return (x * 2).sigmoid()
+
+
+@pytest.mark.parametrize("writes", [lambda y: y.mul_(2), lambda y: y.detach().mul_(2)])
+def test_what_the_program_writes_over_after_a_watched_pass_is_refused_as_by_pytorch(writes):
+    found: list[list[str]] = []
+    for network in pair(After(nn.Linear(32, 32), saves_its_result), budget=0.8):
+        outputs = network(LARGE)
+        writes(outputs)
+        with pytest.raises(RuntimeError) as raised:
+            outputs.sum().backward()
+        found.append(
+            re.findall(r"modified by an inplace operation|is at version \d|expected version \d", str(raised.value))
+        )
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def is_read_only(folder: Path, monkeypatch) -> None:
+    def refused(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(elsewhere.tempfile, "TemporaryFile", refused)  # root may write everywhere
+
+
+FOLDERS: dict[str, Callable[[Path, Any], None]] = {
+    "No such file": lambda folder, monkeypatch: monkeypatch.setenv("TMPDIR", str(folder / "missing")),
+    "Permission denied": is_read_only,
+    "No space left": lambda folder, monkeypatch: monkeypatch.setattr(os, "posix_fallocate", no_space),
+}
+
+
+@pytest.mark.parametrize("reason", FOLDERS)
+def test_without_a_file_watched_steps_hold_tensors_in_memory_and_say_so_once(reason, tmp_path, monkeypatch):
+    elsewhere._say_that_there_is_no_file.cache_clear()
+    FOLDERS[reason](tmp_path, monkeypatch)
+    plain, *prepared = (Layers(2) for _ in range(3))
+    with pytest.warns(UserWarning, match=f"in memory, not in a file .*{reason}.*: set TMPDIR to a folder") as said:
+        for within in prepared:
+            within.load_state_dict(plain.state_dict())
+            recompute_activations(within, budget=0.8)
+            for _ in range(2):
+                assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
+            assert plans(within) == [1]
+    assert len(said) == 1, [str(one.message) for one in said]
+
+
+def test_watched_steps_leave_no_files_and_no_memory():
+    network = Layers(2)
+
+    def opened() -> tuple[int, int]:
+        gc.collect()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return len(os.listdir("/proc/self/fd")), sum("(deleted)" in line for line in lines)
+
+    before = opened()
+    for _ in range(100):
+        gradients(recompute_activations(network, budget=0.8), LARGE)
+    assert opened() == before
+
+
+def test_a_device_without_values_holds_nothing_elsewhere(monkeypatch):
+    monkeypatch.setattr(elsewhere.Elsewhere, "copy_of", lambda *_: pytest.fail("a tensor without values is held"))
+    for context in (torch.device("meta"), FakeTensorMode()):
+        with context:
+            within = recompute_activations(Layers(4), budget=0.8)
+            for _ in range(3):
+                gradients(within, torch.empty(64, 32))
+            assert plans(within) == [1]
+
+
+def test_a_report_says_that_a_watched_step_holds_tensors_elsewhere():
+    within = recompute_activations(Layers(2), budget=0.8)
+    gradients(within, LARGE)
+    reasons = {line.why for line in report(within).lines}
+    assert reasons == {"made without a gradient", "held elsewhere: this step is watched"}
+    gradients(within, LARGE)
+    assert "planned" in {line.why for line in report(within).lines}
+
+
+def test_a_compiled_block_computes_the_same_in_a_watched_step():
+    def backend(graph: nn.Module, inputs: list[Tensor]) -> nn.Module:
+        calls.append(len(inputs))
+        return graph
+
+    calls: list[int] = []
+    plain, within = pair(Layers(3), budget=0.9)
+    for network in (plain, within):
+        network.layers[1].compile(backend=backend)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.compile")
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
+    assert len(calls) == 2 and plans(within) == [1]
+
+
+def test_a_watched_step_before_a_capture_is_planned_as_any_other(monkeypatch):
+    plain, within = pair(Layers(3), budget=0.9)
+    with before_capture():
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
+    assert plans(within) == [1]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
