@@ -120,11 +120,11 @@ def mamba() -> Made:
 
 
 def adapted(network: nn.Module, *configs: Any) -> nn.Module:
-    """A network with an adapter for each configuration, named a, b, …; the first is in use."""
+    """A network with an adapter for each configuration, named first, second, …; the first is in use."""
     from peft import get_peft_model
 
-    network = get_peft_model(network, configs[0], "a")
-    for name, config in zip("bcd", configs[1:], strict=False):
+    network = get_peft_model(network, configs[0], "first")
+    for name, config in zip(["second", "third"], configs[1:], strict=False):
         network.add_adapter(name, config)
     return network
 

@@ -115,14 +115,14 @@ def test_adapters_are_switched_and_merged_between_steps(change):
     make = partial(networks.lora, 2)
     baseline, draw = made(make)
     expected = []
-    for adapter in "ab":
+    for adapter in ("first", "second"):
         change(baseline, adapter)
         expected += [step(baseline, draw, seed) for seed in range(3)]
     budget = int(SHARE * peak(baseline, draw))
     prepared, draw = made(make)
     recompute_activations(prepared, budget=budget)
     found = []
-    for adapter in "ab":
+    for adapter in ("first", "second"):
         change(prepared, adapter)
         found += [step(prepared, draw, seed) for seed in range(3)]
         assert all(plans(prepared)) and peak(prepared, draw) <= 1.01 * budget

@@ -267,6 +267,7 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(one_proce
     assert peak <= int(0.6 * planned.plain) + gradients
 
 
+@pytest.mark.filterwarnings("ignore:steps take several paths")
 def test_a_path_that_changes_before_the_first_pass_of_the_other_kind_costs_it_a_plan_of_its_own():
     """Passes go on after other calls, but this kind has no advice before its first pass."""
     network = convolutions()

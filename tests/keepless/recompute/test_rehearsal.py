@@ -208,6 +208,7 @@ def test_a_rehearsal_leaves_nothing_for_the_garbage_collector(monkeypatch):
     assert plans(within) == [1]
 
 
+@pytest.mark.filterwarnings("ignore:a part of the network")
 def test_a_rehearsal_that_fails_inside_hooks_of_the_program_leaves_none():
     """On torch 2.11 and Python 3.12, checkpoints do not remove their own if an error goes through them."""
 
@@ -348,6 +349,7 @@ def test_a_size_follows_the_plan_of_one_that_is_not_much_larger(rehearsals):
     assert len(plans(within)) == 16
 
 
+@pytest.mark.filterwarnings("ignore:this step is within")
 def test_inputs_whose_results_are_larger_than_their_bytes_tell_are_planned_next_time(rehearsals):
     """The scores of attention without a fused kernel grow with the square of the length."""
     attended = After(nn.Linear(16, 16), lambda x: (x @ x.transpose(1, 2)).softmax(-1).matmul(x).relu().mean(1))
@@ -410,6 +412,7 @@ def drained(queue: SimpleQueue) -> list:
 
 
 @pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.filterwarnings("ignore:this step is within")
 def test_a_rehearsal_on_real_tensors_shares_parameters_that_are_not_written(writes, request):
     """The first step says that it takes more than the budget. The garbage collector need not run."""
 
@@ -554,6 +557,7 @@ def remembered(network: Layers, x: Tensor) -> Tensor:
     return x * decay(32) * ROWS[len(x)][0] - FIRST.setdefault(len(x), x.detach())
 
 
+@pytest.mark.filterwarnings("ignore:no plan keeps")
 def test_fake_tensors_are_removed_from_caches_outside_of_the_network():
     """A user's cache keeps what it had before."""
     torch.manual_seed(0)
