@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Inputs = Tensor | dict[str, Any]
@@ -255,3 +256,74 @@ def accelerated(**options: Any) -> Made:
 
     network, draw = llama()
     return Accelerator(cpu=True, **options).prepare(network), draw
+
+
+# What code of libraries does, alone
+
+
+class Experts(nn.Module):
+    """Each token goes to one of four experts. How many each gets depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:  # (tokens, 32)
+        gates, chosen = self.router(x).softmax(1).max(1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            x = x.index_add(0, rows, expert(x[rows]) * gates[rows, None])
+        return x
+
+
+def experts() -> Made:
+    return nn.Sequential(*(Experts() for _ in range(4))), partial(torch.randn, 512, 32)
+
+
+class Emptied(nn.Module):
+    """Blocks on the way down fill a list, blocks on the way up empty it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(3 if number == 0 else 8, 8, 3, padding=1) for number in range(3))
+        self.up = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for layer in self.down:
+            skips.append(x := F.silu(layer(x)))
+        for layer in self.up:
+            x = F.silu(layer(torch.cat([x, skips.pop()], 1)))
+        return x.mean(1)
+
+
+def emptied_list() -> Made:
+    return Emptied(), images
+
+
+class Gated(nn.Module):
+    """Reads an attribute that exists only during its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.layer(x)) * self.gate
+
+
+def set_gate(module: nn.Module, args: tuple[Tensor]) -> None:
+    module.gate = args[0].mean(1, keepdim=True).sigmoid()
+
+
+def clear_gate(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+    del module.gate
+
+
+def attribute_of_hooks() -> Made:
+    network = nn.Sequential(*(Gated() for _ in range(6)))
+    for module in network:
+        module.register_forward_pre_hook(set_gate)
+        module.register_forward_hook(clear_gate)
+    return network, partial(torch.randn, 256, 32)

@@ -25,6 +25,7 @@ QUICK = {
     "segmentation_models_pytorch": partial(networks.smp, "Unet"),
     "lightning": networks.lightning,
     "accelerate": networks.accelerated,
+    **{name: getattr(networks, name) for name in ("experts", "emptied_list", "attribute_of_hooks")},
 }
 OF_TIMM = {  # sides of the images
     **{"convnext_atto": 128, "efficientnet_b0": 64, "mobilenetv4_conv_small": 64, "regnety_002": 64, "test_vit": 160},
