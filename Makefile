@@ -43,7 +43,7 @@ lint: $(INSTALLED)  ## check style and types
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else \
 		"error: %s is Python %d.%d: expected 3.10 to 3.13; choose one with make PYTHON=python3.11" % ((sys.executable,) + v))'
-	@echo "installing PyTorch and the other packages into $(VENV): downloads 3.2 GB and takes 6.2 GB of disk; 4 minutes with a fast connection"
+	@echo "installing PyTorch and the other packages into $(VENV): downloads 3.3 GB and takes 6.5 GB of disk; 4 minutes with a fast connection"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
 	@# cityscapesscripts brings a module that hides Python's own typing from the processes in which PyTorch compiles

@@ -33,7 +33,7 @@ from .reversible.couplings import (
     create_coupling,
 )
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
-from .torch_internals import before_capture
+from .torch_internals import KeeplessWarning, before_capture
 
 __all__ = [
     "ABN",
@@ -45,6 +45,7 @@ __all__ = [
     "InPlaceABN",
     "InPlaceABNSync",
     "InvertibleModuleWrapper",
+    "KeeplessWarning",
     "ReversibleSequence",
     "__version__",
     "before_capture",

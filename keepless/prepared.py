@@ -21,7 +21,15 @@ from .recompute.passes.report import KeptTensor, Report, summary
 from .recompute.signatures.plans import Budget, arguments_of, checked
 from .recompute.signatures.signature import Signatures
 from .recompute.step.sharded import is_sharded
-from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level, warn
+from .torch_internals import (
+    KeeplessWarning,
+    call_at_compilation,
+    current_hooks,
+    hooks_are_allowed,
+    is_compiled,
+    transform_level,
+    warn,
+)
 
 
 def recompute_activations(
@@ -325,7 +333,7 @@ _COMPILED = (
 
 def _say_that_the_compiler_decides(_: object) -> None:
     """Warn, while `torch.compile` traces a graph."""
-    warnings.warn(_COMPILED.format("torch.compile"), stacklevel=1)
+    warnings.warn(_COMPILED.format("torch.compile"), KeeplessWarning, stacklevel=1)
 
 
 def _warn_of_compiled_parts(network: nn.Module) -> None:

@@ -147,12 +147,19 @@ _MODULE_CALL = nn.Module.__call__.__code__
 SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 
 
+class KeeplessWarning(UserWarning):
+    """A warning of this package, such as of a step that may exceed its budget.
+
+    `warnings.simplefilter("error", keepless.KeeplessWarning)` raises it where it is said, which may be inside a step.
+    """
+
+
 def warn(message: str) -> None:
     """Warn at the line that called this package, perhaps through PyTorch's modules."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, KeeplessWarning, stacklevel=level)
 
 
 def changing_mode() -> type | None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from datasets.synthetic import write_streets  # noqa: E402
 from engine.process import stopping  # noqa: E402
 from engine.process.allocations import keep_freed_memory  # noqa: E402
 from engine.records.provenance import provenance  # noqa: E402
+from keepless import KeeplessWarning  # noqa: E402
 from tests.ranks import Ranks  # noqa: E402
 from tests.runs import hasten  # noqa: E402
 
@@ -107,6 +109,27 @@ def not_ended():
     yield
     stopping.hear_again(before)
     atexit.unregister(stopping._end_within_seconds)
+
+
+@pytest.fixture(autouse=True)
+def unexpected_warnings():
+    """Fail a test at its end if keepless has warned, unless the test caught the warning or ignores it.
+
+    They are recorded, and not raised: an error in a hook would change the step.
+    """
+    texts: list[str] = []
+    show = warnings.showwarning
+
+    def record(message, category, filename, lineno, file=None, line=None):
+        if issubclass(category, KeeplessWarning):
+            texts.append(f"{filename}:{lineno}: {message}")
+        show(message, category, filename, lineno, file, line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "showwarning", record)
+        yield
+    if texts:
+        pytest.fail("keepless has warned, and the test did not expect it:\n" + "\n".join(texts), pytrace=False)
 
 
 @pytest.fixture(autouse=True, scope="session")

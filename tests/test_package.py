@@ -1,6 +1,5 @@
 """The wheel: pure, small and complete; the examples, recipes and scripts of its pages run."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -148,8 +147,6 @@ print(sum(value.double().sum().item() for value in values).hex(), kept_bytes(net
 @pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.slow) for name in AROUND])
 def test_the_recipes_of_its_page_train_the_same_in_less_memory(installed, tmp_path, package):
     """Weights and gradients are those without the recipe's line, to the bit, with the real package."""
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install .[recipes]")
     page = (REPOSITORY / "docs" / "keepless.md").read_text()
     (recipe,) = re.findall(rf"(?ms)^```python {package}\n(.*?)^```", page)
     assert 3 <= len(recipe.splitlines()) <= 5

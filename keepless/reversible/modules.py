@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..inputs import check_module
 from ..norms.statistics import statistics_kept
-from ..torch_internals import call_at_compilation, warn
+from ..torch_internals import KeeplessWarning, call_at_compilation, warn
 from .chain import Pass
 from .chain_steps import as_tuple
 from .couplings import has_hooks, in_halves, is_low_under_autocast, widened
@@ -175,6 +175,7 @@ def _say_that_the_compiler_decides(_: object) -> None:
     warnings.warn(
         "reversible modules keep their activations inside torch.compile, where the compiler decides what to keep: "
         "compile their branches instead, or wrap blocks in torch.utils.checkpoint, which it follows",
+        KeeplessWarning,
         stacklevel=1,
     )
 

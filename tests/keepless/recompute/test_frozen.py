@@ -121,7 +121,7 @@ def _through_dlpack(y: Tensor) -> None:
 
 
 @pytest.mark.table
-@pytest.mark.filterwarnings("ignore:no plan keeps")
+@pytest.mark.filterwarnings("ignore:no plan keeps|the first steps")
 @pytest.mark.parametrize("late", [0, 3])
 @pytest.mark.parametrize(
     "changes", [lambda y: y.data.mul_(2), lambda y: y.mul_(2), _through_an_array, _through_dlpack], ids=range(4)

@@ -49,6 +49,7 @@ def assert_equal(plain: Network, ours: Network, steps: int, wraps: Any = once) -
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("options", [{}, {"budget": 0.6}, {"checkpointed_only": True}], ids=str)
 @pytest.mark.parametrize("mode", [OfFunctions, OfOperators])
+@pytest.mark.filterwarnings("ignore:no plan keeps|a step with|steps take several paths")
 def test_under_a_mode_that_may_change_results_nothing_is_recomputed(mode, options, is_inside):
     plain, ours = pair(Network(activated), **options)
     assert_equal(plain, ours, 3)
@@ -193,5 +194,6 @@ THROUGH_DATA += [given_what_is_saved, of_a_leaf_of_the_pass]
 @pytest.mark.table
 @pytest.mark.parametrize("budget", [None, 0.6])
 @pytest.mark.parametrize("of", THROUGH_DATA, ids=lambda of: of.__name__)
+@pytest.mark.filterwarnings("ignore:no plan keeps")
 def test_what_the_program_changes_through_data_is_what_pytorch_saves(of, budget):
     assert_equal(*pair(Network(of), budget=budget), steps=6)

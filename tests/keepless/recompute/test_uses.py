@@ -100,6 +100,7 @@ def test_an_activation_overwrites_what_only_it_reads(activation):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:no plan keeps|a part of the network")
 def test_checkpoints_outside_save_their_bytes(any_networks, use_reentrant):
     """A reentrant one repeats the forward pass inside of a backward pass."""
     results, kept = [], []
@@ -249,6 +250,7 @@ def test_code_that_is_no_module(networks):
         assert current_hooks() is None
 
 
+@pytest.mark.filterwarnings("ignore:no plan keeps")
 def test_memory_is_back_after_every_step(any_networks):
     """The garbage collector need not run, not even if another size is planned, or only a part is differentiated."""
     prepared, inputs = any_networks[0], [IMAGES, IMAGES[..., 1:]]

@@ -335,6 +335,7 @@ def test_without_gradients_nothing_is_freed(form):
 @pytest.mark.table
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("coupling", [additive, affine])
+@pytest.mark.filterwarnings("ignore:InvertibleModuleWrapper got a torch.bfloat16 input")
 def test_autocast_keeps_dtypes(coupling, form):
     """Streams of either dtype; gradients as stored. A sequence of couplings converts its stream to float32."""
     found, expected = (network.float() for network in twins(form, coupling, norm=ABN))

@@ -12,6 +12,7 @@ from tests.keepless.reversible.test_modules import IMAGES, additive, assert_same
 
 
 @pytest.mark.parametrize("form", ["sequence", pytest.param("opaque", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:recompute_activations does nothing inside torch.compile")
 def test_compiled_as_one_graph_with_a_warning_that_the_compiler_decides(form):
     network, plain = reversible.twins(form, lambda: AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)))
     with pytest.warns(UserWarning, match="inside torch.compile, .* compile their branches"):
@@ -19,6 +20,7 @@ def test_compiled_as_one_graph_with_a_warning_that_the_compiler_decides(form):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:recompute_activations does nothing inside torch.compile")
 def test_compiled_branches(backend):
     torch.compiler.reset()  # modules share a limit of 8 compilations, which earlier tests may have reached
     blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)), additive())
