@@ -99,8 +99,8 @@ def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
             warnings.simplefilter("always")
             for number in range(_TIMED + 1):
                 snapshot.restore()
-                gc.collect()  # so that no memory of the step before is freed in this one
                 if number == _MEASURED:
+                    gc.collect()  # so that no memory of the steps before is freed in this one
                     peak = peak_bytes(step, device)
                 else:
                     _, seconds = seconds_of(step, device)
