@@ -20,14 +20,14 @@ class Steps(NamedTuple):
     """Some steps from one state."""
 
     results: Sequence[Mapping[str, Mapping[str, Tensor]]]  # of each: kind -> name -> tensor on the CPU
-    peak: int  # bytes
-    seconds: float  # of the last one
-    coming: int  # bytes of gradients that come during the step
+    peak: int  # bytes, as `peak_bytes` counts them
+    seconds: float  # of the last step
+    coming: int  # bytes of gradients that come during the step, which a budget leaves out
     warnings: Sequence[str]
     order: Sequence[str] = ()  # names of gradients, as they come
     fits: bool = True  # in memory; otherwise what it saves was moved to the CPU
-    planned: int | None = None  # bytes at the peak; None: there is no plan
-    plain: int | None = None  # bytes at the baseline's peak, estimated
+    planned: int = 0  # bytes at the peak within a budget; 0: there is no plan
+    plain: int = 0  # bytes at the baseline's peak, as the plan estimates it
 
 
 class Difference(NamedTuple):
@@ -44,68 +44,59 @@ class Difference(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What a budget does to the steps of a network; print it. Bytes are counted as by `peak_bytes`."""
+    """What a budget does to the steps of a network; print it."""
 
     outputs: Difference
     gradients: Difference  # `first`: in the order of the backward pass
     buffers: Difference
     random: Difference  # the states of random generators
-    budget: int | None  # bytes; None: it is a share of a peak that is not known
-    coming: int  # bytes of gradients that come during the step, which the budget leaves out
-    planned: int | None  # bytes at the peak; None: there is no plan
-    peak: int  # bytes
-    baseline: int | None  # bytes at its peak; None: it does not fit in memory, and there is no plan
-    fits: bool  # the baseline fits in memory; otherwise its peak is estimated
-    time: float  # of a step, as a multiple of the baseline's
-    warnings: Sequence[str]  # what is not planned, and why
+    budget: int  # bytes; 0: it is a share of a peak that is not known
+    baseline: Steps  # its peak is estimated if it does not fit in memory; 0: it is not known
+    prepared: Steps  # warnings: what is not planned, and why
+
+    @property
+    def time(self) -> float:
+        """Time of a prepared step, as a multiple of the baseline's."""
+        return self.prepared.seconds / self.baseline.seconds
 
     @property
     def broken(self) -> list[str]:
         """What is not as promised; empty if all is."""
-        differences = {kind: getattr(self, kind) for kind in KINDS}
-        is_within = self.budget is not None and self.peak <= _MORE * (self.budget + self.coming)
-        checks = {
-            **{kind: not one.first for kind, one in differences.items()},
-            "baseline (it differs by itself)": all(one.noise <= _ROUNDING for one in differences.values()),
-            "plan (there is none)": self.planned is not None,
-            "peak": is_within,
-        }
-        return [what for what, is_kept in checks.items() if not is_kept]
+        differences = self.outputs, self.gradients, self.buffers, self.random
+        wrong = [kind for kind, one in zip(KINDS, differences, strict=True) if one.first]
+        wrong += ["baseline (it differs by itself)"] * any(one.noise > _ROUNDING for one in differences)
+        wrong += ["plan (there is none)"] * (not self.prepared.planned)
+        return wrong + ["peak"] * (self.prepared.peak > _MORE * (self.budget + self.baseline.coming))
 
     def __repr__(self) -> str:  # what notebooks and print show
-        budget, planned, baseline = (
-            "unknown" if size is None else size_text(size) for size in (self.budget, self.planned, self.baseline)
-        )
-        rows = {kind: repr(getattr(self, kind)) for kind in KINDS} | {
-            "peak": f"{size_text(self.peak)} (planned: {planned}; budget: {budget}, "
-            f"and {size_text(self.coming)} of gradients)",
-            "baseline": baseline if self.fits else f"{baseline}, estimated: it does not fit in memory",
-            "time": f"{self.time:.2f} of the baseline's",
-        }
-        lines = [f"{name:<10} {text}" for name, text in [*rows.items(), *(("warning", one) for one in self.warnings)]]
-        return "\n".join([*lines, f"not as promised: {', '.join(self.broken)}" if self.broken else "proved"])
+        baseline, prepared = self.baseline, self.prepared
+        sizes = prepared.peak, prepared.planned, self.budget, baseline.coming, baseline.peak
+        peak, planned, budget, coming, plain = (size_text(size) if size else "none" for size in sizes)
+        rows = [
+            *((kind, getattr(self, kind)) for kind in KINDS),
+            ("peak", f"{peak} (planned: {planned}; budget: {budget}; beside it gradients that come: {coming})"),
+            ("baseline", plain if baseline.fits else f"{plain}, estimated: it does not fit in memory"),
+            ("time", f"{self.time:.2f} of the baseline's"),
+            *(("warning", text) for text in prepared.warnings),
+        ]
+        verdict = f"not as promised: {', '.join(self.broken)}" if self.broken else "proved"
+        return "\n".join([*(f"{name:<10} {text}" for name, text in rows), verdict])
 
 
 def proof_of(baseline: Steps, again: Steps, prepared: Steps, budget: Budget) -> Proof:
     """Compare prepared steps with the baseline's, and these with those that ran `again`."""
-    plain = baseline.peak if baseline.fits else prepared.plain
-    limit: float | None = checked(budget)
-    if isinstance(limit, float):
-        limit = None if plain is None else limit * plain
     outputs, gradients, buffers, random = (_difference(kind, baseline, again, prepared) for kind in KINDS)
+    said = [text for text in dict.fromkeys(prepared.warnings) if text not in baseline.warnings]
+    peak, seconds = baseline.peak if baseline.fits else prepared.plain, min(baseline.seconds, again.seconds)
+    limit = checked(budget)
     return Proof(
         outputs,
         gradients,
         buffers,
         random,
-        budget=None if limit is None else int(limit),
-        coming=baseline.coming,
-        planned=prepared.planned,
-        peak=prepared.peak,
-        baseline=plain,
-        fits=baseline.fits,
-        time=prepared.seconds / min(baseline.seconds, again.seconds),
-        warnings=[text for text in dict.fromkeys(prepared.warnings) if text not in baseline.warnings],
+        limit if isinstance(limit, int) else int(limit * peak),
+        baseline._replace(results=(), peak=peak, seconds=seconds),
+        prepared._replace(results=(), warnings=said),
     )
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import warnings
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..recompute.signatures.plans import Budget, arguments_of, checked
 from ..recompute.step.costs import computing_device, peak_bytes, seconds_of
 from ..recompute.step.rehearsal import differentiable
 from ..torch_internals import tree_map
-from .proof import Proof, Steps, proof_of
+from .proof import KINDS, Proof, Steps, proof_of
 from .snapshot import Snapshot, random_state
 
 _MEASURED, _TIMED = 2, 3  # numbers of steps: they follow the plan, which the first or the second has made
@@ -82,13 +81,15 @@ def prepared_steps(network: nn.Module, inputs: Any, budget: Budget) -> Steps:
 def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
     """Four steps from the present state, which is put back. `is_baseline`: note the order of gradients."""
     (args, kwargs), snapshot = inputs, Snapshot(network, inputs)
-    leaves = _named(network, network.named_parameters())
-    leaves |= {f"input {number}": tensor for number, tensor in enumerate(tensors_in(inputs))}
+    leaves = {**dict(network.named_parameters()), **_numbered("input", inputs)}
     awaited = [name for name, leaf in leaves.items() if leaf.grad is None]
     device = computing_device(leaves.values())
     order, results, outputs = dict[str, None](), list[dict[str, dict[str, Tensor]]](), list[Any]()
-    learning = {name: leaf for name, leaf in leaves.items() if is_baseline and leaf.requires_grad}
-    hooks = [leaf.register_post_accumulate_grad_hook(partial(_note, order, name)) for name, leaf in learning.items()]
+    hooks = [
+        leaf.register_post_accumulate_grad_hook(partial(_note, order, name))
+        for name, leaf in leaves.items()
+        if is_baseline and leaf.requires_grad
+    ]
 
     def step() -> None:
         outputs.append(network(*args, **kwargs))
@@ -105,14 +106,10 @@ def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
                 else:
                     _, seconds = seconds_of(step, device)
                 gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-                tensors = {
-                    "outputs": {f"output {number}": tensor for number, tensor in enumerate(tensors_in(outputs))},
-                    "gradients": gradients,
-                    "buffers": _named(network, network.named_buffers()),
-                    "random": {"state": random_state()},
-                }
-                before = results[-1] if results else {}
-                results.append({kind: _copies(these, before.get(kind, {})) for kind, these in tensors.items()})
+                tensors = _numbered("output", outputs), gradients, dict(network.named_buffers()), {"": random_state()}
+                results.append({})
+                for kind, these in zip(KINDS, tensors, strict=True):
+                    results[-1][kind] = _copies(these, results[number - 1].get(kind, {}))
                 outputs.clear()
     finally:
         for hook in hooks:
@@ -126,20 +123,12 @@ def _note(order: dict[str, None], name: str, leaf: Tensor) -> None:
     order.setdefault(name)
 
 
-def _named(network: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of a network with the names and types of their modules."""
-    named = {}
-    for path, tensor in tensors:
-        owner, _, name = path.rpartition(".")
-        named[f"{name} of {owner or 'the network'} ({type(network.get_submodule(owner)).__name__})"] = tensor
-    return named
+def _numbered(name: str, holder: Any) -> dict[str, Tensor]:
+    return {f"{name} {number}": tensor for number, tensor in enumerate(tensors_in(holder))}
 
 
 def _copies(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU. Those from the step before are taken if they are equal."""
-    copies = {}
-    for name, tensor in tensors.items():
-        values = (tensor.to_dense() if tensor.is_sparse else tensor).detach().cpu()
-        is_same = name in before and torch.equal(before[name], values)
-        copies[name] = before[name] if is_same else values.clone()
-    return copies
+    values = {name: tensor.detach().to_dense().cpu() for name, tensor in tensors.items()}
+    equal = {name for name in values.keys() & before.keys() if torch.equal(values[name], before[name])}
+    return {name: before[name] if name in equal else one.clone() for name, one in values.items()}
