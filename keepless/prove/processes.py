@@ -3,6 +3,7 @@
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,8 +25,12 @@ def proof_in_processes(name: str, budget: Budget, dtype: str | None) -> Proof:
 
         def steps(within: Budget | None) -> Steps:
             file = Path(folder) / "steps.pt"
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:
-                process.submit(_write_steps, name, within, dtype, file).result()
+            try:
+                with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                    process.submit(_write_steps, name, within, dtype, file).result()
+            except BrokenProcessPool as error:
+                text = "was killed, perhaps as memory ran out: give a smaller example"
+                raise ValueError(f"a process that runs steps of {name}'s network {text}") from error
             return Steps(*torch.load(file, weights_only=False))
 
         return proof_of(steps(None), steps(None), steps(budget), budget)
