@@ -22,6 +22,7 @@ from .prepared import (
     share_plans,
     undo,
 )
+from .prove.prove import prove
 from .recompute.signatures.plans import plan
 from .recompute.step.costs import peak_bytes
 from .reversible.checks import checking_repetitions
@@ -56,6 +57,7 @@ __all__ = [
     "is_invertible_module",
     "peak_bytes",
     "plan",
+    "prove",
     "recompute_activations",
     "recomputing",
     "renew_statistics",

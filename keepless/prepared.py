@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
+from .recompute.passes.plan import Plan
 from .recompute.passes.recording import RUN_AGAIN, Recording, is_ours, is_running, may_differ_when_repeated
 from .recompute.passes.report import KeptTensor, Report, summary
 from .recompute.signatures.plans import Budget, arguments_of, checked
@@ -152,6 +153,12 @@ def report(network: nn.Module) -> Report:
     return summary(hooks.kept, network)
 
 
+def plan_of(network: nn.Module) -> Plan | None:
+    """The plan that the last forward pass of a prepared network was given; None if it had none."""
+    hooks = _hooks_of(network, "prove")
+    return None if hooks is None else hooks.plan
+
+
 @contextmanager
 def recomputing() -> Iterator[None]:
     """Context in which cheap activations are recomputed, for code outside modules. See `recompute_activations`.
@@ -220,6 +227,7 @@ class _Hooks:
     def __init__(self, checkpointed_only: bool, signatures: Signatures):
         self.checkpointed_only, self.signatures = checkpointed_only, signatures
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
+        self.plan: Plan | None = None  # of the last forward pass
         self.awaited: RemovableHandle | None = None  # a parameter's hook, until the module is called
         self.is_generator = False  # a warning says that it returns one
         self.is_compiled = False  # a compiled graph has called the module
@@ -289,6 +297,7 @@ class _Hooks:
             if recording is not None:
                 recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
                 self.kept = recording.kept
+                self.plan = None if recording.signature is None else recording.signature.plan
                 if isinstance(output, (GeneratorType, CoroutineType)) and not self.is_generator:
                     self.is_generator = True
                     warn(

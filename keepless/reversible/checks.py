@@ -7,7 +7,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from ..recompute.held.values import compares
 from ..torch_internals import is_capturing
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}  # restored inputs are rounded
@@ -17,15 +16,8 @@ _enabled = ContextVar("checking_repetitions", default=False)
 
 
 @contextmanager
-def checking_repetitions(recomputed: bool = False) -> Iterator[None]:
-    """Context for forward passes whose backward passes compare what they compute again with what was there first.
-
-    Args:
-        recomputed: of networks prepared by `recompute_activations`, too. Each tensor that PyTorch would have read is
-            kept for this, so it saves no memory, and compared bit by bit; on GPUs up to rounding, as in branches. One
-            that differs raises a RuntimeError that names the function.
-
-    Reversible blocks compare the outputs of their branches.
+def checking_repetitions() -> Iterator[None]:
+    """Context for forward passes whose backward passes compare each repeated output of a branch with the first one.
 
     A branch that draws from its own generator, or reads a list or a global that has changed, computes other values
     the second time, so gradients are wrong. In this context it raises a RuntimeError that names the branch. It costs
@@ -33,12 +25,11 @@ def checking_repetitions(recomputed: bool = False) -> Iterator[None]:
     inputs are rounded, relative differences below 0.001 pass in float32, and below 0.3 in bfloat16, float16 and under
     autocast. Passes captured in a CUDA graph are not compared, because the host would have to wait for their values.
     """
-    token, of_recomputed = _enabled.set(True), compares.set(recomputed)
+    token = _enabled.set(True)
     try:
         yield
     finally:
         _enabled.reset(token)
-        compares.reset(of_recomputed)
 
 
 class Checksum:

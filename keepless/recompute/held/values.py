@@ -3,7 +3,6 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -270,39 +269,6 @@ class Saved:
         if self.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
         return self.value.get()
-
-
-compares: ContextVar[bool] = ContextVar("compares", default=False)  # passes keep originals: see `Compared`
-_ROUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # on GPUs, kernels may add in another order; relative to the norm
-
-
-class Compared(Saved):
-    """A `Saved` that keeps the tensor, too, and compares it with what is recomputed, in `checking_repetitions`."""
-
-    def __init__(self, value: Value, memories: ByStorage[Memory], tensor: Tensor):
-        super().__init__(value, memories, tensor)
-        self.original, self.version = tensor.detach(), tensor._version
-
-    def get(self) -> Tensor:
-        source, found, original = self.value.source, super().get(), self.original
-        if type(source) is Kept or original._version != self.version:
-            return found
-        with torch.no_grad(), without_function_modes():
-            if isinstance(source, Signs) or self.reads_signs:
-                is_equal = bool((((found > 0) == (original > 0)) | original.isnan()).all())
-            elif not (is_equal := found.shape == original.shape and found.dtype == original.dtype):
-                pass
-            elif not (is_equal := bool(((found == original) | (found.isnan() & original.isnan())).all())):
-                away = (found - original).double().norm() / original.double().norm()
-                is_equal = not found.is_cpu and bool(away <= _ROUNDS.get(found.dtype, 0.3))
-        if not is_equal:
-            function = getattr(source, "function", type(source))
-            raise RuntimeError(
-                f"{getattr(function, '__name__', function)} has recomputed a tensor of shape {tuple(found.shape)} that "
-                f"differs from the one PyTorch would have read, so gradients would be wrong: the program has changed "
-                f"what it reads, unseen, or this is a bug of keepless"
-            )
-        return found
 
 
 class Recipe:

@@ -23,7 +23,7 @@ from ...torch_internals import (
     unpack,
 )
 from ..held.calls import Call
-from ..held.values import Recipe, Value
+from ..held.values import Recipe, Saved, Value
 from ..table.functions import EXPOSE, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
@@ -384,9 +384,9 @@ class Advised(Recording):
         advice = site.advice
         if value is not None:
             if type(value.source) is not Kept:  # else `KnownValues.give` detaches the recipes' one
-                return known.hold(value, known.memories, tensor)
+                return Saved(value, known.memories, tensor)
         elif advice & SIGNS and (value := known.sign_mask(tensor, site.row.positive)) is not None:
-            return known.hold(value, known.memories, tensor)
+            return Saved(value, known.memories, tensor)
         # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
         for given in self.given[1:] if site.writes else self.given:
             if given is tensor or (type(given) in _SEQUENCES and any([part is tensor for part in given])):
@@ -396,7 +396,7 @@ class Advised(Recording):
         if value is None and advice & DROP and is_ordinary(tensor):
             value = self.own[-1][1] if self.own and self.own[-1][0] is tensor else Value(None)  # it is saved twice
             self.own.append((tensor, value))
-            return known.hold(value, known.memories, tensor)
+            return Saved(value, known.memories, tensor)
         return Kept(tensor, None)
 
     def _may_be_derived(self, tensor: Tensor) -> bool:

@@ -30,12 +30,10 @@ from ..held.calls import Call, Inside, before_overwriting
 from ..held.signs import Positive, Signs
 from ..held.values import (
     Again,
-    Compared,
     Memory,
     Recipe,
     Saved,
     Value,
-    compares,
     kept_bytes_below,
     saved_value,
 )
@@ -74,7 +72,6 @@ class KnownValues:
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
         self.short = _SHORT if self.by_plan else sys.maxsize
         self.short_rows = _SHORT  # so are a norm's statistics of rows
-        self.hold: type[Saved] = Compared if compares.get() else Saved
         self.log = Log()
         self.call: Call | None = None  # the running one
         # A tensor's value, by its id, with a weak reference to the tensor and its version. The sign mask that advice
@@ -435,7 +432,7 @@ class KnownValues:
         if value is None:
             small = self.narrowed(tensor, row.narrow(call.args, call.kwargs))
             value = self.remember(tensor, Value(Recipe(Again(Tensor.to, (small, torch.int64)), tensor)))
-        return self.hold(value, self.memories, tensor)
+        return Saved(value, self.memories, tensor)
 
     def is_simple(self, tensor: Tensor) -> bool:
         """Whether a saved tensor needs no value: parameters, their views, short vectors, and statistics of rows.
@@ -468,7 +465,7 @@ class KnownValues:
         if base is not None and (of_base := self.find(base)) is not None and of_base is not value:
             if not of_base.consumers and isinstance(of_base.source, Kept):
                 self.log.keep(of_base, base)  # the view is computed from it
-        saved = self.hold(value, self.memories, tensor)
+        saved = Saved(value, self.memories, tensor)
         serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
         if serves and (self.by_plan or isinstance(value.source, Recipe)):
             call.replaceable.append(saved)

@@ -1,0 +1,62 @@
+"""What commands share: MODULE:FUNCTION, which makes a network and an example, and errors in a line."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_EXAMPLE = "give mine:step, with def step(): return resnet50(), torch.zeros(8, 3, 224, 224) in mine.py"
+AUTOCAST: dict[str, Any] = {"choices": ("bfloat16", "float16"), "help": "dtype of torch.autocast around the network"}
+
+
+def autocast(device: str, dtype: str | None) -> AbstractContextManager[Any]:
+    """The context that --autocast asks for. `device`: a type of devices, such as "cuda"."""
+    return torch.autocast(device, getattr(torch, dtype)) if dtype else nullcontext()
+
+
+def network_of(name: str, on_meta: bool = False) -> tuple[nn.Module, Any]:
+    """The result of MODULE:FUNCTION. ValueError: there is no such function, it fails, or it returns something else.
+
+    `on_meta`: it is called under torch.device("meta"), and without if that fails.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}; expected MODULE:FUNCTION, found from this folder; {_EXAMPLE}") from error
+    made: Any = None
+    try:
+        with torch.device("meta") if on_meta else nullcontext():
+            made = function()
+    except Exception as first:  # raised by meta tensors where values are needed: RuntimeError, by NumPy TypeError
+        if not on_meta:
+            raise in_a_line(first, name) from first
+        return network_of(name)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]
+        raise ValueError(
+            f"{name} returns {', '.join(kinds)}: expected a network (nn.Module), and an example of its input; "
+            f"{_EXAMPLE}"
+        )
+    return made
+
+
+def in_a_line(error: Exception, what: str) -> ValueError:
+    """An error of the user's code as a message."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    about = str(error).strip().partition("\n")[0]
+    return ValueError(f"{what} raises {type(error).__name__} ({Path(place.filename).name}:{place.lineno}): {about}")
+
+
+def end_with(main: Callable[[list[str]], object], name: str) -> None:
+    """Run a command's `main`. A ValueError ends it as a message; otherwise its status is 1 if `main` returns False."""
+    try:
+        sys.exit(main(sys.argv[1:]) is False)
+    except ValueError as error:
+        sys.exit(f"python -m {name}: {error}")

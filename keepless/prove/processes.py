@@ -1,0 +1,62 @@
+"""A proof whose baseline and prepared steps run in a process each, so that none sees what another has left behind."""
+
+import random
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..commands import autocast, in_a_line, network_of
+from ..recompute.signatures.plans import Budget, arguments_of
+from ..torch_internals import tree_map
+from .proof import Proof, Steps, proof_of
+from .prove import baseline_steps, prepared_steps
+
+
+def proof_in_processes(name: str, budget: Budget, dtype: str | None) -> Proof:
+    """The proof of MODULE:FUNCTION's network. `dtype`: of autocast. ValueError: its code raises an error."""
+    with TemporaryDirectory() as folder:
+
+        def steps(within: Budget | None) -> Steps:
+            file = Path(folder) / "steps.pt"
+            try:
+                with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                    process.submit(_write_steps, name, within, dtype, file).result()
+            except BrokenProcessPool as error:
+                text = "was killed, perhaps as memory ran out: give a smaller example"
+                raise ValueError(f"a process that runs steps of {name}'s network {text}") from error
+            return Steps(*torch.load(file, weights_only=False))
+
+        return proof_of(steps(None), steps(None), steps(budget), budget)
+
+
+def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path) -> None:
+    """Write `Steps` to a file: within a budget, or of the baseline."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    network, example = network_of(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        inputs = tree_map(lambda leaf: _at(device, leaf), arguments_of(example))
+        network = network.to(device).train()
+        with autocast(device, dtype):
+            steps = baseline_steps(network, inputs) if budget is None else prepared_steps(network, inputs, budget)
+    except Exception as error:  # a network may raise anything
+        raise in_a_line(error, f"a {'step' if budget is None else 'prepared step'} of {name}'s network") from None
+    torch.save(tuple(steps), file)
+
+
+def _at(device: str, leaf: Any) -> Any:
+    """An argument on a device. Random numbers stand for zeros, of which most gradients would be zero."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach().to(device)
+    return torch.randn_like(leaf) if leaf.is_floating_point() and not leaf.any() else leaf

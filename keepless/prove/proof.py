@@ -1,0 +1,132 @@
+"""What a proof finds: how far prepared steps are from the baseline's, and what they take."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..recompute.signatures.plans import Budget, checked
+from ..saved import size_text
+
+_MORE = 1.01  # a peak may be so many times the budget: allocators round
+_BEYOND = 4  # prepared steps may differ by so many times the noise, of which there are four samples
+_ROUNDING = 0.01  # more than this between baseline steps comes from state outside of the network
+KINDS = ("outputs", "gradients", "buffers", "random")  # of a step's results
+
+
+class Steps(NamedTuple):
+    """Some steps from one state."""
+
+    results: Sequence[Mapping[str, Mapping[str, Tensor]]]  # of each: kind -> name -> tensor on the CPU
+    peak: int  # bytes, as `peak_bytes` counts them
+    seconds: float  # of the last step
+    coming: int  # bytes of gradients that come during the step, which a budget leaves out
+    warnings: Sequence[str]
+    order: Sequence[str] = ()  # names of gradients, as they come
+    fits: bool = True  # in memory; otherwise what it saves was moved to the CPU
+    planned: int = 0  # bytes at the peak within a budget; 0: there is no plan
+    plain: int = 0  # bytes at the baseline's peak, as the plan estimates it
+
+
+class Difference(NamedTuple):
+    """How far tensors are from the baseline's: the norm of the difference, relative to theirs."""
+
+    norm: float  # 0.0: equal
+    noise: float  # between baseline steps
+    first: str  # the first tensor that differs by more than the noise; "" if none does
+
+    def __repr__(self) -> str:
+        if self.first:
+            return f"differ by {self.norm:.1e}, relative to their norm (noise: {self.noise:.1e}), first {self.first}"
+        return f"within the noise: differ by {self.norm:.1e} (noise: {self.noise:.1e})" if self.norm else "equal"
+
+
+class Proof(NamedTuple):
+    """What a budget does to the steps of a network; print it."""
+
+    outputs: Difference
+    gradients: Difference  # `first`: in the order of the backward pass
+    buffers: Difference
+    random: Difference  # the states of random generators
+    budget: int  # bytes; 0: it is a share of a peak that is not known
+    baseline: Steps  # its peak is estimated if it does not fit in memory; 0: it is not known
+    prepared: Steps  # warnings: what is not planned, and why
+
+    @property
+    def time(self) -> float:
+        """Time of a prepared step, as a multiple of the baseline's."""
+        return self.prepared.seconds / self.baseline.seconds
+
+    @property
+    def broken(self) -> list[str]:
+        """What is not as promised; empty if all is."""
+        differences = self.outputs, self.gradients, self.buffers, self.random
+        wrong = [kind for kind, one in zip(KINDS, differences, strict=True) if one.first]
+        wrong += ["baseline (it differs by itself)"] * any(one.noise > _ROUNDING for one in differences)
+        wrong += ["plan (there is none)"] * (not self.prepared.planned)
+        return wrong + ["peak"] * (self.prepared.peak > _MORE * (self.budget + self.baseline.coming))
+
+    def __repr__(self) -> str:  # what notebooks and print show
+        baseline, prepared = self.baseline, self.prepared
+        sizes = prepared.peak, prepared.planned, self.budget, baseline.coming, baseline.peak
+        peak, planned, budget, coming, plain = (size_text(size) if size else "none" for size in sizes)
+        rows = [
+            *((kind, getattr(self, kind)) for kind in KINDS),
+            ("peak", f"{peak} (planned: {planned}; budget: {budget}; beside it gradients that come: {coming})"),
+            ("baseline", plain if baseline.fits else f"{plain}, estimated: it does not fit in memory"),
+            ("time", f"{self.time:.2f} of the baseline's"),
+            *(("warning", text) for text in prepared.warnings),
+        ]
+        verdict = f"not as promised: {', '.join(self.broken)}" if self.broken else "proved"
+        return "\n".join([*(f"{name:<10} {text}" for name, text in rows), verdict])
+
+
+def proof_of(baseline: Steps, again: Steps, prepared: Steps, budget: Budget) -> Proof:
+    """Compare prepared steps with the baseline's, and these with those that ran `again`."""
+    outputs, gradients, buffers, random = (_difference(kind, baseline, again, prepared) for kind in KINDS)
+    said = [text for text in dict.fromkeys(prepared.warnings) if text not in baseline.warnings]
+    peak, seconds = baseline.peak if baseline.fits else prepared.plain, min(baseline.seconds, again.seconds)
+    limit = checked(budget)
+    return Proof(
+        outputs,
+        gradients,
+        buffers,
+        random,
+        limit if isinstance(limit, int) else int(limit * peak),
+        baseline._replace(results=(), peak=peak, seconds=seconds),
+        prepared._replace(results=(), warnings=said),
+    )
+
+
+def _difference(kind: str, baseline: Steps, again: Steps, prepared: Steps) -> Difference:
+    norms, noise = _norms(kind, baseline, prepared), _norms(kind, baseline, again)
+    names = [*baseline.order, *norms]
+    beyond = (name for name in names if norms.get(name, 0.0) > _BEYOND * max(noise.get(name, 0.0), noise[""]))
+    return Difference(norms[""], noise[""], next(beyond, ""))
+
+
+def _norms(kind: str, baseline: Steps, others: Steps) -> dict[str, float]:
+    """The largest relative difference of each tensor in any step, and of all together: ""."""
+    norms: dict[str, float] = {}
+    for results, other in zip(baseline.results, others.results, strict=True):
+        names = {**results[kind], **other[kind]}
+        squares = {name: _squares(results[kind].get(name), other[kind].get(name)) for name in names}
+        squares[""] = sum(one for one, _ in squares.values()), sum(size for _, size in squares.values())
+        for name, (difference, size) in squares.items():
+            norm = math.sqrt(difference / size) if size else math.inf if difference else 0.0
+            norms[name] = max(norms.get(name, 0.0), norm)
+    return norms
+
+
+def _squares(expected: Tensor | None, found: Tensor | None) -> tuple[float, float]:
+    """Sums of the squares of the difference, and of what was expected. Infinity: they cannot be compared."""
+    if expected is None or found is None or (expected.shape, expected.dtype) != (found.shape, found.dtype):
+        return math.inf, 0.0
+    if expected.is_complex():
+        expected, found = torch.view_as_real(expected), torch.view_as_real(found)
+    unequal = (expected != found) & ~(expected.isnan() & found.isnan())
+    difference = float((expected[unequal].double() - found[unequal].double()).square().sum())
+    size = float(expected.double().nan_to_num(0.0, 0.0, 0.0).square().sum())
+    return (difference if math.isfinite(difference) else math.inf), size

@@ -1,0 +1,134 @@
+"""Prove on a network that steps within a budget are the baseline's, in less memory."""
+
+import gc
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+from ..inputs import check_has_forward, check_module, check_one_example, tensors_in
+from ..prepared import plan_of, recompute_activations, undo
+from ..recompute.signatures.plans import Budget, arguments_of, checked
+from ..recompute.step.costs import computing_device, peak_bytes, seconds_of
+from ..recompute.step.rehearsal import differentiable
+from ..torch_internals import tree_map
+from .proof import KINDS, Proof, Steps, proof_of
+from .snapshot import Snapshot, random_state
+
+_MEASURED, _TIMED = 2, 3  # numbers of steps: they follow the plan, which the first or the second has made
+
+
+def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
+    """Compare steps within a budget with the baseline's on the network's device: their results, peaks and times.
+
+    Four baseline steps run, four more to see how far these differ by themselves, and four prepared ones: the first of
+    each are compared, the second of each, and so on. All begin from the same state, which is put back in the end:
+    parameters, buffers, gradients, attributes of modules, and the random generators of PyTorch, Python and NumPy.
+    Where state outside of the network changes a step, such as a global counter, the baseline differs by itself: then
+    use `python -m keepless.prove`, which runs each four in a process of their own.
+
+    The loss is the mean square of the outputs, which are held to the end of the step. If the baseline does not fit in
+    memory, what it saves is moved to the CPU, and its peak is the estimated one.
+
+    Args:
+        network: prepared by `recompute_activations` or not. Call this under autocast to prove a step under autocast.
+        example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+        budget: as `recompute_activations` takes it.
+
+    Raises:
+        ValueError: an argument is not valid, or no output needs a gradient.
+        Exception: whatever the network raises; in a prepared step also PyTorch's error about an in-place operation.
+    """
+    check_module(network, "prove")
+    check_has_forward(network, "prove")
+    check_one_example(budget, "prove")
+    checked(budget)
+    inputs = tree_map(_apart, arguments_of(example))
+    before = Snapshot(network, inputs)
+    try:
+        baseline, again = baseline_steps(network, inputs), baseline_steps(network, inputs)
+        return proof_of(baseline, again, prepared_steps(network, inputs, budget), budget)
+    finally:
+        undo(network)
+        before.restore()  # also hooks of `recompute_activations`
+
+
+def _apart(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def baseline_steps(network: nn.Module, inputs: Any) -> Steps:
+    """Steps of the network without `recompute_activations`. `inputs`: arguments, and a dictionary of others."""
+    undo(network)
+    try:
+        return _steps(network, inputs, is_baseline=True)
+    except torch.OutOfMemoryError:
+        pass  # now the tensors of its frames are freed
+    with save_on_cpu():
+        return _steps(network, inputs, is_baseline=True)._replace(fits=False)
+
+
+def prepared_steps(network: nn.Module, inputs: Any, budget: Budget) -> Steps:
+    """Steps of the network within a budget."""
+    recompute_activations(undo(network), budget=budget)
+    steps, plan = _steps(network, inputs), plan_of(network)
+    return steps if plan is None else steps._replace(planned=plan.peak, plain=plan.plain)
+
+
+def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
+    """Four steps from the present state, which is put back. `is_baseline`: note the order of gradients."""
+    (args, kwargs), snapshot = inputs, Snapshot(network, inputs)
+    leaves = {**dict(network.named_parameters()), **_numbered("input", inputs)}
+    awaited = [name for name, leaf in leaves.items() if leaf.grad is None]
+    device = computing_device(leaves.values())
+    order, results, outputs = dict[str, None](), list[dict[str, dict[str, Tensor]]](), list[Any]()
+    hooks = [
+        leaf.register_post_accumulate_grad_hook(partial(_note, order, name))
+        for name, leaf in leaves.items()
+        if is_baseline and leaf.requires_grad
+    ]
+
+    def step() -> None:
+        outputs.append(network(*args, **kwargs))
+        torch.autograd.backward([one.square().mean() for one in differentiable(outputs)])
+
+    try:
+        with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
+            warnings.simplefilter("always")
+            for number in range(_TIMED + 1):
+                snapshot.restore()
+                if number == _MEASURED:
+                    gc.collect()  # so that no memory of the steps before is freed in this one
+                    peak = peak_bytes(step, device)
+                else:
+                    _, seconds = seconds_of(step, device)
+                gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+                tensors = _numbered("output", outputs), gradients, dict(network.named_buffers()), {"": random_state()}
+                results.append({})
+                for kind, these in zip(KINDS, tensors, strict=True):
+                    results[-1][kind] = _copies(these, results[number - 1].get(kind, {}))
+                outputs.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        snapshot.restore()
+    coming = sum(gradients[name].nbytes for name in awaited if name in gradients)
+    return Steps(results, peak, seconds, coming, [str(one.message) for one in caught], [*order])
+
+
+def _note(order: dict[str, None], name: str, leaf: Tensor) -> None:
+    order.setdefault(name)
+
+
+def _numbered(name: str, holder: Any) -> dict[str, Tensor]:
+    return {f"{name} {number}": tensor for number, tensor in enumerate(tensors_in(holder))}
+
+
+def _copies(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU. Those from the step before are taken if they are equal."""
+    values = {name: tensor.detach().to_dense().cpu() for name, tensor in tensors.items()}
+    equal = {name for name in values.keys() & before.keys() if torch.equal(values[name], before[name])}
+    return {name: before[name] if name in equal else one.clone() for name, one in values.items()}
