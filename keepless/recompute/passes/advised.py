@@ -151,6 +151,7 @@ class Advised(Recording):
             if site is not None:
                 self._jump_to(site)
         if site is None or self.leaves:
+            self.is_seen = self.is_seen or (not self.is_first and function in self.flat)  # it may have had no gradient
             site = self.advice.added(at, function, row, args, next_node_number() - self.known.start + self.cuts)
         if self.leaves:
             site.next = END
