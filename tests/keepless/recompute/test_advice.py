@@ -13,7 +13,7 @@ from keepless.recompute.passes.advice import Advice, Site
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.signatures import signature
 from tests.keepless.recompute.agreement import agree, keep_by_chance, note_followed, note_unknown, on
-from tests.keepless.recompute.ahead import After, assert_like, pair, plans_of, attempts
+from tests.keepless.recompute.ahead import After, assert_like, attempts, pair, plans_of
 from tests.keepless.recompute.test_random import take_steps
 
 # Wrong advice: passes are like plain PyTorch to the bit.

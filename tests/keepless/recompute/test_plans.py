@@ -19,7 +19,7 @@ from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step, dry_step
 from keepless.recompute.step.search import frontier
-from tests.keepless.recompute.ahead import After, Layers, assert_like, pair, plans_of, step
+from tests.keepless.recompute.ahead import After, step
 from tests.keepless.recompute.networks import Mixed, blocks
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from keepless import recompute_activations
 from tests.keepless.recompute.ahead import After, plans
