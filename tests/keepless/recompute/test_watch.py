@@ -8,11 +8,13 @@ import os
 import pkgutil
 import random
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from keepless import (
     recompute_activations,
     report,
 )
+from keepless.recompute.signatures import plans as plans_module
 from keepless.recompute.step import elsewhere, watch
 from keepless.recompute.step.costs import peak_bytes
 from keepless.torch_internals import current_hooks, dispatch_modes
@@ -604,3 +607,89 @@ def test_an_example_that_raises_an_error_is_said_and_leaves_the_network_alone():
         recompute_activations(network, budget=0.5, example=torch.randn(2, 33))
     assert not network._forward_hooks and not network._forward_pre_hooks
     assert all(type(one) is nn.Parameter and one.grad is None for one in network.parameters())
+
+
+# Which steps are watched
+
+
+class Experts(nn.Module):
+    """Each step takes one of three experts, whose activation functions differ."""
+
+    def __init__(self, layers: int = 24) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(32, 32), activation())))
+            for activation in (nn.GELU, nn.SiLU, nn.Tanh)
+        )
+        self.chosen = 0
+
+    def forward(self, x: Tensor, is_second: bool = False) -> Tensor:
+        return self.experts[int(is_second) or self.chosen](x)
+
+
+def test_a_path_that_stays_gets_its_plan_and_each_path_is_within_the_budget(watched):
+    """A step is watched if the last one has left its plan. Other paths are then followed, too."""
+    torch.manual_seed(0)
+    plain, x = Experts(), torch.randn(700, 32)
+    budget = peak_bytes(lambda: gradients(plain, x), "cpu") // 2
+    within = recompute_activations(plain, budget=budget)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "steps take several paths, first in experts")
+        for number, within.chosen in enumerate((0, 0, 1, 1, 1, 2, 0, 2, 1, 0, 2, 1)):
+            assert peak_of(within, x) <= 1.03 * budget
+            assert len(watched) == (1 if number < 3 else 2)
+    assert plans(within) == [1]
+
+
+def test_an_argument_that_is_true_or_false_chooses_a_plan(watched):
+    within = recompute_activations(Experts(2), budget=0.99)
+    for is_second in (False, True) * 3:
+        within(LARGE, is_second=is_second).sum().backward()
+        assert not any(line.why == "no plan" for line in report(within).lines)
+    assert len(watched) == 2 and plans(within) == [1, 1]
+
+
+def test_a_size_follows_the_plan_of_one_that_is_not_much_larger(watched):
+    within, kept = recompute_activations(Layers(2), budget=0.99), {}
+    for size in (60, 60, 40, 40, 39, *range(41, 60), 60, 38, 38, 39):
+        gradients(within, torch.randn(size, 32))
+        kept[size] = report(within).bytes
+    assert len(watched) == 2 and kept[60] * 40 == kept[40] * 60
+    for exponent in range(17):
+        for _ in range(2):
+            gradients(within, torch.randn(int(10 * 1.6**exponent), 32))
+    assert len(plans(within)) == 16
+
+
+def test_a_long_pause_is_explained_while_it_lasts(monkeypatch, caplog):
+    said, step_of = threading.Event(), watch.Watch.step
+    monkeypatch.setattr(plans_module, "_PAUSE", 0.0)
+    monkeypatch.setattr(plans_module._log, "filter", lambda record: said.set() is None)
+    monkeypatch.setattr(watch.Watch, "step", lambda *given: said.wait(60) and step_of(*given))
+    within = recompute_activations(Layers(2), budget=0.99)
+    gradients(within, LARGE), gradients(within, LARGE)
+    begins = [record.getMessage()[:8] for record in caplog.records if record.levelname == "WARNING"]
+    assert begins == ["planning", "planned "]
+
+
+def test_lazy_modules_are_refused_until_they_have_run():
+    network = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    with pytest.raises(ValueError, match="got lazy modules, .* first run the network on an input under torch.no_grad"):
+        recompute_activations(network, budget=0.5)
+    network(LARGE)
+    recompute_activations(network, budget=1.0)
+    for _ in range(2):
+        gradients(network, LARGE)
+    assert plans(network) == [1]
+
+
+def test_watching_keeps_no_code_of_the_program_alive():
+    exec("def activation(x):\n    return gelu(x) * 2", made := {"gelu": F.gelu})
+    network = nn.Sequential(After(nn.Linear(32, 32), made["activation"]), nn.Linear(32, 32))
+    recompute_activations(network, budget=0.9)
+    for _ in range(2):
+        network(LARGE).sum().backward()
+    code = ref(made["activation"].__code__)
+    del network, made
+    gc.collect()
+    assert code() is None
