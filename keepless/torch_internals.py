@@ -47,7 +47,6 @@ try:
         in_kernel_invocation_manager,
     )
     from torch.nn.attention import _backend_names
-    from torch.nn.modules import module as _modules
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -112,15 +111,6 @@ try:
     # The address of the current stream of a CUDA device, by its index.
     raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     _innermost_hooks = _hooks_of_torch._top_saved_tensors_default_hooks
-    # Hooks of all modules, and their options.
-    _global_hooks: list[dict[int, Any]] = [
-        _modules._global_forward_pre_hooks,
-        _modules._global_forward_hooks,
-        _modules._global_forward_hooks_always_called,
-        _modules._global_forward_hooks_with_kwargs,
-        _modules._global_backward_pre_hooks,
-        _modules._global_backward_hooks,
-    ]
     Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata, _parametrize._cache  # noqa: B018
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -187,75 +177,14 @@ def is_observed() -> bool:
     return False
 
 
-class _OfThread(dict[Any, Any]):
-    """`parametrize`'s cache while one thread rehearses: this thread's own; other threads use theirs."""
-
-    def __init__(self, others: dict[Any, Any]):
-        self.others, self.thread = others, threading.get_ident()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return super().get(key, default) if threading.get_ident() == self.thread else self.others.get(key, default)
-
-    def __setitem__(self, key: Any, one: Any) -> None:
-        if threading.get_ident() == self.thread:
-            super().__setitem__(key, one)
-        else:
-            self.others[key] = one
-
-
-class _Elsewhere(NamedTuple):
-    """A global module hook that the rehearsing thread does not call."""
-
-    hook: Callable[..., Any]
-    is_here: Callable[[], bool]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return None if self.is_here() else self.hook(*args, **kwargs)
-
-
-class _OnNodes(threading.local):
-    """A thread's hooks on new nodes of autograd (since torch 2.14), which PyTorch does not tell."""
-
-    def __init__(self) -> None:
-        self.hooks: list[Any] = []
-
-    def push(self, hook: Any) -> None:
-        _push_on_nodes(hook)
-        self.hooks.append(hook)
-
-    def pop(self) -> None:
-        _pop_on_nodes()
-        del self.hooks[-1:]
-
-
-_on_nodes = _OnNodes()
-if hasattr(_hooks_of_torch, "_push_node_creation_hook"):
-    _push_on_nodes, _pop_on_nodes = _hooks_of_torch._push_node_creation_hook, _hooks_of_torch._pop_node_creation_hook
-    _hooks_of_torch._push_node_creation_hook, _hooks_of_torch._pop_node_creation_hook = _on_nodes.push, _on_nodes.pop
-
-
 @contextmanager
-def without_global_state(is_here: Callable[[], bool]) -> Iterator[None]:
-    """Context in which this thread calls no global hooks of modules and nodes, nor finds `parametrize.cached` weights.
-
-    A copy would find the original's. `is_here`: whether a hook is called by the rehearsal, perhaps in a thread of the
-    backward pass. Nothing changes for other threads, which may also remove hooks.
-    """
-    cache = _parametrize._cache = _OfThread(_parametrize._cache)
-    for hooks in _global_hooks:
-        hooks.update({key: _Elsewhere(hook, is_here) for key, hook in list(hooks.items()) if callable(hook)})
-    on_nodes = [*_on_nodes.hooks]
-    for _ in on_nodes:
-        _on_nodes.pop()
+def without_cached_weights() -> Iterator[None]:
+    """Context in which modules find no weights of `parametrize.cached`, which has them by ids: a copy may get one."""
+    before, _parametrize._cache = _parametrize._cache, {}
     try:
         yield
     finally:
-        for hook in on_nodes:
-            _on_nodes.push(hook)
-        for hooks in _global_hooks:
-            hooks.update({key: one.hook for key, one in list(hooks.items()) if isinstance(one, _Elsewhere)})
-        if _parametrize._cache is cache:
-            _parametrize._cache = cache.others
+        _parametrize._cache = before
 
 
 def argument_copied_by(node: Any, arguments: Iterable[Any]) -> Tensor | None:

@@ -91,6 +91,12 @@ class Elsewhere:
             self.bytes += entries.nbytes
             return entries.cpu()
 
+    def close(self) -> None:
+        """No more tensors come."""
+        if self._file is not None:
+            self._closes()
+        self._file, self._segment = None, memoryview(b"")
+
     def _reserved(self, size: int, offset: int) -> memoryview:
         """So many bytes of the file, which begin at an address with this remainder."""
         begin = -(-(self._free - offset) // _ALIGNED) * _ALIGNED + offset
@@ -107,7 +113,7 @@ class Elsewhere:
             if self._file is None:
                 with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR") or None) as file:
                     self._file = os.dup(file.fileno())
-                weakref.finalize(self, os.close, self._file)  # segments in use stay
+                self._closes = weakref.finalize(self, os.close, self._file)  # segments in use stay
             os.posix_fallocate(self._file, self._end, size)  # else a full disk would end the process at a write
             segment = mmap.mmap(self._file, size, offset=self._end)
         except OSError as error:

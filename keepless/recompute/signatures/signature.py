@@ -347,11 +347,12 @@ class Signatures:
 
     def _use(self, one: Signature) -> None:
         """Make this the last one used. At most `_MOST` have a plan of their own, and as many have none."""
-        others = [other for other in self.known if other is not one]
-        alike = [other for other in others if other.is_own is one.is_own]
-        if len(alike) == _MOST:
-            others.remove(alike[0])
-        self.known = [*others, one]
+        known = [*(other for other in self.known if other is not one), one]
+        for is_own in (False, True):  # a size that was watched gets its own later
+            alike = [other for other in known if other.is_own is is_own]
+            for other in alike[: max(0, len(alike) - _MOST)]:
+                known.remove(other)
+        self.known = known
 
     def _lender(self, signature: Signature) -> Signature | None:
         """The planned size whose plan and advice a new one is to borrow; None: it is to be watched."""

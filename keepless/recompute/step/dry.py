@@ -23,6 +23,7 @@ from ...torch_internals import (
     is_any_autocast_enabled,
     quick_fake,
     with_dispatch_modes_off,
+    without_cached_weights,
 )
 from .counting import Counting
 from .sharded import is_sharded, own_contents, without_fsdp2
@@ -208,7 +209,7 @@ def on_copy(
             for own, parameter in zip(copied[0].parameters(), network.parameters(), strict=True):
                 if own.is_leaf and own.grad_dtype != gradient_dtype(parameter):
                     own.grad_dtype = gradient_dtype(parameter)
-            with _as_before(is_fake), mode, _Apart(network):
+            with _as_before(is_fake), without_cached_weights(), mode, _Apart(network):
                 return run(*copied)
     finally:
         if isinstance(mode, _Dry):

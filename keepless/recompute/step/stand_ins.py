@@ -3,7 +3,7 @@
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...saved import PLAIN
+from ...inputs import tensors_in
+from ...saved import PLAIN, is_ordinary
+from ...torch_internals import OpOverload, TorchDispatchMode, address, written_arguments
 
 OPTIMIZERS = "_in_backward_optimizers"  # attribute of parameters whose optimiser steps in the backward pass
 
@@ -21,10 +23,12 @@ def stand_ins(network: nn.Module) -> Iterator[list[Tensor]]:
     """Context in which a network has other parameters, in the memory of its own. Yields those that are trained.
 
     Its own get no gradients, so their hooks, optimisers in the backward pass and DDP see nothing; a DDP inside calls
-    its module alone. At the end, buffers and random states are as before.
+    its module alone. At the end, buffers, attributes of modules and random states are as before, and so is what the
+    forward pass has written over, as an embedding with `max_norm` does.
     """
     others: dict[int, Tensor] = {}
     undo: list[tuple[Any, Any, Any]] = []  # dictionary or list, key, value
+    attributes = [(vars(module), {**vars(module)}) for module in network.modules()]
     buffers: list[tuple[Tensor, Tensor]] = []  # and copies
     for module in network.modules():
         for name, parameter in module._parameters.items():
@@ -46,19 +50,44 @@ def stand_ins(network: nn.Module) -> Iterator[list[Tensor]]:
             space[key] = others.get(id(value), value)
         for module in parallel:
             vars(module)["forward"] = module.module.__call__
-        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices), _Unwritten(network.parameters()):
             yield [other for other in others.values() if other.requires_grad]
     finally:
         random.setstate(drawn)
         if numpy is not None:
             numpy.random.set_state(drawn_by_numpy)
-        for module in parallel:
-            del vars(module)["forward"]
+        for space, before in attributes:
+            space.clear()
+            space.update(before)
         for space, key, value in undo:
             space[key] = value
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+class _Unwritten(TorchDispatchMode):
+    """Context at whose end parameters have the values from before it."""
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        super().__init__()
+        storages = [parameter.untyped_storage() for parameter in parameters if is_ordinary(parameter)]
+        self.storages = {address(storage): storage for storage in storages}
+        self.copies: dict[int, torch.UntypedStorage] = {}  # of those that were written over
+
+    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for place, name in written_arguments(function):
+            for one in tensors_in(args[place] if place < len(args) else (kwargs or {}).get(name)):
+                written = address(one.untyped_storage()) if is_ordinary(one) else 0
+                if written in self.storages and written not in self.copies:
+                    self.copies[written] = self.storages[written].clone()
+        return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for written, before in self.copies.items():
+            self.storages[written].copy_(before)
 
 
 def _stand_in(parameter: Tensor) -> Tensor:

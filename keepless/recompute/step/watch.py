@@ -101,6 +101,7 @@ class Watch(Counting):
                 handle.remove()
             self._handles = []
             self._arriving.clear()
+            self.elsewhere.close()
 
     # The forward pass
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from keepless import CheckpointedABN, plan, recompute_activations, share_plans
+from keepless import CheckpointedABN, InPlaceABNSync, plan, recompute_activations, share_plans
 from keepless.recompute.passes.plan import ByPlan, Plan
 from keepless.recompute.passes.recording import Recording
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step
 from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
-from tests.keepless.recompute.ahead import attempts, plans_of
+from tests.keepless.recompute.ahead import attempts, plans, plans_of
 from tests.keepless.recompute.networks import Beside
 from tests.ranks import Ranks
 
@@ -170,3 +171,54 @@ def _room_of_gradients(rank: int) -> int:
 @FSDP2_ON_CPUS
 def test_budgets_of_a_sharded_network_use_no_room_of_gradients(ranks):
     assert ranks.run(_room_of_gradients) == [0, 0]
+
+
+PARALLEL = {
+    "inside": {},
+    "outside": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "sizes": {},  # of inputs differ in one step, and statistics are synchronised
+}
+
+
+class Unused(nn.Sequential):
+    """Its first layer is not used in each step."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self][3 * self.skips :]:
+            x = layer(x)
+        return x
+
+
+def _watched_in_ddp(rank: int, name: str) -> tuple[bool, list[int], list[str]]:
+    """Whether steps are those of plain DDP, the plans, and warnings that there is none."""
+    found, made = [], InPlaceABNSync if name == "sizes" else nn.BatchNorm1d
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for is_prepared in (False, True):
+            torch.manual_seed(0)
+            own = Unused(*[part for _ in range(4) for part in (nn.Conv1d(16, 16, 1), made(16), nn.GELU())])
+            if is_prepared and name != "outside":
+                recompute_activations(own, budget=0.85)
+            network = DistributedDataParallel(own, **PARALLEL[name])
+            if is_prepared and name == "outside":
+                recompute_activations(network, budget=0.85)
+            for number in range(5):
+                own.skips = name == "unused" and number % 2 == 1
+                x = torch.linspace(-1, 1, 8 * 16 * 32).sin().view(8, 16, 32) * (rank + number + 1)
+                network.zero_grad()
+                network(x[..., : 9 if (name, number, rank) == ("sizes", 1, 1) else 32]).square().mean().backward()
+                found.append([one.grad for one in own.parameters()] + [one.clone() for one in own.buffers()])
+    prepared = network if name == "outside" else own
+    pairs = [pair for steps in zip(found[:5], found[5:], strict=True) for pair in zip(*steps, strict=True)]
+    is_same = all(one is other or torch.equal(one, other) for one, other in pairs)
+    return is_same, plans(prepared), [str(one.message) for one in said if "no plan" in str(one.message)]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_a_network_within_ddp_is_watched_without_further_communication(ranks, name):
+    for same, planned, said in ranks.run(_watched_in_ddp, name):
+        assert same and planned and not said, (planned, said)

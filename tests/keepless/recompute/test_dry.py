@@ -1,0 +1,148 @@
+"""Dry steps, of which `keepless.plan` and `keepless.fit` count memory and time: on fake copies, or on real ones."""
+
+from functools import partial, wraps
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize
+
+from keepless import InPlaceABN, plan, recompute_activations
+from keepless.conversion.activated import merge
+from keepless.recompute.step.dry import _Dry, backward_starts, counted_step, dry_step, on_copy
+from tests.keepless.recompute.ahead import Layers, plans
+
+X = torch.linspace(-1, 1, 64 * 32).sin().view(64, 32)
+
+
+class Counts(Layers):
+    """It counts its calls, in itself and outside, and writes to a buffer. `reads`: it reads values."""
+
+    outside = 0
+
+    def __init__(self, reads: bool):
+        super().__init__(2, Counts.count)
+        self.register_buffer("total", torch.zeros(()))
+        self.reads = reads
+
+    def count(self, x: Tensor) -> Tensor:
+        Counts.outside += 1
+        self.total += 1
+        return x * float(x.sum() != 0) if self.reads else x
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_dry_step_runs_on_a_copy_and_what_its_code_does_outside_is_done_once(reads):
+    """A real one follows if the fake one has read a value. The random state, gradients and buffers are as before."""
+    network, state, Counts.outside = Counts(reads), torch.get_rng_state(), 0
+    network.layers[0].weight.grad = torch.ones(32, 32)
+    plan(network, X)
+    assert Counts.outside == 1 + reads and network.calls == network.total == 0
+    assert torch.equal(network.layers[0].weight.grad, torch.ones(32, 32)) and network.layers[1].weight.grad is None
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def wrapped(network: nn.Module) -> nn.Module:
+    """Its forward pass is decorated as Accelerate does it: the copy's refers to the network itself."""
+    forward = network.forward
+    network.forward = wraps(forward)(lambda *args: forward(*args).float())
+    return network
+
+
+def locked(network: nn.Module) -> nn.Module:
+    network.file = open("/dev/null")
+    return network
+
+
+INSTEAD = r"recompute_activations\(network, budget=…, example=…\) watches a step of the network itself"
+
+
+@pytest.mark.parametrize("change, reason", [(wrapped, "reads a tensor of the network itself"), (locked, "be copied")])
+def test_a_network_that_is_no_copy_of_itself_is_refused_and_planned_by_an_example(change, reason):
+    network = change(Layers(4))
+    with pytest.raises(RuntimeError, match=f"{reason}.*{INSTEAD}"):
+        plan(network, X)
+    assert plans(recompute_activations(network, budget=0.9, example=X)) == [1]
+
+
+def test_a_fake_tensor_that_code_outside_has_kept_says_so_once_it_is_read():
+    kept: list[Tensor] = []
+    plan(Layers(2, lambda network, x: (kept.append(x), x)[1]), X)
+    with pytest.raises(RuntimeError, match="aten.mul.Tensor reads a fake tensor, which code outside the network has"):
+        kept[0] * 2
+
+
+def test_a_dry_step_does_not_communicate(one_process):
+    """Others may make none now, and would wait."""
+
+    def summed(network: Layers, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        parts = [torch.empty_like(x)]
+        dist.all_gather(parts, total)
+        dist.broadcast(total, 0), dist.barrier()
+        calls.append(is_fake(x))
+        return x + parts[0]
+
+    calls: list[bool] = []
+    for network in (Layers(4, summed), DistributedDataParallel(Layers(4, summed))):
+        plan(nn.Sequential(network, nn.ReLU()), X)
+    assert calls == [True, True]
+
+
+def test_the_backward_pass_starts_from_losses_and_not_from_what_they_are_computed_from():
+    x = torch.randn(4, 3, requires_grad=True)
+    logits, features = x.exp(), x * 2
+    loss, penalty = logits.mean() + 1, (x * 3).sum()
+    assert backward_starts([loss, logits]) == [loss]
+    found = backward_starts([logits, loss, features, penalty])
+    assert [id(one) for one in found] == [id(loss), id(features), id(penalty)]
+
+
+def test_norms_that_to_inplace_merged_with_an_activation_are_counted_as_they_run():
+    with torch.device("meta"):
+        x, convolution = torch.randn(2, 3, 8, 8), nn.Conv2d(3, 3, 3)
+        own = nn.Sequential(convolution, InPlaceABN(3), convolution)
+        merged = nn.Sequential(convolution, InPlaceABN(3), nn.ReLU(inplace=True), convolution)
+    merge(merged[1], merged[2])
+    steps = [dry_step(network, (x,), {}) for network in (own, merged)]
+    assert steps[0].memories == steps[1].memories
+
+
+def test_views_and_empty_tensors_are_those_of_the_fake_tensor_mode():
+    """A dry step makes them without most of the mode's steps."""
+
+    def made(mode: FakeTensorMode) -> list:
+        with mode:
+            x = torch.empty(4, 6, dtype=torch.float16)
+            found = [x, x.view(8, 3), x.t(), x[1:, ::2], x[None].expand(3, 4, 6), *x.chunk(2, 1), x.detach()]
+            found += [x.view(-1), *x.unbind(), x.view(torch.int16), torch.empty_strided((2, 3), (1, 2), device="cpu")]
+            found += [x.to(x.dtype), torch.ops.aten.lift_fresh(x), x.add_(1), x.relu_(), x.view(-1).mul_(x.view(-1))]
+        assert all(is_fake(one) and one.fake_mode is mode for one in found)
+        where = [one.untyped_storage()._cdata == x.untyped_storage()._cdata for one in found]
+        kinds = [(one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one is x) for one in found]
+        return [*where, *kinds]
+
+    assert made(_Dry()) == made(FakeTensorMode())
+
+
+@pytest.mark.parametrize("run", [dry_step, partial(on_copy, counted_step, is_fake=False)])
+def test_a_dry_step_leaves_cached_weights_as_they_are(run):
+    """PyTorch finds them by ids of modules and tensors."""
+    x, layer, normed = torch.randn(3, 4), nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
+    with parametrize.cached():
+        run(normed, (x,), {})
+        weight = normed.weight
+        run(normed, (x,), {})
+        assert normed.weight is weight
+    weight.sum().backward()
+    assert normed.parametrizations.weight.original0.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        before = layer(x)
+        run(layer, (x,), {})
+        after = layer(x)
+    assert before.grad_fn.next_functions[0] == after.grad_fn.next_functions[0]  # the cast of the bias
+    assert torch.is_autocast_cache_enabled()
