@@ -210,7 +210,7 @@ def killed():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow("each proof starts three processes")
 @pytest.mark.parametrize(
     "name, status, last",
     [
