@@ -18,7 +18,7 @@ from ...torch_internals import tree_map, warn
 from ...units import UNITS, bytes_of, share_of
 from ..passes.plan import MORE, Plan
 from ..passes.recording import Recording
-from ..step.dry import dry_step, text_of
+from ..step.dry import rehearsed_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
@@ -294,7 +294,7 @@ def plan(
     for budget in budgets or ():
         checked(budget)  # raises before the step runs
     args, kwargs = tree_map(_apart, arguments_of(example))
-    step = dry_step(network, args, kwargs)
+    step = rehearsed_step(network, args, kwargs)
     is_there = is_sharded(network) or any(one.grad is not None for one in network.parameters() if one.requires_grad)
     comes = bool(step.coming) and not is_there
     step, gradients = (step.as_gradients_come(), step.gradients) if comes else (step, 0)

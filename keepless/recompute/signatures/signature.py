@@ -29,7 +29,7 @@ from ..passes.advised import Advised
 from ..passes.plan import ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
-from ..step.dry import differentiable, dry_step
+from ..step.dry import differentiable, rehearsed_step
 from ..step.sharded import is_sharded, may_have_buckets
 from ..step.stand_ins import OPTIMIZERS, stand_ins
 from ..step.watch import State, Watch, Watched
@@ -423,7 +423,7 @@ class Signatures:
         signature = self._signature(module, inputs, args, kwargs)
         try:
             if is_sharded(module):
-                plans = self._planner.planned(module, dry_step(module, args, kwargs))
+                plans = self._planner.planned(module, rehearsed_step(module, args, kwargs))
             else:
                 with stand_ins(module) as trained:
                     recording = self._watched(signature, module, inputs, None)

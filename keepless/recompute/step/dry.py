@@ -104,7 +104,7 @@ def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [output for output in outputs if output.dim() == 0 or output.grad_fn not in seen]
 
 
-def dry_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
     """The calls and memory of a network's step with these arguments, from one step of a copy.
 
     It runs under the modes of the caller, such as autocast: on fake tensors, or if that raises an error, as in a

@@ -63,8 +63,8 @@ def stand_ins(network: nn.Module) -> Iterator[list[Tensor]]:
         for space, key, value in undo:
             space[key] = value
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, values in buffers:
+                buffer.copy_(values)
 
 
 class _Unwritten(TorchDispatchMode):

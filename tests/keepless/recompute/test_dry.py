@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from keepless import InPlaceABN, plan, recompute_activations
 from keepless.conversion.activated import merge
-from keepless.recompute.step.dry import _Dry, backward_starts, counted_step, dry_step, on_copy
+from keepless.recompute.step.dry import _Dry, backward_starts, counted_step, rehearsed_step, on_copy
 from tests.keepless.recompute.ahead import Layers, plans
 
 X = torch.linspace(-1, 1, 64 * 32).sin().view(64, 32)
@@ -108,7 +108,7 @@ def test_norms_that_to_inplace_merged_with_an_activation_are_counted_as_they_run
         own = nn.Sequential(convolution, InPlaceABN(3), convolution)
         merged = nn.Sequential(convolution, InPlaceABN(3), nn.ReLU(inplace=True), convolution)
     merge(merged[1], merged[2])
-    steps = [dry_step(network, (x,), {}) for network in (own, merged)]
+    steps = [rehearsed_step(network, (x,), {}) for network in (own, merged)]
     assert steps[0].memories == steps[1].memories
 
 
@@ -129,7 +129,7 @@ def test_views_and_empty_tensors_are_those_of_the_fake_tensor_mode():
     assert made(_Dry()) == made(FakeTensorMode())
 
 
-@pytest.mark.parametrize("run", [dry_step, partial(on_copy, counted_step, is_fake=False)])
+@pytest.mark.parametrize("run", [rehearsed_step, partial(on_copy, counted_step, is_fake=False)])
 def test_a_dry_step_leaves_cached_weights_as_they_are(run):
     """PyTorch finds them by ids of modules and tensors."""
     x, layer, normed = torch.randn(3, 4), nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))

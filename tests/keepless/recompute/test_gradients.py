@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from keepless import fit, plan, recompute_activations
 from keepless.fit.step_memory import CountedStep
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.dry import Loss, dry_step
+from keepless.recompute.step.dry import Loss, rehearsed_step
 from keepless.recompute.step.search import frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.saved import size_text
@@ -62,7 +62,7 @@ def test_a_counted_step_without_gradients_has_the_bytes_of_one(name):
     make, shape = STEPS[name]
     with FakeTensorMode():
         network, x = make(), torch.ones(shape)
-        step = dry_step(network, (x,), {})
+        step = rehearsed_step(network, (x,), {})
         for found in (step.as_gradients_come(), step):
             with CountedStep() as counted:
                 outputs = network(x)
@@ -88,7 +88,7 @@ def test_gradients_count_in_their_own_dtype(is_real):
         outputs.square().mean().backward()
 
     run()
-    step, gradients = dry_step(network, (x,), {}), sum(one.grad.nbytes for one in network.parameters())
+    step, gradients = rehearsed_step(network, (x,), {}), sum(one.grad.nbytes for one in network.parameters())
     assert step.gradients == gradients and plain_peak(step) == peak_bytes(run, "cpu")
     assert is_real or fit(network, x, "2GiB").gradients == gradients
 
@@ -150,7 +150,7 @@ def test_a_share_of_the_baselines_peak_is_a_share_of_the_step_as_it_runs(comes):
         network.zero_grad(set_to_none=comes)
         network(IMAGES).square().mean().backward()
 
-    within, step_of = networks[1], dry_step(networks[0], (IMAGES,), {})
+    within, step_of = networks[1], rehearsed_step(networks[0], (IMAGES,), {})
     step(within), step(within), within.zero_grad(set_to_none=comes)
     limit = 0.6 * plain_peak(step_of.as_gradients_come() if comes else step_of)
     assert 0.9 * limit < peak_bytes(partial(step, within), "cpu") <= limit
@@ -160,7 +160,7 @@ def test_nothing_is_recomputed_while_the_baseline_fits_into_the_room_of_gradient
     torch.manual_seed(0)
     network = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(256, 256), nn.GELU())])
     x = torch.randn(64, 256)
-    budget = int(0.8 * plain_peak(dry_step(network, (x,), {})))
+    budget = int(0.8 * plain_peak(rehearsed_step(network, (x,), {})))
     come = plan(network, x, budgets=[budget])
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -173,7 +173,7 @@ def test_nothing_is_recomputed_while_the_baseline_fits_into_the_room_of_gradient
 def test_a_sharded_network_is_told_the_lowest_peak_with_all_its_bytes(monkeypatch):
     """FSDP holds its gradients throughout, so none of them is taken off."""
     network = convolutions()
-    step = dry_step(network, (IMAGES,), {})
+    step = rehearsed_step(network, (IMAGES,), {})
     least = frontier(step.without_outputs())[-1].peak
     for module in ("plans", "signature"):
         monkeypatch.setattr(f"keepless.recompute.signatures.{module}.is_sharded", lambda network: True)
@@ -183,7 +183,7 @@ def test_a_sharded_network_is_told_the_lowest_peak_with_all_its_bytes(monkeypatc
 
 def share_of(network: nn.Module, share: float, x: Tensor = IMAGES) -> int:
     """Bytes of a step's peak if gradients are there before it."""
-    return int(share * plain_peak(dry_step(network, (x,), {})))
+    return int(share * plain_peak(rehearsed_step(network, (x,), {})))
 
 
 def follows(network: nn.Module) -> str:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import keepless
 from keepless import InPlaceABN, recompute_activations
 from keepless.recompute.passes.recording import Recording
-from keepless.recompute.step.dry import dry_step
+from keepless.recompute.step.dry import rehearsed_step
 from keepless.recompute.step.step import Kind
 from tests.keepless.recompute.ahead import After
 from tests.keepless.recompute.networks import blocks
@@ -120,7 +120,9 @@ def test_a_steady_step_of_many_small_calls(budget, calls, monkeypatch):
 def test_a_plan_counts_the_host_for_each_repeated_call_and_each_save_of_its_result(monkeypatch):
     """So a budget repeats no more small calls than it must."""
     monkeypatch.setattr("keepless.recompute.step.counting.host_seconds", lambda: 1.0)
-    step = dry_step(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 4, 1)), (torch.randn(2, 3, 8, 8),), {})
+    step = rehearsed_step(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 4, 1)), (torch.randn(2, 3, 8, 8),), {}
+    )
     saves = Counter(one.value for one in step.saved)
     seconds = {saves[number]: one.seconds for number, one in enumerate(step.values) if one.kind == Kind.FREE}
     assert {count: round(value, 1) for count, value in seconds.items()} == {0: 3, 2: 8}

@@ -14,7 +14,7 @@ from torchvision.models import resnet
 from keepless import ABN, InPlaceABN, plan, recompute_activations
 from keepless.norms.bn_act import norm_and_activation
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.dry import counted_step, dry_step
+from keepless.recompute.step.dry import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.simulation import plain_peak, simulate
 from keepless.recompute.step.step import Kind
@@ -50,7 +50,7 @@ def test_any_plan_is_exact_and_takes_the_bytes_that_are_simulated(make, shape, i
     if is_known:
         measured = peak_bytes(lambda: step(network, x), "cpu")
         assert plain_peak(counted) == pytest.approx(measured, abs=256)
-        assert plain_peak(dry_step(network, (x,), {})) == pytest.approx(measured, abs=256)
+        assert plain_peak(rehearsed_step(network, (x,), {})) == pytest.approx(measured, abs=256)
     for seed, part in enumerate((0.0, 0.4, 0.4, 0.4)):
         draws = random.Random(seed)
         kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < part) for one in counted.values]

@@ -17,7 +17,7 @@ from keepless import before_capture, fit, plan, recompute_activations, report
 from keepless.recompute.signatures import plans as plans_module
 from keepless.recompute.signatures.plans import checked
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.dry import counted_step, dry_step
+from keepless.recompute.step.dry import counted_step, rehearsed_step
 from keepless.recompute.step.search import frontier
 from tests.keepless.recompute.ahead import After, step
 from tests.keepless.recompute.networks import Mixed, blocks
@@ -203,7 +203,7 @@ def test_complex_outputs_are_planned():
 
 def test_a_budget_that_held_outputs_exceed_says_so():
     network, x = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 256)), torch.randn(64, 64)
-    least_with_outputs = frontier(dry_step(network, (x,), {}))[-1].peak
+    least_with_outputs = frontier(rehearsed_step(network, (x,), {}))[-1].peak
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)  # otherwise their room is free until they come
     with pytest.warns(UserWarning, match="only if the program drops the network's outputs before the backward pass"):
@@ -212,7 +212,7 @@ def test_a_budget_that_held_outputs_exceed_says_so():
 
 def test_the_lowest_peak_has_outputs_that_a_loss_saves():
     network, x = nn.Sequential(*[nn.Linear(64, 64), nn.SiLU()] * 2, nn.Linear(64, 64)), torch.randn(256, 64)
-    least = frontier(dry_step(network, (x,), {}).without_outputs())[-1].peak
+    least = frontier(rehearsed_step(network, (x,), {}).without_outputs())[-1].peak
     recompute_activations(network, budget=least)
 
     def dropping() -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import CheckpointedABN
-from keepless.recompute.step.dry import dry_step
+from keepless.recompute.step.dry import rehearsed_step
 from keepless.recompute.step.search import Choice, frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.recompute.step.step import Step
@@ -63,7 +63,7 @@ NETWORKS: dict[str, Row] = {
 def counted_costs(name: str) -> Step:
     """A network's step, with costs that are counted."""
     make, shape = NETWORKS[name]
-    step = dry_step(make().to("meta"), (torch.empty(shape, device="meta"),), {})
+    step = rehearsed_step(make().to("meta"), (torch.empty(shape, device="meta"),), {})
     counted = [one._replace(seconds=2e-5 + one.bytes / 1e10 + one.operations / 8e10) for one in step.values]
     return step._replace(values=counted, seconds=3 * sum(one.seconds for one in counted))
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
 from keepless.recompute.step.costs import peak_bytes
-from keepless.recompute.step.dry import counted_step, dry_step
+from keepless.recompute.step.dry import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice, frontier, pareto, segmented
 from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
 from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue
@@ -27,7 +27,7 @@ def test_a_search_takes_few_simulations(calls, monkeypatch):
     seen = lambda self, kept: simulations.append(len(self.step.calls)) or run(self, kept)  # noqa: E731
     monkeypatch.setattr(Simulation, "run", seen)
     network = blocks(calls // 3, nn.BatchNorm2d(8), nn.SiLU()).to("meta")
-    rehearsed = dry_step(network, (torch.randn(2, 3, 32, 32, device="meta"),), {})
+    rehearsed = rehearsed_step(network, (torch.randn(2, 3, 32, 32, device="meta"),), {})
     plain = plain_peak(rehearsed)
     for limit in (plain, 2 * plain):  # at or above the plain peak
         frontier(rehearsed, limit)
@@ -116,7 +116,7 @@ class Joined(nn.Module):
 
 def test_a_larger_budget_is_met_wherever_a_smaller_one_is_and_the_least_is_the_same():
     """Although times are measured anew for each budget."""
-    rehearsed = dry_step(Joined().to("meta"), (torch.randn(2, 3, 32, 32, device="meta"),), {})
+    rehearsed = rehearsed_step(Joined().to("meta"), (torch.randn(2, 3, 32, 32, device="meta"),), {})
     plain, draws, limits, peaks = plain_peak(rehearsed), random.Random(0), [], []
     for share in range(30, 100, 2):
         values = [value._replace(seconds=draws.uniform(0, 1) ** 4) for value in rehearsed.values]
@@ -132,7 +132,7 @@ def test_the_least_is_named_at_once_and_taken(share):
     """It does not count the outputs, which the program may drop before the backward pass."""
     torch.manual_seed(0)
     network, x = Joined(), torch.randn(2, 3, 32, 32)
-    plain = plain_peak(dry_step(network, (x,), {}))
+    plain = plain_peak(rehearsed_step(network, (x,), {}))
     recompute_activations(network, budget=int(share * plain))
     with pytest.warns(UserWarning, match="the lowest peak is") as said:
         peaks = [peak_of(network, x) for _ in range(3)]
@@ -145,7 +145,7 @@ def test_the_least_is_named_at_once_and_taken(share):
 def test_layers_of_one_size_are_cut_into_segments():
     """At the peak, a step of n layers holds about 2 sqrt(n) results."""
     network = nn.Sequential(*(module for _ in range(100) for module in (nn.Linear(8, 8), nn.GELU())))
-    rehearsed = dry_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {})
+    rehearsed = rehearsed_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {})
     assert min(simulate(rehearsed, kept).peak for kept in segmented(rehearsed)) < 3 * 200**0.5 * 8 * 8 * 4
 
 
