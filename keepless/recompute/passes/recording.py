@@ -43,7 +43,9 @@ Rule 14. Every pass is recorded by these rules, from its own tensors and argumen
 Rule 15. At its end a pass is compared with the first one of its advice: the nodes that autograd has made, without those
     of missing calls; calls that cut the graph, such as `detach`; the bytes of results of calls that save tensors, if
     there is a budget; and calls that other hooks or modes had hidden. If it has made more, the next pass is recorded
-    anew, and planned anew within a budget. So is a pass within a budget of which over a quarter of the calls are new.
+    anew, and watched within a budget. So may be a pass within a budget of which over a quarter of the calls are new.
+    During a pass within a budget, bytes of results are compared with the plan's, call by call: once they are larger,
+    what the rest of the pass saves is held elsewhere (`hold_elsewhere`).
     Without a budget, passes 3, 6, 11, 20, 37, … are recorded anew whatever happened, and others with much larger
     inputs, or after one with new functions (`Signature.must_be_recorded`).
 
@@ -53,7 +55,7 @@ What is taken for granted, and not compared:
   program gets or sets `.data`, or gets an array. Those of code in C++ are not, nor is `.data` of a parameter between
   the forward and the backward pass (rule 9);
 - that PyTorch's own modes, of which it has a list (`changing_mode`), change no results;
-- in the first pass of its advice, that a plan was made on a copy of the network (step/rehearsal.py) for equal inputs.
+- in the first pass of its advice, that a plan was made from a step (step/watch.py) on inputs of this kind.
 
 An example, and what autograd holds for each tensor:
 
@@ -422,7 +424,7 @@ def hooks_around() -> list[Hooks]:
 
 
 def is_ours(hooks: Hooks) -> bool:
-    """Whether these saved-tensor hooks are ours: of a recorded pass, or of a rehearsal."""
+    """Whether these saved-tensor hooks are ours: of a recorded pass, or of a counted step."""
     return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
 
 

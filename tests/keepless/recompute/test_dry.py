@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from keepless import InPlaceABN, plan, recompute_activations
 from keepless.conversion.activated import merge
-from keepless.recompute.step.dry import _Dry, backward_starts, counted_step, rehearsed_step, on_copy
+from keepless.recompute.step.dry import _Dry, backward_starts, counted_step, on_copy, rehearsed_step
 from tests.keepless.recompute.ahead import Layers, plans
 
 X = torch.linspace(-1, 1, 64 * 32).sin().view(64, 32)
