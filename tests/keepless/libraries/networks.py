@@ -161,12 +161,12 @@ def resnet() -> Made:
 
 
 def lora_of_convolutions() -> Made:
-    """LoRA on all convolutions of a ResNet-50."""
+    """LoRA with dropout on all convolutions of a ResNet-50."""
     from peft import LoraConfig
 
     network, draw = resnet()
     names = [name for name, module in network.named_modules() if isinstance(module, nn.Conv2d)]
-    return adapted(network, LoraConfig(r=8, target_modules=names)), draw
+    return adapted(network, LoraConfig(r=8, lora_dropout=0.1, target_modules=names)), draw
 
 
 # diffusers

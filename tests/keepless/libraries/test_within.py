@@ -33,7 +33,7 @@ OF_TIMM = {  # sides of the images
     **{"hrnet_w18_small": 160, "mambaout_femto": 64, "test_nfnet": 64, "test_coatnet": 160, "test_maxvit": 160},
     "xcit_nano_12_p8_224": 64,
 }
-OF_SMP = ["UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3Plus", "UPerNet", "Segformer"]
+OF_SMP = ["UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3Plus", "Segformer"]
 SLOW = {
     **{name: getattr(networks, name) for name in "llama qwen mixtral t5 whisper vit segformer upernet mamba".split()},
     "dora": partial(networks.lora, use_dora=True),
