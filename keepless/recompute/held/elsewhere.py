@@ -123,6 +123,11 @@ class Elsewhere:
         return memoryview(segment)
 
 
+def is_elsewhere(hooks: Hooks | None) -> bool:
+    """Whether saved-tensor hooks are those of an `Elsewhere`: PyTorch alone has none there."""
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Elsewhere)
+
+
 def _unpack(packed: Tensor | Held) -> Tensor:
     return packed.get() if isinstance(packed, Held) else packed
 

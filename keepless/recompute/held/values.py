@@ -31,6 +31,7 @@ from ...torch_internals import (
     packed_in,
     without_function_modes,
 )
+from .elsewhere import is_elsewhere
 from .signs import Positive, Signs
 
 
@@ -249,12 +250,17 @@ class Saved:
 
     def read_memory(self, tensor: Tensor | None, sharing: Tensor, hooks: Hooks | None) -> None:
         """Read the saved tensor itself from now on, as PyTorch alone does. `sharing`: another one in its memory."""
-        source = self.value.source
-        if type(source) is Kept and (source.hooks is not None or source.is_modified()):
-            return  # hooks have got it, or it is refused
+        source, is_held = self.value.source, False
+        if type(source) is Kept:
+            is_held = is_elsewhere(source.hooks)
+            if (source.hooks is not None and not is_held) or source.is_modified():
+                return  # hooks of the program have got it, or it is refused
+        hooks = None if is_elsewhere(hooks) else hooks
         if tensor is not None:  # the result of the operation itself is detached, as it would keep itself alive
             is_own = any([one is self for one in packed_in(tensor.grad_fn)])
             source = Kept(tensor, hooks, detaches=is_own)
+        elif type(source) is Kept and is_held:
+            source = Kept(source.original(sharing), hooks)
         elif type(source) is not Kept:  # it is freed, and made from the other one
             if type(source) is Recipe and source.function is view:
                 *_, shape, stride, offset = source.arguments

@@ -208,9 +208,9 @@ class KnownValues:
 
     def give(self, tensor: Tensor, other: Tensor) -> None:
         """`.data = …` will give a tensor the memory of another, but no new version."""
-        self._read_as_pytorch(tensor)
+        self.read_as_pytorch(tensor)
         if self.is_made(tensor):
-            self._read_as_pytorch(other)
+            self.read_as_pytorch(other)
             self.exposed.put(other.untyped_storage(), True)
 
     def expose(self, tensor: Tensor) -> None:
@@ -220,9 +220,9 @@ class KnownValues:
             return
         if self._known_in(storage) or self.is_made(tensor) or self.has_made(tensor):
             self.exposed.put(storage, True)
-            self._read_as_pytorch(tensor)
+            self.read_as_pytorch(tensor)
 
-    def _read_as_pytorch(self, tensor: Tensor) -> None:
+    def read_as_pytorch(self, tensor: Tensor) -> None:
         """Let autograd read what it has saved of a tensor's memory from there. Recipes get copies."""
         self.note_memories()
         storage = tensor.untyped_storage()

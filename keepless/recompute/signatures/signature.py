@@ -158,17 +158,6 @@ def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
 
 
-def _await_backward(signature: Signature, signatures: "Signatures", output: object) -> None:
-    """Let the backward pass of an output be noted."""
-    backward = _Backward()
-    for node in [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]:
-        node.register_prehook(backward)
-    if signature.comes:
-        signatures._awaited = weakref.ref(backward)
-    else:
-        signature.marker = backward
-
-
 class Signatures:
     """The signatures of a prepared network's inputs. `budget`: as `checked` returns it. `strict`: see `Planner.miss`.
 
@@ -370,7 +359,7 @@ class Signatures:
             self._watched_pass_has_ended(module, recording, output)
             return
         if signature is not None and (signature.comes or signature.is_due):
-            _await_backward(signature, self, output)
+            self._await_backward(signature, output)
         has_followed = isinstance(recording, Advised) and recording.has_followed
         if signature is None or (has_followed and recording.elsewhere is None):
             return
@@ -385,6 +374,16 @@ class Signatures:
             signature.advice = recording.advice
         signature.kept = recording.kept
         signature.is_new, self._parameters = False, []  # new calls may come with new parameters
+
+    def _await_backward(self, signature: Signature, output: object) -> None:
+        """Let it be noted that the backward pass of an output has begun."""
+        backward = _Backward()
+        for node in [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]:
+            node.register_prehook(backward)
+        if signature.comes:
+            self._awaited = weakref.ref(backward)
+        else:
+            signature.marker = backward
 
     def _watched_pass_has_ended(self, module: nn.Module, recording: Watched, output: object) -> None:
         if output is None:

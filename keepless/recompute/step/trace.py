@@ -286,10 +286,10 @@ class Trace(KnownValues):
     def enters_pass(self) -> None:
         """A backward pass is running."""
         if not self.in_pass:
-            at_end_of_backward(end := self._backward_ends)
+            at_end_of_backward(end := self.backward_ends)
             self._pass = weakref.ref(end)
 
-    def _backward_ends(self) -> None:
+    def backward_ends(self) -> None:
         self._pass = None
         self.events.append((Event.PASS, 0))
 

@@ -135,8 +135,8 @@ class Watch(Counting):
             self._packs.setdefault(number, []).append(weakref.ref(packed))
         return held
 
-    def _read_as_pytorch(self, tensor: Tensor) -> None:
-        super()._read_as_pytorch(tensor)
+    def read_as_pytorch(self, tensor: Tensor) -> None:
+        super().read_as_pytorch(tensor)
         if (number := self.made.memory(tensor)) is not None:
             self._exposed.add(number)
             with self.made.off():
@@ -223,8 +223,8 @@ class Watch(Counting):
             self.events.append((Event.LET, memory))
 
     @_ends_watch
-    def _backward_ends(self) -> None:
-        super()._backward_ends()
+    def backward_ends(self) -> None:
+        super().backward_ends()
         self.has_backward = True
         if not self.is_awaited():
             self.concludes()

@@ -293,6 +293,7 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(one_proce
     assert peak <= budget + gradients
 
 
+@pytest.mark.filterwarnings("ignore:a step may have taken")
 def test_both_kinds_of_passes_are_planned_anew_for_a_path_that_changes():
     network = convolutions()
     late: list[bool] = []

@@ -186,6 +186,7 @@ def test_a_budget_that_changes_nothing_is_said_after_the_forward_pass(monkeypatc
     recompute_activations(network, budget="1GiB", example=x)(x)
 
 
+@pytest.mark.filterwarnings("ignore:this step is within")
 def test_second_derivatives_in_forward_are_said_not_to_be_planned():
     def derived(x: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)

@@ -11,6 +11,7 @@ from tests.keepless.recompute.ahead import After, plans
 
 
 @pytest.mark.parametrize("budget", [None, 0.5])
+@pytest.mark.filterwarnings("ignore:no plan keeps this step")
 def test_no_weak_reference_to_a_tensor_of_a_network_outlives_a_pass(budget):
     network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))
     recompute_activations(network, budget=budget)

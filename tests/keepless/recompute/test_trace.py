@@ -16,6 +16,7 @@ from tests.keepless.recompute.ahead import Layers, assert_like, pair, plans, pla
 X = torch.linspace(-1, 1, 4 * 40 * 32).view(4, 40, 32)
 
 
+@pytest.mark.filterwarnings("ignore:a PyTorch profiler is running")
 def test_what_is_trained_from_now_on_is_planned_anew():
     """Layers that were frozen did not save their inputs."""
     torch.manual_seed(0)

@@ -84,6 +84,7 @@ def test_a_function_mode_around_the_backward_pass_changes_nothing():
 
 
 @pytest.mark.parametrize("budget", [None, 0.6])
+@pytest.mark.filterwarnings("ignore:no plan keeps this step")
 def test_pytorchs_observers_see_the_same_step(budget, caplog):
     """Within a budget from the second one on: the first one is watched."""
     caplog.set_level("INFO", "keepless")

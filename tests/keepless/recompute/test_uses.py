@@ -101,6 +101,7 @@ def test_an_activation_overwrites_what_only_it_reads(activation):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:no plan keeps|a part of the network")
+@pytest.mark.filterwarnings("ignore:the budget is ignored")
 def test_checkpoints_outside_save_their_bytes(any_networks, use_reentrant):
     """A reentrant one repeats the forward pass inside of a backward pass."""
     results, kept = [], []
@@ -145,6 +146,7 @@ class Interrupted(nn.Sequential):
 
 @pytest.mark.parametrize("options", [{}, {"checkpointed_only": True}, {"budget": 1.0}, {"budget": "1GiB"}], ids=str)
 @pytest.mark.parametrize("nested, checkpoints", [(False, 0), (True, 0), (False, 1), (False, 2)])
+@pytest.mark.filterwarnings("ignore:the budget is ignored")
 def test_ctrl_c_ends_the_recording(nested, checkpoints, options):
     """A notebook may hold the traceback, which holds all variables; and a step may fit as it is.
 
