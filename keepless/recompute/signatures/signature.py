@@ -29,6 +29,7 @@ from ..passes.advised import Advised
 from ..passes.plan import ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
+from ..step.costs import measures
 from ..step.dry import differentiable, rehearsed_step
 from ..step.sharded import is_sharded, may_have_buckets
 from ..step.stand_ins import OPTIMIZERS, stand_ins
@@ -289,7 +290,8 @@ class Signatures:
             return
         # Measuring operators waits for the device, and ends a profiler.
         if watch.state is State.COUNTED and (is_capturing() or profiler_runs()):
-            self._planner.say("waits", "a PyTorch profiler is running: the budget is planned once it has ended")
+            if not measures():
+                self._planner.say("waits", "a PyTorch profiler is running: the budget is planned once it has ended")
             return
         signature.watch = None
         if watch.state is State.COUNTED:

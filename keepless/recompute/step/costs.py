@@ -34,6 +34,11 @@ _FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
 
 
+def measures() -> bool:
+    """Whether a thread measures operators, by PyTorch's profiler."""
+    return _profiler.locked()
+
+
 class TensorSpec(NamedTuple):
     """Shape, strides, dtype and device of a tensor."""
 

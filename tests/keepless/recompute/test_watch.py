@@ -33,8 +33,9 @@ from keepless import (
     recompute_activations,
     report,
 )
-from keepless.recompute.held import elsewhere, watch
+from keepless.recompute.held import elsewhere
 from keepless.recompute.signatures import plans as plans_module
+from keepless.recompute.step import watch
 from keepless.recompute.step.costs import peak_bytes
 from keepless.torch_internals import current_hooks, dispatch_modes
 from tests.keepless.recompute.ahead import After, Layers, gradients, pair, peak_of, plans
@@ -407,7 +408,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "a saved tensor": ("keepless.recompute.step.trace.Trace.holds", "RUNS"),
     "a node": ("keepless.recompute.step.watch.Watch.enters_pass", "AWAITS"),
     "a gradient": ("keepless.recompute.step.watch.is_ordinary", "AWAITS"),
-    "a copy": ("keepless.recompute.step.elsewhere.Elsewhere.copy_of", "RUNS"),
+    "a copy": ("keepless.recompute.held.elsewhere.Elsewhere.copy_of", "RUNS"),
     "the end": ("keepless.recompute.step.trace.Trace.backward_ends", "AWAITS"),
 }
 
