@@ -11,13 +11,18 @@ import torch
 from benchmarks import frame, steps
 
 
-@pytest.fixture
-def in_process(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(steps, "process", here)
-    monkeypatch.setattr(frame, "keep_freed_memory", lambda: True)
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """Benchmarks set PyTorch's threads. With more of them, convolutions of later tests take more memory."""
     threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)  # which benchmarks set: convolutions of more threads take more memory
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def in_process(monkeypatch) -> None:
+    monkeypatch.setattr(steps, "process", here)
+    monkeypatch.setattr(frame, "keep_freed_memory", lambda: True)
 
 
 def here(threads: int) -> AbstractContextManager:
