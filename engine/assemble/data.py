@@ -15,11 +15,13 @@ import torch
 from torch.utils.data import Dataset
 
 from datasets import ClassIndex, SegmentationDataset, TrainingCrops, TrainingTransform, colour_jitter, index_classes
-from datasets.augmentations import MOST_MIXES, Augmentations
+from datasets.augmentations import MOST_MIXES, Augmentations, asks_for
 from datasets.folder import CLASSES
 from datasets.items import Draw
 from datasets.row import Row
+from datasets.samplers import minibatches_per_epoch
 from datasets.segmentation import joined
+from datasets.stream import Draws
 from datasets.workers import Loader
 from engine.assemble.contracts import builder, imported, own_keys
 from engine.process.console import logger
@@ -134,22 +136,20 @@ def training_loader(
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     names, source = [entry.name for entry in dataset.files], index if sampler.needs_class_index else len(dataset)
     make = partial(builder("sampler", sampler), source, names=names, **order)
-    check_sampler(f"sampler={sampler.name}", *(next(iter(make()), []) for _ in range(2)))
+    check_sampler(f"sampler={sampler.name}", next(iter(make()), []))
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
-    return loader(crops, data, world, batch_sampler=make())
+    draws = Draws(
+        make(), f"sampler={sampler.name}", order, minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
+    )
+    return loader(crops, data, world, batch_sampler=draws)
 
 
-def check_sampler(which: str, first: Iterable[Any], again: Iterable[Any]) -> None:
-    """ValueError: the first minibatches of two equal samplers differ, or hold something else than draws of images."""
+def check_sampler(which: str, minibatch: Iterable[Any]) -> None:
+    """ValueError: the first minibatch of a sampler holds something else than draws of images."""
     try:
-        drawn, drawn_again = ([Draw(*each) for each in minibatch] for minibatch in (first, again))
+        [Draw(*each) for each in minibatch]
     except TypeError as error:
-        raise ValueError(f"{which} gives {first!r}: expected a list of (epoch, number) or datasets.Draw") from error
-    if repr(drawn) != repr(drawn_again):
-        raise ValueError(
-            f"{which} gives other images when it is made again, so a resumed run would: draw from seed and epoch "
-            f"alone, such as by numpy.random.default_rng([seed, epoch])"
-        )
+        raise ValueError(f"{which} gives {minibatch!r}: expected a list of (epoch, number) or datasets.Draw") from error
 
 
 def class_index(
@@ -198,9 +198,10 @@ def augmentations(config: TrainingRun) -> Augmentations | None:
                 f"{MOST_MIXES}, and 0 in classification, which has none"
             )
         taken = ["crop", "label", "generator", *["others"] * bool(mixes)]
+        asked = dict.fromkeys(each for each in ("step", "epoch", "place") if asks_for(own, each))
         try:
             with suppress(ValueError):  # code in C may have no signature
-                signature(own).bind(*taken)
+                signature(own).bind(*taken, **asked)
         except TypeError as error:
             raise ValueError(
                 f"augmentations={name} does not take ({', '.join(taken)}): {error}; an attribute mixes = k asks for "

@@ -71,12 +71,7 @@ def on_random_weights(experiment: str) -> str:
     )
 
 
-def on_loss(config: TrainingRun, trained: list[str], changed: list[str]) -> str:
-    """About a loss that has parameters to train, or keeps what a resumed run would lack."""
+def on_loss(config: TrainingRun, trained: str) -> str:
+    """About a loss that has a parameter to train."""
     whose = f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "the loss"
-    if trained:
-        return f"{whose}: {trained[0]} gets a gradient, but only the network is trained: let the head have it"
-    return (
-        f"{whose}: {changed[0]} changes from step to step, and a resumed run would begin anew with it: compute it from "
-        f"batch.step or batch.epoch (docs/extending.md); a network in a loss belongs into eval mode"
-    )
+    return f"{whose}: {trained} gets a gradient, but only the network is trained: let the head have it"

@@ -187,7 +187,7 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of `state_dict`; learning rates follow from the step. Every rank must call it.
+        """The inverse of `state_dict`; learning rates follow from the step, or from `Rates`. Every rank must call it.
 
         ValueError: `state` does not match this learner.
         """
@@ -218,6 +218,22 @@ class Learner:
         which = f"{len(broken)} of {len(norms)} are not finite, {broken[0]} first" if broken else "all are finite"
         name, norm = _largest(norms)
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
+
+
+class Rates(NamedTuple):
+    """The learning rates, as a part that keeps a state: a schedule does not set them when it loads its own."""
+
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return {"schedule": self.scheduler.state_dict(), "rates": rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state["schedule"])
+        for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
+            group["lr"] = rate
 
 
 class Outcome(NamedTuple):

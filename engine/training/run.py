@@ -15,6 +15,7 @@ from torch import nn
 
 from datasets import reading_errors, shared_images, verify
 from datasets.levels import measured
+from datasets.stream import Draws
 from engine.assemble.contracts import builder, check_choices
 from engine.assemble.data import official_classes, workers_of
 from engine.assemble.network import arithmetic
@@ -22,6 +23,7 @@ from engine.assemble.optimization import schedule_of
 from engine.assemble.tasks import added_scores
 from engine.checkpoint.files import first_difference, has_ended
 from engine.checkpoint.initial_weights import check_exists, initialise, normalisation_of
+from engine.checkpoint.part_states import restore_states, saved_states
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
@@ -39,7 +41,7 @@ from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import other_scale
-from engine.training.learner import Learner
+from engine.training.learner import Learner, Rates
 from keepless import share_plans
 from models.checkpoints.published import Normalisation
 
@@ -64,7 +66,10 @@ class Run(Generic[Config, Split]):
     start_step: int = 0  # of that checkpoint
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
-    random: Any = None  # of a resumed run: the states of its random numbers, see `begin`
+    saved: dict[str, Any] = field(default_factory=dict)  # of a resumed run: what `begin` restores
+    parts: dict[str, Any] = field(default_factory=dict)  # of the run that may keep a state, by name
+    draws: Draws | None = None  # the minibatches
+    noted: dict[str, Any] = field(default_factory=dict)  # the sampler's state after drawing the last step's
     loggers: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -136,15 +141,37 @@ class Run(Generic[Config, Split]):
             learner.load_state_dict(state)
         except ValueError as error:
             raise _not_continued(self, error, cure) from error
-        self.random = state.get("random")
+        self.saved = {"random": state.get("random"), "parts": state.get("parts")}
 
-    def begin(self) -> None:
-        """Continue the random numbers of a resumed run. Called last, as constructors of one's own may draw some."""
+    def begin(self, loss: Any, minibatches: Any) -> None:
+        """Continue what parts keep, and the random numbers of a resumed run; constructors of one's own may draw some.
+
+        ValueError: a part's state cannot be saved or loaded.
+        """
+        names = {name: f"{name}={choice.name}" for name, choice in vars(self.config).items() if hasattr(choice, "name")}
+        self.parts = {names.get("loss", "loss"): loss}
+        self.parts[names["lr_schedule"]] = Rates(self.learner.scheduler, self.learner.optimizer)
+        self.parts |= {f"logger={name}": own for name, own in self.loggers.items()}
+        augmentations = getattr(getattr(minibatches, "dataset", None), "augmentations", None)
+        own = {} if augmentations is None else augmentations.by_name
+        self.parts |= {f"augmentations={name}": function for name, function in own.items()}
+        if isinstance(draws := getattr(minibatches, "batch_sampler", None), Draws):
+            self.draws, self.parts[draws.name] = draws, draws.sampler
+        saved_states(self.parts, {}, self.world)  # before the first step
         if self.start_step:
             try:
-                restore_random_states(self.random, self.world)
+                if self.saved["parts"] is not None:
+                    restore_states(self.parts, self.saved["parts"], self.world)
+                restore_random_states(self.saved["random"], self.world)
             except ValueError as error:
                 raise _not_continued(self, error, "Restore the checkpoint") from error
+
+    def take_draws(self) -> list:
+        """What the next step's minibatch was drawn as; notes what its sampler then kept."""
+        if self.draws is None:
+            return []
+        draws, self.noted = (taken := self.draws.noted.popleft())[0], {self.draws.name: taken[1]}
+        return draws
 
     def _same_random_numbers(self) -> AbstractContextManager:
         """Context whose code, which is not ours, changes none of the numbers that training draws."""
@@ -223,6 +250,7 @@ class Run(Generic[Config, Split]):
             "task": self.config.task,
             **self.learner.state_dict(step),
             "random": random_states(self.world),
+            "parts": saved_states(self.parts, self.noted, self.world),
             "total_steps": self.schedule.total_steps,
             "finished": step == self.schedule.total_steps or self.metrics.ends_early,
             "scores": [[step, score] for step, score in self.metrics.scores.items()],
