@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -161,6 +162,12 @@ class SegmentationDataset(Dataset):
             label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))
         self.check_size(self.files[index], image.shape[::-1], label.shape[::-1])
         return image, label
+
+    def first(self, count: int) -> "SegmentationDataset":
+        """The same dataset with its first `count` images."""
+        made = copy(self)
+        made.files = FileTable(self.files[:count])
+        return made
 
     @property
     def _as_read(self) -> dict[str, Any]:

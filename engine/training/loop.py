@@ -66,7 +66,9 @@ def train(
         if evaluated is not None and metrics.ends_early:
             return evaluated
         before, ended_s = None, time.perf_counter()
-        for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
+        arriving = prefetched(minibatches, world.device)
+        arriving = arriving if run.watch is None else run.watch.followed(run, arriving, loss)
+        for step, minibatch in enumerate(arriving, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
             first = step <= run.start_step + CHECKED_STEPS

@@ -42,6 +42,7 @@ from engine.schema.training import TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import other_scale
 from engine.training.learner import Learner, Rates
+from engine.training.resumption import Watch, passed
 from keepless import share_plans
 from models.checkpoints.published import Normalisation
 
@@ -69,6 +70,7 @@ class Run(Generic[Config, Split]):
     saved: dict[str, Any] = field(default_factory=dict)  # of a resumed run: what `begin` restores
     parts: dict[str, Any] = field(default_factory=dict)  # of the run that may keep a state, by name
     draws: Draws | None = None  # the minibatches
+    watch: Watch | None = None  # follows the run
     noted: dict[str, Any] = field(default_factory=dict)  # the sampler's state after drawing the last step's
     loggers: dict[str, Any] = field(default_factory=dict)
 
@@ -208,6 +210,10 @@ class Run(Generic[Config, Split]):
         parameters = sum(parameter.numel() for parameter in learner.network.parameters())
         frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)
         logger.info(self._applied(learner))
+        if (file := passed(self.config)) is not None and not file.exists() and self.world.first and self.watch is None:
+            logger.info(
+                "no debug=resume has passed with these plugins: if one keeps something, a resumed run may differ"
+            )
         logger.info(
             f"{self.directory.path}: {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
@@ -319,12 +325,15 @@ class Run(Generic[Config, Split]):
 
 
 @contextmanager
-def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Split]]) -> Iterator[Run[Config, Split]]:
+def opened(
+    config: Config, command: str, find: Callable[[Any], tuple[Split, Split]], watch: Watch | None = None
+) -> Iterator[Run[Config, Split]]:
     """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
 
     Args:
         command: how the run was started, kept in config.yaml.
         find: find(config.data) returns the training and the validation split.
+        watch: takes few images of the first.
 
     Raises:
         ValueError: configuration, data and run directory do not fit each other, or differ between ranks.
@@ -343,7 +352,10 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
         given = deciding(words, config)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config):
-            run = _agree(config, world, stop, directory, *find(data))
+            train_set, val_set = find(data)
+            train_set = train_set if watch is None else watch.few(train_set, data.crops_per_minibatch)
+            run = _agree(config, world, stop, directory, train_set, val_set)
+            run.watch = watch
             if run.resumed is None:
                 check_exists(config.init)
             log_to(run.console, directory.log if world.first else None, world.rank)
