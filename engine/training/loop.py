@@ -66,13 +66,11 @@ def train(
         if evaluated is not None and metrics.ends_early:
             return evaluated
         before, ended_s = None, time.perf_counter()
-        arriving = prefetched(minibatches, world.device)
-        arriving = arriving if run.watch is None else run.watch.followed(run, arriving, loss)
+        arriving = run.followed(prefetched(minibatches, world.device), loss)
         for step, minibatch in enumerate(arriving, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
             first = step <= run.start_step + CHECKED_STEPS
-            run.take_draws()
             minibatch |= {"step": step, "epoch": schedule.epoch(step)} if asks_for_batch else {}
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans

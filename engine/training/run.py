@@ -3,7 +3,7 @@
 import copy
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -42,7 +42,7 @@ from engine.schema.training import TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import other_scale
 from engine.training.learner import Learner, Rates
-from engine.training.resumption import Watch, passed
+from engine.training.resumption import Watch, record
 from keepless import share_plans
 from models.checkpoints.published import Normalisation
 
@@ -168,12 +168,12 @@ class Run(Generic[Config, Split]):
             except ValueError as error:
                 raise _not_continued(self, error, "Restore the checkpoint") from error
 
-    def take_draws(self) -> list:
-        """What the next step's minibatch was drawn as; notes what its sampler then kept."""
-        if self.draws is None:
-            return []
-        draws, self.noted = (taken := self.draws.noted.popleft())[0], {self.draws.name: taken[1]}
-        return draws
+    def followed(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
+        """The minibatches; notes what the sampler kept after each."""
+        for minibatch in minibatches if self.watch is None else self.watch.followed(self, minibatches, loss):
+            if self.draws is not None:
+                self.noted = {self.draws.name: self.draws.noted.popleft()[1]}
+            yield minibatch
 
     def _same_random_numbers(self) -> AbstractContextManager:
         """Context whose code, which is not ours, changes none of the numbers that training draws."""
@@ -210,7 +210,7 @@ class Run(Generic[Config, Split]):
         parameters = sum(parameter.numel() for parameter in learner.network.parameters())
         frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)
         logger.info(self._applied(learner))
-        if (file := passed(self.config)) is not None and not file.exists() and self.world.first and self.watch is None:
+        if (file := record(self.config)) is not None and not file.exists() and self.world.first and self.watch is None:
             logger.info(
                 "no debug=resume has passed with these plugins: if one keeps something, a resumed run may differ"
             )
