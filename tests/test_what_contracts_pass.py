@@ -1,6 +1,5 @@
 """What the choices of a plugin get if they ask for it, in trainings as users start them."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -112,39 +111,19 @@ def test_one_that_a_function_makes_is_found_before_it_would_be_captured(tmp_path
     assert "capture off: the loss asks for each batch" in (tmp_path / "run" / "log.txt").read_text()
 
 
-class Keeping(CrossEntropy):
-    kind: ClassVar[str] = ""
-
+class Trained(CrossEntropy):
     def __init__(self, ignore_index, weights, stride):
         super().__init__(ignore_index, weights, stride=stride)
-        self.attribute, self.floor, self.made = 0, float("nan"), None
         self.parameter = nn.Parameter(torch.zeros(()))
-        self.teacher = nn.Parameter(torch.zeros(()), requires_grad=False)
-        self.register_buffer("buffer", torch.zeros(()))
-        with torch.inference_mode():
-            self.register_buffer("prior", torch.zeros(()))
 
     def forward(self, logits, labels):
-        self.made = torch.ones(2)  # other objects and versions of equal values are no change
-        self.attribute += self.kind == "attribute"
-        self.teacher += self.kind == "teacher"
-        self.buffer += self.kind == "buffer"
-        return super().forward(logits, labels) + (self.parameter if self.kind == "parameter" else 0)
+        return super().forward(logits, labels) + self.parameter
 
 
-@pytest.mark.parametrize("kind", ["buffer", "teacher", "parameter"])
-def test_a_loss_that_a_resumed_run_would_begin_anew_or_that_is_not_trained_is_refused(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(Keeping, "kind", kind)
-    says = "gets a gradient, but only the network is trained" if kind == "parameter" else "changes from step to step"
-    with pytest.raises(ValueError, match=rf"^loss=keeping: losses\.\d+\.{kind} {says}"):
-        train_short(tmp_path / "run", "loss=keeping", "trainer.steps=3")
-
-
-def test_a_number_that_changes_in_a_loss_is_named_once_and_what_only_looks_so_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(Keeping, "kind", "attribute")
-    train_short(tmp_path / "run", "loss=keeping", "trainer.steps=3")
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("changes from step to step") == 1 and "loss=keeping: attribute of losses" in log
+def test_a_loss_that_would_be_trained_is_refused(tmp_path):
+    says = "gets a gradient, but only the network is trained"
+    with pytest.raises(ValueError, match=rf"^loss=trained: losses\.\d+\.parameter {says}"):
+        train_short(tmp_path / "run", "loss=trained", "trainer.steps=3")
 
 
 def test_the_memory_of_a_loss_that_asks_for_batches_is_planned():
@@ -261,9 +240,6 @@ def test_a_logger_gets_scalars_and_pictures_and_changes_nothing(tmp_path):
     assert all(image.any() and image.dtype == np.uint8 and image.shape[2] == 3 for _, (image,) in pictures)
 
 
-COUNT = itertools.count()
-
-
 class Named(ShuffledMinibatches):
     """Draws the images whose names come first in the alphabet."""
 
@@ -284,17 +260,11 @@ def test_a_sampler_knows_the_names_of_the_images():
     assert minibatch["name"] == sorted(entry.name for entry in train_set.files)[:2]
 
 
-@pytest.mark.parametrize(
-    "drawn, says",
-    [
-        (lambda epoch: [3, 4], r"gives \[3, 4\]: expected a list of \(epoch, number\) or datasets\.Draw"),
-        (lambda epoch: [(epoch, next(COUNT)), (epoch, 0)], "gives other images when it is made again, so a resumed"),
-    ],
-)
-def test_a_sampler_of_other_items_or_without_a_seed_is_refused_before_the_first_step(drawn, says, monkeypatch):
-    monkeypatch.setattr(Named, "keys", lambda _, epoch: drawn(epoch))
+def test_a_sampler_of_other_items_is_refused_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(Named, "keys", lambda _, epoch: [3, 4])
     config = run_config(*SHORT, "sampler=named")
     train_set, _ = assemble.labelled_splits(config.data)
+    says = r"gives \[3, 4\]: expected a list of \(epoch, number\) or datasets\.Draw"
     with pytest.raises(ValueError, match=rf"^sampler=named {says}"):
         assemble.training_loader(config, train_set, 1, World())
 
@@ -372,7 +342,7 @@ def test_crops_that_cannot_be_mixed_are_refused_by_name(mixes, entry, monkeypatc
 OWN = (  # group, class, name, what it builds
     ("loss", Loss, "watching", Watching),
     ("loss", Loss, "made", f"{__name__}.made_by_a_function"),
-    ("loss", Loss, "keeping", Keeping),
+    ("loss", Loss, "trained", Trained),
     ("head", Head, "even", Even),
     ("logger", Logger, "table", Table),
     ("sampler", Sampler, "named", Named),
