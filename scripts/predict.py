@@ -61,7 +61,9 @@ _USUAL = LabelNames()
 
 def label_names(data: Data) -> LabelNames:
     """How the labels of the training's dataset are called, which a folder may hold beside its images."""
-    return LabelNames(data.label_folder, data.label_suffix) if isinstance(data, FolderData) else LabelNames()
+    if not isinstance(data, FolderData):
+        return LabelNames()
+    return LabelNames(data.label_folder, data.label_suffix, image_folder=data.image_folder)
 
 
 def predict(options: Prediction) -> list[Path]:

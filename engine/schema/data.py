@@ -173,7 +173,8 @@ class FolderData(SegmentationData):
     name: str = "folder"
     # equal: refuse labels whose palettes give the same id different colours; any: use only the ids.
     palettes: str = key("equal", one_of=("equal", "any"))
-    label_folder: str = "labels"  # name of the labels' folder, beside images; images itself if there is a label_suffix
+    image_folder: str = "images"  # name of the images' folder, of each split or with the splits as folders in it
+    label_folder: str = "labels"  # name of the labels' folder, beside it; the same if there is a label_suffix
     label_suffix: str = ""  # a label's name is its image's name plus this, such as _mask
     # Train and evaluate on the lists foldK/train.txt and foldK/val.txt, which scripts.make_classes folds=N writes for K
     # from 0 to N-1; -m data.fold=0,1,2,3,4 trains on each. null: no fold.

@@ -54,7 +54,7 @@ class Watch:
             run.schedule.epoch,
         )
         stop = self.stop - (epoch(self.stop).is_integer() and not epoch(1).is_integer())
-        run.learner.network.register_forward_hook(lambda *given: note("outputs", given[-1]))
+        run.learner.network.register_forward_hook(lambda own, _, out: note("outputs", out) if own.training else None)
         if isinstance(loss, nn.Module):
             loss.register_forward_hook(lambda *given: note("loss", given[-1]))
         optimizer.register_step_pre_hook(lambda *_: note("gradients", [each.grad for each in parameters]))
@@ -157,7 +157,8 @@ def _trained(
     process.start()
     process.join()
     if process.exitcode:
-        raise ValueError(f"debug=resume: a training fails: {log.read_text().rpartition('error: ')[2].strip()}")
+        _, error, said = log.read_text().strip().rpartition("error: ")
+        raise ValueError(f"debug=resume: a training fails: {said if error else said.splitlines()[-1]}")
     state = checkpoint.load(run_dir / "checkpoints" / "last.pt")
     state |= {"config": None, "parts": state["parts"][0]}
     entries = ((part, each if isinstance(each, dict) else {"": each}) for part, each in state.items())

@@ -206,7 +206,7 @@ def test_parts_with_state_dict_resume_to_the_bit_also_where_workers_read_ahead(c
         ("sampler=growing", "the draws of step 7"),
         ("augmentations=[late]", "the crops of step 7"),
         ("optim=inner", "the weights of step 7"),
-        ("lr_schedule=wandering", "the learning rates of step 7"),
+        ("lr_schedule=wandering", "the learning rates of step 8"),
         ("head=counting", "the outputs of step 7"),
     ],
 )
