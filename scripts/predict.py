@@ -27,7 +27,7 @@ from datasets import channels as of_channels
 from datasets.file_list import files_in, unfit
 from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
-from datasets.layout import RARE, first_of
+from datasets.layout import RARE, first_of, read_json
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import COLOURS
 from datasets.verify import noted
@@ -86,7 +86,7 @@ def predict(options: Prediction) -> list[Path]:
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
     images = find_images(source, output, network.channels, label_names(config.data))
-    check_written(options, output, images.values(), segments)
+    check_written(options, output, images.values(), class_list(network) if isinstance(network, Segmenter) else None)
     if isinstance(network, Segmenter):
         write_classes(output / CLASSES, network)
     with progress_bar(console) as progress, WrittenBehind() as files:
@@ -230,18 +230,22 @@ def result_names(images: Sequence[Path]) -> list[str]:
         names = full
 
 
-def check_written(options: Prediction, output: Path, images: Iterable[Path], segments: bool) -> None:
-    """ValueError if files would be replaced that this command has not written.
+def check_written(options: Prediction, output: Path, images: Iterable[Path], meant: list[dict] | None) -> None:
+    """ValueError if files would be replaced that this command has not written, or has with other classes than `meant`.
 
-    A classes.json of ours stands for the pictures beside it.
+    A classes.json of ours stands for the pictures beside it. `meant`: see `class_list`; None for a classifier.
     """
     if options.report:
         writable_file("report", Path(options.report), file_of(options.checkpoint), *images, kind="page of predictions")
-    if not segments:
+    if meant is None:
         writable_file("output", output / TABLE, kind="likeliest classes")
         return
     file = writable_folder("output", output) / CLASSES
     if is_ours(file, "class list"):
+        if (there := read_json(file)) != meant:
+            lists = (", ".join(str(entry["name"]) for entry in entries) for entries in (there, meant))
+            names = "the classes {}; this network has {}".format(*lists)
+            raise ValueError(f"output={output} holds another network's predictions, of {names}: give another folder")
         return
     if os.path.lexists(file) and not (file.is_file() and not file.stat().st_size):
         raise ValueError(f"output={output} has a dataset's {CLASSES}, which would be lost: give another folder")
@@ -254,10 +258,14 @@ def check_written(options: Prediction, output: Path, images: Iterable[Path], seg
 
 
 def write_classes(path: Path, network: Segmenter) -> None:
-    """Write what ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
+    entries = (json.dumps(entry, ensure_ascii=False) for entry in class_list(network))
+    write_file(path, "[\n" + ",\n".join(entries) + "\n]\n")
+
+
+def class_list(network: Segmenter) -> list[dict]:
+    """What ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
     meant = zip(network.label_ids.tolist(), network.classes, network.palette.tolist(), strict=True)
-    entries = [{"id": number, "name": name, "colour": colour} for number, name, colour in meant]
-    write_file(path, "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
+    return [{"id": number, "name": name, "colour": colour} for number, name, colour in meant]
 
 
 main = configured("predict", Prediction)(predict)

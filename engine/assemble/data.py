@@ -103,6 +103,17 @@ def official_classes(config: Data) -> int | None:
     return row_of(config).classes
 
 
+def shortfalls(config: Data, *splits: tuple[str, Any, Any]) -> list[str]:
+    """Sentences about splits, (key, its value, the dataset), that have fewer images than are official."""
+    known, found = official_images(config), []
+    for key, value, built in splits:
+        official = [known.get(name) for name in as_list(value)]
+        is_own = len(built.classes) != (official_classes(config) or len(built.classes))  # others, in the same layout
+        if None not in official and not is_own and len(built) < (count := sum(filter(None, official))):
+            found.append(f"{key}={value} has {len(built):,} of the {count:,} images of {config.name}")
+    return found
+
+
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:
     """The training and the validation split. ValueError for missing files, or for a split without labels."""
     train_set = labelled_dataset(config, "data.train_split", config.train_split)

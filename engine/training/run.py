@@ -17,7 +17,7 @@ from datasets import reading_errors, shared_images, verify
 from datasets.levels import measured
 from datasets.stream import Draws
 from engine.assemble.contracts import builder, check_choices
-from engine.assemble.data import official_classes, workers_of
+from engine.assemble.data import official_classes, shortfalls, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
 from engine.assemble.tasks import added_scores
@@ -27,7 +27,7 @@ from engine.checkpoint.part_states import restore_states, saved_states
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
-from engine.configuration.choices import weights_of
+from engine.configuration.choices import paper_of, weights_of
 from engine.process import plugins
 from engine.process.allocations import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.console import counted, log_to, logger, make_console
@@ -353,6 +353,12 @@ def opened(
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config):
             train_set, val_set = find(data)
+            chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
+            pairs = ("data.train_split", data.train_split, train_set), ("data.val_split", data.val_split, val_set)
+            if (short := shortfalls(data, *pairs)) and not (data.incomplete or trainer.smoke):
+                if any(paper_of(name).get("table") for name in chosen):
+                    cure = "get the rest (scripts.verify_data names the layout), or give data.incomplete=true"
+                    raise ValueError(f"experiment={chosen[-1]} is a row of a paper, but {'; '.join(short)}: {cure}")
             train_set = train_set if watch is None else watch.few(train_set, data.crops_per_minibatch)
             run = _agree(config, world, stop, directory, train_set, val_set)
             run.watch = watch
@@ -365,7 +371,10 @@ def opened(
             for kind, split in (("training", run.train_set), ("validation", run.val_set)):
                 for sentence in split.remarks if world.first else ():
                     logger.warning(f"{kind} split {split.split}: {sentence}")
-            chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
+            for sentence in short if world.first else ():
+                logger.warning(
+                    f"{sentence}: an archive is not unpacked, or a folder is missing; scores compare with none"
+                )
             if config.init.weights is None and any(map(weights_of, chosen)) and world.first:
                 logger.warning(advice.on_random_weights(chosen[-1]))
             _write_config(run, command)
