@@ -16,7 +16,8 @@ from datasets.layout import PHOTOGRAPHS
 
 _DRAWN = (
     "labels are PNGs with a class id per pixel: export masks from the labelling tool, or draw the outlines, as with "
-    "PIL.ImageDraw.Draw(label).polygon(points, fill=id) on label = PIL.Image.new('L', size)"
+    "PIL.ImageDraw.Draw(label).polygon(points, fill=id) on label = PIL.Image.new('L', size) (docs/data.md, Labels of "
+    "other kinds, has programs for COCO and labelme)"
 )
 _OF_LABELS = re.compile("label|mask|ann|gt|seg|semantic", re.IGNORECASE)  # in a folder's name
 _MADE_OF = {  # what people have instead of labels: suffixes, and what to do

@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -55,7 +54,9 @@ def dataset(
             )
         with root_named(config, f"{key}={name}: "):
             parts.append(open_split(config.root, split=name, **drawn))
-    return replace(joined(parts), range16=config.range16)
+    made = joined(parts)
+    made.range16 = config.range16
+    return made
 
 
 def check_classes(config: Data, state: dict) -> None:

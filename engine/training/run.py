@@ -16,7 +16,7 @@ from torch import nn
 from datasets import reading_errors, shared_images, verify
 from datasets.levels import measured
 from datasets.stream import Draws
-from engine.assemble.contracts import builder, check_choices
+from engine.assemble.contracts import builder, check_choices, parts_named
 from engine.assemble.data import official_classes, shortfalls, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
@@ -344,6 +344,7 @@ def opened(
         joined(trainer.device, trainer.timeout_seconds, keys="trainer.") as world,
         reading_errors(data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),
         StopRequest() as stop,
+        parts_named(config),
     ):
         check_choices(config)
         config.check_shares(world.size)
