@@ -25,6 +25,7 @@ from datasets.segmentation import Files, SegmentationDataset
 CLASSES = "classes.json"
 TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
 WITHHELD = "test"
+IN_FOLD = re.compile(r"fold\d+/")  # how the lists of folds begin
 ALSO = (*RARE, ARRAY)  # images where no other has their name, see `list_files`
 _IGNORED = 255  # unless the file says otherwise
 _LONGEST_NAME = 255  # of a class
@@ -162,7 +163,7 @@ def _is_list(file: Path, images: Path) -> bool:
 
 def of_fold(split: str, fold: int | None) -> str:
     """The split of a fold. A test split is the same for all."""
-    return split if fold is None or split == WITHHELD else f"fold{fold}/{split}"
+    return split if fold is None or split == WITHHELD or IN_FOLD.match(split) else f"fold{fold}/{split}"
 
 
 def folder(
@@ -361,7 +362,7 @@ def _elsewhere(root: Path, options: LabelNames) -> str | None:
     images = root / options.image_folder
     whole = [split for split in splits if not re.match(r"fold\d+/", split)]
     if len(whole) < len(splits):
-        ways.append(f"give {keys}fold=0, or another of the folds that are there")
+        ways.append(f"give {keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)")
     if whole:
         ways.append(f"give one of the splits that are there: {', '.join(whole)}")
     if not splits and not images.is_dir() and (twins := options.twins(root)):

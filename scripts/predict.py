@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
 from datasets.layout import RARE, first_of, read_json
 from datasets.levels import Use, doubts_of_levels, used
-from datasets.reading import COLOURS
+from datasets.reading import COLOURS, Stored
 from datasets.verify import noted
 from engine import assemble
 from engine.checkpoint.files import file_of
@@ -56,6 +57,7 @@ from scripts.reports.predictions import Page
 KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
 SUFFIXES = {"probabilities": "npy"}  # of the others png
 _USUAL = LabelNames()
+T = TypeVar("T")
 # Whether the files that exist are ours: classes.json is the list of an output's pictures, see `check_written`.
 
 
@@ -93,11 +95,11 @@ def predict(options: Prediction) -> list[Path]:
         for name, file in tracked(progress, images.items(), "predicting"):
             places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
             try:
-                stored = of_channels.read_file(file, True, network.channels)
+                stored = stored_image(file, network.channels)
                 image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
                 deep += filter(None, [used(stored, True, network.channels, network.range16)])
-            except ValueError as error:
-                unreadable.append(str(error))
+            except (ValueError, MemoryError) as error:
+                unreadable.append(named(file, error))
                 continue
             started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
             shown = str(file.relative_to(source if source.is_dir() else source.parent))
@@ -108,7 +110,7 @@ def predict(options: Prediction) -> list[Path]:
             if isinstance(network, Segmenter):
                 written.append(places["ids"])
                 found = network.started(image, options.probabilities)
-                make = partial(segmented, network, picture, found, options)
+                make = partial(unless_too_large, unreadable, file, partial(segmented, network, picture, found, options))
                 held = 2 + 2 * len(network.classes) * options.probabilities  # these in float32 and float16
                 files.add(make, partial(write_segmented, places, add), held * image.nbytes)
             else:
@@ -129,6 +131,28 @@ def predict(options: Prediction) -> list[Path]:
     return written
 
 
+def stored_image(file: Path, channels: int) -> Stored:
+    """An image's file. ValueError: it cannot be read, or its header says that it is too large."""
+    stored = of_channels.read_file(file, True, channels)
+    if stored.has_end_mark:
+        stored.size()
+    return stored
+
+
+def named(file: Path, error: Exception) -> str:
+    """Why an image is put aside."""
+    return str(error) if file.name in str(error) else f"{file}: {error}: cut it into tiles, or use smaller windows"
+
+
+def unless_too_large(unreadable: list[str], file: Path, make: Callable[[], T]) -> T | None:
+    """What `make` returns; None if memory runs out, which is noted."""
+    try:
+        return make()
+    except MemoryError as error:
+        unreadable.append(named(file, error))
+        return None
+
+
 def segmented(
     network: Segmenter, image: np.ndarray, found: Callable[[], np.ndarray], options: Prediction
 ) -> tuple[np.ndarray, np.ndarray, dict[str, bytes]]:
@@ -142,8 +166,10 @@ def segmented(
     return np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids, contents
 
 
-def write_segmented(places: dict[str, Path], add: Callable | None, made: tuple) -> None:
-    """Write the files of an image, see `segmented`, and add it to the page."""
+def write_segmented(places: dict[str, Path], add: Callable | None, made: tuple | None) -> None:
+    """Write the files of an image, see `segmented`, and add it to the page; nothing of one that was put aside."""
+    if made is None:
+        return
     shares, ids, contents = made
     for kind, content in contents.items():
         write_file(places[kind], content)

@@ -124,7 +124,7 @@ def _part_of(error: Exception, config: TrainingRun) -> str | None:
         for _, choice in chosen(group, getattr(config, group)):
             own = imported(group, type(choice))
             own = own.make if isinstance(own, Row) else own
-            if not f"{own.__module__}.".startswith(_OURS):
+            if hasattr(own, "__name__") and not f"{own.__module__}.".startswith(_OURS):
                 made[own] = f"{group}={choice.name}"
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1] if made else []
     for frame, (own, name) in product(frames, made.items()):

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from datasets import ClassIndex, SegmentationDataset, TrainingCrops, TrainingTransform, colour_jitter, index_classes
 from datasets.augmentations import MOST_MIXES, Augmentations, asks_for
-from datasets.folder import CLASSES
+from datasets.folder import CLASSES, IN_FOLD
 from datasets.items import Draw
 from datasets.row import Row
 from datasets.samplers import minibatches_per_epoch
@@ -48,7 +48,7 @@ def dataset(
     known = {} if row.classes is None else row.count_images(config.root, **own_keys("data", config))
     drawn = {"draw": draw, "own_images": "give data=folder"} if row.drawn else {}
     for name in as_list(split):
-        if known and name not in known:
+        if known and name not in known and not IN_FOLD.match(name):
             raise ValueError(
                 f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {', '.join(known)}"
             )

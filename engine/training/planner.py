@@ -326,8 +326,8 @@ def _fitted(config: Config, captured: bool) -> Config:
     about += all_images(replace(chosen, memory=memory), processes)
     if peak > available:
         raise ValueError(
-            f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors; "
-            f"memory.fit=batch or memory.fit=crop chooses what fits"
+            f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors "
+            f"{advice.on_memory(config, processes)}"
         )
     on_cpu = device_of(config.trainer.device, key="trainer.device").type == "cpu"
     logger.info(

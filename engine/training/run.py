@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -80,9 +81,11 @@ class Run(Generic[Config, Split]):
         return configuration.plain(self.config)
 
     def recorded_config(self) -> dict:
-        """The configuration for checkpoints and results, in which `trainer.capture` is what was decided."""
+        """The configuration for checkpoints and results: `trainer.capture` as was decided, `data.root` a whole path."""
         trainer = self.plain_config["trainer"] | {"capture": self.learner.captured is not None}
-        return self.plain_config | {"trainer": trainer}
+        root = self.plain_config["data"]["root"]
+        data = {"root": None if root is None else os.path.abspath(os.path.expanduser(root))}  # for other folders
+        return self.plain_config | {"trainer": trainer, "data": self.plain_config["data"] | data}
 
     def start(self, make: Callable[[], nn.Module], eager_because: str = "") -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
