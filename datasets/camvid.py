@@ -67,8 +67,8 @@ def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     labels = _LAYOUT.files(root, label_folder, (".png",))
     files, alone = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
     fix = (
-        "Labels in 32 colours are the original release's: take the 11-class version (docs/data.md, CamVid), or data=folder "
-        "after scripts.make_classes. Restore other files from the archive of the 11-class version."
+        "Labels in 32 colours are the original release's: take the 11-class version (docs/data.md, CamVid), or "
+        "data=folder after scripts.make_classes. Restore other files from the archive of the 11-class version."
     )
     return SegmentationDataset("camvid", split, files, camvid_classes(), label_fix=fix, remarks=alone)
 

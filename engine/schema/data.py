@@ -121,7 +121,7 @@ class SegmentationData(Data):
     # Smooth images that shrink: in evaluation as Pillow does, in training where they shrink to about half or less.
     antialias: bool = True
     # Range of the random factor by which a training image is resized.
-    scale: list[float] = key([0.7, 2.0], above=0, entries=("lowest factor", "highest factor"))
+    scale: list[float] = key([0.7, 2.0], above=0, most=10, entries=("lowest factor", "highest factor"))
     flip: float = key(0.5, least=0, most=1)  # probability that a training crop is mirrored
     colour_jitter: ColourJitter = field(default_factory=ColourJitter)
 

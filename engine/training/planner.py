@@ -28,6 +28,7 @@ from engine.schema.optim import Poly
 from engine.schema.schedule import Schedule
 from engine.schema.training import CAPTURE_ADVICE, FEWEST_CAPTURED, TrainingRun
 from engine.segmentation.cross_entropy import Batch
+from engine.training import advice
 from engine.training.build import learner_of, why_eager
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
