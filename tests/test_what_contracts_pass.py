@@ -13,16 +13,19 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from datasets.class_table import ClassTable
+from datasets.row import Row
 from datasets.samplers import ShuffledMinibatches
+from datasets.segmentation import Files, Sample, SegmentationDataset
 from engine import assemble
 from engine.assemble import network_of
-from engine.assemble.contracts import batch_problem, check_choices
+from engine.assemble.contracts import batch_problem, check_choices, parts_named
 from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
 from engine.process.distributed import World
 from engine.schema import evaluation
 from engine.schema.additions import Augmentation, Logger, Score
-from engine.schema.data import Sampler
+from engine.schema.data import Sampler, SegmentationData
 from engine.schema.keys import choice
 from engine.schema.network import Head
 from engine.schema.segmentation import Loss
@@ -305,6 +308,57 @@ def test_parts_that_fail_only_later_are_refused_before_the_first_step(words, say
         train_short(tmp_path / "run", *words)
 
 
+class Failing(PerCell):
+    def forward(self, logits, labels):
+        return {}["alpha"] if logits is None else nn.Linear(2, 3)(logits)
+
+
+def failing_by_a_function(ignore_index, weights, stride):
+    raise IndexError("no such class")
+
+
+def test_an_error_names_the_choice_whose_code_raised_it_or_that_it_is_about():
+    config, loss = run_config(*SHORT, "loss=failing"), Failing(255, None, None)
+    cases = [
+        (lambda: loss(None, None), "^loss=failing: KeyError: 'alpha'$"),
+        (lambda: loss(torch.zeros(1, 5), None), "^loss=failing: RuntimeError: mat1 and mat2"),  # in PyTorch's frame
+        (
+            lambda: exec("raise ValueError('Failing returned (2,): expected a scalar')"),
+            "^loss=failing: Failing returned",
+        ),
+    ]
+    for raises, says in cases:
+        with pytest.raises(ValueError, match=says), parts_named(config):
+            raises()
+    for error in (MemoryError("out of memory"), KeyError("of ours"), ValueError("loss=failing: said")):
+        with pytest.raises(type(error)) as found, parts_named(config):
+            raise error
+        assert found.value is error
+    with (
+        pytest.raises(ValueError, match="^loss=by_function: IndexError: no such class"),
+        parts_named(run_config(*SHORT, "loss=by_function")),
+    ):
+        failing_by_a_function(255, None, None)
+
+
+class InMemory(SegmentationDataset):
+    def __init__(self, split):
+        table = ClassTable(("a", "b"), palette=((0, 0, 0), (255, 0, 0)), official_ids=(0, 7), label_ids={0: 0, 7: 1})
+        super().__init__("memory", split, [Files(f"{n}", f"{n}", f"{n}") for n in range(4)], table)
+
+    def __getitem__(self, number):
+        return Sample(np.full((64, 64, 3), number, np.uint8), np.eye(64, dtype=np.uint8), f"{number}")
+
+
+def test_a_dataset_may_have_no_files(tmp_path):
+    """Such as one of Parquet or a database: it makes its samples itself."""
+    results = train_short(tmp_path / "run", "data=memory", "trainer.steps=1", "loss.class_weights=frequency")
+    assert results["images"] == 2 and {*results["iou"]} == {"a", "b"}
+    config = run_config(*SHORT, "data=memory", "data.train_split=[train,val]")
+    with pytest.raises(ValueError, match="memory makes its samples itself: give one split"):
+        assemble.labelled_splits(config.data)
+
+
 class Mosaic:
     """Four crops in one, each at half its size."""
 
@@ -348,6 +402,14 @@ OWN = (  # group, class, name, what it builds
     ("sampler", Sampler, "named", Named),
     ("scores", Score, "countless", f"{__name__}.without_counts"),
     ("loss", Loss, "per_cell", PerCell),
+    ("loss", Loss, "failing", Failing),
+    ("loss", Loss, "by_function", f"{__name__}.failing_by_a_function"),
+    (
+        "data",
+        SegmentationData,
+        "memory",
+        Row(lambda _, split: InMemory(split), {"train": None, "val": None}, classes=2),
+    ),
     ("augmentations", Augmentation, "alone", f"{__name__}.for_two"),
     ("augmentations", Augmentation, "mosaic", Mosaic),
 )

@@ -13,7 +13,7 @@ from engine import assemble
 from engine.assemble.network import arithmetic, forward
 from engine.process.distributed import World
 from engine.schema.training import Trainer
-from engine.training import advice
+from engine.training import advice, loop
 from engine.training.run import Run, opened
 from tests import trees
 from tests.engine.learners import learner_of
@@ -143,3 +143,26 @@ def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):
     own.metrics.best, own.metrics.ends_early, own.schedule.total_steps = None, False, 1
     Run.evaluate(own, 1, lambda: seen.append(torch.backends.cudnn.benchmark) or SimpleNamespace(scores={"miou": 0.5}))
     assert seen == [False] and torch.backends.cudnn.benchmark
+
+
+def test_missing_images_of_a_dataset_are_warned_of_and_refused_in_a_row_of_a_paper(tmp_path):
+    root = trees.camvid_folders(tmp_path / "camvid")  # 6 of 367
+    words = (*SHORT, "data=camvid", f"data.root={root}", "data.verify=false", "data.crop_size=32")
+    row = "python train_seg.py experiment=camvid_table3/std"
+    for number, (command, more) in enumerate([("train_seg.py", ()), (row, ("data.incomplete=true",))]):
+        config = run_config(*words, f"run_dir={tmp_path}/{number}", *more)
+        with opened(config, command, assemble.labelled_splits):
+            log = (tmp_path / f"{number}" / "log.txt").read_text()
+        assert log.count("data.train_split=train has 6 of the 367 images of camvid") == 1
+    with pytest.raises(
+        ValueError, match="^experiment=camvid_table3/std is a row of a paper, but data.train_split=train has 6 "
+    ):
+        with opened(run_config(*words, f"run_dir={tmp_path}/row"), row, assemble.labelled_splits):
+            pass
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_a_rate_that_is_no_rate_is_refused_before_its_step(rate):
+    learner = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": rate}]))
+    with pytest.raises(ValueError, match=f"^lr_schedule=poly gives the learning rate {rate} in step 7: expected 0 or"):
+        loop._rate(learner, 7, run_config(*SHORT))
