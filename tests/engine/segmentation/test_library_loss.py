@@ -29,14 +29,14 @@ def test_it_is_the_library_s_loss_of_the_upsampled_logits_without_ignored_pixels
     losses = pytest.importorskip("segmentation_models_pytorch").losses
     logits, labels = pixels()
     own = getattr(losses, LOSSES[kind])("multiclass", ignore_index=255)
-    expected = own(upsampled(logits.float(), (24, 40), 8), labels.long())
+    expected = own(upsampled(logits.float(), (24, 40), 8), labels.long(), strict=True)
     loss = LibraryLoss(255, None, 8, kind, 0.0)(logits, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
     both = LibraryLoss(255, None, 8, kind, 0.5)(logits, labels)
     entropy = torch.nn.functional.cross_entropy
     rows = [
         entropy(a[None], b[None], ignore_index=255)
-        for a, b in zip(upsampled(logits.float(), (24, 40), 8), labels.long())
+        for a, b in zip(upsampled(logits.float(), (24, 40), 8), labels.long(), strict=True)
     ]
     torch.testing.assert_close(both, expected + 0.5 * torch.stack(rows).mean(), rtol=1e-3, atol=1e-4)
 
