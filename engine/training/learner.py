@@ -17,7 +17,7 @@ from engine.process.console import logger
 from engine.training.capture import CapturedMicroBatches, MicroBatch, NotCaptured
 from engine.training.saved_moments import check_scaler, load_moments
 from keepless.norms.conversion_report import listed
-from keepless.torch_internals import move_towards, norms_of
+from keepless.torch_internals import move_towards, norms_of, tree_leaves
 from models.checkpoints.loading import not_finite
 from models.forward import Forward
 from models.freezing import training_mode
@@ -221,17 +221,22 @@ class Learner:
 
 
 class Rates(NamedTuple):
-    """The learning rates, as a part that keeps a state: a schedule does not set them when it loads its own."""
+    """The learning rates, as a part that keeps a state. PyTorch's own schedules follow from the step."""
 
     scheduler: torch.optim.lr_scheduler.LRScheduler
     optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return {"schedule": self.scheduler.state_dict(), "rates": rates}
+        own: Any = getattr(self.scheduler, "own", self.scheduler)  # after the warm-up
+        kept = {} if type(own).__module__.startswith("torch.") else own.state_dict()
+        kinds = (Tensor, bool, int, float, str, type(None))  # others, such as functions, are as they were made
+        kept = {key: each for key, each in kept.items() if all(isinstance(one, kinds) for one in tree_leaves(each))}
+        return {"schedule": kept, "rates": [float(group["lr"]) for group in self.optimizer.param_groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state["schedule"])
+        own: Any = getattr(self.scheduler, "own", self.scheduler)
+        if state["schedule"]:
+            own.load_state_dict({**own.state_dict(), **state["schedule"]})
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
 
