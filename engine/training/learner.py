@@ -229,8 +229,7 @@ class Rates(NamedTuple):
     def state_dict(self) -> dict[str, Any]:
         own: Any = getattr(self.scheduler, "own", self.scheduler)  # after the warm-up
         kept = {} if type(own).__module__.startswith("torch.") else own.state_dict()
-        kinds = (Tensor, bool, int, float, str, type(None))  # others, such as functions, are as they were made
-        kept = {key: each for key, each in kept.items() if all(isinstance(one, kinds) for one in tree_leaves(each))}
+        kept = {key: each for key, each in kept.items() if all(map(_is_plain, tree_leaves(each)))}
         return {"schedule": kept, "rates": [float(group["lr"]) for group in self.optimizer.param_groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -256,6 +255,11 @@ def _schedule_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         yield
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold a value; others of a schedule, such as functions, are as they were made."""
+    return isinstance(value, Tensor) or type(value) in (bool, int, float, str, type(None))
 
 
 def _largest(norms: dict[str, float]) -> tuple[str, float]:
