@@ -330,8 +330,9 @@ def test_an_error_names_the_choice_whose_code_raised_it_or_that_it_is_about():
     for raises, says in cases:
         with pytest.raises(ValueError, match=says), parts_named(config):
             raises()
-    for error in (MemoryError("out of memory"), KeyError("of ours"), ValueError("loss=failing: said")):
-        with pytest.raises(type(error)) as found, parts_named(config):
+    errors = [(MemoryError("out of memory"), config), (KeyError("of ours"), run_config(*SHORT))]
+    for error, of in [*errors, (ValueError("loss=failing: said"), config)]:
+        with pytest.raises(type(error)) as found, parts_named(of):
             raise error
         assert found.value is error
     with (

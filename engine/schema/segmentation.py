@@ -1,6 +1,7 @@
 """Keys of train_seg.py."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -23,9 +24,12 @@ class Loss:
     called_with: ClassVar[tuple[str, ...]] = ("ignore_index", "weights", "stride")
 
     def check(self) -> None:
-        given, is_list = self.class_weights, isinstance(self.class_weights, list)
-        numbers = [each for each in given if type(each) in (int, float) and 0 <= each < math.inf] if is_list else []
-        if given not in ("none", "frequency") and (not is_list or numbers != given or not any(numbers)):
+        given = self.class_weights
+        if isinstance(given, list):
+            with suppress(ValueError, TypeError):  # the command line gives texts
+                self.class_weights = given = [float(each) for each in given]
+        is_fit = isinstance(given, list) and all(isinstance(each, float) and 0 <= each < math.inf for each in given)
+        if given not in ("none", "frequency") and not (is_fit and any(given)):
             raise ValueError(
                 f"loss.class_weights={given}: expected none, frequency, or a number for each class, such as [1,2.5,1]"
             )
