@@ -120,11 +120,12 @@ def _checked(loss: Loss, config: Config) -> Iterator[None]:
 
 def _rate(learner: Learner, step: int, config: Config) -> float:
     """The first learning rate of a step. ValueError: one is negative, infinite or NaN."""
-    for rate in (group["lr"] for group in learner.optimizer.param_groups):
-        if not 0 <= rate < math.inf:
+    groups = learner.optimizer.param_groups
+    for group in groups:
+        if not 0 <= group["lr"] < math.inf:
             name = f"lr_schedule={config.lr_schedule.name}"
-            raise ValueError(f"{name} gives the learning rate {rate} in step {step}: expected 0 or more")
-    return learner.optimizer.param_groups[0]["lr"]
+            raise ValueError(f"{name} gives the learning rate {group['lr']} in step {step}: expected 0 or more")
+    return groups[0]["lr"]
 
 
 class Taken(NamedTuple):
