@@ -34,7 +34,7 @@ VALUES = (
     "wrn38 densenet mit_b0 regnet_y_400mf mobilenet_v2 mobilenetv3 convnext efficientnet convnext_tiny class_balanced "
     "default mps ddp o1 AmpOptimWrapper OptimWrapper 1h 12000 12G 512M 80% 0.5 RTX3090 RTX2080Ti 5090 A6000 H100 "
     "RTX3080 V100 A100 RTX1080 -1 epoch open-mmlab://resnet50 latest horizontal [123.675,116.28,103.53] 95% 1 a/*.png "
-    "early_stopping softmax2d [1,2.5] data/camvid [512,512] 95 "
+    "early_stopping IoULoss BCELoss my/data softmax2d [1,2.5] data/camvid [512,512] 95 "
     "x.py mIoU table3 slide fit . 50 CityscapesDataset nvidia/mit-b0 fcn_resnet50 lraspp_mobilenet_v3_large"
 ).split() + [""]
 
@@ -117,8 +117,8 @@ def test_a_new_choice_and_its_keys_are_right_whatever_other_programs_mean_by_the
         assert hidden_keys("train_seg", SegmentationRun, monkeypatch) == HIDDEN
 
 
-# For a training it is the number of processes; the key is the planner's.
-HIDDEN = {"gpus"}
+# For a training gpus is the number of processes, and fraction another program's share of the images.
+HIDDEN = {"gpus", "fraction"}
 SAMPLES = ("true", "false", "0", "1", "8", "0.5", "[1,2]", "auto", "null")  # texts may have any value
 
 
