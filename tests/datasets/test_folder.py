@@ -184,8 +184,11 @@ def test_a_fold_has_lists_of_its_own_and_the_test_of_all(root):
     train, val, test = (folder(root, split, fold=0) for split in folder_splits(root, 0))
     assert names(train) == ["train/a/board.0"] and names(val) == ["val/a/board.0"] and names(test) == ["test/a/board.0"]
     assert folder_splits(root) == ["fold0/train", "fold0/val", "test"] and train.split == "fold0/train"
+    assert names(folder(root, "fold0/val", fold=1)) == names(val)  # of another fold than the training's
     for fold in (None, 1):
-        with pytest.raises(ValueError, match="Fix: give data.fold=0, or another of the folds that are there; or give"):
+        with pytest.raises(
+            ValueError, match=r"Fix: give data.fold=0, or another .* \(eval.py: data.split=fold0/val\); or give"
+        ):
             folder(root, "train", fold=fold, keys="data.")
 
 
