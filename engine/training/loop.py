@@ -1,6 +1,5 @@
 """The training loop, and the optimiser step that it repeats."""
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -70,7 +69,7 @@ def train(
         arriving = run.followed(prefetched(minibatches, world.device), loss)
         for step, minibatch in enumerate(arriving, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
-            lr, waited_s = _rate(learner, step, run.config), time.perf_counter() - ended_s
+            lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
             first = step <= run.start_step + CHECKED_STEPS
             minibatch |= {"step": step, "epoch": schedule.epoch(step)} if asks_for_batch else {}
             if step == run.start_step + PLANNED_STEPS + 1:
@@ -116,16 +115,6 @@ def _checked(loss: Loss, config: Config) -> Iterator[None]:
     for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         if parameter.grad is not None:
             raise ValueError(advice.on_loss(config, name))
-
-
-def _rate(learner: Learner, step: int, config: Config) -> float:
-    """The first learning rate of a step. ValueError: one is negative, infinite or NaN."""
-    groups = learner.optimizer.param_groups
-    for group in groups:
-        if not 0 <= group["lr"] < math.inf:
-            name = f"lr_schedule={config.lr_schedule.name}"
-            raise ValueError(f"{name} gives the learning rate {group['lr']} in step {step}: expected 0 or more")
-    return groups[0]["lr"]
 
 
 class Taken(NamedTuple):

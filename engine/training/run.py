@@ -172,8 +172,13 @@ class Run(Generic[Config, Split]):
                 raise _not_continued(self, error, "Restore the checkpoint") from error
 
     def followed(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
-        """The minibatches; notes what the sampler kept after each."""
-        for minibatch in minibatches if self.watch is None else self.watch.followed(self, minibatches, loss):
+        """The minibatches; notes what the sampler kept after each. ValueError: a step's learning rate is none."""
+        followed = minibatches if self.watch is None else self.watch.followed(self, minibatches, loss)
+        for step, minibatch in enumerate(followed, start=self.start_step + 1):
+            for group in self.learner.optimizer.param_groups:
+                if not 0 <= group["lr"] < math.inf:
+                    rate = f"lr_schedule={self.config.lr_schedule.name} gives the learning rate {group['lr']}"
+                    raise ValueError(f"{rate} in step {step}: expected 0 or more")
             if self.draws is not None:
                 self.noted = {self.draws.name: self.draws.noted.popleft()[1]}
             yield minibatch

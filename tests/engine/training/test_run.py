@@ -14,7 +14,7 @@ from engine import assemble
 from engine.assemble.network import arithmetic, forward
 from engine.process.distributed import World
 from engine.schema.training import Trainer
-from engine.training import advice, loop
+from engine.training import advice
 from engine.training.run import Run, opened
 from tests import trees
 from tests.engine.learners import learner_of
@@ -128,7 +128,7 @@ def test_bfloat16_that_a_device_only_emulates_gets_a_warning(computes, precision
 @pytest.mark.parametrize(
     "words, crops, ways",
     [
-        ([], 4, "twice the .*, trainer.recompute=blocks, trainer.precision=bfloat16, norm=inplace, data.crop_size="),
+        ([], 4, "twice the .*, trainer.recompute=blocks, trainer.precision=bfloat16, norm=inplace, data.crop_size=.*"),
         (["norm=inplace", "trainer.recompute=blocks", "trainer.precision=float16"], 2, r"data.crop_size=\d+"),
         (["body=revnet_tiny", "norm=checkpoint"], 2, r"trainer.precision=bfloat16, data.crop_size=\d+"),
     ],
@@ -170,4 +170,5 @@ def test_missing_images_of_a_dataset_are_warned_of_and_refused_in_a_row_of_a_pap
 def test_a_rate_that_is_no_rate_is_refused_before_its_step(rate):
     learner = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": rate}]))
     with pytest.raises(ValueError, match=f"^lr_schedule=poly gives the learning rate {rate} in step 7: expected 0 or"):
-        loop._rate(learner, 7, run_config(*SHORT))
+        fields = {"watch": None, "draws": None, "start_step": 6, "learner": learner, "config": run_config(*SHORT)}
+        next(Run.followed(SimpleNamespace(**fields), [{}], None))
