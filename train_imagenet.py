@@ -14,18 +14,20 @@ from functools import partial
 from engine import assemble
 from engine.configuration.command_line import command_line, configured
 from engine.schema.classification import ClassificationRun
-from engine.training import loop, planner
+from engine.training import loop, planner, resumption
 from engine.training.run import opened
 from engine.training.validation import classify_in_run
 
 
-def train(config: ClassificationRun, command: str = "train_imagenet.train") -> dict:
+def train(
+    config: ClassificationRun, command: str = "train_imagenet.train", watch: resumption.Watch | None = None
+) -> dict:
     """Train as configured, evaluate the last checkpoint, and write a run directory.
 
     See `train_seg.train`.
     """
     config, eager_because = planner.fitted(config)
-    with opened(config, command, assemble.classified_splits) as run:
+    with opened(config, command, assemble.classified_splits, watch) as run:
         run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
         evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
         images = assemble.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)
@@ -37,7 +39,10 @@ def train(config: ClassificationRun, command: str = "train_imagenet.train") -> d
 
 @configured("train_imagenet", ClassificationRun)
 def main(config: ClassificationRun) -> None:
-    train(config, command_line())
+    if config.trainer.resume_check:
+        resumption.check(train, config)
+    else:
+        train(config, command_line())
 
 
 if __name__ == "__main__":

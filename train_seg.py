@@ -16,12 +16,12 @@ from engine import assemble
 from engine.configuration.command_line import command_line, configured
 from engine.process.console import counted
 from engine.schema.segmentation import SegmentationRun
-from engine.training import loop, planner
+from engine.training import loop, planner, resumption
 from engine.training.run import opened
 from engine.training.validation import segment_in_run
 
 
-def train(config: SegmentationRun, command: str = "train_seg.train") -> dict:
+def train(config: SegmentationRun, command: str = "train_seg.train", watch: resumption.Watch | None = None) -> dict:
     """Train as configured, evaluate the last checkpoint, and write a run directory.
 
     Under torchrun every process calls this and gets its share of every minibatch and every evaluation.
@@ -29,6 +29,7 @@ def train(config: SegmentationRun, command: str = "train_seg.train") -> dict:
     Args:
         config: the checked keys.
         command: how the run was started, for config.yaml.
+        watch: follows the run, for a comparison.
 
     Returns:
         The results of the final evaluation, as in results.json.
@@ -42,7 +43,7 @@ def train(config: SegmentationRun, command: str = "train_seg.train") -> dict:
         Preempted: a signal such as SIGTERM stopped the run; it can be resumed.
     """
     config, eager_because = planner.fitted(config)
-    with opened(config, command, assemble.labelled_splits) as run:
+    with opened(config, command, assemble.labelled_splits, watch) as run:
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
         run.start(partial(assemble.network_of, config, len(train_set.classes)), eager_because)
 
@@ -57,7 +58,10 @@ def train(config: SegmentationRun, command: str = "train_seg.train") -> dict:
 
 @configured("train_seg", SegmentationRun)
 def main(config: SegmentationRun) -> None:
-    train(config, command_line())
+    if config.trainer.resume_check:
+        resumption.check(train, config)
+    else:
+        train(config, command_line())
 
 
 if __name__ == "__main__":

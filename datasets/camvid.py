@@ -66,7 +66,11 @@ def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     images = _LAYOUT.files(root, image_folder, _SUFFIXES, images_of=split)
     labels = _LAYOUT.files(root, label_folder, (".png",))
     files, alone = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
-    return SegmentationDataset(name="camvid", split=split, files=files, table=camvid_classes(), remarks=alone)
+    fix = (
+        "Labels in 32 colours are the original release's: take the 11-class version (docs/data.md, CamVid), or "
+        "data=folder after scripts.make_classes. Restore other files from the archive of the 11-class version."
+    )
+    return SegmentationDataset("camvid", split, files, camvid_classes(), label_fix=fix, remarks=alone)
 
 
 CAMVID = Row(camvid, {"train": 367, "val": 101, "test": 233}, classes=11)

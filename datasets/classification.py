@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -58,6 +59,13 @@ class ClassificationDataset(Dataset):
     def names_and_sizes(self) -> tuple[str, str]:
         """Hashes of the files' names below the dataset's folder, and of their sizes."""
         return self.files.names_and_sizes()
+
+    def first(self, count: int) -> "ClassificationDataset":
+        """The same dataset with its first `count` images."""
+        files: dict[str, Any] = {name: getattr(self.files, name)[:count] for name in ("names", "sizes", "times")}
+        own = {name: getattr(self, name) for name in ("labels", "pixels", "names")}
+        parts: dict[str, Any] = {name: None if each is None else each[:count] for name, each in own.items()}
+        return replace(self, **parts, files=replace(self.files, **files))
 
     def label(self, number: int) -> int:
         return int(self.labels[number])

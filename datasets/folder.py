@@ -1,5 +1,6 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
+import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -14,7 +15,7 @@ import numpy as np
 from datasets.channels import ARRAY
 from datasets.class_names import check_names
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.file_list import composed, files_in, is_hidden, list_files, readable
+from datasets.file_list import class_folders, composed, files_in, is_hidden, list_files, readable
 from datasets.label_names import LabelNames
 from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_json, read_list, remarks_on
 from datasets.reading import COLOURS, Stored, Window, decode_mask, label_palette
@@ -24,6 +25,7 @@ from datasets.segmentation import Files, SegmentationDataset
 CLASSES = "classes.json"
 TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
 WITHHELD = "test"
+IN_FOLD = re.compile(r"fold\d+/")  # how the lists of folds begin
 ALSO = (*RARE, ARRAY)  # images where no other has their name, see `list_files`
 _IGNORED = 255  # unless the file says otherwise
 _LONGEST_NAME = 255  # of a class
@@ -36,9 +38,9 @@ _LAYOUT = Layout(
     splits=(),
     tree="""
 DIR/classes.json              the classes, in the order of their ids
-DIR/train/images/**           or    DIR/images/**             PNG, JPEG, TIFF, BMP, WebP, …
-DIR/train/labels/**                 DIR/labels/**             PNGs or TIFFs of the same names
-DIR/val/...                         DIR/train.txt, val.txt    names of images, one per line
+DIR/train/images/**    or    DIR/images/train/**    or    DIR/images/**             PNG, JPEG, TIFF, BMP, WebP, …
+DIR/train/labels/**          DIR/labels/train/**          DIR/labels/**             PNGs or TIFFs of the same names
+DIR/val/...                  DIR/images/val/...           DIR/train.txt, val.txt    names of images, one per line
 """,
     source="sort your images like this",
 )
@@ -119,12 +121,17 @@ def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.
     return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
 
 
-def folder_splits(root: str | os.PathLike | None, fold: int | None = None) -> list[str]:
+_USUAL = LabelNames()
+
+
+def folder_splits(root: str | os.PathLike | None, fold: int | None = None, options: LabelNames = _USUAL) -> list[str]:
     """Names of the splits in `root`, folders and lists, or of one `fold`; train and val come first."""
-    root = _LAYOUT.top(root)
-    lists = [*root.glob("*.txt"), *root.glob("fold[0-9]*/*.txt")] if (root / "images").is_dir() else ()
-    folders = [path.parent for pattern in ("*/images", "*/*/images") for path in root.glob(pattern)]
-    found = {path.relative_to(root).as_posix() for path in (*folders, *(path.with_suffix("") for path in lists))}
+    root, name = _LAYOUT.top(root), glob.escape(options.image_folder)
+    images = root / options.image_folder
+    lists = [file.with_suffix("") for file in _lists(root, images)]
+    folders = [path.parent for pattern in (f"*/{name}", f"*/*/{name}") for path in root.glob(pattern)]
+    found = {path.relative_to(root).as_posix() for path in (*folders, *lists)}
+    found |= set() if lists else {*split_folders(images)}
     found -= {name for name in found if any(map(is_hidden, name.split("/")))}
     if fold is not None:
         inside = {name.rpartition("/")[2] for name in found}
@@ -132,9 +139,31 @@ def folder_splits(root: str | os.PathLike | None, fold: int | None = None) -> li
     return sorted(found, key=lambda split: (split not in ("train", "val"), split))
 
 
+def split_folders(images: Path) -> list[str]:
+    """The splits that a folder of images holds as folders, of which one is for training: train, val of DIR/images."""
+    names = class_folders(images) if images.is_dir() else ()
+    return [*names] if any(name.lower().startswith("train") for name in names) else []
+
+
+def _lists(root: Path, images: Path) -> list[Path]:
+    """The lists of images beside their folder, also those of folds."""
+    texts = [*root.glob("*.txt"), *root.glob("fold[0-9]*/*.txt")] if images.is_dir() else ()
+    return [file for file in texts if _is_list(file, images)]
+
+
+def _is_list(file: Path, images: Path) -> bool:
+    """Whether a text is a list of images: it has a split's name, or one of its first lines names an image."""
+    if re.match(r"(train|val|test)", file.stem):
+        return True
+    with suppress(ValueError):
+        names = [line.strip() for line in read_list(file, "the name of an image")[:9]]
+        return any((images / f"{name}{end}").is_file() for name in names for end in ("", *PHOTOGRAPHS, *ALSO))
+    return False
+
+
 def of_fold(split: str, fold: int | None) -> str:
     """The split of a fold. A test split is the same for all."""
-    return split if fold is None or split == WITHHELD else f"fold{fold}/{split}"
+    return split if fold is None or split == WITHHELD or IN_FOLD.match(split) else f"fold{fold}/{split}"
 
 
 def folder(
@@ -148,45 +177,53 @@ def folder(
     shown: Sequence[int] | None = None,
     keys: str = "",
     listed: Sequence[str] | None = None,
+    image_folder: str = "images",
 ) -> SegmentationDataset:
-    """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
+    """A split of a folder: `root`/`split`/images, or `root`/images/`split`, or the images of `root`/images on a list.
 
-    The list is `root`/`split`.txt; an image that is on it several times counts as often. Images and labels are paired
-    by their paths below the two folders; a split "test" may have no labels. Labels hold ids, or the classes' colours,
-    on the images as viewers show them: EXIF orientation counts. `label_folder`: the name of the labels' folder; it may
-    be "images" too. `label_suffix`: a label's name is its image's name plus this, such as "_mask". `palettes`: "equal"
-    refuses labels whose palettes give an id different colours, "any" does not compare them. `fold`: read
-    `root`/fold`fold`/`split`.txt instead, except for a test. `channels`: of every image; a .npy file of three counts
-    if no image has its name. `shown`: see `SegmentationDataset`. `keys`: prefix of option names in messages.
-    `listed`: the names of images in `root`/images for a list that is not written yet; `split` is then empty.
+    Labels lie in a folder beside images. The list is `root`/`split`.txt; an image that is on it several times counts as
+    often. Images and labels are paired by their paths below the two folders; a split "test" may have no labels. Labels
+    hold ids, or the classes' colours, on the images as viewers show them: EXIF orientation counts. `label_folder`,
+    `image_folder`: the names of the labels' and the images' folders, which may be the same. `label_suffix`: a label's
+    name is its image's name plus this, such as "_mask". `palettes`: "equal" refuses labels whose palettes give an id
+    different colours, "any" does not compare them. `fold`: read `root`/fold`fold`/`split`.txt instead, except for a
+    test. `channels`: of every image; a .npy file of three counts if no image has its name. `shown`: see
+    `SegmentationDataset`. `keys`: prefix of option names in messages. `listed`: the names of images in `root`/images
+    for a list that is not written yet; `split` is then empty.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
-    root, options, split = _LAYOUT.top(root), LabelNames(label_folder, label_suffix, keys), of_fold(split, fold)
+    options, split = LabelNames(label_folder, label_suffix, keys, image_folder), of_fold(split, fold)
+    root = _LAYOUT.top(root)
     options.check()
-    own = _below(root, split)
-    above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
-    if not (above / "images").is_dir():
-        raise _LAYOUT.error(f"folder: the folder {above / 'images'} is missing", root, _elsewhere(root, keys))
+    own, all_images = _below(root, split, options), root / image_folder
+    has_list = not split or bool(_lists(root, all_images))
+    above = root if all_images.is_dir() and not (own / image_folder).is_dir() else own
+    inside = split if above == root and not has_list and (all_images / split).is_dir() else ""  # DIR/images/train
+    is_listed, images_in, looked_in = above == root and not inside, above / image_folder / inside, above / label_folder
+    looked_in = looked_in / inside
+    if not images_in.is_dir():
+        raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _elsewhere(root, options))
     suffixes = image_suffixes(channels)
-    found = _LAYOUT.files(root, above / "images", suffixes, images_of=split, deep=True, more=ALSO)
-    images, labels = options.images(found), options.labels(above)
-    is_test, looked_in = own.name == WITHHELD, above / label_folder
+    found = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, more=ALSO)
+    images, labels = options.images(found), options.labels(looked_in)
+    is_test = own.name == WITHHELD
     alone = [path for name, path in labels.items() if name not in images]
     labelled = {name: path for name, path in images.items() if name in labels}
-    if above != root and labels:  # one without a label is passed over, as before its suffix was read
+    if not is_listed and labels:  # one without a label is passed over, as before its suffix was read
         known = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
         images = known or images
     used = {*map(str, (*images.values(), *labels.values()))}
-    others = [entry.path for _, entry in files_in(above / "images") if entry.path not in used]
-    chosen = list(listed or images) if above != root or listed else on_list(root, own, images, keys)
-    if above == root:
+    others = [entry.path for _, entry in files_in(images_in) if entry.path not in used]
+    chosen = list(listed or images) if not is_listed or listed else on_list(root, own, images, options)
+    if is_listed:
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if is_test and not labels:
         files = [Files(name, path) for name, path in images.items()]
     elif looked_in.is_dir() and images.keys() <= labels.keys():
         files = [Files(name, image, labels[name]) for name, image in images.items()]
     else:
-        fix = options.found(above, images) or "add the labels, under the names of their images, or take the images out"
+        below = {f"{inside}/{name}" if inside else name: path for name, path in images.items()}
+        fix = options.found(above, below) or "add the labels, under the names of their images, or take the images out"
         if not looked_in.is_dir():
             raise _LAYOUT.error(f"folder: the folder {looked_in} is missing", root, fix)
         files, _ = _LAYOUT.pair(images, labels, root, f"{looked_in}/NAME{label_suffix}.png", fix)  # raises
@@ -204,8 +241,8 @@ def folder(
     colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
     decode = partial(_decode, colours, np.array(levels, np.uint8))
     different = None if palettes == "any" else palette_fix(keys)
-    files = [entry._replace(name=as_stored(entry, above / "images")) for entry in as_listed(files, chosen)]
-    left_out = [] if above != root or listed else on_no_list(root, own, labelled)
+    files = [entry._replace(name=as_stored(entry, images_in)) for entry in as_listed(files, chosen)]
+    left_out = [] if not is_listed or listed else on_no_list(root, own, labelled)
     remarks = remarks_on(alone, others, [entry.image for entry in files], unlisted=left_out)
     return SegmentationDataset(
         "folder",
@@ -235,14 +272,14 @@ def palette_fix(keys: str = "") -> str:
     )
 
 
-def _below(root: Path, split: str) -> Path:
+def _below(root: Path, split: str, options: LabelNames) -> Path:
     """The folder of a split, or where it would be. ValueError if it is not in `root`."""
     if {"/", ".."} & {*Path(split).parts}:
         raise ValueError(f"split {split!r} leads out of {root}: expected a folder or a list in it, such as train")
     below = root / split
     if below.is_dir() or Path(f"{below}.txt").is_file():
         return below
-    same = [found for found in folder_splits(root) if composed(found) == composed(split)]
+    same = [found for found in folder_splits(root, options=options) if composed(found) == composed(split)]
     return root / same[0] if len(same) == 1 else below
 
 
@@ -252,30 +289,28 @@ def as_stored(entry: Files, folder: Path) -> str:
     return path.removesuffix(entry.image.suffix) if composed(path) != path else entry.name
 
 
-_USUAL = LabelNames()
-
-
 class LabelFiles(NamedTuple):
     """All labels in a folder, of every split."""
 
     images: dict[Path, Path | None]  # of each label that counts; None if there is no folder of images
     alone: list[Path]  # labels without an image
     without: list[Path]  # images without a label, unless no image of a split "test" has one
+    folder: Path  # of the images that lists may name
 
 
-def check_whole(root: str | os.PathLike | None) -> None:
+def check_whole(root: str | os.PathLike | None, options: LabelNames = _USUAL) -> None:
     """ValueError if a folder looks like one of several splits beside each other, such as DIR/train of DIR."""
     top = _LAYOUT.top(root).resolve()
-    if not folder_splits(top) and (beside := _beside(top)):
+    if not folder_splits(top, options=options) and (beside := _beside(top, options)):
         raise ValueError(
             f"{top} looks like one of the splits {', '.join(beside)} of {top.parent}: give {top.parent}, whose "
             f"{CLASSES} counts for all; or first write lists of its images, if it is a dataset of its own"
         )
 
 
-def _beside(top: Path) -> list[str]:
+def _beside(top: Path, options: LabelNames) -> list[str]:
     """The names of a split's folder and of those beside it; empty if `top` looks like another folder."""
-    splits = [split for split in folder_splits(top.parent) if "/" not in split]
+    splits = [split for split in folder_splits(top.parent, options=options) if "/" not in split]
     looks_so = top.name in splits and len(splits) > 1 and {"train", "val", WITHHELD} & {*splits}
     return splits if looks_so else []
 
@@ -284,10 +319,10 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
     """Find all labels in a folder. `channels`: of its images. ValueError if there are none."""
     root = _LAYOUT.top(root)
     options.check()
-    found, fix = LabelFiles({}, [], []), None
-    for above in _folders(root, {"images", options.folder}):
-        labels, images = options.labels(above), None
-        if (folder := above / "images").is_dir():
+    found, fix = LabelFiles({}, [], [], root / options.image_folder), None
+    for above in _folders(root, {options.image_folder, options.folder}):
+        labels, images = options.labels(above / options.folder), None
+        if (folder := above / options.image_folder).is_dir():
             images = options.images(list_files(folder, image_suffixes(channels), deep=True, more=ALSO))
             without = [path for name, path in images.items() if name not in labels]
             found.without.extend(without if labels or above.name != WITHHELD else ())
@@ -298,9 +333,10 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
             else:
                 found.alone.append(label)
     if not found.images:
-        if (above := root.resolve().parent / "images").is_dir():
-            whole = above.parent.parent if _beside(above.parent) else above.parent
+        if (above := root.resolve().parent / options.image_folder).is_dir():
+            whole = above.parent.parent if _beside(above.parent, options) else above.parent
             fix = fix or f"give {options.keys}root={whole}, the folder above"
+        fix = fix or options.twins(root)
         raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found.alone)} in {root}", root, fix)
     return found
 
@@ -320,33 +356,37 @@ def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _elsewhere(root: Path, keys: str) -> str | None:
+def _elsewhere(root: Path, options: LabelNames) -> str | None:
     """Advice about a split that is missing: others in `root`, the folder above, or the command that writes lists."""
-    splits, above, ways = folder_splits(root), root.resolve(), list[str]()
+    splits, above, ways, keys = folder_splits(root, options=options), root.resolve(), list[str](), options.keys
+    images = root / options.image_folder
     whole = [split for split in splits if not re.match(r"fold\d+/", split)]
     if len(whole) < len(splits):
-        ways.append(f"give {keys}fold=0, or another of the folds that are there")
+        ways.append(f"give {keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)")
     if whole:
         ways.append(f"give one of the splits that are there: {', '.join(whole)}")
-    if not splits and _beside(above):
+    if not splits and not images.is_dir() and (twins := options.twins(root)):
+        ways.append(twins)
+    elif not splits and _beside(above, options):
         ways.append(f"give {keys}root={above.parent}, the folder above, whose folders are the splits")
-    elif (root / "images").is_dir():
+    elif images.is_dir() and not split_folders(images):
+        if lists := sorted(root.glob("ImageSets/*/train*.txt")):
+            ways.append(f"copy the lists of {lists[0].parent} to {root}")
         command = f"python -m scripts.make_classes data.root={root} split=[0.7,0.15,0.15]"
         ways.append(f"let {command} write lists, or with folds=5 those of five folds")
     return "; or ".join(ways) or None
 
 
-def on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> list[str]:
+def on_list(root: Path, own: Path, images: Mapping[str, Path], options: LabelNames = _USUAL) -> list[str]:
     """The image names on a split's list, which may list suffixes too. `own`: where the split's folder would be."""
     file = Path(f"{own}.txt")
     if not file.is_file():
-        raise _LAYOUT.error(
-            f"folder: neither the folder {own / 'images'} nor the list {file} exists", root, _elsewhere(root, keys)
-        )
+        neither = f"folder: neither the folder {own / options.image_folder} nor the list {file} exists"
+        raise _LAYOUT.error(neither, root, _elsewhere(root, options))
     names = _names_on(file, images)
     fix = (
-        f"give one path below {root / 'images'} a line, such as {readable(min(images))}, without a label beside it; "
-        f"take out lines of images that are not there"
+        f"give one path below {root / options.image_folder} a line, such as {readable(min(images))}, without a label "
+        f"beside it; take out lines of images that are not there"
     )
     _LAYOUT.check_list(file, names, images, root, fix)
     return names
@@ -391,4 +431,10 @@ def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Wi
     return np.array([ids.get(code, 0) for code in known.tolist()], np.uint8)[places]
 
 
-FOLDER = Row(folder, lambda root, fold, **_: dict.fromkeys(folder_splits(root, fold)), classes=None)
+FOLDER = Row(
+    folder,
+    lambda root, fold, image_folder, **_: dict.fromkeys(
+        folder_splits(root, fold, LabelNames(image_folder=image_folder))
+    ),
+    classes=None,
+)

@@ -4,7 +4,7 @@ Pixels stay uint8, unless a mean image is subtracted from them: then they are fl
 In classification, images in files are read one by one, images in memory by the minibatch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.image_transforms import PaddedCrop, Transform, seeded
 from datasets.segmentation import SegmentationDataset
+from datasets.stream import Minibatch
 from datasets.transforms import TrainingTransform
 
 _EPOCH_STREAM = 2  # of random numbers; samplers have 0 and 1
@@ -38,6 +39,14 @@ class Draw(NamedTuple):
     pixel: tuple[int, int] | None = None
 
 
+def placed(keys: Sequence[Any], augmentations: Augmentations | None) -> Iterator[Any]:
+    """The keys of a minibatch, and for augmentations that ask, where in the run each is."""
+    for number, key in enumerate(keys):
+        if augmentations is not None and isinstance(keys, Minibatch):
+            augmentations.at = {"step": keys.step, "epoch": keys.epoch, "place": keys.place + number}
+        yield key
+
+
 @dataclass(eq=False)
 class _Items(Dataset):
     """One item for each image of a split."""
@@ -49,10 +58,7 @@ class _Items(Dataset):
 
     def __getitems__(self, keys: Sequence[Any]) -> Any:
         """The items of a minibatch, which a DataLoader asks for at once."""
-        items = [self[key] for key in keys]
-        if (augmentations := getattr(self, "augmentations", None)) is not None:
-            augmentations.check_order()
-        return items
+        return [self[key] for key in placed(keys, getattr(self, "augmentations", None))]
 
 
 @dataclass(eq=False)
@@ -182,10 +188,9 @@ class ImagesInMemory(_Items):
             _, corners, mirrored = self._drawn
             images = self.transform.minibatch(images, corners[numbers], mirrored[numbers])
             if self.augmentations is not None:
-                crops = zip(images.transpose(0, 2, 3, 1), keys, strict=True)
+                crops = zip(images.transpose(0, 2, 3, 1), placed(keys, self.augmentations), strict=True)
                 changed = [self.augmentations(crop, None, _seeds(Draw(*key)))[0] for crop, key in crops]
                 images = np.ascontiguousarray(np.stack(changed).transpose(0, 3, 1, 2))
-                self.augmentations.check_order()
         names = [self.dataset.image_name(number) for number in numbers.tolist()]
         return {
             "image": torch.from_numpy(images),

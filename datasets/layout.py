@@ -2,12 +2,13 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets.file_list import list_files, readable, unfit
+from datasets.file_list import files_in, list_files, readable, unfit
 from datasets.segmentation import Files
 
 # Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image. Files
@@ -37,8 +38,9 @@ class Layout:
             raise self.error(f"no folder is given; {self.name} needs the folder that holds its files")
         root = Path(os.path.expanduser(root))
         if not root.is_dir():
+            where = "" if root.is_absolute() else f" below {Path.cwd()}, from which a relative path counts"
             raise self.error(
-                f"{root} is {'a link that leads nowhere' if root.is_symlink() else 'not an existing folder'}"
+                f"{root} is {'a link that leads nowhere' if root.is_symlink() else 'not an existing folder'}{where}"
             )
         return root
 
@@ -72,6 +74,8 @@ class Layout:
         if images_of is not None and not found:
             ends = suffixes[0] if len(suffixes) == 1 else f"{{{','.join(suffixes)}}}"
             looked_for = f"{folder}/{'**/' * deep}*{ends}"
+            kinds = Counter(os.path.splitext(name)[1] for name, _ in files_in(folder)).most_common(3)
+            looked_for += f"; there are {' and '.join(f'{n} {kind}' for kind, n in kinds)}" if kinds else ""
             raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root)
         return found
 

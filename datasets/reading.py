@@ -184,7 +184,10 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
     """
     path, data = _stored(file)
     if not data.startswith(formats.PNG):
-        raise Unreadable(f"{path}: is a JPEG, which changes values; expected a PNG.")
+        raise Unreadable(
+            f"{path}: is a JPEG, which changes values; expected a PNG (docs/data.md, Labels of other kinds, has a "
+            f"program)."
+        )
     if (kind := (data[24], data[25])) not in _LABELS:
         expected = "one 8-bit class id per pixel (not a colour picture)"
         raise Unreadable(f"{path}: is a PNG of {kind[0]} bits and colour type {kind[1]}; expected {expected}.")

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,11 @@ class SegmentationDataset(Dataset):
         self.has_labels = bool(self.files.rows[:, 2].all())
 
     @property
+    def has_files(self) -> bool:
+        """Whether images are read from `files`; not if a subclass makes its samples itself, such as from Parquet."""
+        return type(self).__getitem__ is SegmentationDataset.__getitem__
+
+    @property
     def classes(self) -> tuple[str, ...]:
         return self.table.names
 
@@ -154,6 +160,10 @@ class SegmentationDataset(Dataset):
         A slice has the same pixels as a slice of `dataset[index]`. ValueError if a file is missing or truncated, or the
         sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
+        if not self.has_files:
+            arrays = self[index].image, self._label_of(self[index])
+            made = [Undecoded((array.shape[0], array.shape[1]), array.__getitem__) for array in arrays]
+            return made[0], made[1]
         with restorable():
             stored, stored_label = self.stored_image(index), self._stored_label(index)
             decode = partial(of_channels.decode, stored, **self._as_read)
@@ -161,6 +171,17 @@ class SegmentationDataset(Dataset):
             label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))
         self.check_size(self.files[index], image.shape[::-1], label.shape[::-1])
         return image, label
+
+    def first(self, count: int) -> "SegmentationDataset":
+        """The same dataset with its first `count` images."""
+        made = copy(self)
+        made.files = FileTable(self.files[:count])
+        return made
+
+    def _label_of(self, sample: Sample) -> np.ndarray:
+        if sample.label is None:
+            raise ValueError(f"{self.name} has no label of {readable(sample.name)} in split {self.split!r}")
+        return sample.label
 
     @property
     def _as_read(self) -> dict[str, Any]:
@@ -175,11 +196,15 @@ class SegmentationDataset(Dataset):
 
         ValueError if the file is missing, truncated or not an image, or has another number of channels.
         """
+        if not self.has_files:
+            return self[index].image
         with restorable():
             return of_channels.decode(self.stored_image(index), **self._as_read)
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
+        if not self.has_files:
+            return self._label_of(self[index])
         return self._decode_label(self._stored_label(index), self.table.train_ids)
 
     def raw_label(self, index: int) -> np.ndarray:
@@ -262,8 +287,15 @@ def _undecoded(
 
 
 def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
-    """Several splits of a dataset as one, in this order. ValueError if their labels number the classes differently."""
+    """Several splits of a dataset as one, in this order.
+
+    ValueError if their labels number the classes differently, or their samples are not read from files.
+    """
     first = parts[0]
+    if len(parts) == 1:
+        return first
+    if not all(part.has_files for part in parts):
+        raise ValueError(f"{first.name} makes its samples itself: give one split, which holds all")
     for part in parts[1:]:
         if part.table != first.table:
             raise ValueError(

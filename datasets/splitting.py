@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.file_list import composed, printable
-from datasets.folder import WITHHELD, LabelFiles, on_list, on_no_list
+from datasets.folder import WITHHELD, LabelFiles, on_list, on_no_list, split_folders
 from datasets.layout import first_of
 
 _OF_PIXELS, _OF_SIZES = 0.1, 1e3  # weights, beside 1 for the images that hold a class
@@ -28,7 +28,9 @@ def sources_of(
     ValueError: a list, or a split of its name, is there (to `add`: is not); an image cannot be listed, or has no
     source; there are fewer sources than `parts`.
     """
-    folder = root / "images"
+    folder = labels.folder
+    if not add and (given := split_folders(folder)):
+        raise ValueError(f"{folder} holds the splits {', '.join(given)} as folders: train on these, without lists")
     for name in lists:
         is_there = os.path.lexists(file := f"{root / name}.txt")
         if is_there and not add:
@@ -36,10 +38,10 @@ def sources_of(
             raise ValueError(f"{file} is there already, and no list is replaced: {advice}")
         if add and not is_there:
             raise ValueError(f"{file} is missing: add=true adds images to lists that are there")
-        if (root / name / "images").is_dir():
+        if (root / name / folder.name).is_dir():
             raise ValueError(f"{root / name} is a split already: lists are for images in {folder} alone")
     images, others = listable(root, labels), {*labels.without}
-    withheld = on_list(root, root / WITHHELD, images, "") if (root / f"{WITHHELD}.txt").is_file() else ()
+    withheld = on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
     names = sorted({name for name, path in images.items() if path not in others} - {*withheld})
     if odd := [name for name in names if printable(name) != name]:
         raise ValueError(f"no list can hold the names of {len(odd)} images: rename {first_of(odd)}")
@@ -58,7 +60,7 @@ def sources_of(
 
 def listable(root: Path, labels: LabelFiles) -> dict[str, Path]:
     """{name: path} of the images in `root`/images, by the names that lists have."""
-    folder = root / "images"
+    folder = labels.folder
     paths = [path for path in (*labels.images.values(), *labels.without) if path is not None]
     below = {path: path.relative_to(folder) for path in paths if folder in path.parents}
     return {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
@@ -80,7 +82,7 @@ def parts_of(
     """
     images, found, of_source = listable(root, labels), dict[str, str](), dict[str, tuple[str, str]]()
     for stem, (part, is_own) in lists.items():
-        for name in on_list(root, root / stem, images, ""):
+        for name in on_list(root, root / stem, images):
             found[name] = part if is_own else found.get(name, "")
             known, other = of_source.setdefault(sources.get(name, name), (part, name)) if is_own else (part, "")
             if known != part:

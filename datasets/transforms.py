@@ -116,6 +116,20 @@ def padded_share(
     return 1 - float(np.average((covered[1:] + covered[:-1]).mean(axis=0) / 2, weights=images))
 
 
+def shown_share(
+    sizes: Sequence[tuple[int, int, int]],
+    crop_size: tuple[int, int],
+    scale: tuple[float, float],
+    base_size: int | None = None,
+) -> float:
+    """The expected share of an image that a crop shows, like `padded_share`."""
+    width, height, images = np.array(sizes, float).T
+    base = 1.0 if base_size is None else base_size / np.maximum(width, height)
+    factors = base * np.linspace(*scale, 65)[:, None]
+    shown = np.minimum(1, crop_size[0] / (height * factors)) * np.minimum(1, crop_size[1] / (width * factors))
+    return float(np.average(shown.mean(axis=0), weights=images))
+
+
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
     """(H, W) in pixels times a factor, rounded; at least 1x1."""
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))

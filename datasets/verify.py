@@ -101,7 +101,9 @@ def verify(
         key = dataset.files.fingerprint([_CHECKS, [*dataset.range16], dataset.name, dataset.split, *dataset.classes])
     else:
         key = dataset.fingerprint([_CHECKS, [*dataset.range16], dataset.palette_fix, dataset.channels])
-    remembered = (cache_folder() or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
+    changes_unseen = isinstance(dataset, SegmentationDataset) and not dataset.has_files
+    folder = None if changes_unseen else cache_folder()
+    remembered = (folder or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
     found, split = None, f"{dataset.name}, split {dataset.split!r}"
     with suppress(OSError, ValueError, TypeError):
         found = Inspection(dataset, (), *json.loads(remembered.read_text()))
@@ -139,6 +141,8 @@ def shared_images(one: Split, other: Split, read_files: bool = True) -> int:
         return int(np.isin(_digests(other, one), _digests(one, other)).sum())
     if isinstance(one, ClassificationDataset) or isinstance(other, ClassificationDataset):
         return len(other) if one.split == other.split else 0
+    if not (one.has_files and other.has_files):
+        return 0
     paths = {entry.image for entry in one.files}
     return sum(entry.image in paths for entry in other.files)
 
@@ -270,6 +274,9 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
             seen.problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
         return None
 
+    if isinstance(dataset, SegmentationDataset) and not dataset.has_files:
+        attempted("unreadable image", _look_at_sample, dataset, index, seen)
+        return seen
     file = attempted("unreadable image", restorable()(of_channels.read_file), path, dataset.turned, channels)
     if file is not None:
         whole = attempted("unreadable image", path.read_bytes) if of_channels.is_array(file) else file.data
@@ -299,6 +306,16 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         if dataset.turned and orientation(file.data) in range(2, 9 if width == height else 5):
             seen.notes["turned"] = 1  # and its size does not say whether its label is, too
     return seen
+
+
+def _look_at_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
+    """Note what a sample holds that a dataset makes itself. ValueError: image and label differ in size."""
+    image, label, _ = dataset[index]
+    seen.digest, seen.size = digest(np.ascontiguousarray(image)), (image.shape[1], image.shape[0])
+    if label is not None:
+        seen.pixels = np.zeros(256, np.int64)
+        seen.pixels[[*dataset.label_ids]] = np.bincount(label.reshape(-1), minlength=256)[: len(dataset.classes)]
+        dataset.check_size(dataset.files[index], seen.size, label.shape[::-1])
 
 
 def _size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:

@@ -42,7 +42,8 @@ class SegmentationNetwork(nn.Module):
             from the end (see `features_read`), it gets a list of these features, and its result has the cells of the
             first. `head.output_stride`, if it has one: pixels that a cell of its result covers instead. A method
             `head.decide`, if it has one, chooses the classes of pixels, see `decide`. A module
-            `head.auxiliary`, with `reads` and the `loss_weight` of its loss, makes logits of its own in training.
+            `head.auxiliary`, with `reads` and the `loss_weight` of its loss, makes logits of its own in training; of a
+            ModuleList each does.
         classes: number of classes, not counting the ignored label.
 
     ValueError: the body ends in a classifier, or lacks a feature; or classes is below 1.
@@ -91,8 +92,13 @@ class SegmentationNetwork(nn.Module):
     @property
     def strides(self) -> tuple[int, ...]:
         """Pixels that a cell covers along each side, for each of `Outputs`."""
-        auxiliary = getattr(self.head, "auxiliary", None)
-        return (self.stride, *([] if auxiliary is None else [self._read_by(auxiliary)[0].stride]))
+        return (self.stride, *(self._read_by(auxiliary)[0].stride for auxiliary in self.auxiliaries))
+
+    @property
+    def auxiliaries(self) -> list[nn.Module]:
+        """The modules that make further logits in training."""
+        own = getattr(self.head, "auxiliary", None)
+        return [*own] if isinstance(own, nn.ModuleList) else [own] if isinstance(own, nn.Module) else []
 
     @property
     def unread(self) -> str:
@@ -102,9 +108,8 @@ class SegmentationNetwork(nn.Module):
         """
         if not any(parameter.requires_grad for parameter in self.body.parameters()):
             return ""
-        heads = filter(None, (self.head, getattr(self.head, "auxiliary", None)))
         (last,) = features_read(self.body, (-1,), "")
-        return "" if any(last in self._read_by(head) for head in heads) else last.name
+        return "" if any(last in self._read_by(head) for head in (self.head, *self.auxiliaries)) else last.name
 
     def decide(self, scores: Tensor) -> Tensor:
         """The classes of pixels, (N, H, W), by their logits (N, classes, H, W): the largest, or as the head says.
@@ -144,35 +149,44 @@ class SegmentationNetwork(nn.Module):
             cells: in eval mode too, the logits of the cells, at least in float32.
         """
         stride = None if upsampling == STRETCHED else self.stride
-        auxiliary = getattr(self.head, "auxiliary", None) if self.training else None
+        auxiliary = self.auxiliaries if self.training else []
         others: tuple[Output, ...] = ()
-        if auxiliary is None and not hasattr(self.head, "reads"):
-            logits = self.cls(self.head(self.body(images if stride is None else _padded(images, self.grid))))
+        if not auxiliary and not hasattr(self.head, "reads"):
+            logits = self._classified(self.head(self.body(images if stride is None else _padded(images, self.grid))))
         else:
             logits, others = self._of_several(images if stride is None else _padded(images, self.grid), auxiliary)
         if stride is not None:
             logits = self._cut(logits, images.shape[2:], stride, self.head)
         if self.training:
             others = tuple(
-                one._replace(logits=self._cut(one.logits, images.shape[2:], one.stride, auxiliary)) for one in others
+                one._replace(logits=self._cut(one.logits, images.shape[2:], one.stride, of))
+                for one, of in zip(others, auxiliary, strict=True)
             )
             return Outputs(Output(logits, self.stride), others)
         if logits.dtype.itemsize < 4:
             logits = logits.float()  # in 16 bits, interpolated logits of two classes are often equal
         return logits if cells else upsampled(logits, images.shape[2:], stride)
 
-    def _of_several(self, images: Tensor, auxiliary: nn.Module | None) -> tuple[Tensor, tuple[Output, ...]]:
-        """The logits of a head that reads several features, or that has an auxiliary one; and the latter's."""
-        read = self._read_by(self.head)
-        also = [] if auxiliary is None else self._read_by(auxiliary)
-        names, (last,) = [feature.name for feature in (*read, *also)], features_read(self.body, (-1,), "")
-        maps = [self.body(images)] * len(names) if {*names} == {last.name} else list(self.body(images, names))
-        own = maps[: len(read)]
-        logits = self.cls(self.head(own if hasattr(self.head, "reads") else own[0]))
-        if auxiliary is None:
-            return logits, ()
-        weight: Any = auxiliary.loss_weight
-        return logits, (Output(auxiliary(maps[len(read) :]), also[0].stride, weight),)
+    def _of_several(self, images: Tensor, auxiliary: Sequence[nn.Module]) -> tuple[Tensor, tuple[Output, ...]]:
+        """The logits of a head that reads several features, or that has auxiliary ones; and the latter's."""
+        read: list[list[Feature]] = [self._read_by(module) for module in (self.head, *auxiliary)]
+        names = [feature.name for features in read for feature in features]
+        (last,) = features_read(self.body, (-1,), "")
+        maps = iter([self.body(images)] * len(names) if {*names} == {last.name} else self.body(images, names))
+        own, *further = [[next(maps) for _ in features] for features in read]
+        logits = self._classified(self.head(own if hasattr(self.head, "reads") else own[0]))
+        others = []
+        for module, features, (first, *_) in zip(auxiliary, further, read[1:], strict=True):
+            weight: Any = module.loss_weight
+            others.append(Output(module(features), first.stride, weight))
+        return logits, tuple(others)
+
+    def _classified(self, features: Tensor) -> Tensor:
+        """ValueError: the head's result has other channels than its out_channels."""
+        if features.shape[1] != self.cls.in_channels:
+            expected = f"expected its out_channels, {self.cls.in_channels}"
+            raise ValueError(f"{type(self.head).__name__} returned {features.shape[1]} channels: {expected}")
+        return self.cls(features)
 
     def _cut(self, logits: Tensor, size: Sequence[int], stride: int, of: nn.Module | None) -> Tensor:
         """Logits of padded images, cut to the cells of images of `size`. ValueError: they have other cells."""

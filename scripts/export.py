@@ -37,7 +37,7 @@ from engine.configuration.command_line import configured
 from engine.prediction.opening import Opened, open_checkpoint
 from engine.prediction.predictors import Segmenter
 from engine.prediction.programs import exported, largest_difference
-from engine.process.console import logger, make_console
+from engine.process.console import make_console
 from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.additions import Plugins
@@ -65,8 +65,11 @@ class Export(Plugins):
     def check(self) -> None:
         if self.format == "onnx" and self.precision == "bfloat16":
             raise ValueError("precision=bfloat16 with format=onnx: onnxruntime has no such convolutions; give float16")
-        if self.format != "onnx" and self.output.endswith(".onnx"):
-            raise ValueError(f"output={self.output} with format={self.format}: give format=onnx, or output=….pt2")
+        if not self.output.endswith({"onnx": ".onnx"}.get(self.format, ".pt2")):
+            raise ValueError(
+                f"output={self.output} with format={self.format}: give output=….pt2, a program of torch.export, or "
+                f"format=onnx output=….onnx; no other format is written"
+            )
 
 
 def export(options: Export) -> dict:
@@ -92,8 +95,6 @@ def export(options: Export) -> dict:
             f"{difference:.1e}; expected less than {LARGEST[options.precision]}: give size=[HEIGHT,WIDTH]"
         )
     write_file(output, content)
-    if options.format == "exported" and output.suffix != ".pt2":
-        logger.warning(f"output={output}: exported programs are usually called .pt2, by which tools know them")
     make_console().print(f"wrote the network of step {found.state['step']} to {output}", soft_wrap=True)
     return json.loads(about)
 

@@ -60,7 +60,7 @@ RECORDED = "as scripts.make_classes wrote the lists beside this file"
 BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colours", "ids"  # kinds of labels
 
 
-USED = ("root", "palettes", "label_folder", "label_suffix", "range16", "timeout_seconds")
+USED = ("root", "palettes", "image_folder", "label_folder", "label_suffix", "range16", "timeout_seconds")
 
 
 @dataclass
@@ -144,8 +144,8 @@ def make_classes(config: MakeClasses) -> Path:
     wrong, or there are fewer sources than lists.
     """
     with assemble.root_named(config.data):
-        check_whole(config.data.root)
-        options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.")
+        options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.", config.data.image_folder)
+        check_whole(config.data.root, options)
         labels = folder_labels(config.data.root, options, config.data.channels)
         file, console = Path(str(config.data.root)) / CLASSES, make_console()
         lists, parts, known, sources = config.lists(), config.parts(), dict[str, str](), dict[str, str]()

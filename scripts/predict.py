@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,9 +28,9 @@ from datasets import channels as of_channels
 from datasets.file_list import files_in, unfit
 from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
-from datasets.layout import RARE, first_of
+from datasets.layout import RARE, first_of, read_json
 from datasets.levels import Use, doubts_of_levels, used
-from datasets.reading import COLOURS
+from datasets.reading import COLOURS, Stored
 from datasets.verify import noted
 from engine import assemble
 from engine.checkpoint.files import file_of
@@ -56,12 +57,15 @@ from scripts.reports.predictions import Page
 KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
 SUFFIXES = {"probabilities": "npy"}  # of the others png
 _USUAL = LabelNames()
+T = TypeVar("T")
 # Whether the files that exist are ours: classes.json is the list of an output's pictures, see `check_written`.
 
 
 def label_names(data: Data) -> LabelNames:
     """How the labels of the training's dataset are called, which a folder may hold beside its images."""
-    return LabelNames(data.label_folder, data.label_suffix) if isinstance(data, FolderData) else LabelNames()
+    if not isinstance(data, FolderData):
+        return LabelNames()
+    return LabelNames(data.label_folder, data.label_suffix, image_folder=data.image_folder)
 
 
 def predict(options: Prediction) -> list[Path]:
@@ -84,18 +88,18 @@ def predict(options: Prediction) -> list[Path]:
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
     images = find_images(source, output, network.channels, label_names(config.data))
-    check_written(options, output, images.values(), segments)
+    check_written(options, output, images.values(), class_list(network) if isinstance(network, Segmenter) else None)
     if isinstance(network, Segmenter):
         write_classes(output / CLASSES, network)
     with progress_bar(console) as progress, WrittenBehind() as files:
         for name, file in tracked(progress, images.items(), "predicting"):
             places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
             try:
-                stored = of_channels.read_file(file, True, network.channels)
+                stored = stored_image(file, network.channels)
                 image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
                 deep += filter(None, [used(stored, True, network.channels, network.range16)])
-            except ValueError as error:
-                unreadable.append(str(error))
+            except (ValueError, MemoryError) as error:
+                unreadable.append(named(file, error))
                 continue
             started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
             shown = str(file.relative_to(source if source.is_dir() else source.parent))
@@ -106,7 +110,7 @@ def predict(options: Prediction) -> list[Path]:
             if isinstance(network, Segmenter):
                 written.append(places["ids"])
                 found = network.started(image, options.probabilities)
-                make = partial(segmented, network, picture, found, options)
+                make = partial(unless_too_large, unreadable, file, partial(segmented, network, picture, found, options))
                 held = 2 + 2 * len(network.classes) * options.probabilities  # these in float32 and float16
                 files.add(make, partial(write_segmented, places, add), held * image.nbytes)
             else:
@@ -127,6 +131,28 @@ def predict(options: Prediction) -> list[Path]:
     return written
 
 
+def stored_image(file: Path, channels: int) -> Stored:
+    """An image's file. ValueError: it cannot be read, or its header says that it is too large."""
+    stored = of_channels.read_file(file, True, channels)
+    if stored.has_end_mark:
+        stored.size()
+    return stored
+
+
+def named(file: Path, error: Exception) -> str:
+    """Why an image is put aside."""
+    return str(error) if file.name in str(error) else f"{file}: {error}: cut it into tiles, or use smaller windows"
+
+
+def unless_too_large(unreadable: list[str], file: Path, make: Callable[[], T]) -> T | None:
+    """What `make` returns; None if memory runs out, which is noted."""
+    try:
+        return make()
+    except MemoryError as error:
+        unreadable.append(named(file, error))
+        return None
+
+
 def segmented(
     network: Segmenter, image: np.ndarray, found: Callable[[], np.ndarray], options: Prediction
 ) -> tuple[np.ndarray, np.ndarray, dict[str, bytes]]:
@@ -140,8 +166,10 @@ def segmented(
     return np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids, contents
 
 
-def write_segmented(places: dict[str, Path], add: Callable | None, made: tuple) -> None:
-    """Write the files of an image, see `segmented`, and add it to the page."""
+def write_segmented(places: dict[str, Path], add: Callable | None, made: tuple | None) -> None:
+    """Write the files of an image, see `segmented`, and add it to the page; nothing of one that was put aside."""
+    if made is None:
+        return
     shares, ids, contents = made
     for kind, content in contents.items():
         write_file(places[kind], content)
@@ -228,18 +256,22 @@ def result_names(images: Sequence[Path]) -> list[str]:
         names = full
 
 
-def check_written(options: Prediction, output: Path, images: Iterable[Path], segments: bool) -> None:
-    """ValueError if files would be replaced that this command has not written.
+def check_written(options: Prediction, output: Path, images: Iterable[Path], meant: list[dict] | None) -> None:
+    """ValueError if files would be replaced that this command has not written, or has with other classes than `meant`.
 
-    A classes.json of ours stands for the pictures beside it.
+    A classes.json of ours stands for the pictures beside it. `meant`: see `class_list`; None for a classifier.
     """
     if options.report:
         writable_file("report", Path(options.report), file_of(options.checkpoint), *images, kind="page of predictions")
-    if not segments:
+    if meant is None:
         writable_file("output", output / TABLE, kind="likeliest classes")
         return
     file = writable_folder("output", output) / CLASSES
     if is_ours(file, "class list"):
+        if (there := read_json(file)) != meant:
+            lists = (", ".join(str(entry["name"]) for entry in entries) for entries in (there, meant))
+            names = "the classes {}; this network has {}".format(*lists)
+            raise ValueError(f"output={output} holds another network's predictions, of {names}: give another folder")
         return
     if os.path.lexists(file) and not (file.is_file() and not file.stat().st_size):
         raise ValueError(f"output={output} has a dataset's {CLASSES}, which would be lost: give another folder")
@@ -252,10 +284,14 @@ def check_written(options: Prediction, output: Path, images: Iterable[Path], seg
 
 
 def write_classes(path: Path, network: Segmenter) -> None:
-    """Write what ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
+    entries = (json.dumps(entry, ensure_ascii=False) for entry in class_list(network))
+    write_file(path, "[\n" + ",\n".join(entries) + "\n]\n")
+
+
+def class_list(network: Segmenter) -> list[dict]:
+    """What ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
     meant = zip(network.label_ids.tolist(), network.classes, network.palette.tolist(), strict=True)
-    entries = [{"id": number, "name": name, "colour": colour} for number, name, colour in meant]
-    write_file(path, "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
+    return [{"id": number, "name": name, "colour": colour} for number, name, colour in meant]
 
 
 main = configured("predict", Prediction)(predict)

@@ -23,12 +23,14 @@ from rich.table import Table
 
 from engine import assemble
 from engine.assemble.contracts import imported
+from engine.checkpoint import files as checkpoint
 from engine.configuration.command_line import configured
 from engine.configuration.texts import as_typed
 from engine.process import plugins
 from engine.process.console import make_console, table_of
 from engine.process.jobs import has_ended, run_jobs
 from engine.schema.additions import Plugins
+from engine.schema.data import SegmentationData
 from engine.schema.keys import CHOICES, key, override
 from engine.training import planner
 from models.checkpoints.released_files import released_file
@@ -94,10 +96,11 @@ def run(arguments: RunTable) -> int:
     """List the trainings of a table, run the missing ones, and return how many failed.
 
     Raises:
-        ValueError: there is no such table; no training has its data and weights.
+        ValueError: there is no such table; no training has its data and weights; or those that are given are unfit.
         Preempted: a training was asked to stop.
     """
     console = make_console()
+    check_given(arguments)
     trainings = list(trainings_of(arguments))
     console.print(training_table(trainings, papers.titles()[arguments.table]))
     for command in (command for training in trainings for command in (training.command, *training.evaluations)):
@@ -148,8 +151,7 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
             )
         elif name not in given:
             options.append(f"{name}=FILE")
-            network = experiment.rpartition("/")[2].removeprefix(f"{config.data.name}_")
-            missing.append(f"weights={{{network}: FILE}}")
+            missing.append(f"weights={{{shared_part(experiment, arguments.table)}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
     unquoted = (f"{entry}.py", *plugins.words(), *options, *accumulation, *arguments.overrides)
@@ -160,6 +162,35 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
     evaluate = [sys.executable, "eval.py", *plugins.words(), override("checkpoint", run_dir.resolve())]
     evaluations = [[*evaluate, *each.split()] for each in dict.fromkeys(row.evaluation for row in rows) if each]
     return Training(f"{experiment}, seed {seed}", command, evaluations, missing, ended, devices, steps, changed)
+
+
+def shared_part(experiment: str, table: str) -> str:
+    """A part of the names of all experiments of a table that start from the same weights, and of no others."""
+    rows = [name for name in papers.experiments_of(table) if papers.weights_of(name)]
+    body, data = papers.configured_as(experiment).body, papers.configured_as(experiment).data.name
+    same = {name for name in rows if papers.configured_as(name).body == body}
+    folder, _, network = experiment.rpartition("/")
+    network = network.removeprefix(f"{data}_")
+    parts = (part for part in (network.partition("_")[0], folder) if {name for name in rows if part in name} == same)
+    return next(parts, network)
+
+
+def check_given(arguments: RunTable) -> None:
+    """ValueError: the data or a file of weights that is given cannot be read, or images are missing."""
+    for name, path in (arguments.weights or {}).items():
+        if not released_file(file := checkpoint.file_of(path)):
+            with plugins.errors_named(f"weights={{{name}: {path}}}"):
+                checkpoint.read(file)
+    firsts = {papers.configured_as(name).data.name: name for name in papers.experiments_of(arguments.table)}
+    for name, root in (arguments.roots or {}).items():
+        if name in firsts:
+            data = papers.configured_as(firsts[name], override("data.root", root), *arguments.overrides).data
+            find: Any = assemble.labelled_splits if isinstance(data, SegmentationData) else assemble.classified_splits
+            train_set, val_set = find(data)
+            pairs = ("data.train_split", data.train_split, train_set), ("data.val_split", data.val_split, val_set)
+            if (short := assemble.shortfalls(data, *pairs)) and not data.incomplete:
+                cure = "get the rest, or give overrides=[data.incomplete=true]"
+                raise ValueError(f"roots={{{name}: {root}}}: {'; '.join(short)}: {cure}")
 
 
 def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from datasets.camvid import camvid_classes
 from engine import assemble
@@ -158,3 +159,25 @@ def test_rectangular_crops_are_planned_with_their_width():
     assert minibatch["image"].shape == (2, 3, 64, 96) and minibatch["label"].shape == (2, 64, 96)
     assert planner.crop_text(config.data, 64) == "64x96"
     assert np.prod(config.data.crop()) == 128 * 192
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "coco", "labelme"])
+def test_the_page_s_programs_make_labels_of_other_kinds(kind, tmp_path, monkeypatch):
+    page = (REPOSITORY / "docs" / "data.md").read_text()
+    code = re.search(rf"<!-- {kind} start -->\n```python\n(.*?)```", page, re.DOTALL)[1]
+    assert len(code.splitlines()) < 20 and "### Labels of other kinds" in page
+    monkeypatch.chdir(tmp_path)
+    square = [[2, 3], [9, 3], [9, 8], [2, 8]]
+    expected = np.zeros((12, 16), np.uint8)
+    expected[3:9, 2:10] = 2
+    for folder in ("masks/a", "json/a"):
+        (tmp_path / folder).mkdir(parents=True)
+    Image.fromarray(np.array([0, 128, 255], np.uint8)[expected]).save("masks/a/b.jpg", quality=100)
+    shape = {"shape_type": "polygon", "label": "stem", "points": square}
+    (tmp_path / "json/a/b.json").write_text(json.dumps({"imageWidth": 16, "imageHeight": 12, "shapes": [shape]}))
+    entry = {"image_id": 7, "category_id": 44, "segmentation": [[value for point in square for value in point]]}
+    image = {"id": 7, "file_name": "a/b.jpg", "width": 16, "height": 12}
+    content = {"images": [image], "categories": [{"id": 1}, {"id": 44}], "annotations": [entry]}
+    (tmp_path / "instances.json").write_text(json.dumps(content))
+    exec(code, {})
+    assert np.array_equal(np.array(Image.open("labels/a/b.png")), expected)

@@ -1,6 +1,5 @@
 """What the choices of a plugin get if they ask for it, in trainings as users start them."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -14,16 +13,19 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from datasets.class_table import ClassTable
+from datasets.row import Row
 from datasets.samplers import ShuffledMinibatches
+from datasets.segmentation import Files, Sample, SegmentationDataset
 from engine import assemble
 from engine.assemble import network_of
-from engine.assemble.contracts import batch_problem, check_choices
+from engine.assemble.contracts import batch_problem, check_choices, parts_named
 from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
 from engine.process.distributed import World
 from engine.schema import evaluation
 from engine.schema.additions import Augmentation, Logger, Score
-from engine.schema.data import Sampler
+from engine.schema.data import Sampler, SegmentationData
 from engine.schema.keys import choice
 from engine.schema.network import Head
 from engine.schema.segmentation import Loss
@@ -112,39 +114,19 @@ def test_one_that_a_function_makes_is_found_before_it_would_be_captured(tmp_path
     assert "capture off: the loss asks for each batch" in (tmp_path / "run" / "log.txt").read_text()
 
 
-class Keeping(CrossEntropy):
-    kind: ClassVar[str] = ""
-
+class Trained(CrossEntropy):
     def __init__(self, ignore_index, weights, stride):
         super().__init__(ignore_index, weights, stride=stride)
-        self.attribute, self.floor, self.made = 0, float("nan"), None
         self.parameter = nn.Parameter(torch.zeros(()))
-        self.teacher = nn.Parameter(torch.zeros(()), requires_grad=False)
-        self.register_buffer("buffer", torch.zeros(()))
-        with torch.inference_mode():
-            self.register_buffer("prior", torch.zeros(()))
 
     def forward(self, logits, labels):
-        self.made = torch.ones(2)  # other objects and versions of equal values are no change
-        self.attribute += self.kind == "attribute"
-        self.teacher += self.kind == "teacher"
-        self.buffer += self.kind == "buffer"
-        return super().forward(logits, labels) + (self.parameter if self.kind == "parameter" else 0)
+        return super().forward(logits, labels) + self.parameter
 
 
-@pytest.mark.parametrize("kind", ["buffer", "teacher", "parameter"])
-def test_a_loss_that_a_resumed_run_would_begin_anew_or_that_is_not_trained_is_refused(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(Keeping, "kind", kind)
-    says = "gets a gradient, but only the network is trained" if kind == "parameter" else "changes from step to step"
-    with pytest.raises(ValueError, match=rf"^loss=keeping: losses\.\d+\.{kind} {says}"):
-        train_short(tmp_path / "run", "loss=keeping", "trainer.steps=3")
-
-
-def test_a_number_that_changes_in_a_loss_is_named_once_and_what_only_looks_so_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(Keeping, "kind", "attribute")
-    train_short(tmp_path / "run", "loss=keeping", "trainer.steps=3")
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("changes from step to step") == 1 and "loss=keeping: attribute of losses" in log
+def test_a_loss_that_would_be_trained_is_refused(tmp_path):
+    says = "gets a gradient, but only the network is trained"
+    with pytest.raises(ValueError, match=rf"^loss=trained: losses\.\d+\.parameter {says}"):
+        train_short(tmp_path / "run", "loss=trained", "trainer.steps=3")
 
 
 def test_the_memory_of_a_loss_that_asks_for_batches_is_planned():
@@ -261,9 +243,6 @@ def test_a_logger_gets_scalars_and_pictures_and_changes_nothing(tmp_path):
     assert all(image.any() and image.dtype == np.uint8 and image.shape[2] == 3 for _, (image,) in pictures)
 
 
-COUNT = itertools.count()
-
-
 class Named(ShuffledMinibatches):
     """Draws the images whose names come first in the alphabet."""
 
@@ -284,17 +263,11 @@ def test_a_sampler_knows_the_names_of_the_images():
     assert minibatch["name"] == sorted(entry.name for entry in train_set.files)[:2]
 
 
-@pytest.mark.parametrize(
-    "drawn, says",
-    [
-        (lambda epoch: [3, 4], r"gives \[3, 4\]: expected a list of \(epoch, number\) or datasets\.Draw"),
-        (lambda epoch: [(epoch, next(COUNT)), (epoch, 0)], "gives other images when it is made again, so a resumed"),
-    ],
-)
-def test_a_sampler_of_other_items_or_without_a_seed_is_refused_before_the_first_step(drawn, says, monkeypatch):
-    monkeypatch.setattr(Named, "keys", lambda _, epoch: drawn(epoch))
+def test_a_sampler_of_other_items_is_refused_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(Named, "keys", lambda _, epoch: [3, 4])
     config = run_config(*SHORT, "sampler=named")
     train_set, _ = assemble.labelled_splits(config.data)
+    says = r"gives \[3, 4\]: expected a list of \(epoch, number\) or datasets\.Draw"
     with pytest.raises(ValueError, match=rf"^sampler=named {says}"):
         assemble.training_loader(config, train_set, 1, World())
 
@@ -335,6 +308,58 @@ def test_parts_that_fail_only_later_are_refused_before_the_first_step(words, say
         train_short(tmp_path / "run", *words)
 
 
+class Failing(PerCell):
+    def forward(self, logits, labels):
+        return {}["alpha"] if logits is None else nn.Linear(2, 3)(logits)
+
+
+def failing_by_a_function(ignore_index, weights, stride):
+    raise IndexError("no such class")
+
+
+def test_an_error_names_the_choice_whose_code_raised_it_or_that_it_is_about():
+    config, loss = run_config(*SHORT, "loss=failing"), Failing(255, None, None)
+    cases = [
+        (lambda: loss(None, None), "^loss=failing: KeyError: 'alpha'$"),
+        (lambda: loss(torch.zeros(1, 5), None), "^loss=failing: RuntimeError: mat1 and mat2"),  # in PyTorch's frame
+        (
+            lambda: exec("raise ValueError('Failing returned (2,): expected a scalar')"),
+            "^loss=failing: Failing returned",
+        ),
+    ]
+    for raises, says in cases:
+        with pytest.raises(ValueError, match=says), parts_named(config):
+            raises()
+    errors = [(MemoryError("out of memory"), config), (KeyError("of ours"), run_config(*SHORT))]
+    for error, of in [*errors, (ValueError("loss=failing: said"), config)]:
+        with pytest.raises(type(error)) as found, parts_named(of):
+            raise error
+        assert found.value is error
+    with (
+        pytest.raises(ValueError, match="^loss=by_function: IndexError: no such class"),
+        parts_named(run_config(*SHORT, "loss=by_function")),
+    ):
+        failing_by_a_function(255, None, None)
+
+
+class InMemory(SegmentationDataset):
+    def __init__(self, split):
+        table = ClassTable(("a", "b"), palette=((0, 0, 0), (255, 0, 0)), official_ids=(0, 7), label_ids={0: 0, 7: 1})
+        super().__init__("memory", split, [Files(f"{n}", f"{n}", f"{n}") for n in range(4)], table)
+
+    def __getitem__(self, number):
+        return Sample(np.full((64, 64, 3), number, np.uint8), np.eye(64, dtype=np.uint8), f"{number}")
+
+
+def test_a_dataset_may_have_no_files(tmp_path):
+    """Such as one of Parquet or a database: it makes its samples itself."""
+    results = train_short(tmp_path / "run", "data=memory", "trainer.steps=1", "loss.class_weights=frequency")
+    assert results["images"] == 2 and {*results["iou"]} == {"a", "b"}
+    config = run_config(*SHORT, "data=memory", "data.train_split=[train,val]")
+    with pytest.raises(ValueError, match="memory makes its samples itself: give one split"):
+        assemble.labelled_splits(config.data)
+
+
 class Mosaic:
     """Four crops in one, each at half its size."""
 
@@ -372,12 +397,20 @@ def test_crops_that_cannot_be_mixed_are_refused_by_name(mixes, entry, monkeypatc
 OWN = (  # group, class, name, what it builds
     ("loss", Loss, "watching", Watching),
     ("loss", Loss, "made", f"{__name__}.made_by_a_function"),
-    ("loss", Loss, "keeping", Keeping),
+    ("loss", Loss, "trained", Trained),
     ("head", Head, "even", Even),
     ("logger", Logger, "table", Table),
     ("sampler", Sampler, "named", Named),
     ("scores", Score, "countless", f"{__name__}.without_counts"),
     ("loss", Loss, "per_cell", PerCell),
+    ("loss", Loss, "failing", Failing),
+    ("loss", Loss, "by_function", f"{__name__}.failing_by_a_function"),
+    (
+        "data",
+        SegmentationData,
+        "memory",
+        Row(lambda _, split: InMemory(split), {"train": None, "val": None}, classes=2),
+    ),
     ("augmentations", Augmentation, "alone", f"{__name__}.for_two"),
     ("augmentations", Augmentation, "mosaic", Mosaic),
 )

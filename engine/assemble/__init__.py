@@ -19,6 +19,7 @@ from engine.assemble.data import (
     official_images,
     order_of,
     root_named,
+    shortfalls,
     training_crops,
     training_loader,
 )

@@ -19,6 +19,7 @@ from datasets import (
     random_crops,
 )
 from datasets.classification import mean_image
+from datasets.stream import Draws
 from datasets.workers import Loader
 from engine.assemble.contracts import builder
 from engine.assemble.data import augmentations, evaluation_loader, loader, order_of, root_named
@@ -70,8 +71,10 @@ def classified_crops(
         assert isinstance(data, ImageNetData), data
         transform = random_crops(data.crop_size, None if data.crops == "release" else data.resize, data.flip)
         crops = ImagesInFiles(dataset, transform, config.seed, augmentations(config))
-    minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
-    return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
+    order = order_of(config, total_steps, world, start_step)
+    sampler = ShuffledMinibatches(len(dataset), **order)
+    draws = Draws(sampler, "sampler", order, sampler.steps_per_epoch)
+    return loader(crops, data, world, batch_sampler=draws, collate_fn=collated)
 
 
 def classified_images(

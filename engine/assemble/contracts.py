@@ -1,12 +1,17 @@
 """What the choices of each group build, and how that is called: one contract per group, for ours and for plugins'."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from inspect import Parameter, signature
+from itertools import product
 from typing import Any, NamedTuple
 
 from datasets.row import Row
+from engine.process.allocations import is_out_of_memory
 from engine.process.plugins import hidden_library
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
@@ -28,6 +33,7 @@ class Contract(NamedTuple):
     asked: tuple[str, ...] = ()  # besides: handed on to what names them in its signature
 
 
+_OURS = ("engine.", "datasets.", "models.", "keepless.", "torch.")
 CONTRACTS: Mapping[str, Contract] = {
     "norm": Contract((Norm,), "a module, (N, channels, …) -> the same shape"),
     "body": Contract((Body,), "a models.bodies.body.Body"),
@@ -94,6 +100,41 @@ def batch_problem(config: TrainingRun) -> str | None:
     if forward is None or "batch" not in signature(forward).parameters:  # of a function's result, `loop.train` sees it
         return None
     return f"loss={config.loss.name} asks for each batch, and a CUDA graph would give it the first again"
+
+
+@contextmanager
+def parts_named(config: TrainingRun) -> Iterator[None]:
+    """Context whose errors name the choice of one's own that raised them, or that they are about, if they do not."""
+    try:
+        yield
+    except (MemoryError, FloatingPointError, ConnectionError):
+        raise
+    except Exception as error:
+        name = None if is_out_of_memory(error) else _part_of(error, config)
+        if name is None or name in str(error):
+            raise
+        about = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{name}: {about}{error}") from error
+
+
+def _part_of(error: Exception, config: TrainingRun) -> str | None:
+    """The choice, GROUP=NAME, whose code is the innermost in a traceback, or whose class begins the message."""
+    made = {}
+    for group in CONTRACTS.keys() & groups_of(type(config)).keys():
+        for _, choice in chosen(group, getattr(config, group)):
+            own = imported(group, type(choice))
+            own = own.make if isinstance(own, Row) else own
+            if hasattr(own, "__name__") and not f"{own.__module__}.".startswith(_OURS):
+                made[own] = f"{group}={choice.name}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1] if made else []
+    for frame, (own, name) in product(frames, made.items()):
+        is_own = isinstance(frame.f_locals.get("self"), own) if isinstance(own, type) else False
+        if is_own or frame.f_code is getattr(own, "__code__", None):
+            return name
+    begins = (name for own, name in made.items() if re.match(rf"(the head's )?{own.__name__}\b", str(error)))
+    by_module = {own.__module__: name for own, name in made.items()}  # a class that a function makes
+    within = (by_module[each] for frame in frames if (each := frame.f_globals.get("__name__")) in by_module)
+    return next(begins, None) or next(within, None)
 
 
 def imported(group: str, kind: type[Any]) -> Any:

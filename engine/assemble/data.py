@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -15,11 +14,13 @@ import torch
 from torch.utils.data import Dataset
 
 from datasets import ClassIndex, SegmentationDataset, TrainingCrops, TrainingTransform, colour_jitter, index_classes
-from datasets.augmentations import MOST_MIXES, Augmentations
-from datasets.folder import CLASSES
+from datasets.augmentations import MOST_MIXES, Augmentations, asks_for
+from datasets.folder import CLASSES, IN_FOLD
 from datasets.items import Draw
 from datasets.row import Row
+from datasets.samplers import minibatches_per_epoch
 from datasets.segmentation import joined
+from datasets.stream import Draws
 from datasets.workers import Loader
 from engine.assemble.contracts import builder, imported, own_keys
 from engine.process.console import logger
@@ -47,13 +48,15 @@ def dataset(
     known = {} if row.classes is None else row.count_images(config.root, **own_keys("data", config))
     drawn = {"draw": draw, "own_images": "give data=folder"} if row.drawn else {}
     for name in as_list(split):
-        if known and name not in known:
+        if known and name not in known and not IN_FOLD.match(name):
             raise ValueError(
                 f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {', '.join(known)}"
             )
         with root_named(config, f"{key}={name}: "):
             parts.append(open_split(config.root, split=name, **drawn))
-    return replace(joined(parts), range16=config.range16)
+    made = joined(parts)
+    made.range16 = config.range16
+    return made
 
 
 def check_classes(config: Data, state: dict) -> None:
@@ -101,6 +104,17 @@ def official_classes(config: Data) -> int | None:
     return row_of(config).classes
 
 
+def shortfalls(config: Data, *splits: tuple[str, Any, Any]) -> list[str]:
+    """Sentences about splits, (key, its value, the dataset), that have fewer images than are official."""
+    known, found = official_images(config), []
+    for key, value, built in splits:
+        official = [known.get(name) for name in as_list(value)]
+        is_own = len(built.classes) != (official_classes(config) or len(built.classes))  # others, in the same layout
+        if None not in official and not is_own and len(built) < (count := sum(filter(None, official))):
+            found.append(f"{key}={value} has {len(built):,} of the {count:,} images of {config.name}")
+    return found
+
+
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:
     """The training and the validation split. ValueError for missing files, or for a split without labels."""
     train_set = labelled_dataset(config, "data.train_split", config.train_split)
@@ -134,22 +148,20 @@ def training_loader(
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     names, source = [entry.name for entry in dataset.files], index if sampler.needs_class_index else len(dataset)
     make = partial(builder("sampler", sampler), source, names=names, **order)
-    check_sampler(f"sampler={sampler.name}", *(next(iter(make()), []) for _ in range(2)))
+    check_sampler(f"sampler={sampler.name}", next(iter(make()), []))
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
-    return loader(crops, data, world, batch_sampler=make())
+    draws = Draws(
+        make(), f"sampler={sampler.name}", order, minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
+    )
+    return loader(crops, data, world, batch_sampler=draws)
 
 
-def check_sampler(which: str, first: Iterable[Any], again: Iterable[Any]) -> None:
-    """ValueError: the first minibatches of two equal samplers differ, or hold something else than draws of images."""
+def check_sampler(which: str, minibatch: Iterable[Any]) -> None:
+    """ValueError: the first minibatch of a sampler holds something else than draws of images."""
     try:
-        drawn, drawn_again = ([Draw(*each) for each in minibatch] for minibatch in (first, again))
+        [Draw(*each) for each in minibatch]
     except TypeError as error:
-        raise ValueError(f"{which} gives {first!r}: expected a list of (epoch, number) or datasets.Draw") from error
-    if repr(drawn) != repr(drawn_again):
-        raise ValueError(
-            f"{which} gives other images when it is made again, so a resumed run would: draw from seed and epoch "
-            f"alone, such as by numpy.random.default_rng([seed, epoch])"
-        )
+        raise ValueError(f"{which} gives {minibatch!r}: expected a list of (epoch, number) or datasets.Draw") from error
 
 
 def class_index(
@@ -198,9 +210,10 @@ def augmentations(config: TrainingRun) -> Augmentations | None:
                 f"{MOST_MIXES}, and 0 in classification, which has none"
             )
         taken = ["crop", "label", "generator", *["others"] * bool(mixes)]
+        asked = dict.fromkeys(each for each in ("step", "epoch", "place") if asks_for(own, each))
         try:
             with suppress(ValueError):  # code in C may have no signature
-                signature(own).bind(*taken)
+                signature(own).bind(*taken, **asked)
         except TypeError as error:
             raise ValueError(
                 f"augmentations={name} does not take ({', '.join(taken)}): {error}; an attribute mixes = k asks for "

@@ -45,6 +45,11 @@ def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | 
     weights = None
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
+    if isinstance(given := config.class_weights, list):
+        weights = torch.tensor(given, dtype=torch.float32)
+        if isinstance(network, SegmentationNetwork) and len(given) != network.classes:
+            expected = f"expected {network.classes}, one for each class, in their order"
+            raise ValueError(f"loss.class_weights={given} has {len(given)} numbers: {expected}")
     make = builder("loss", config)
     strides = network.strides if isinstance(network, SegmentationNetwork) else (None,)
     return SummedLoss(lambda stride: make(IGNORED, weights=weights, stride=stride), strides)
@@ -158,7 +163,7 @@ TASKS = {
         lambda data, split, _: segmentation_dataset(data, split),
         segment,
         lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
-        lambda config, network: loss(config.loss, network=network),
+        lambda config, network: loss(config.loss.planned, network=network),
     ),
     ClassificationRun.task: Task(
         evaluated_split, classify, lambda crops, _: torch.zeros(crops, dtype=torch.int64), lambda *_: cross_entropy

@@ -53,6 +53,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "scores": ([(_COUNT, float | int)], "a step and a score for each evaluation"),
     "best": ((_COUNT, float | int), "null before the first evaluation, then a step and its score"),
     "data": ({str: (str, str, str)}, "three texts for each split"),
+    "parts": ([{str: object}], "a dictionary for each process"),
     "plugins": ({str: {str: str}}, "a checksum for each file of each plugin"),
 }
 

@@ -198,7 +198,7 @@ class RunDirectory:
             listed = "; ".join(
                 f"{key} was {as_text(before.get(key))} and is {as_text(now.get(key))}" for key in changed
             )
-            advice = f"Give the same values to continue it, or {_ANOTHER}"
+            advice = f"Give the same values to continue it, or with others {_new_run_from(self.last)}"
             if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
                 advice = f"The run has ended. To train its weights for longer, {_new_run_from(self.last)}"
             raise self._error(f" holds a run with another configuration: {listed}. {advice}")

@@ -125,6 +125,8 @@ class Messages:
         # words.yaml. Not so for data, whose keys all datasets share.
         of_choices = any(key.partition(".")[0] in self.groups.keys() - {"data"} for key in same)
         gives = {_last(key) for key in words_of_others.keys_of(meant[0] or "")}
+        if meant[0] is None and any(key in meant[1] for key in same):
+            return meant  # it says what our key is, such as a share of something else
         return None if meant[1].startswith(NONE) or of_choices and name not in gives else meant
 
     def _mended(self, give: str | None, say: str) -> tuple[list[str], str]:

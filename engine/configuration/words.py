@@ -26,6 +26,7 @@ class Entry(NamedTuple):
     of: str | None = None
     program: str = ".*"
     beside: str | None = None
+    unit: str | None = None
 
     def fits(self, name: str, value: str, keys: Collection[str]) -> re.Match[str] | None:
         """The match of an argument's value, if this entry has advice about it for a command with these keys."""

@@ -1,11 +1,13 @@
 """The processes of a run: one per device under torchrun, otherwise just this one."""
 
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from engine.process.console import logger
 
 T = TypeVar("T")
 # {variable with the number of processes: one that each of them has too}. Not SLURM_NTASKS: salloc and sbatch set it for
@@ -24,6 +28,7 @@ _OTHER_LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
+DRIVER = Path("/proc/driver/nvidia/version")
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: its processor time in a period, such as "200000 100000"
 
 
@@ -195,8 +200,21 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         dist.destroy_process_group()
 
 
+@cache
+def warn_of_driver() -> None:
+    """A warning, once, where there is a driver for CUDA devices, and a PyTorch for them finds none."""
+    if torch.version.cuda is not None and DRIVER.is_file():
+        driver = (re.search(r"\d+\.\d+(\.\d+)*", DRIVER.read_text()) or ["of an unknown version"])[0]
+        logger.warning(
+            f"PyTorch is built for CUDA {torch.version.cuda}, and finds no device: this runs on the CPU. The driver is "
+            f"{driver}: update it, install a PyTorch for it, or look at CUDA_VISIBLE_DEVICES; device=cpu is silent"
+        )
+
+
 def device_of(name: str, local_rank: int = 0, key: str = "device") -> torch.device:
     """The device of a process from "auto", "cpu" or "cuda". ValueError: see `joined`; names `key`."""
+    if name == "auto" and not torch.cuda.is_available():
+        warn_of_driver()
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from engine.schema.keys import key
+from engine.schema.keys import choice, key
 
 
 @dataclass
@@ -36,3 +36,11 @@ class Score:
 
     name: str = MISSING
     called_with: ClassVar[tuple[str, ...]] = ("classes", "ignore_index")
+
+
+@choice("scores")
+class Dice(Score):
+    """Dice of each class, and their mean."""
+
+    name: str = "dice"
+    builds: ClassVar[str] = "engine.segmentation.dice.DiceScores"

@@ -9,11 +9,12 @@ from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
 from datasets.reading import COLOURS, MOST_CHANNELS, pairs_of
-from datasets.transforms import padded_share
+from datasets.transforms import padded_share, shown_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
 from models.checkpoints.published import IMAGENET, Normalisation
 
-_MUCH_PADDING, _LITTLE_PADDING = 0.25, 0.15  # shares of a crop
+_MUCH_PADDING, _LITTLE_PADDING = 0.2, 0.15  # shares of a crop
+_LITTLE_SHOWN = 0.05  # share of an image
 _CROP_STEP = 16  # pixels, between sizes of crops that are advised
 
 
@@ -36,6 +37,8 @@ class Data:
     # The values of 16-bit images that become black and white; others are clipped. Cameras of 12 bits need [0,4095].
     # Channels of different ranges need two numbers each, one after the other: [0,4095,0,65535] for two channels.
     range16: list[int] = key([0, 65_535])
+    # Train an experiment of a paper's table although images of the official dataset are missing.
+    incomplete: bool = False
     # Processes that read and augment images, for each training process. auto: one per core that the machine has for
     # it, at most 8. Keep auto; give more only if the log says that steps wait for data and cores are idle, fewer if
     # memory is short, and 0, which reads in the training process itself, to look for an error.
@@ -118,7 +121,7 @@ class SegmentationData(Data):
     # Smooth images that shrink: in evaluation as Pillow does, in training where they shrink to about half or less.
     antialias: bool = True
     # Range of the random factor by which a training image is resized.
-    scale: list[float] = key([0.7, 2.0], above=0, entries=("lowest factor", "highest factor"))
+    scale: list[float] = key([0.7, 2.0], above=0, most=10, entries=("lowest factor", "highest factor"))
     flip: float = key(0.5, least=0, most=1)  # probability that a training crop is mirrored
     colour_jitter: ColourJitter = field(default_factory=ColourJitter)
 
@@ -137,8 +140,16 @@ class SegmentationData(Data):
             raise ValueError(f"data.scale={self.scale}: expected the lowest factor first")
 
     def doubts_of_sizes(self, sizes: Sequence[tuple[int, int, int]]) -> list[str]:
-        """A warning if a quarter or more of a crop is padding on average, with a crop size that fits."""
-        shares = partial(padded_share, sizes, scale=(self.scale[0], self.scale[1]), base_size=self.base_size)
+        """A warning if much of a crop is padding on average, with a size that fits, or if it shows little."""
+        scale = self.scale[0], self.scale[1]
+        if sizes and (shown := shown_share(sizes, self.crop(), scale, self.base_size)) < _LITTLE_SHOWN:
+            side = max(max(width, height) for width, height, _ in sizes)
+            return [
+                f"a crop shows {100 * shown:.1f} % of an image on average (data.crop_size={self.crop_size}, images of "
+                f"up to {side} pixels): give data.base_size={2 * self.crop_size}, the longest side to which images are "
+                f"resized, or a larger data.crop_size"
+            ]
+        shares = partial(padded_share, sizes, scale=scale, base_size=self.base_size)
         if not sizes or (share := shares(self.crop())) < _MUCH_PADDING:
             return []
         smaller = range(self.crop_size // _CROP_STEP * _CROP_STEP, 0, -_CROP_STEP)
@@ -173,7 +184,8 @@ class FolderData(SegmentationData):
     name: str = "folder"
     # equal: refuse labels whose palettes give the same id different colours; any: use only the ids.
     palettes: str = key("equal", one_of=("equal", "any"))
-    label_folder: str = "labels"  # name of the labels' folder, beside images; images itself if there is a label_suffix
+    image_folder: str = "images"  # name of the images' folder, of each split or with the splits as folders in it
+    label_folder: str = "labels"  # name of the labels' folder, beside it; the same if there is a label_suffix
     label_suffix: str = ""  # a label's name is its image's name plus this, such as _mask
     # Train and evaluate on the lists foldK/train.txt and foldK/val.txt, which scripts.make_classes folds=N writes for K
     # from 0 to N-1; -m data.fold=0,1,2,3,4 trains on each. null: no fold.

@@ -1,5 +1,7 @@
 """Keys of train_seg.py."""
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -16,9 +18,26 @@ from engine.schema.training import Trainer, TrainingRun
 @dataclass
 class Loss:
     name: str = MISSING
-    # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average.
-    class_weights: str = key("none", one_of=("none", "frequency"))
+    # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average. Or a
+    # number for each class, in their order, such as [1,2.5,1].
+    class_weights: Any = key("none")
     called_with: ClassVar[tuple[str, ...]] = ("ignore_index", "weights", "stride")
+
+    def check(self) -> None:
+        given = self.class_weights
+        if isinstance(given, list):
+            with suppress(ValueError, TypeError):  # the command line gives texts
+                self.class_weights = given = [float(each) for each in given]
+        is_fit = isinstance(given, list) and all(isinstance(each, float) and 0 <= each < math.inf for each in given)
+        if given not in ("none", "frequency") and not (is_fit and any(given)):
+            raise ValueError(
+                f"loss.class_weights={given}: expected none, frequency, or a number for each class, such as [1,2.5,1]"
+            )
+
+    @property
+    def planned(self) -> "Loss":
+        """A loss of about the same memory, by which a step is planned."""
+        return self
 
     @property
     def needs_class_index(self) -> bool:
@@ -41,6 +60,27 @@ class CrossEntropyLoss(Loss):
 class BootstrappedLoss(CrossEntropyLoss):
     name: str = "bootstrapped"
     fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts, the paper's m
+
+
+@choice("loss")
+class LibraryLoss(Loss):
+    name: str = "library"
+    # Of the whole micro-batch, of all classes; focal is one class against the others.
+    kind: str = key("dice", one_of=("dice", "focal", "tversky", "jaccard", "lovasz"))
+    with_cross_entropy: float = key(0.0, least=0)  # times which cross-entropy is added
+    builds: ClassVar[str] = "engine.segmentation.library_loss.LibraryLoss"
+
+    def check(self) -> None:
+        super().check()
+        if self.kind == "lovasz" and self.class_weights != "none":
+            raise ValueError(
+                f"loss.class_weights={self.class_weights} with loss.kind=lovasz, which has none: leave it out, or "
+                f"give loss.kind=jaccard"
+            )
+
+    @property
+    def planned(self) -> Loss:
+        return CrossEntropyLoss(tiles="false")  # the library's code asks for values, which a plan has not
 
 
 @dataclass

@@ -63,6 +63,8 @@ class Trainer:
     # 0.9999 for runs of more than 10,000 steps; at most 1 - 10 / steps for shorter ones.
     ema_decay: float | None = key(None, above=0, most=1)
     smoke: bool = False  # only test whether it runs: eager norms, so that nothing compiles, and no long warm-up
+    # Instead of a training, compare one of so many steps with one that is stopped and continued: debug=resume.
+    resume_check: int = key(0, least=0)
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
     # How long one process waits for another.
     timeout_seconds: int = key(1800, above=0, most=MOST_SECONDS, per_machine=True)

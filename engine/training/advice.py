@@ -40,13 +40,13 @@ def on_memory(config: TrainingRun, processes: int, captured: bool = False) -> st
     trainer, norm, crops = config.trainer, config.norm, config.data.crops_per_minibatch
     at_a_time = crops // (processes * trainer.accumulation_steps)
     ways = ["twice the trainer.accumulation_steps or processes"] * (at_a_time >= 2 * config.fewest_on_each(processes))
-    ways.append(f"data.crop_size={int(config.data.crop_size / 2**0.5)}")
-    if norm.name == "std" and norm.activation != "relu" and trainer.recompute == "none":
-        ways.append("norm=inplace")
     if trainer.recompute in ("none", "activations") and not config.body.is_reversible():
         ways.append("trainer.recompute=blocks")
     if trainer.precision == "float32" and not norm.only_float32:
         ways.append("trainer.precision=bfloat16")
+    if norm.name == "std" and norm.activation != "relu" and trainer.recompute == "none":
+        ways.append("norm=inplace")
+    ways.append(f"data.crop_size={int(config.data.crop_size / 2**0.5)}")
     fit = "" if config.memory.fit else ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
     graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if captured else ""
     halves = f"Each of these roughly halves the memory for crops: {', '.join(ways)}"
@@ -71,12 +71,7 @@ def on_random_weights(experiment: str) -> str:
     )
 
 
-def on_loss(config: TrainingRun, trained: list[str], changed: list[str]) -> str:
-    """About a loss that has parameters to train, or keeps what a resumed run would lack."""
+def on_loss(config: TrainingRun, trained: str) -> str:
+    """About a loss that has a parameter to train."""
     whose = f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "the loss"
-    if trained:
-        return f"{whose}: {trained[0]} gets a gradient, but only the network is trained: let the head have it"
-    return (
-        f"{whose}: {changed[0]} changes from step to step, and a resumed run would begin anew with it: compute it from "
-        f"batch.step or batch.epoch (docs/extending.md); a network in a loss belongs into eval mode"
-    )
+    return f"{whose}: {trained} gets a gradient, but only the network is trained: let the head have it"

@@ -17,7 +17,7 @@ from engine.process.console import logger
 from engine.training.capture import CapturedMicroBatches, MicroBatch, NotCaptured
 from engine.training.saved_moments import check_scaler, load_moments
 from keepless.norms.conversion_report import listed
-from keepless.torch_internals import move_towards, norms_of
+from keepless.torch_internals import move_towards, norms_of, tree_leaves
 from models.checkpoints.loading import not_finite
 from models.forward import Forward
 from models.freezing import training_mode
@@ -187,7 +187,7 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of `state_dict`; learning rates follow from the step. Every rank must call it.
+        """The inverse of `state_dict`; learning rates follow from the step, or from `Rates`. Every rank must call it.
 
         ValueError: `state` does not match this learner.
         """
@@ -220,6 +220,26 @@ class Learner:
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
 
 
+class Rates(NamedTuple):
+    """The learning rates, as a part that keeps a state. PyTorch's own schedules follow from the step."""
+
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        own: Any = getattr(self.scheduler, "own", self.scheduler)  # after the warm-up
+        kept = {} if type(own).__module__.startswith("torch.") else own.state_dict()
+        kept = {key: each for key, each in kept.items() if all(map(_is_plain, tree_leaves(each)))}
+        return {"schedule": kept, "rates": [float(group["lr"]) for group in self.optimizer.param_groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own: Any = getattr(self.scheduler, "own", self.scheduler)
+        if state["schedule"]:
+            own.load_state_dict({**own.state_dict(), **state["schedule"]})
+        for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
+            group["lr"] = rate
+
+
 class Outcome(NamedTuple):
     """A step on the device, as far as the host reads it, one step later."""
 
@@ -235,6 +255,11 @@ def _schedule_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         yield
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold a value; others of a schedule, such as functions, are as they were made."""
+    return isinstance(value, Tensor) or type(value) in (bool, int, float, str, type(None))
 
 
 def _largest(norms: dict[str, float]) -> tuple[str, float]:

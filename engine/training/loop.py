@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn, profiler
@@ -21,7 +21,6 @@ from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import PLANNED_STEPS
 from engine.segmentation.cross_entropy import Batch
 from engine.training import advice
-from engine.training.capture import numbers_of
 from engine.training.learner import Learner, Outcome
 from engine.training.run import Config, Run, Split
 from keepless import checking_repetitions
@@ -47,7 +46,7 @@ def train(
         MemoryError: the device does not have enough memory; the message suggests settings that need less.
         Preempted: the run was asked to stop; the current step has been saved.
         RuntimeError: a reversible branch's recomputation differs (see `checking_repetitions`).
-        ValueError: an image cannot be read; or a loss would not go on after resuming, see `_checked`.
+        ValueError: an image cannot be read; or the loss has parameters that would be trained.
     """
     learner, schedule, world = run.learner, run.schedule, run.world
     minibatch_size = run.config.data.crops_per_minibatch
@@ -56,7 +55,7 @@ def train(
     asks_for_batch = getattr(loss, "asks_for_batch", False)
     if asks_for_batch and learner.captured is not None:
         learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
-    run.begin()
+    run.begin(loss, minibatches)
     run.stop.training = True
     with run.metrics as metrics:
         evaluated, was_stopped = None, schedule.evaluates(run.start_step) and run.start_step not in metrics.scores
@@ -66,8 +65,9 @@ def train(
             raise Preempted(f"stopped before step {run.start_step + 1}")
         if evaluated is not None and metrics.ends_early:
             return evaluated
-        before, kept, ended_s = None, dict[str, Any](), time.perf_counter()
-        for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
+        before, ended_s = None, time.perf_counter()
+        arriving = run.followed(prefetched(minibatches, world.device), loss)
+        for step, minibatch in enumerate(arriving, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
             first = step <= run.start_step + CHECKED_STEPS
@@ -75,7 +75,7 @@ def train(
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             try:
-                with _checked(loss, kept, run.config) if first else nullcontext():
+                with _checked(loss, run.config) if first else nullcontext():
                     outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
             except Exception as error:
                 _explain(error, step, minibatch, run)
@@ -105,37 +105,16 @@ def train(
 
 
 @contextmanager
-def _checked(loss: Loss, kept: dict[str, Any], config: Config) -> Iterator[None]:
-    """Context of one of the first steps: no branch's recomputation differs, and the loss keeps nothing for later steps.
+def _checked(loss: Loss, config: Config) -> Iterator[None]:
+    """Context of one of the first steps: no branch's recomputation differs.
 
-    `kept`: what the loss held after the last step, which no checkpoint has. It is noted there.
-    ValueError: a parameter or buffer has changed, or gets a gradient. A warning: a number in an attribute has changed.
+    ValueError: a parameter of the loss gets a gradient.
     """
     with checking_repetitions():
         yield
-    if not isinstance(loss, nn.Module):
-        return
-    held = {**dict(loss.named_parameters()), **dict(loss.named_buffers())}
-    now = {name: _noted(one) for name, one in held.items()}
-    changed = [name for name, before in kept.get("tensors", {}).items() if not _is_as(held.get(name), *before)]
-    trained = [name for name, parameter in loss.named_parameters() if parameter.grad is not None]
-    if trained or changed:
-        raise ValueError(advice.on_loss(config, trained, changed))
-    numbers = numbers_of(loss, loss)
-    if told := [name for name, value in kept.get("numbers", numbers).items() if numbers.get(name) != value]:
-        logger.warning(advice.on_loss(config, [], told))
-    kept |= {"tensors": now, "numbers": numbers}
-
-
-def _noted(one: Tensor) -> tuple[Tensor, int, Tensor | None]:
-    """A tensor, its version, and a copy if it is small."""
-    return one, 0 if one.is_inference() else one._version, one.detach().clone() if one.numel() <= 2**20 else None
-
-
-def _is_as(one: Tensor | None, before: Tensor, version: int, copied: Tensor | None) -> bool:
-    if one is before and (one.is_inference() or one._version == version):
-        return True
-    return one is not None and copied is not None and torch.equal(one, copied)
+    for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
+        if parameter.grad is not None:
+            raise ValueError(advice.on_loss(config, name))
 
 
 class Taken(NamedTuple):

@@ -28,6 +28,7 @@ from engine.schema.optim import Poly
 from engine.schema.schedule import Schedule
 from engine.schema.training import CAPTURE_ADVICE, FEWEST_CAPTURED, TrainingRun
 from engine.segmentation.cross_entropy import Batch
+from engine.training import advice
 from engine.training.build import learner_of, why_eager
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
@@ -326,8 +327,8 @@ def _fitted(config: Config, captured: bool) -> Config:
     about += all_images(replace(chosen, memory=memory), processes)
     if peak > available:
         raise ValueError(
-            f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors; "
-            f"memory.fit=batch or memory.fit=crop chooses what fits"
+            f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors "
+            f"{advice.on_memory(config, processes)}"
         )
     on_cpu = device_of(config.trainer.device, key="trainer.device").type == "cpu"
     logger.info(

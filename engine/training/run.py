@@ -2,8 +2,9 @@
 
 import copy
 import math
+import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,17 +16,19 @@ from torch import nn
 
 from datasets import reading_errors, shared_images, verify
 from datasets.levels import measured
-from engine.assemble.contracts import builder, check_choices
-from engine.assemble.data import official_classes, workers_of
+from datasets.stream import Draws
+from engine.assemble.contracts import builder, check_choices, parts_named
+from engine.assemble.data import official_classes, shortfalls, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
 from engine.assemble.tasks import added_scores
 from engine.checkpoint.files import first_difference, has_ended
 from engine.checkpoint.initial_weights import check_exists, initialise, normalisation_of
+from engine.checkpoint.part_states import restore_states, saved_states
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
-from engine.configuration.choices import weights_of
+from engine.configuration.choices import paper_of, weights_of
 from engine.process import plugins
 from engine.process.allocations import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.console import counted, log_to, logger, make_console
@@ -39,7 +42,8 @@ from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import other_scale
-from engine.training.learner import Learner
+from engine.training.learner import Learner, Rates
+from engine.training.resumption import Watch, record
 from keepless import share_plans
 from models.checkpoints.published import Normalisation
 
@@ -64,7 +68,11 @@ class Run(Generic[Config, Split]):
     start_step: int = 0  # of that checkpoint
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
-    random: Any = None  # of a resumed run: the states of its random numbers, see `begin`
+    saved: dict[str, Any] = field(default_factory=dict)  # of a resumed run: what `begin` restores
+    parts: dict[str, Any] = field(default_factory=dict)  # of the run that may keep a state, by name
+    draws: Draws | None = None  # the minibatches
+    watch: Watch | None = None  # follows the run
+    noted: dict[str, Any] = field(default_factory=dict)  # the sampler's state after drawing the last step's
     loggers: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -73,9 +81,11 @@ class Run(Generic[Config, Split]):
         return configuration.plain(self.config)
 
     def recorded_config(self) -> dict:
-        """The configuration for checkpoints and results, in which `trainer.capture` is what was decided."""
+        """The configuration for checkpoints and results: `trainer.capture` as was decided, `data.root` a whole path."""
         trainer = self.plain_config["trainer"] | {"capture": self.learner.captured is not None}
-        return self.plain_config | {"trainer": trainer}
+        root = self.plain_config["data"]["root"]
+        data = {"root": None if root is None else os.path.abspath(os.path.expanduser(root))}  # for other folders
+        return self.plain_config | {"trainer": trainer, "data": self.plain_config["data"] | data}
 
     def start(self, make: Callable[[], nn.Module], eager_because: str = "") -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
@@ -136,15 +146,42 @@ class Run(Generic[Config, Split]):
             learner.load_state_dict(state)
         except ValueError as error:
             raise _not_continued(self, error, cure) from error
-        self.random = state.get("random")
+        self.saved = {"random": state.get("random"), "parts": state.get("parts")}
 
-    def begin(self) -> None:
-        """Continue the random numbers of a resumed run. Called last, as constructors of one's own may draw some."""
+    def begin(self, loss: Any, minibatches: Any) -> None:
+        """Continue what parts keep, and the random numbers of a resumed run; constructors of one's own may draw some.
+
+        ValueError: a part's state cannot be saved or loaded.
+        """
+        names = {name: f"{name}={choice.name}" for name, choice in vars(self.config).items() if hasattr(choice, "name")}
+        self.parts = {names.get("loss", "loss"): loss}
+        self.parts[names["lr_schedule"]] = Rates(self.learner.scheduler, self.learner.optimizer)
+        self.parts |= {f"logger={name}": own for name, own in self.loggers.items()}
+        augmentations = getattr(getattr(minibatches, "dataset", None), "augmentations", None)
+        own = {} if augmentations is None else augmentations.by_name
+        self.parts |= {f"augmentations={name}": function for name, function in own.items()}
+        if isinstance(draws := getattr(minibatches, "batch_sampler", None), Draws):
+            self.draws, self.parts[draws.name] = draws, draws.sampler
+        saved_states(self.parts, {}, self.world)  # before the first step
         if self.start_step:
             try:
-                restore_random_states(self.random, self.world)
+                if self.saved["parts"] is not None:
+                    restore_states(self.parts, self.saved["parts"], self.world)
+                restore_random_states(self.saved["random"], self.world)
             except ValueError as error:
                 raise _not_continued(self, error, "Restore the checkpoint") from error
+
+    def followed(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
+        """The minibatches; notes what the sampler kept after each. ValueError: a step's learning rate is none."""
+        followed = minibatches if self.watch is None else self.watch.followed(self, minibatches, loss)
+        for step, minibatch in enumerate(followed, start=self.start_step + 1):
+            for group in self.learner.optimizer.param_groups:
+                if not 0 <= group["lr"] < math.inf:
+                    rate = f"lr_schedule={self.config.lr_schedule.name} gives the learning rate {group['lr']}"
+                    raise ValueError(f"{rate} in step {step}: expected 0 or more")
+            if self.draws is not None:
+                self.noted = {self.draws.name: self.draws.noted.popleft()[1]}
+            yield minibatch
 
     def _same_random_numbers(self) -> AbstractContextManager:
         """Context whose code, which is not ours, changes none of the numbers that training draws."""
@@ -181,6 +218,10 @@ class Run(Generic[Config, Split]):
         parameters = sum(parameter.numel() for parameter in learner.network.parameters())
         frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)
         logger.info(self._applied(learner))
+        if (file := record(self.config)) is not None and not file.exists() and self.world.first and self.watch is None:
+            logger.info(
+                "no debug=resume has passed with these plugins: if one keeps something, a resumed run may differ"
+            )
         logger.info(
             f"{self.directory.path}: {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
@@ -223,6 +264,7 @@ class Run(Generic[Config, Split]):
             "task": self.config.task,
             **self.learner.state_dict(step),
             "random": random_states(self.world),
+            "parts": saved_states(self.parts, self.noted, self.world),
             "total_steps": self.schedule.total_steps,
             "finished": step == self.schedule.total_steps or self.metrics.ends_early,
             "scores": [[step, score] for step, score in self.metrics.scores.items()],
@@ -291,12 +333,15 @@ class Run(Generic[Config, Split]):
 
 
 @contextmanager
-def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Split]]) -> Iterator[Run[Config, Split]]:
+def opened(
+    config: Config, command: str, find: Callable[[Any], tuple[Split, Split]], watch: Watch | None = None
+) -> Iterator[Run[Config, Split]]:
     """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
 
     Args:
         command: how the run was started, kept in config.yaml.
         find: find(config.data) returns the training and the validation split.
+        watch: takes few images of the first.
 
     Raises:
         ValueError: configuration, data and run directory do not fit each other, or differ between ranks.
@@ -307,6 +352,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
         joined(trainer.device, trainer.timeout_seconds, keys="trainer.") as world,
         reading_errors(data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),
         StopRequest() as stop,
+        parts_named(config),
     ):
         check_choices(config)
         config.check_shares(world.size)
@@ -315,7 +361,16 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
         given = deciding(words, config)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config):
-            run = _agree(config, world, stop, directory, *find(data))
+            train_set, val_set = find(data)
+            chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
+            pairs = ("data.train_split", data.train_split, train_set), ("data.val_split", data.val_split, val_set)
+            if (short := shortfalls(data, *pairs)) and not (data.incomplete or trainer.smoke):
+                if any(paper_of(name).get("table") for name in chosen):
+                    cure = "get the rest (scripts.verify_data names the layout), or give data.incomplete=true"
+                    raise ValueError(f"experiment={chosen[-1]} is a row of a paper, but {'; '.join(short)}: {cure}")
+            train_set = train_set if watch is None else watch.few(train_set, data.crops_per_minibatch)
+            run = _agree(config, world, stop, directory, train_set, val_set)
+            run.watch = watch
             if run.resumed is None:
                 check_exists(config.init)
             log_to(run.console, directory.log if world.first else None, world.rank)
@@ -325,7 +380,10 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             for kind, split in (("training", run.train_set), ("validation", run.val_set)):
                 for sentence in split.remarks if world.first else ():
                     logger.warning(f"{kind} split {split.split}: {sentence}")
-            chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
+            for sentence in short if world.first else ():
+                logger.warning(
+                    f"{sentence}: an archive is not unpacked, or a folder is missing; scores compare with none"
+                )
             if config.init.weights is None and any(map(weights_of, chosen)) and world.first:
                 logger.warning(advice.on_random_weights(chosen[-1]))
             _write_config(run, command)

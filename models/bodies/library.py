@@ -194,6 +194,11 @@ class LibraryBody(Body):
         stride, remainder = divmod(SIDE, cells)
         if remainder:
             raise ValueError(f"{network} has {cells} cells for {SIDE} pixels: expected a network that halves exactly")
+        if pooling and any(is_last for _, is_last in self._ends):
+            raise ValueError(
+                f"{network} merges patches and attends within windows, so it can neither be dilated nor take images of "
+                f"any size: choose a convolutional network, such as convnext_tiny"
+            )
         if pooling:
             ours = ", or the body densenet121 of this project" if "densenet" in network else ""
             raise ValueError(

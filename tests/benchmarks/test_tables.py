@@ -14,6 +14,7 @@ from scripts import run_table
 from scripts.reports import papers
 from scripts.reports.runs import Run, by_configuration, titles_of
 from scripts.run_table import RunTable
+from tests import trees
 from tests.benchmarks.records import changed, copied
 from tests.runs import checked
 
@@ -118,6 +119,7 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
         return False
 
     monkeypatch.setattr(run_table, "run_jobs", run_jobs)
+    monkeypatch.setattr(run_table, "check_given", lambda arguments: None)
     arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "/a/DIR"}, seeds=[0])
     arguments["overrides"] = ["init.weights=/a b.pt"]
     assert run_table.run(RunTable(**arguments, dry_run=True)) == 0 and not commands
@@ -143,7 +145,10 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
     assert job.command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "4", "train_seg.py"]
     assert "init.weights=FILE" in job.command and not job.missing and job.steps == 360 * (2975 // 20)
     job = run_table.training_of("table3/coco_stuff_resnext101_std", 0, arguments)
-    assert job.missing == ["roots={coco_stuff: DIR}", "weights={resnext101_std: FILE}"]
+    assert job.missing == [
+        "roots={coco_stuff: DIR}",
+        "weights={resnext101: FILE}",
+    ]  # which serves all rows of this body
     assert {"data.root=DIR", "init.weights=FILE"} <= {*job.command}
     arguments.overrides = ["data.root=/data", "init.weights=/net.pt"]
     job = run_table.training_of("table3/coco_stuff_resnext101_std", 0, arguments)
@@ -182,8 +187,29 @@ def test_norms_see_as_many_crops_on_fewer_devices(tmp_path, experiment, devices,
     assert job.changed == changed
 
 
+def test_a_dry_run_looks_at_the_data_and_the_weights_that_it_is_given(tmp_path, capsys):
+    root, table = trees.camvid_folders(tmp_path / "camvid"), {"table": "camvid_table3", "runs": str(tmp_path)}
+    (tmp_path / "net.pt").write_bytes(b"no weights")
+    for given, says in (
+        (
+            {"roots": {"camvid": str(root)}},
+            "^roots={camvid: .*data.train_split=train has 6 of the 367 images of camvid",
+        ),
+        ({"roots": {"camvid": str(tmp_path)}}, "data.root=.*: camvid: the folder .*train.* is missing"),
+        ({"weights": {"std": str(tmp_path / "net.pt")}}, r"^weights=\{std: .*net.pt\}: ValueError: checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            run_table.run(RunTable(**table, **given, dry_run=True))
+    whole = {"roots": {"camvid": str(root)}, "overrides": ["data.incomplete=true"]}
+    assert (
+        run_table.run(RunTable(**table, **whole, dry_run=True)) == 0
+        and "data.incomplete=true" in capsys.readouterr().out
+    )
+
+
 @pytest.mark.usefixtures("of_few_tables")
 def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_table, "check_given", lambda arguments: None)
     options = ["roots={cifar10: DIR, cifar100: DIR}", f"weights={{resnet: {tmp_path}}}"]  # or a file
     values = checked("run_table", "table=cifar10", "dry_run=true", f"runs={tmp_path}", *options)
     assert run_table.run(values) == 0

@@ -27,8 +27,10 @@ from datasets import (
 )
 from datasets.file_list import class_folders
 from datasets.folder import alike, folder_classes, folder_labels, folder_splits, told_apart
+from datasets.label_names import LabelNames
 from datasets.reading import decode_image
 from datasets.segmentation import joined
+from datasets.splitting import sources_of
 from scripts.make_classes import make_classes
 from tests import trees
 from tests.runs import checked
@@ -172,17 +174,21 @@ def test_splits_may_be_lists(root):
 
 
 def test_a_fold_has_lists_of_its_own_and_the_test_of_all(root):
+    shutil.copytree(root / "train", alone := root.parent / "alone")
+    with pytest.raises(ValueError, match=f"Fix: let python -m scripts.make_classes data.root={alone} split=.* folds=5"):
+        folder(alone, "train")
     flat(root)
-    with pytest.raises(ValueError, match=f"Fix: let python -m scripts.make_classes data.root={root} split=.* folds=5"):
-        folder(root, "train")
     for name, lines in (("test", "test/a/board.0"), ("fold0/train", "train/a/board.0"), ("fold0/val", "val/a/board.0")):
         (root / f"{name}.txt").parent.mkdir(exist_ok=True)
         (root / f"{name}.txt").write_text(lines)
     train, val, test = (folder(root, split, fold=0) for split in folder_splits(root, 0))
     assert names(train) == ["train/a/board.0"] and names(val) == ["val/a/board.0"] and names(test) == ["test/a/board.0"]
     assert folder_splits(root) == ["fold0/train", "fold0/val", "test"] and train.split == "fold0/train"
+    assert names(folder(root, "fold0/val", fold=1)) == names(val)  # of another fold than the training's
     for fold in (None, 1):
-        with pytest.raises(ValueError, match="Fix: give data.fold=0, or another of the folds that are there; or give"):
+        with pytest.raises(
+            ValueError, match=r"Fix: give data.fold=0, or another .* \(eval.py: data.split=fold0/val\); or give"
+        ):
             folder(root, "train", fold=fold, keys="data.")
 
 
@@ -475,7 +481,7 @@ def test_splits_may_be_links(root):
     (root / "train/images/a/again").symlink_to(root / "train/images")
     (root / "train/labels/again").symlink_to(root / "train")
     (root / "train/images/a/itself").symlink_to("itself")
-    assert [len(labels) for labels in folder_labels(linked)] == [len(labels) for labels in folder_labels(root)]
+    assert [*map(len, folder_labels(linked)[:3])] == [*map(len, folder_labels(root)[:3])]
     assert len(folder_labels(linked)[0]) == 8 and made(linked)["classes"]
     assert names(folder(linked, "train")) == names(folder(root, "train"))
 
@@ -687,3 +693,67 @@ def test_lists_in_other_capitals_are_named(root):
         (root / "own.txt").write_text(f"{line}\n")
         with pytest.raises(ValueError, match=f"; 1 differ only in capitals, such as {line} and {meant}: rename one"):
             folder(root, "own")
+
+
+@pytest.mark.parametrize(
+    "images, labels, suffix", [("images", "masks", ""), ("img_dir", "ann_dir", ""), ("pairs", "pairs", "_gt")]
+)
+def test_splits_may_be_folders_in_the_images_folder(images, labels, suffix, root, tmp_path):
+    """As in mmsegmentation, YOLO and ADE20K: training and make_classes take them, and nothing is divided at random."""
+    other = tmp_path / "other"
+    for split in ("train", "val"):
+        for kind, new, end in (("images", images, ""), ("labels", labels, suffix)):
+            for file in sorted((root / split / kind).rglob("*.*")):
+                place = other / new / split / file.relative_to(root / split / kind)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, place.with_stem(place.stem + end))
+    (other / "images.txt").write_text("seen from above\n")  # no list
+    shutil.copy(root / "classes.json", other)
+    given = {"image_folder": images, "label_folder": labels, "label_suffix": suffix}
+    for split in ("train", "val"):
+        usual, found = folder(root, split), folder(other, split, **given)
+        assert names(found) == names(usual) and not found.remarks
+        assert np.array_equal(found.read_label(0), usual.read_label(0))
+    options = LabelNames(labels, suffix, "data.", images)
+    assert folder_splits(other, options=options) == ["train", "val"]
+    held = folder_labels(other, options)
+    assert len(held.images) == len(folder(root, "train")) + len(folder(root, "val")) and not held.alone + held.without
+    with pytest.raises(ValueError, match="holds the splits train, val as folders: train on these, without lists"):
+        sources_of(other, held, ["train", "val"], 2, None, "group")
+    with pytest.raises(ValueError, match="give one of the splits that are there: train, val.$"):
+        folder(other, "validation", **given)
+    if images == "img_dir":
+        for command in (
+            lambda: folder(other, "train", keys="data."),
+            lambda: folder_labels(other, LabelNames(keys="data.")),
+        ):
+            with pytest.raises(ValueError, match="give data.image_folder=img_dir data.label_folder=ann_dir"):
+                command()
+    if images == "images":
+        with pytest.raises(ValueError, match="holds labels such as train/.*: give data.label_folder=masks"):
+            folder(other, "train", keys="data.")
+
+
+def test_voc_s_lists_are_named_instead_of_a_division(root):
+    (root / "JPEGImages").mkdir()
+    shutil.copytree(root / "train" / "images", root / "JPEGImages", dirs_exist_ok=True)
+    for split in ("train", "val", "test"):
+        shutil.rmtree(root / split, ignore_errors=True)
+    lists = root / "ImageSets" / "Segmentation"
+    lists.mkdir(parents=True)
+    (lists / "train.txt").write_text("a\n")
+    with pytest.raises(ValueError, match=f"copy the lists of {lists} to {root}"):
+        folder(root, "train", image_folder="JPEGImages", label_folder="SegmentationClass")
+
+
+def test_texts_that_name_no_image_are_no_splits(root):
+    flat(root)
+    for name, text in (
+        ("class_names", "leaf"),
+        ("labelmap", "# label:color\nleaf:1,0,0::"),
+        ("README", "Leaves."),
+        ("a", ""),
+    ):
+        (root / f"{name}.txt").write_text(text)
+    (root / "few.txt").write_text("train/a/board.0\n")
+    assert "few" in folder_splits(root) and not {"class_names", "labelmap", "README", "a"} & {*folder_splits(root)}

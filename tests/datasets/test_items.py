@@ -12,6 +12,7 @@ from datasets.classification import mean_image
 from datasets.image_transforms import PaddedCrop, fixed_crops, random_crops
 from datasets.items import Draw, ImagesInFiles, ImagesInMemory, TrainingCrops, collated
 from datasets.samplers import ShuffledMinibatches
+from datasets.stream import Draws
 from datasets.workers import Loader, reading_errors
 from tests import trees
 from tests.datasets import classification_trees
@@ -247,41 +248,20 @@ def test_an_augmentation_that_makes_an_id_of_no_class_is_named(camvid_folders, a
     assert (ignored[0, 1]["label"] == 255).all()
 
 
-class MixesWithTheLast:
-    """CutMix with the crop that was seen before: it keeps state."""
-
-    last = None
-
-    def __call__(self, image, label, rng):
-        before, self.last = self.last or (image, label), (image.copy(), None if label is None else label.copy())
-        half = image.shape[1] // 2
-        image[:, :half] = before[0][:, :half]
-        if label is not None:
-            label[:, :half] = before[1][:, :half]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_augmentation_that_asks_knows_where_in_the_run_its_crop_is(dataset, workers):
+    def shown(image, label, rng, step, place, epoch):
+        image[0, 0] = step, place, round(100 * epoch)
         return image, label
 
-
-class DrawsElsewhere:
-    def __call__(self, image, label, rng):
-        return (image * np.random.uniform(0, 0.5)).astype(np.uint8), label
-
-
-@pytest.mark.parametrize("workers, crops", [(0, 3), (2, 3), (0, 1)])
-@pytest.mark.parametrize("augment", [MixesWithTheLast, DrawsElsewhere])
-def test_an_augmentation_that_keeps_state_is_refused_by_name(dataset, augment, workers, crops):
-    """It would resume to other weights. A minibatch of one crop is compared with the next."""
-    with pytest.raises(ValueError, match="augmentations=mine made another crop of the same image .*: `mixes`"):
-        minibatches(augmented(dataset, swapped=swapped, mine=augment(), darker=darker), workers, size=crops)
-
-
-def test_the_check_of_augmentations_changes_no_crop(dataset):
-    own = {"swapped": swapped, "darker": darker}
-    sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=2 * len(dataset) // 3)
-    for workers in (0, 2):
-        found = minibatches(augmented(dataset, **own), workers)
-        for minibatch, keys in zip(found, sampler, strict=True):
-            alone = [augmented(dataset, **own)[key]["image"] for key in keys]
-            assert torch.equal(minibatch["image"], torch.stack(alone))
+    order = {"crops_per_minibatch": 3, "start_step": 1, "rank": 0, "world_size": 1}
+    sampler = ShuffledMinibatches(len(dataset), seed=0, steps=4, **order)
+    draws = Draws(sampler, "sampler", order, sampler.steps_per_epoch)
+    loader = Loader(augmented(dataset, mine=shown), workers, batch_sampler=draws, collate_fn=collated)
+    epochs = [round(100 * step / sampler.steps_per_epoch) % 256 for step in (2, 3, 4)]
+    for number, minibatch in enumerate(loader):
+        found = minibatch["image"][:, :, 0, 0].tolist()
+        assert found == [[number + 2, 3 * number + 3 + crop, epochs[number]] for crop in range(3)]
 
 
 class CutMix:

@@ -31,6 +31,8 @@ EXCEPTIONS = {
     "resume": "which checkpoint continues: tests/engine/checkpoint/test_run_directory.py",
     "init": "files of weights: tests/engine/checkpoint/test_initial_weights.py",
     **dict.fromkeys(("memory.fit", "memory.time"), "plans take seconds: tests/engine/training/test_planner.py"),
+    "data.incomplete": "which data a row of a paper takes: tests/engine/training/test_run.py",
+    "trainer.resume_check": "what runs instead: tests/engine/training/test_resumption.py",
     "trainer.profile": "when profiling begins: tests/engine/training/test_loop.py",
     "trainer.pictures": "what TensorBoard shows: tests/test_train_seg.py",
     "body=timm": "may not be installed; LibraryBody is body=torchvision's: tests/models/bodies/test_library.py",
@@ -85,7 +87,9 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "precision": (None, "bfloat16"),
     "activation": (None, "elu"),  # whose usual parameter differs
     "lr_schedule.epochs": ([1], [2]),
+    "data.image_folder": ("images", "pictures"),
     "data.label_folder": ("labels", "masks"),
+    "loss.class_weights": ("none", "frequency"),
     "data.label_suffix": ("", "_mask"),
     "data.shown": (None, [3, 2, 1]),
     "data.mean": ([0.0, 0.0, 0.0], [0.2, 0.4, 0.6]),

@@ -123,3 +123,9 @@ def test_what_cannot_be_exported_is_refused(checkpoints, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="differs by 1.0e-03; expected less than 0.0001: give size="):
         run(source, tmp_path / "net.pt2")
     assert not (tmp_path / "net.pt2").exists()
+
+
+@pytest.mark.parametrize("output", ["net.torchscript", "net.engine", "net.tflite", "net.mlmodel", "net", "net.pt"])
+def test_a_name_of_another_format_is_refused_with_what_is_written(output):
+    with pytest.raises(ValueError, match="give output=….pt2, a program of torch.export, or format=onnx output=….onnx"):
+        checked("export", "checkpoint=net.pt", f"output={output}")

@@ -364,3 +364,42 @@ def test_labels_beside_their_images_are_left_out_and_counted(label_folder, suffi
     assert f"skipped 2 file(s) that are labels of images: {left_out}" in capsys.readouterr().out.replace("\n", " ")
     alone = find_images(tmp_path / "train" / label_folder, tmp_path / "out")
     assert f"place/a{suffix}" in alone
+
+
+def test_predictions_of_other_classes_are_not_written_over(trained, tmp_path):
+    trees.picture(tmp_path / "a.png", (50, 72))
+    out = tmp_path / "out"
+    run(trained, tmp_path / "a.png", out)
+    run(trained, tmp_path / "a.png", out)
+    saved(
+        tmp_path / "net.pt",
+        run_config("data=folder"),
+        ["leaf", "stem"],
+        palette=[[0, 0, 0], [9, 9, 9]],
+        label_ids=[0, 1],
+    )
+    before = (out / "classes.json").read_bytes()
+    with pytest.raises(
+        ValueError, match="holds another network's predictions, of the classes .*; this network has leaf, stem"
+    ):
+        run((tmp_path / "net.pt",), tmp_path / "a.png", out)
+    assert (out / "classes.json").read_bytes() == before
+
+
+def test_images_that_are_too_large_are_put_aside_with_the_cure(trained, tmp_path, monkeypatch):
+    for name, side in (("a", 60), ("b", 90), ("c", 50)):
+        trees.picture(tmp_path / "in" / f"{name}.png", (side, 72))
+    monkeypatch.setattr("datasets.reading.MOST_PIXELS", 80 * 72)
+    segmented = predict.__globals__["segmented"]
+
+    def short_of_memory(network, image, *others):
+        if len(image) == 60:
+            raise MemoryError("out of memory")
+        return segmented(network, image, *others)
+
+    monkeypatch.setitem(predict.__globals__, "segmented", short_of_memory)
+    with pytest.raises(ValueError, match="2 of 3 images were not predicted") as error:
+        run(trained, tmp_path / "in", tmp_path / "out")
+    assert "b.png: has more than 0 megapixels; expected fewer: cut large images" in str(error.value)
+    assert "a.png: out of memory: cut it into tiles, or use smaller windows" in str(error.value)
+    assert [file.name for file in (tmp_path / "out" / "ids").iterdir()] == ["c.png"]

@@ -4,13 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from engine import assemble
 from engine.assemble.optimization import optimizer
 from engine.checkpoint import files
 from engine.checkpoint.initial_weights import initialise
 from models.checkpoints.loading import is_auxiliary
-from models.segmentation import Outputs, SegmentationNetwork
+from models.segmentation import Outputs, SegmentationNetwork, features_read
 from tests.checkpoints import saved
 from tests.runs import run_config
 
@@ -76,3 +77,24 @@ def test_a_body_of_one_feature_is_refused_by_name():
     words = ("body=torchvision", "body.network=vgg11_bn", "body.output_stride=32", "norm=std")
     with pytest.raises(ValueError, match="head.auxiliary_weight=0.4 reads the feature at place -2 "):
         network(*words, WITH)
+
+
+def test_a_head_may_have_several_and_its_channels_are_compared():
+    class Classifier(nn.Module):
+        def __init__(self, channels, reads, weight):
+            super().__init__()
+            self.reads, self.loss_weight, self.layer = (reads,), weight, nn.Conv2d(channels, 3, 1)
+
+        def forward(self, features):
+            return self.layer(features[0])
+
+    made = network("head.auxiliary_weight=0")
+    (near,), (last,) = features_read(made.body, (4,), ""), features_read(made.body, (-1,), "")
+    made.head.auxiliary = nn.ModuleList([Classifier(near.channels, 4, 0.4), Classifier(last.channels, -1, 0.2)])
+    outputs = made(torch.rand(2, 3, 64, 64))
+    assert [(one.stride, one.weight) for one in outputs.auxiliary] == [(4, 0.4), (made.stride, 0.2)]
+    assert made.strides == (made.stride, 4, made.stride) and outputs.auxiliary[0].logits.shape == (2, 3, 16, 16)
+    assert isinstance(made.eval()(torch.rand(1, 3, 64, 64)), torch.Tensor)
+    made.cls = nn.Conv2d(made.cls.in_channels + 1, 3, 1)
+    with pytest.raises(ValueError, match=r"^DeepLabV3 returned \d+ channels: expected its out_channels, \d+"):
+        made(torch.rand(1, 3, 64, 64))

@@ -34,6 +34,7 @@ VALUES = (
     "wrn38 densenet mit_b0 regnet_y_400mf mobilenet_v2 mobilenetv3 convnext efficientnet convnext_tiny class_balanced "
     "default mps ddp o1 AmpOptimWrapper OptimWrapper 1h 12000 12G 512M 80% 0.5 RTX3090 RTX2080Ti 5090 A6000 H100 "
     "RTX3080 V100 A100 RTX1080 -1 epoch open-mmlab://resnet50 latest horizontal [123.675,116.28,103.53] 95% 1 a/*.png "
+    "early_stopping IoULoss BCELoss my/data softmax2d [1,2.5] data/camvid [512,512] 95 "
     "x.py mIoU table3 slide fit . 50 CityscapesDataset nvidia/mit-b0 fcn_resnet50 lraspp_mobilenet_v3_large"
 ).split() + [""]
 
@@ -116,8 +117,8 @@ def test_a_new_choice_and_its_keys_are_right_whatever_other_programs_mean_by_the
         assert hidden_keys("train_seg", SegmentationRun, monkeypatch) == HIDDEN
 
 
-# For a training it is the number of processes; the key is the planner's.
-HIDDEN = {"gpus"}
+# For a training gpus is the number of processes, and fraction another program's share of the images.
+HIDDEN = {"gpus", "fraction"}
 SAMPLES = ("true", "false", "0", "1", "8", "0.5", "[1,2]", "auto", "null")  # texts may have any value
 
 
@@ -153,3 +154,44 @@ def hidden_keys(command, schema, monkeypatch) -> set[str]:
 def test_keys_of_several_words():
     assert keys_of("data.crop_size=512 data.crop_aspect=2") == {"data.crop_size", "data.crop_aspect"}
     assert meant(ALONE, "last.pt", {"checkpoint"}) == ("checkpoint=last.pt", "give checkpoint=last.pt")
+
+
+# Of rates, shares and sizes: another program's word and value, what it means there, and ours for the same.
+UNITS = [
+    ("train_seg", "lr0", "0.01", "optim.lr=0.01"),  # ultralytics: the first rate
+    ("train_seg", "lrf", "0.01", "x optim.lr"),  # ultralytics: the last rate is lr0 * lrf
+    ("train_seg", "eta_min_ratio", "0.01", "x optim.lr"),  # mmengine: eta_min = base_lr * ratio
+    ("train_seg", "eta_min", "0.001", "lr_schedule.end=0.001"),  # PyTorch: a rate
+    ("train_seg", "blr", "0.001", "x data.crops_per_minibatch / 256"),  # MAE: lr = blr * batch / 256
+    ("train_seg", "bn_momentum", "0.1", "norm.momentum=0.1"),  # PyTorch: running = 0.9 * running + 0.1 * new
+    ("train_seg", "bn_momentum", "0.99", "1 - 0.99"),  # TensorFlow: running = 0.99 * running + 0.01 * new
+    ("train_seg", "ema_momentum", "0.001", "1 less the momentum"),  # mmengine: average += 0.001 * (new - average)
+    ("train_seg", "ema_decay", "0.999", "trainer.ema_decay=0.999"),  # timm: average = 0.999 * average + 0.001 * new
+    ("train_seg", "scale_limit", "0.5", "[0.5,1.5]"),  # albumentations: factors 1 - 0.5 to 1 + 0.5
+    ("train_seg", "ratio_range", "[0.5,2.0]", "data.scale=[0.5,2.0]"),  # mmsegmentation: factors
+    ("train_seg", "scale", "[512,512]", "data.base_size=N"),  # mmsegmentation's Resize: pixels
+    ("train_seg", "fraction", "0.5", "no key trains on a part of the images"),  # ultralytics: of the images
+    ("train_seg", "warmup_ratio", "0.1", "warmup_steps=N"),  # Hugging Face: of the steps; mmcv: of the rate
+    ("train_seg", "min_size_train", "512", "data.base_size, the longest side"),  # detectron2: the shortest side
+    ("train_seg", "max_size_train", "2048", "data.base_size=2048"),  # detectron2: the longest side
+    ("train_seg", "lr_gamma", "0.1", "lr_schedule.factor=0.1"),  # PyTorch: the rate is multiplied by it
+    ("train_seg", "class_weights", "[1,2.5]", "loss.class_weights=[1,2.5]"),  # PyTorch: factors of pixels' losses
+    ("train_seg", "test_split", "test", "eval.py checkpoint=RUN data.split=test"),  # scored once, never chosen on
+    ("eval", "stride", "341", "the share of a side"),  # mmsegmentation: pixels between windows
+]
+
+
+@pytest.mark.parametrize("command, word, value, ours", UNITS, ids=[f"{word}={value}" for _, word, value, _ in UNITS])
+def test_rates_shares_and_sizes_keep_their_meaning(command, word, value, ours):
+    schema = COMMANDS[command]
+    messages = Messages(command, schema)
+    answer = messages.about([f"{word}={value}"], ValueError("unknown"))
+    assert ours in answer, answer
+
+
+def test_every_word_for_a_rate_a_share_or_a_size_names_its_unit():
+    measured = re.compile(
+        r"(optim\.lr|lr_schedule\.(end|factor)|norm\.momentum|trainer\.ema_decay|data\.(scale|base_size))=(\{|\\)"
+    )
+    given = [entry for entry in entries() if entry.give and measured.match(entry.give)]
+    assert len(given) > 6 and [entry.word for entry in given if not entry.unit] == []

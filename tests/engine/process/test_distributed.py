@@ -290,3 +290,15 @@ def test_one_of_several_processes_that_torchrun_did_not_start_is_refused(monkeyp
     for name, value in (("TORCHELASTIC_RUN_ID", "7"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert distributed.world_size() == 4  # torchrun in a step of srun
+
+
+def test_a_driver_without_a_device_is_named_once(monkeypatch, tmp_path, caplog):
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13\n")
+    monkeypatch.setattr(distributed, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    distributed.warn_of_driver.cache_clear()
+    for name in ("cpu", "auto", "auto"):
+        assert distributed.device_of(name).type == "cpu"
+    (said,) = [record.message for record in caplog.records if "driver" in record.message]
+    assert "built for CUDA 13.0, and finds no device: this runs on the CPU. The driver is 470.57.02: update it" in said

@@ -45,7 +45,8 @@ class FakeRun(SimpleNamespace):
         trainer, data = SimpleNamespace(profile=0), SimpleNamespace(crops_per_minibatch=2)
         self.config = SimpleNamespace(trainer=trainer, data=data)
         self.share_plans = lambda: self.events.append(("share", loop.PLANNED_STEPS))
-        self.begin = lambda: None  # no random numbers to continue
+        self.begin = lambda loss, minibatches: None  # nothing to continue
+        self.followed = lambda minibatches, loss: minibatches
 
     def save(self, step: int) -> None:
         self.events.append(("save", step))

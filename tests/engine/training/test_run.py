@@ -2,6 +2,7 @@
 
 import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
@@ -106,9 +107,13 @@ def test_arithmetic_is_of_the_keys():
 
 
 def test_a_record_says_whether_steps_were_captured_and_the_configuration_stays():
-    config, learner = {"trainer": {"capture": "auto", "steps": 9}}, learner_of(nn.Conv2d(3, 5, 1))
+    config, learner = (
+        {"trainer": {"capture": "auto", "steps": 9}, "data": {"root": "data"}},
+        learner_of(nn.Conv2d(3, 5, 1)),
+    )
     recorded = Run.recorded_config(SimpleNamespace(plain_config=config, learner=learner))
-    assert recorded == {"trainer": {"capture": False, "steps": 9}} and config["trainer"]["capture"] == "auto"
+    assert recorded["trainer"] == {"capture": False, "steps": 9} and config["trainer"]["capture"] == "auto"
+    assert recorded["data"] == {"root": f"{Path.cwd()}/data"}  # which commands find from any folder
 
 
 @pytest.mark.parametrize("computes, precision", [(False, "bfloat16"), (True, "bfloat16"), (False, "float16")])
@@ -123,9 +128,9 @@ def test_bfloat16_that_a_device_only_emulates_gets_a_warning(computes, precision
 @pytest.mark.parametrize(
     "words, crops, ways",
     [
-        ([], 4, "twice the .*, data.crop_size=.*, norm=inplace, trainer.recompute=blocks, trainer.precision=bfloat16"),
+        ([], 4, "twice the .*, trainer.recompute=blocks, trainer.precision=bfloat16, norm=inplace, data.crop_size=.*"),
         (["norm=inplace", "trainer.recompute=blocks", "trainer.precision=float16"], 2, r"data.crop_size=\d+"),
-        (["body=revnet_tiny", "norm=checkpoint"], 2, r"data.crop_size=\d+, trainer.precision=bfloat16"),
+        (["body=revnet_tiny", "norm=checkpoint"], 2, r"trainer.precision=bfloat16, data.crop_size=\d+"),
     ],
 )
 def test_advice_against_too_little_memory_leaves_out_what_is_set(words, crops, ways):
@@ -143,3 +148,27 @@ def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):
     own.metrics.best, own.metrics.ends_early, own.schedule.total_steps = None, False, 1
     Run.evaluate(own, 1, lambda: seen.append(torch.backends.cudnn.benchmark) or SimpleNamespace(scores={"miou": 0.5}))
     assert seen == [False] and torch.backends.cudnn.benchmark
+
+
+def test_missing_images_of_a_dataset_are_warned_of_and_refused_in_a_row_of_a_paper(tmp_path):
+    root = trees.camvid_folders(tmp_path / "camvid")  # 6 of 367
+    words = (*SHORT, "data=camvid", f"data.root={root}", "data.verify=false", "data.crop_size=32")
+    row = "python train_seg.py experiment=camvid_table3/std"
+    for number, (command, more) in enumerate([("train_seg.py", ()), (row, ("data.incomplete=true",))]):
+        config = run_config(*words, f"run_dir={tmp_path}/{number}", *more)
+        with opened(config, command, assemble.labelled_splits):
+            log = (tmp_path / f"{number}" / "log.txt").read_text()
+        assert log.count("data.train_split=train has 6 of the 367 images of camvid") == 1
+    with pytest.raises(
+        ValueError, match="^experiment=camvid_table3/std is a row of a paper, but data.train_split=train has 6 "
+    ):
+        with opened(run_config(*words, f"run_dir={tmp_path}/row"), row, assemble.labelled_splits):
+            pass
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_a_rate_that_is_no_rate_is_refused_before_its_step(rate):
+    learner = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": rate}]))
+    with pytest.raises(ValueError, match=f"^lr_schedule=poly gives the learning rate {rate} in step 7: expected 0 or"):
+        fields = {"watch": None, "draws": None, "start_step": 6, "learner": learner, "config": run_config(*SHORT)}
+        next(Run.followed(SimpleNamespace(**fields), [{}], None))

@@ -1,0 +1,43 @@
+"""The training minibatches of a run in order: the steps that take them, and what their sampler kept after each."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch.utils.data import Sampler
+
+
+def state_of(part: Any) -> Any:
+    """A copy of a part's state; None unless it has `state_dict` and `load_state_dict`."""
+    return deepcopy(part.state_dict()) if hasattr(part, "state_dict") and hasattr(part, "load_state_dict") else None
+
+
+class Minibatch(list):
+    """What a rank draws for a `step`, from 1 on, whose end is at `epoch`. `place`: of its first crop in the run."""
+
+    step, epoch, place = 1, 0.0, 0
+
+
+class Draws(Sampler):
+    """The minibatches of a `sampler`. `noted`: those that no step took yet, and the sampler's state after each.
+
+    Workers read ahead, so the sampler may be further than the step. `order`: the arguments of all samplers.
+    """
+
+    def __init__(self, sampler: Any, name: str, order: Mapping[str, Any], steps_per_epoch: int):
+        self.sampler, self.name, self.order, self.steps_per_epoch = sampler, name, order, steps_per_epoch
+        self.noted = deque[tuple[list, Any]]()
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Minibatch]:
+        self.noted.clear()
+        crops, rank, ranks = (self.order[name] for name in ("crops_per_minibatch", "rank", "world_size"))
+        for step, drawn in enumerate(self.sampler, start=self.order["start_step"] + 1):
+            keys = Minibatch(drawn)
+            keys.step, keys.epoch = step, step / self.steps_per_epoch
+            keys.place = (step - 1) * crops + rank * crops // ranks
+            self.noted.append((list(keys), state_of(self.sampler)))
+            yield keys

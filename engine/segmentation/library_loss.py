@@ -1,0 +1,56 @@
+"""Losses of segmentation_models_pytorch, on the labelled pixels of a micro-batch."""
+
+from importlib import import_module
+
+from torch import Tensor, nn
+
+from engine.segmentation.cross_entropy import CrossEntropy
+from models.segmentation import upsampled
+
+LOSSES = {
+    "dice": "DiceLoss",
+    "focal": "FocalLoss",
+    "tversky": "TverskyLoss",
+    "jaccard": "JaccardLoss",
+    "lovasz": "LovaszLoss",
+}
+
+
+class LibraryLoss(nn.Module):
+    """One of `LOSSES` in multiclass mode; plus cross-entropy times `with_cross_entropy`, if that is above 0.
+
+    Logits are upsampled at once, in float32: with their gradient and the library's own tensors about three full copies.
+    Ignored pixels are left out, and a micro-batch without a labelled pixel has the loss 0. ValueError: the library is
+    not installed, or its version takes no weights of classes.
+    """
+
+    def __init__(
+        self, ignore_index: int, weights: Tensor | None, stride: int | None, kind: str, with_cross_entropy: float
+    ):
+        super().__init__()
+        self.ignore_index, self.stride, self.share = ignore_index, stride, with_cross_entropy
+        try:
+            losses = import_module("segmentation_models_pytorch.losses")
+        except ImportError as error:
+            raise ValueError(
+                f"loss=library needs segmentation_models_pytorch ({error}): pip install segmentation-models-pytorch"
+            ) from error
+        options = {} if weights is None else {"class_weights": weights.tolist()}
+        try:
+            self.own = getattr(losses, LOSSES[kind])("multiclass", **options)
+        except TypeError as error:
+            raise ValueError(
+                f"loss.class_weights with loss.kind={kind}: this segmentation_models_pytorch takes none ({error}): "
+                f"update it, or give loss.class_weights=none"
+            ) from error
+        self.cross_entropy = CrossEntropy(ignore_index, weights, stride=stride) if with_cross_entropy else None
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits (N, K, h, w) of any floating dtype, labels (N, H, W) of any integer dtype -> scalar, float32."""
+        cells, labelled = logits, labels != self.ignore_index
+        logits = upsampled(logits.float(), labels.shape[1:], self.stride)
+        if not labelled.any():
+            return logits.sum() * 0
+        pixels = logits.movedim(1, -1)[labelled].T[None, :, :, None]  # (1, K, labelled pixels, 1)
+        loss = self.own(pixels.contiguous(), labels[labelled].long()[None, :, None])
+        return loss if self.cross_entropy is None else loss + self.share * self.cross_entropy(cells, labels)

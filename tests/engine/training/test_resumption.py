@@ -1,0 +1,262 @@
+"""Parts that keep something: what has `state_dict` resumes to the bit, and `debug=resume` names what has not."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import make_dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from datasets import ShuffledMinibatches
+from engine.process import plugins
+from engine.schema.additions import Augmentation, Logger
+from engine.schema.data import Sampler
+from engine.schema.keys import choice
+from engine.schema.network import DeepLabV3Head
+from engine.schema.optim import LRSchedule, Optim
+from engine.schema.segmentation import Loss
+from engine.segmentation.cross_entropy import CrossEntropy, SummedLoss
+from engine.training import resumption
+from models.heads import DeepLabV3
+from tests.choices import forgotten
+from tests.runs import SHORT, checked
+from train_seg import train
+
+
+class Averaging(CrossEntropy):
+    """Keeps how often each class was seen."""
+
+    def __init__(self, ignore_index, weights, stride):
+        super().__init__(ignore_index, weights, stride=stride)
+        self.seen = None
+        self.teacher = nn.Conv2d(1, 1, 1).requires_grad_(False)
+
+    def forward(self, logits, labels):
+        now = torch.bincount(labels.flatten().long(), minlength=256).float()
+        self.seen = now if self.seen is None else 0.9 * self.seen + 0.1 * now
+        return super().forward(logits, labels) * self.seen[:9].sum() / self.seen.sum()
+
+
+class SavedAveraging(Averaging):
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+class Growing(ShuffledMinibatches):
+    """Draws from more images in every epoch."""
+
+    def __init__(self, images, **order):
+        super().__init__(images, **order)
+        self.kept = {"epoch": -1, "most": 1, "drawn": []}
+
+    def keys(self, epoch):
+        if epoch != self.kept["epoch"]:
+            rng = np.random.default_rng([self.seed, epoch])
+            most, drawn = self.kept["most"] + 2, rng.integers(0, self.kept["most"] + 2, self.draws).tolist()
+            self.kept = {"epoch": epoch, "most": most, "drawn": [[epoch, each] for each in drawn]}
+        return self.kept["drawn"]
+
+
+class SavedGrowing(Growing):
+    def state_dict(self):
+        return self.kept
+
+    def load_state_dict(self, state):
+        self.kept = state
+
+
+class Late:
+    """Begins after some crops, of which only the process that makes them knows."""
+
+    calls = 0
+
+    def __call__(self, image, label, rng):
+        self.calls += 1
+        return (image if self.calls < 9 else 255 - image), label
+
+
+def late_by_arguments():
+    return lambda image, label, rng, step, place: ((image if place < 9 else 255 - image) // (1 + step % 2), label)
+
+
+class Inner(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+class SavedInner(Inner):
+    def state_dict(self):
+        return {**super().state_dict(), "inner": self.inner.state_dict()["state"]}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({key: each for key, each in state.items() if key != "inner"})
+        self.inner.param_groups = self.param_groups
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        self.inner.state.update({parameters[number]: each for number, each in state["inner"].items()})
+
+
+class Wandering(LRScheduler):
+    """A rate that depends on all weights before."""
+
+    def __init__(self, optimizer, steps, steps_per_epoch, warmup):
+        self.total = 0.0
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.total += self.optimizer.param_groups[0]["params"][0].abs().sum().item()
+        return [group["initial_lr"] / (1 + self.total) for group in self.optimizer.param_groups]
+
+    def state_dict(self):
+        return {}
+
+
+class SavedWandering(Wandering):
+    state_dict = LRScheduler.state_dict
+
+
+class Counting(DeepLabV3):
+    passes = 0
+
+    def forward(self, features):
+        self.passes += self.training
+        return super().forward(features) * self.passes
+
+
+class Notes:
+    """A logger that keeps what it was told."""
+
+    def __init__(self, folder, config):
+        self.told = 0
+
+    def scalars(self, step, values):
+        self.told += 1
+
+    def end(self, status):
+        pass
+
+    def state_dict(self):
+        return {"told": self.told}
+
+    def load_state_dict(self, state):
+        self.told = state["told"]
+
+
+OWN = (
+    ("loss", Loss, "averaging", Averaging),
+    ("loss", Loss, "saved_averaging", SavedAveraging),
+    ("sampler", Sampler, "growing", Growing),
+    ("sampler", Sampler, "saved_growing", SavedGrowing),
+    ("augmentations", Augmentation, "late", Late),
+    ("augmentations", Augmentation, "late_by_arguments", f"{__name__}.late_by_arguments"),
+    ("optim", Optim, "inner", Inner),
+    ("optim", Optim, "saved_inner", SavedInner),
+    ("lr_schedule", LRSchedule, "wandering", Wandering),
+    ("lr_schedule", LRSchedule, "saved_wandering", SavedWandering),
+    ("head", DeepLabV3Head, "counting", Counting),
+    ("logger", Logger, "notes", Notes),
+)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    with forgotten():
+        for group, base, name, builds in OWN:
+            own = {"builds": builds, "__module__": __name__}
+            rate = [("lr", float, 0.05)] if group == "optim" else []
+            made = make_dataclass(f"Own{name.title()}", [("name", str, name), *rate], bases=(base,), namespace=own)
+            globals()[made.__name__] = choice(group)(made)
+        yield
+
+
+SMALL = ("head.out_channels=8", "head.hidden_channels=8", "data.crop_size=32", "trainer.pictures=0")
+SMALL += ("trainer.evaluate_images=1", "trainer.resume_check=8", "trainer.log_every_steps=1")
+
+
+def check(*words: str) -> None:
+    resumption.check(train, checked("train_seg", *SHORT, *SMALL, *words))
+
+
+def test_parts_with_state_dict_resume_to_the_bit_also_where_workers_read_ahead(capsys, monkeypatch):
+    monkeypatch.setitem(plugins.LOADED, "own", plugins.Plugin((), None))
+    saved = ("sampler=saved_growing", "optim=saved_inner", "lr_schedule=saved_wandering", "logger=[notes]")
+    words = ("loss=saved_averaging", *saved, "augmentations=[late_by_arguments]", "data.workers=1")
+    config = checked("train_seg", *SHORT, *SMALL, *words)
+    assert not resumption.record(config).exists()
+    check(*words, "head.auxiliary_weight=0.4")
+    said = capsys.readouterr().out
+    assert "debug=resume: all is equal after 8 steps, also if a run is stopped after step 6 and continued" in said
+    assert resumption.record(checked("train_seg", *SHORT, *SMALL, *words, "head.auxiliary_weight=0.4")).exists()
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    "word, first",
+    [
+        ("loss=averaging", "the loss of step 7"),
+        ("sampler=growing", "the draws of step 7"),
+        ("augmentations=[late]", "the crops of step 7"),
+        ("optim=inner", "the weights of step 7"),
+        ("lr_schedule=wandering", "the learning rates of step 8"),
+        ("head=counting", "the outputs of step 7"),
+    ],
+)
+def test_a_part_that_keeps_what_no_checkpoint_has_is_named(word, first):
+    words = () if word.startswith("head") else ("head.auxiliary_weight=0.4",)
+    with pytest.raises(ValueError, match="^debug=resume: ") as error:
+        check(word, *words)
+    said = str(error.value)
+    assert "differ if a run is stopped after step 6 and continued" in said and first in said, said
+    assert word.replace("[", "").replace("]", "") in said
+
+
+def test_where_two_whole_runs_differ_it_says_so_first(monkeypatch):
+    monkeypatch.setattr(Late, "__call__", lambda _, image, label, rng: (image // (1 + os.urandom(1)[0]), label))
+    with pytest.raises(ValueError, match="two whole runs differ already: the crops of step 1 are the first, of aug"):
+        check("augmentations=[late]")
+
+
+def test_it_is_refused_under_torchrun_and_says_what_fails(monkeypatch):
+    monkeypatch.setattr(Counting, "forward", lambda *_: [][0])
+    with pytest.raises(ValueError, match="^debug=resume: a training fails: .*list index out of range"):
+        check("head=counting")
+    monkeypatch.setattr(resumption, "launched", lambda: True)
+    with pytest.raises(ValueError, match="start train_seg.py by python, without torchrun"):
+        check()
+
+
+def test_parameters_of_a_loss_are_saved_once_they_have_changed():
+    loss, other = (SummedLoss(lambda _: SavedAveraging(255, None, None), (8,)) for _ in range(2))
+    assert [*loss.state_dict()["8"]] == ["_extra_state"]
+    with torch.no_grad():
+        loss.losses["8"].teacher.weight.data.fill_(3)  # its version says nothing
+    state = loss.state_dict()
+    assert {*state["8"]} == {"teacher.weight", "_extra_state"}
+    other.load_state_dict(state)
+    assert other.losses["8"].teacher.weight.item() == 3 and {*other.state_dict()["8"]} == {*state["8"]}
+    state["8"]["teacher.weight"] = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="size mismatch for teacher.weight"):
+        other.load_state_dict(state)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(SavedGrowing, "state_dict", lambda self: {"pace": np.float64(1)})
+    words = (*SHORT, *SMALL, "trainer.resume_check=0", "sampler=saved_growing", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match="^sampler=saved_growing has a state_dict of more than tensors, numbers"):
+        train(checked("train_seg", *words))
+
+
+def test_a_training_with_plugins_that_no_check_has_passed_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(plugins.LOADED, "own", plugins.Plugin((), None))
+    words = (*SHORT, *SMALL, "trainer.resume_check=0", "trainer.steps=1", f"run_dir={tmp_path / 'run'}")
+    train(checked("train_seg", *words))
+    assert (tmp_path / "run" / "log.txt").read_text().count("no debug=resume has passed with these plugins") == 1
