@@ -289,14 +289,14 @@ def for_two():
 
 
 def test_a_loss_that_is_no_scalar_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^PerCell returned \(2, \d+, \d+\): expected a scalar"):
+    with pytest.raises(ValueError, match=r"^loss=per_cell: PerCell returned \(2, \d+, \d+\): expected a scalar"):
         train_short(tmp_path / "run", "loss=per_cell")
 
 
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["head=even"], r"the head's Even\.decide returned torch\.float32 \(1, 64, 64\): expected"),
+        (["head=even"], r"head=even: the head's Even\.decide returned torch\.float32 \(1, 64, 64\): expected"),
         (["scores=[countless]"], r"scores=countless: AttributeError: .* has no attribute 'counts'"),
         (["augmentations=[alone]"], r"augmentations=alone does not take \(crop, label, generator\)"),
     ],

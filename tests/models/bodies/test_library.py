@@ -330,7 +330,7 @@ def test_maps_whose_channels_are_last_become_features_as_heads_read_them():
         assert all(map(torch.equal, found, expected)) and torch.equal(body(images), found[-1])
         early = torchvision_body(network="swin_t", last="features.3")
         assert early(images).shape == (1, 192, 8, 12) == (1, early.out_channels, 64 // 8, 96 // 8)
-    with pytest.raises(ValueError, match="cannot be dilated to output_stride=16, because its PatchMerging strides"):
+    with pytest.raises(ValueError, match="merges patches and attends within windows, so it can neither be dilated"):
         torchvision_body(network="swin_t", output_stride=16)
 
 
