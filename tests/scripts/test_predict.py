@@ -117,14 +117,15 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
 
 def test_ids_are_numbered_as_in_the_labels(trained, tmp_path):
     """eval.py writes the same ids, and classes.json lists them. What lies in the output is no input of a second run."""
-    trees.picture(tmp_path / "a.png")
     state, found = checkpoint.load(trained[0]), []
     for own in ([*range(65)], [3 * number for number in range(65)]):
         checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": own})
-        (tmp_path / "classes.json").unlink(missing_ok=True)  # else the second network's predictions are refused
-        (file,) = run((tmp_path / "net.pt",), tmp_path, tmp_path)
+        folder = tmp_path / f"ids {own[1]}"
+        trees.picture(folder / "a.png")
+        for _ in range(2):
+            (file,) = run((tmp_path / "net.pt",), folder, folder)
         found.append(np.asarray(Image.open(file)))
-        classes = json.loads((tmp_path / "classes.json").read_text())
+        classes = json.loads((folder / "classes.json").read_text())
         assert [entry.pop("id") for entry in classes] == own and {*classes[0]} == {"name", "colour"}
     assert np.array_equal(found[1], 3 * found[0]) and found[1].any()
 
