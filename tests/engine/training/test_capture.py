@@ -107,6 +107,7 @@ def test_a_weight_that_is_used_twice_is_cast_as_often_as_in_eager_steps():
 
 
 @pytest.mark.table
+@pytest.mark.filterwarnings("ignore:nothing is recomputed under Tape")
 @pytest.mark.parametrize(
     "words",
     [
