@@ -44,6 +44,8 @@ CROSS_ENTROPY = CrossEntropy(fraction=0.25)
 SUMMED = SummedLoss(lambda stride: CrossEntropy(fraction=0.25, stride=stride))  # of a `SegmentationNetwork`
 WAITS, NO_MEMORY = RuntimeError("operation not permitted when stream is capturing"), torch.OutOfMemoryError("no memory")
 
+pytestmark = pytest.mark.filterwarnings("ignore:nothing is recomputed under Tape")
+
 
 class Unused(nn.Sequential):
     """Has a parameter without a gradient, which weight decay must not change."""
@@ -107,7 +109,6 @@ def test_a_weight_that_is_used_twice_is_cast_as_often_as_in_eager_steps():
 
 
 @pytest.mark.table
-@pytest.mark.filterwarnings("ignore:nothing is recomputed under Tape")
 @pytest.mark.parametrize(
     "words",
     [

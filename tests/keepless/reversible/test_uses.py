@@ -14,6 +14,7 @@ from tests.keepless.reversible.test_modules import IMAGES, additive, assert_same
 @pytest.mark.parametrize("form", ["sequence", pytest.param("opaque", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:recompute_activations does nothing inside torch.compile")
 def test_compiled_as_one_graph_with_a_warning_that_the_compiler_decides(form):
+    torch._dynamo.reset()  # other tests may have reached its limit of compilations
     network, plain = reversible.twins(form, lambda: AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)))
     with pytest.warns(UserWarning, match="inside torch.compile, .* compile their branches"):
         assert_same(step(torch.compile(network, backend="eager", fullgraph=True), IMAGES), step(plain, IMAGES))
