@@ -146,7 +146,7 @@ def split_folders(images: Path) -> list[str]:
 
 
 def _lists(root: Path, images: Path) -> list[Path]:
-    """The lists of images beside their folder, also those of folds."""
+    """The text files beside the folder of images that list some of them, such as train.txt or fold0/train.txt."""
     texts = [*root.glob("*.txt"), *root.glob("fold[0-9]*/*.txt")] if images.is_dir() else ()
     return [file for file in texts if _is_list(file, images)]
 

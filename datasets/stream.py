@@ -20,9 +20,10 @@ class Minibatch(list):
 
 
 class Draws(Sampler):
-    """The minibatches of a `sampler`. `noted`: those that no step took yet, and the sampler's state after each.
+    """The minibatches of a `sampler`. `order`: the arguments of all samplers.
 
-    Workers read ahead, so the sampler may be further than the step. `order`: the arguments of all samplers.
+    Workers read ahead of the step. So each minibatch waits in `noted` until a step takes it, together with the state
+    that the sampler had after it.
     """
 
     def __init__(self, sampler: Any, name: str, order: Mapping[str, Any], steps_per_epoch: int):

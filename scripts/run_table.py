@@ -96,7 +96,7 @@ def run(arguments: RunTable) -> int:
     """List the trainings of a table, run the missing ones, and return how many failed.
 
     Raises:
-        ValueError: there is no such table; no training has its data and weights; or those that are given are unfit.
+        ValueError: there is no such table; no training has its data and weights; the given data or weights are unfit.
         Preempted: a training was asked to stop.
     """
     console = make_console()

@@ -28,9 +28,10 @@ def saved_states(parts: Mapping[str, Any], noted: Mapping[str, Any], world: Worl
 
 
 def restore_states(parts: Mapping[str, Any], saved: list[dict[str, Any]], world: World) -> None:
-    """Load the states of this rank's parts, or those of the first rank of another number. ValueError: one is refused.
+    """Load the state of each part that this rank saved. ValueError: a part refuses its state.
 
-    A warning names a part without a state in the checkpoint.
+    If the number of ranks has changed, all ranks load the states of the first. A warning names each part that has no
+    state in the checkpoint.
     """
     states = saved[world.rank if len(saved) == world.size else 0] if saved else {}
     for name, part in parts.items():

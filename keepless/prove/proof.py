@@ -50,7 +50,7 @@ class Proof(NamedTuple):
     gradients: Difference  # `first`: in the order of the backward pass
     buffers: Difference
     random: Difference  # the states of random generators
-    budget: int  # bytes; 0: it is a share of a peak that is not known
+    budget: int  # bytes beside gradients that come; 0: it is a share of a peak that is not known
     baseline: Steps  # its peak is estimated if it does not fit in memory; 0: it is not known
     prepared: Steps  # warnings: what is not planned, and why
 
@@ -84,7 +84,7 @@ class Proof(NamedTuple):
 
 
 def proof_of(baseline: Steps, again: Steps, prepared: Steps, budget: Budget) -> Proof:
-    """Compare prepared steps with the baseline's, and these with those that ran `again`."""
+    """Compare prepared steps with the baseline's. The noise is how far the baseline's differ when they run `again`."""
     outputs, gradients, buffers, random = (_difference(kind, baseline, again, prepared) for kind in KINDS)
     said = [text for text in dict.fromkeys(prepared.warnings) if text not in baseline.warnings]
     peak, seconds = baseline.peak if baseline.fits else prepared.plain, min(baseline.seconds, again.seconds)
@@ -94,7 +94,7 @@ def proof_of(baseline: Steps, again: Steps, prepared: Steps, budget: Budget) -> 
         gradients,
         buffers,
         random,
-        limit if isinstance(limit, int) else int(limit * peak),
+        limit if isinstance(limit, int) else max(int(limit * peak) - baseline.coming, 0),  # a share counts gradients
         baseline._replace(results=(), peak=peak, seconds=seconds),
         prepared._replace(results=(), warnings=said),
     )

@@ -124,7 +124,7 @@ class Elsewhere:
 
 
 def is_elsewhere(hooks: Hooks | None) -> bool:
-    """Whether saved-tensor hooks are those of an `Elsewhere`: PyTorch alone has none there."""
+    """Whether saved-tensor hooks are those of an `Elsewhere`, and not the program's own."""
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Elsewhere)
 
 

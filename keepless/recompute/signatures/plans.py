@@ -134,7 +134,10 @@ class Planner:
 
 
 def _limit(budget: float | int, step: Step, gradients: int = 0) -> int:
-    """The bytes that a step may take within a budget. `gradients`: bytes of those that come during the step."""
+    """The bytes that a step may take within a budget.
+
+    A budget in bytes does not count gradients: `gradients`, the bytes that come during the step, are added to it.
+    """
     return budget + gradients if isinstance(budget, int) else int(budget * plain_peak(step))
 
 

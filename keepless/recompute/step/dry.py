@@ -177,8 +177,8 @@ def on_copy(
 ) -> T:
     """Call `run` with copies of a network and its arguments, on fake tensors or on real ones, and return its result.
 
-    The copies are those of `copy.deepcopy`: what the network's code changes outside of it stays changed, once. Meta
-    tensors become fake CPU tensors. Random states are put back. The copy does not communicate with other processes:
+    `copy.deepcopy` makes the copies. Python code of the network runs once, and what it changes outside of the network
+    stays changed. Meta tensors become fake CPU tensors. Random states are put back. The copy does not communicate with other processes:
     what they would send is taken to equal its own tensors.
 
     Raises:

@@ -20,10 +20,10 @@ OPTIMIZERS = "_in_backward_optimizers"  # attribute of parameters whose optimise
 
 @contextmanager
 def stand_ins(network: nn.Module) -> Iterator[list[Tensor]]:
-    """Context in which a network has other parameters, in the memory of its own. Yields those that are trained.
+    """Context in which stand-ins replace a network's parameters and share their memory. Yields the trained stand-ins.
 
-    Its own get no gradients, so their hooks, optimisers in the backward pass and DDP see nothing; a DDP inside calls
-    its module alone. At the end, buffers, attributes of modules and random states are as before, and so is what the
+    The parameters themselves get no gradients, so their hooks, optimisers in the backward pass and DDP see nothing. A
+    DDP inside calls its module alone. At the end, buffers, attributes of modules and random states are as before, and so is what the
     forward pass has written over, as an embedding with `max_norm` does.
     """
     others: dict[int, Tensor] = {}
@@ -74,7 +74,7 @@ class _Unwritten(TorchDispatchMode):
         super().__init__()
         storages = [parameter.untyped_storage() for parameter in parameters if is_ordinary(parameter)]
         self.storages = {address(storage): storage for storage in storages}
-        self.copies: dict[int, torch.UntypedStorage] = {}  # of those that were written over
+        self.copies: dict[int, torch.UntypedStorage] = {}  # of storages that were written over, by their addresses
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for place, name in written_arguments(function):
