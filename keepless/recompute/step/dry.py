@@ -178,8 +178,8 @@ def on_copy(
     """Call `run` with copies of a network and its arguments, on fake tensors or on real ones, and return its result.
 
     `copy.deepcopy` makes the copies. Python code of the network runs once, and what it changes outside of the network
-    stays changed. Meta tensors become fake CPU tensors. Random states are put back. The copy does not communicate with other processes:
-    what they would send is taken to equal its own tensors.
+    stays changed. Meta tensors become fake CPU tensors. Random states are put back. The copy does not communicate with
+    other processes: what they would send is taken to equal its own tensors.
 
     Raises:
         RuntimeError: the copy reads tensors of the network itself; the network cannot be copied; FSDP2 has sharded it,

@@ -23,8 +23,8 @@ def stand_ins(network: nn.Module) -> Iterator[list[Tensor]]:
     """Context in which stand-ins replace a network's parameters and share their memory. Yields the trained stand-ins.
 
     The parameters themselves get no gradients, so their hooks, optimisers in the backward pass and DDP see nothing. A
-    DDP inside calls its module alone. At the end, buffers, attributes of modules and random states are as before, and so is what the
-    forward pass has written over, as an embedding with `max_norm` does.
+    DDP inside calls its module alone. At the end, buffers, attributes of modules and random states are as before, and
+    so are the values of parameters that the forward pass has written over, as an embedding with `max_norm` does.
     """
     others: dict[int, Tensor] = {}
     undo: list[tuple[Any, Any, Any]] = []  # dictionary or list, key, value
