@@ -437,7 +437,8 @@ class KnownValues:
     def is_simple(self, tensor: Tensor) -> bool:
         """Whether a saved tensor needs no value: parameters, their views, short vectors, and statistics of rows.
 
-        Recipes read copies of these. So they need not notice when batch norms update running statistics, or views.
+        Recipes read copies of these. So they need not notice when batch norms update running statistics, or views. The
+        network's inputs have values.
         """
         base, size = tensor._base, tensor.numel()
         if not tensor.is_leaf:
@@ -445,6 +446,7 @@ class KnownValues:
         if isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and size < self.short):
             return True
         is_of_vector = base is not None and base.ndim < 2 and base.numel() < self.short_rows
+        is_of_vector = is_of_vector and address(tensor.untyped_storage()) not in self.outside
         return is_of_vector or (tensor.ndim > 1 and tensor.size(-1) == 1 and size < self.short_rows)
 
     def narrowed(self, indices: Tensor, dtype: torch.dtype) -> Value:
