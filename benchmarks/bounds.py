@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import frame, zoo
+from benchmarks.least_seconds import bounds_of
 from benchmarks.rows import Rows
 from keepless import plan
 from keepless.torch_internals import FakeTensorMode
@@ -31,17 +32,15 @@ EASY = 0.5  # budgets from here on
 
 def measure(arguments: frame.Arguments, name: str) -> Rows:
     """{"network", "share": of the baseline's peak, "time", "bound": shares of a step, "seconds": to find all bounds}"""
-    spent: list[float] = []
     with FakeTensorMode():
         network, inputs = zoo.build(name, SIDE), torch.randn(IMAGES, 3, SIDE, SIDE)
-        for bound in (False, True):
-            began = time.process_time()
-            own = plan(network, inputs, [*SHARES, 1.0], bound).rows
-            spent.append(time.process_time() - began)
-    seconds = round((spent[1] - spent[0]) / len(own), 2)
-    found = {round(row.budget / own[-1].budget, 3): row for row in own[:-1]}
+        own = plan(network, inputs, [*SHARES, 1.0]).rows
+        began = time.process_time()
+        bounds = bounds_of(network, inputs, own)
+        seconds = round((time.process_time() - began) / len(own), 2)
+    found = {round(row.budget / own[-1].budget, 3): (row, bound) for row, bound in zip(own[:-1], bounds, strict=False)}
     common = {"network": name, "seconds": seconds}
-    return [{**common, "share": share, "time": row.seconds, "bound": row.bound} for share, row in found.items()]
+    return [{**common, "share": share, "time": row.seconds, "bound": bound} for share, (row, bound) in found.items()]
 
 
 def about(arguments: dict) -> tuple[str, str]:
@@ -59,7 +58,7 @@ def sections(call: dict, _: str) -> Iterator[str]:
         rows.append([name, *cells.values(), f"{own[0].get('seconds', '')}"])
     yield (
         "Time to recompute within a share of the baseline's peak, in % of a step, and the time below which no plan is. "
-        "Empty: no plan reaches it; –: no bound, see `plan`. *seconds*: of processor time, to find one bound."
+        "Empty: no plan reaches it; –: no bound, or one that says little. *seconds*: of processor time, to find one bound."
     )
     yield table(["network", *(f"{share:.1f}" for share in SHARES), "seconds"], rows)
     found = [row for row in frame.rows_of(call) if row.get("bound") is not None and row["share"] >= EASY]

@@ -16,21 +16,34 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from .simulation import Simulation
-from .step import Event, Kind, Step
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from torch import Tensor, nn
 
-try:
-    from scipy.optimize import linprog
-    from scipy.sparse import csr_array
-except ImportError as error:
-    raise ModuleNotFoundError(
-        f"a bound of plans needs SciPy ({error}): pip install scipy, or leave bound out"
-    ) from error
+from keepless.recompute.signatures.plans import BudgetRow, rehearsed_step
+from keepless.recompute.step.simulation import Simulation
+from keepless.recompute.step.step import Event, Kind, Step
 
 _MOMENTS = 50  # about; more make the bound no higher, but take longer
 _MIB, _MS = 2.0**-20, 1e3  # units of the program: solvers want numbers around 1
 
 Sum = list[tuple[int, float]]  # variables and their factors
+
+
+def bounds_of(network: nn.Module, inputs: Tensor, rows: Sequence[BudgetRow]) -> list[float | None]:
+    """For each row of `keepless.plan` the share of a step below which no plan within its budget is.
+
+    None: it is not known, or says little. The network has no gradients yet.
+    """
+    step, gradients = rehearsed_step(network, (inputs,), {}), 0
+    if step.coming:
+        step, gradients = step.as_gradients_come(), step.gradients
+    return [_share(least_seconds(step, row.budget + gradients), row.seconds * step.seconds, step) for row in rows]
+
+
+def _share(least: float | None, seconds: float, step: Step) -> float | None:
+    says_little = least is None or not seconds / 3 <= least <= 1.001 * seconds  # solvers round
+    return None if least is None or says_little else min(least, seconds) / step.seconds
 
 
 def least_seconds(step: Step, limit: int, patience: float = 10.0) -> float | None:

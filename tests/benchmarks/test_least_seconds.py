@@ -1,14 +1,13 @@
 """The bound: no plan of a step is below it, and it is near the best one of networks."""
 
 import random
-import sys
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.least_seconds import bounds_of, least_seconds
 from keepless import plan
-from keepless.recompute.step.bound import least_seconds
 from keepless.recompute.step.search import frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.recompute.step.step import Event, Kind, Step
@@ -79,18 +78,10 @@ def test_below_every_peak_there_is_no_plan():
     assert least_seconds(step, 2 * best(step)[0].peak) == 0
 
 
-def test_a_table_of_plans_shows_bounds():
-    """Rows whose bound says little are empty."""
+def test_rows_of_a_plan_have_bounds():
+    """Those that say little are None."""
     network, images = nn.Sequential(*(bottleneck(16, 8) for _ in range(3))), torch.randn(2, 16, 16, 16)
-    found = plan(network, images, (0.8, 0.6, "1MiB"), bound=True)
-    assert "none below" in str(found).splitlines()[1] and found.rows[2].bound == 0
-    assert all(row.bound is None or row.seconds / 3 <= row.bound <= row.seconds for row in found.rows)
-    assert found.rows[1].bound > 0
-    assert "none below" not in str(plan(network, images, 0.8))
-
-
-def test_a_bound_without_scipy_is_refused_before_the_step(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    monkeypatch.delitem(sys.modules, "keepless.recompute.step.bound")
-    with pytest.raises(ModuleNotFoundError, match="needs SciPy .*: pip install scipy"):
-        plan(nn.Identity(), torch.zeros(1), bound=True)
+    rows = plan(network, images, (0.8, 0.6, "1MiB")).rows
+    found = bounds_of(network, images, rows)
+    assert found[2] == 0 < found[1]
+    assert all(bound is None or row.seconds / 3 <= bound <= row.seconds for row, bound in zip(rows, found, strict=True))
