@@ -58,7 +58,8 @@ def sections(call: dict, _: str) -> Iterator[str]:
         rows.append([name, *cells.values(), f"{own[0].get('seconds', '')}"])
     yield (
         "Time to recompute within a share of the baseline's peak, in % of a step, and the time below which no plan is. "
-        "Empty: no plan reaches it; –: no bound, or one that says little. *seconds*: of processor time, to find one bound."
+        "Empty: no plan reaches it; –: no bound, or one that says little. *seconds*: of processor time, to find one "
+        "bound."
     )
     yield table(["network", *(f"{share:.1f}" for share in SHARES), "seconds"], rows)
     found = [row for row in frame.rows_of(call) if row.get("bound") is not None and row["share"] >= EASY]

@@ -21,8 +21,8 @@ MAY_IMPORT = {
     "engine": {"datasets", "engine", "keepless", "models"},
     "scripts": ROOMS - {"benchmarks", "tools", "tests"},
 }  # nothing but tests imports `benchmarks` and `tools`
-# It is installed without the rest: triton and SciPy are optional.
-KEEPLESS_IMPORTS = {"torch", "triton", "scipy", "keepless"} | sys.stdlib_module_names
+# It is installed without the rest: triton is optional.
+KEEPLESS_IMPORTS = {"torch", "triton", "keepless"} | sys.stdlib_module_names
 # The rooms of the engine that may know the schema; the others take explicit arguments.
 KNOWS_SCHEMA = {"configuration", "assemble", "checkpoint", "training", "prediction"}
 

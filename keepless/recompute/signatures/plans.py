@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
@@ -236,7 +236,6 @@ class BudgetRow(NamedTuple):
     kept: int  # bytes after the forward pass
     operations: float  # recomputed, as a share of the step's
     seconds: float  # spent on recomputation, as a share of the step's
-    bound: float | None = None  # share below which no plan within the budget is; None: not asked for, or not known
 
 
 class Frontier(NamedTuple):
@@ -253,18 +252,13 @@ class Frontier(NamedTuple):
             budget, peak, kept = map(size_text, (row.budget, row.peak, row.kept))
             more = f"+{row.operations:.1%}", f"+{row.seconds:.1%}"
             cells.append((budget, peak, f"{row.peak / self.plain:.2f}", kept, *more))
-        if any(row.bound is not None for row in self.rows):
-            bounds = ("" if row.bound is None else f"+{row.bound:.1%}" for row in self.rows)
-            cells = [(*row, bound) for row, bound in zip(cells, ["none below", *bounds], strict=True)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         comes = f"; beside it {size_text(self.gradients)} of gradients come" if self.gradients else ""
         return "\n".join([f"plain: {size_text(self.plain)}; lowest budget: {size_text(self.least)}{comes}", *lines])
 
 
-def plan(
-    network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | None = None, bound: bool = False
-) -> Frontier:
+def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | None = None) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
     The step runs on a copy of the network, on fake tensors if it reads no values. The mean square of the outputs is its
@@ -279,11 +273,8 @@ def plan(
         example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
         budgets: one or several, as `recompute_activations` takes them. Budgets that no plan meets have no row. By
             default from 0.9 down to 0.1, of those with one plan the lowest; or the lowest that a plan keeps.
-        bound: say, too, below which time no plan within a budget is. It needs SciPy, and seconds for each budget. Rows
-            stay empty where it is not found in 10 seconds, or says little: it is under a third of the plan's time.
 
     Raises:
-        ModuleNotFoundError: a bound without SciPy.
         ValueError: a budget is not valid; no plan keeps any of them (the message gives the lowest that one keeps); the
             step could not be counted, e.g. because outputs need no gradient.
     """
@@ -291,7 +282,6 @@ def plan(
     check_one_example(budgets, "plan")
     if not network.training:
         warn("plan got a network in eval mode, whose step holds less than a training step: call network.train() first")
-    bound_of = _bounds() if bound else None
     if isinstance(budgets, (str, int, float, Real)):
         budgets = [budgets]
     for budget in budgets or ():
@@ -323,22 +313,7 @@ def plan(
         raise ValueError(
             f"budgets={budgets}: expected one of at least {size_text(least - gradients)}, the lowest that a plan keeps"
         )
-    if bound_of is not None:
-        whole = step.seconds
-        rows = [row._replace(bound=bound_of(step, row.budget + gradients, row.seconds * whole)) for row in rows]
     return Frontier(plain, least - gradients, rows, gradients)
-
-
-def _bounds() -> Callable[[Step, int, float], float | None]:
-    """A function of a step, a limit and a plan's seconds: the bound of a row, see `plan`."""
-    from ..step.bound import least_seconds  # imports SciPy
-
-    def bound(step: Step, limit: int, seconds: float) -> float | None:
-        least = least_seconds(step, limit)
-        says_little = least is None or not seconds / 3 <= least <= 1.001 * seconds  # solvers round
-        return None if least is None or says_little else min(least, seconds) / step.seconds
-
-    return bound
 
 
 def _apart(leaf: Any) -> Any:
