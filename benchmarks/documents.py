@@ -1,4 +1,4 @@
-"""Write the numbers into README.md, docs/*.md and the pages of docs/results:
+"""Write the numbers into README.md, keepless/README.md, docs/*.md and the pages of docs/results:
 
     python -m benchmarks.documents
 
@@ -29,7 +29,7 @@ from scripts.reports import charts, papers
 from scripts.reports.markdown import table, unfolded
 
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # name, mark, text
-NAMES = ("README", "docs/keepless", "docs/memory", "docs/training")
+NAMES = ("README", "keepless/README", "docs/keepless", "docs/memory", "docs/training")
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in NAMES]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 MEASURED = (bounds, fit, layers, memory_plan, networks, repetition, reversible, steps)

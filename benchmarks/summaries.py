@@ -1,8 +1,9 @@
-"""The small tables and the picture of README.md, and tables of docs/results/camvid.md, from the records."""
+"""The small tables and the picture of README.md, and tables of the pages of keepless and camvid, from the records."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -23,14 +24,8 @@ PROTOCOL = {  # run: norms, side of a crop
     "std_crop_352": ("control of memory: standard norms", "352²"),
     "std_crop_376": ("control of memory: standard norms", "376²"),
 }
-SHOWN = {  # of these, in the README
-    "std": "standard norms, crops of 240²",
-    "inplace_larger_crops": "in-place ABN, crops of 352²",
-    "recompute_larger_crops": "recomputed activations, crops of 376²",
-    "std_crop_352": "control: standard norms, crops of 352²",
-    "std_crop_376": "control: standard norms, crops of 376²",
-    "std_equal_time": "standard norms, crops of 240², 800 steps instead of 300",
-}
+PER_SECOND = ("training", "images_per_second")  # of a run
+REVNETS = {32: 38, 110: 110, 164: 164}  # depth of a ResNet for CIFAR -> that of the RevNet beside it
 ABLATIONS = {  # run of 400 steps: what it changes
     "random": "random weights",
     "stride16": "stride 16",
@@ -59,7 +54,7 @@ def rows(name: str, call: str, **keys: Any) -> Iterator[dict[str, Any]]:
 def runs(folder: str, *path: str) -> list[Any]:
     """A value in the results of a run and of its repetitions with other seeds."""
     found = []
-    for each in sorted([RESULTS / folder, *RESULTS.glob(f"{folder}_seed*")]):
+    for each in sorted(filter(Path.is_dir, [RESULTS / folder, *RESULTS.glob(f"{folder}_seed*")])):
         value = record((each / "results").relative_to(RESULTS).as_posix())
         for key in path:
             value = value[key]
@@ -80,10 +75,10 @@ def step_on_h200(network: str, method: str) -> tuple[dict[str, Any], float, floa
     return ours, eager, graphs
 
 
-METHODS = ["", "both peaks", "checkpointing every block", "`keepless` with a budget"]
+METHODS = ["", "peak of both", "checkpointing every block", "`keepless` with a budget"]
 
 
-def readme_networks() -> str:
+def keepless_gpu() -> str:
     """Times of checkpointing, and of a plan within its memory, relative to the baseline, on an H200."""
     lines = []
     for name, title in {"resnet50": "ResNet-50", "densenet121": "DenseNet-121"}.items():
@@ -95,7 +90,7 @@ def readme_networks() -> str:
     return table(METHODS, lines)
 
 
-def readme_networks_cpu() -> str:
+def keepless_cpu() -> str:
     """The same as medians over networks, on a CPU."""
 
     def ratios(call: str, method: str, key: str = "times_ms") -> list[float]:
@@ -104,21 +99,74 @@ def readme_networks_cpu() -> str:
         return [ratio.median for ratio in found if ratio is not None]
 
     lines = []
-    for call, kind in (("cpu", "image networks"), ("transformers", "vision transformers")):
+    for call, kind in (("cpu", "convolutional network"), ("transformers", "vision transformer")):
         both = [ratios(call, method) for method in (CHECKPOINTED, PLANNED)]
         peaks = f"{median(ratios(call, PLANNED, 'peak_bytes')):.2f} of the baseline's"
-        lines.append([f"median of {len(both[0])} {kind}", peaks, *(f"{median(own):.2f}" for own in both)])
+        lines.append([f"{kind}, median of {len(both[0])}", peaks, *(f"{median(own):.2f}" for own in both)])
     return table(METHODS, lines)
 
 
-def readme_camvid() -> str:
-    """Memory and scores of Table 3's protocol on CamVid."""
-    lines = []
-    for name, title in SHOWN.items():
-        folder = f"{CAMVID}/{name}"
-        memory_mib = mean(runs(folder, "training", "peak_memory_mib"))
-        lines.append([title, f"{memory_mib:,.0f} MiB", miou(folder, digits=1)])
-    return table(["", "memory", "mIoU"], lines)
+def more_pixels(by: str = "") -> str:
+    """How many more pixels in-place norms allow in Table 3's minibatches than standard ones, in %."""
+    pixels = {}
+    for row in rows("memory_plan", "all", part="fits"):
+        pixels[row["column"], row["fit"], row["norm"]] = row[f"{by}crops"] * row[f"{by}crop_size"] ** 2
+    more = [100 * count / pixels[(*which, "std")] - 100 for (*which, norm), count in pixels.items() if norm != "std"]
+    return f"+{min(more):.0f} to +{max(more):.0f} %"
+
+
+def readme_costs() -> str:
+    """What the papers claim of memory and time, and what was measured or estimated."""
+    times = {row["switch"]: median(row["times_ms"]) for row in rows("steps", "h100") if "times_ms" in row}
+    inplace, graphs = "trainer.precision=bfloat16", " trainer.capture=true"
+    eager, captured = (100 * times[inplace + end] / times[f"norm=std {inplace}{end}"] - 100 for end in ("", graphs))
+    saved = {row["network"]: row["std"] for row in rows("reversible", "cpu", part="activations")}
+    less = [saved[f"ResNet-{resnet}"] / saved[f"RevNet-{revnet}"] for resnet, revnet in REVNETS.items()]
+    stored, restored = (sum(runs(f"cifar/stored/{name}", *PER_SECOND)) for name in ("stored", "restored"))
+    lines = [
+        ["pixels in 12 GiB with in-place norms", "memory_plan.md#table-3-what-fits"],
+        ["time of a step with in-place norms", "steps.md"],
+        ["activations of RevNets on CIFAR-10", "reversible.md#memory-and-operations"],
+        ["time of an update of RevNet-38", "cifar.md#from-stored-and-from-restored-activations"],
+    ]
+    published = (more_pixels("paper_"), "+0.8 to +2 %", "10 times smaller", "1.5 to 2 times as long")
+    here = (
+        f"{more_pixels()}, estimated",
+        f"{eager:+.0f} %, with CUDA graphs {captured:+.0f} %",
+        f"{min(less):.0f} to {max(less):.0f} times smaller",
+        f"{stored / restored:.1f} times as long",
+    )
+    return beside_papers("memory and time", lines, published, here)
+
+
+def readme_scores() -> str:
+    """Comparisons of the papers that were run smaller."""
+
+    def top1(*folders: str) -> str:
+        return " → ".join(mean_of([100 * score for score in runs(f"cifar/{each}", "top1")], 1) for each in folders)
+
+    lines = [
+        ["RevNet-38 instead of ResNet-32", "cifar.md#revnets-table-3-to-the-end"],
+        ["more images in the same memory", "cifar.md#more-images-in-the-same-memory"],
+        ["deeper body in the same memory", "cifar.md#a-deeper-body-in-the-same-memory"],
+        ["larger crops in the same memory", "camvid.md#table-3s-protocol-from-a-pretrained-backbone"],
+    ]
+    published = ("92.9 → 92.8, CIFAR-10", "+1.0, ImageNet", "+1.2, ImageNet", "+2.6, Cityscapes")
+    here = (
+        f"{top1('table3/resnet32', 'table3/revnet38')}, JPEG copies",
+        f"{top1('images/std_64', 'images/inplace_95')}, an epoch of CIFAR-10",
+        f"{top1('deeper/std_64', 'deeper/inplace_deeper')}, an epoch of CIFAR-10",
+        "CamVid, more at equal steps and less at equal time",
+    )
+    return beside_papers("score in %", lines, published, here)
+
+
+def beside_papers(title: str, lines: list[list[str]], published: Sequence[str], here: Sequence[str]) -> str:
+    """A table of README: what is compared, with a link to its results, as published, and as here."""
+    names = [f"[{name}](docs/results/{page})" for name, page in lines]
+    return table(
+        [title, "published", "here"], [list(cells) for cells in zip(names, published, here, strict=True)], left=3
+    )
 
 
 def protocol() -> str:
@@ -183,4 +231,6 @@ def picture() -> Figure:
     return figure
 
 
-SUMMARIES = {own.__name__: own for own in (readme_networks, readme_networks_cpu, readme_camvid, protocol, ablations)}
+SUMMARIES = {
+    own.__name__: own for own in (readme_costs, readme_scores, keepless_gpu, keepless_cpu, protocol, ablations)
+}
