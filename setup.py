@@ -17,5 +17,5 @@ class CleanBuild(build):
 
 
 # Links to other pages lead nowhere outside of a checkout: their words stay.
-page = re.sub(r"\[([^]]+)\]\((?!https?:|#)[^)]+\)", r"\1", Path("docs/keepless.md").read_text(encoding="utf-8"))
+page = re.sub(r"\[([^]]+)\]\((?!https?:|#)[^)]+\)", r"\1", Path("keepless/README.md").read_text(encoding="utf-8"))
 setup(cmdclass={"build": CleanBuild}, long_description=page, long_description_content_type="text/markdown")

@@ -18,7 +18,8 @@ from tests import runs
 from tests.runs import REPOSITORY
 
 DOCS, RESULTS = REPOSITORY / "docs", REPOSITORY / "docs" / "results"
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), RESULTS / "README.md"]
+FRONT = [REPOSITORY / name for name in ("README.md", "keepless/README.md", "CONTRIBUTING.md")]
+PAGES = [*FRONT, *sorted(DOCS.glob("*.md")), RESULTS / "README.md"]
 RECORDS = sorted(set(RESULTS.glob("*.md")) - {*PAGES})
 FOLDERS = ("", "scripts", "benchmarks", "tools")
 PROGRAMS = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).glob("[!_]*.py"))]

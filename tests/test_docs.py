@@ -33,7 +33,7 @@ def test_every_marked_block_is_what_the_scripts_make_and_every_page_has_its_pict
         assert not unused, f"no page shows {unused}: show or delete them"
 
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "keepless" / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def commits_of(record: object) -> Iterator[str]:
@@ -132,8 +132,9 @@ def headings(page: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-def test_the_readme_is_short():
+@pytest.mark.parametrize("name, most", [("README.md", 750), ("keepless/README.md", 600)])
+def test_the_readmes_are_short(name, most):
     """Counts the words that a reader of the page sees, without code and pictures."""
-    text = re.sub(r"(?s)```.*?```|!\[.*?\]\(.*?\)|<!--.*?-->", " ", (REPOSITORY / "README.md").read_text())
+    text = re.sub(r"(?s)```.*?```|!\[.*?\]\(.*?\)|<!--.*?-->", " ", (REPOSITORY / name).read_text())
     words = len(re.sub(r"\]\([^)]*\)|[|*#`\[\]→–]|(?<=\s)-+(?=\s)", " ", text).split())
-    assert words <= 900, f"README.md has {words} words, at most 900: move sentences to a page of docs/"
+    assert words <= most, f"{name} has {words} words, at most {most}: move sentences to a page of docs/"

@@ -18,8 +18,7 @@ from tests.runs import REPOSITORY
 def wheel(tmp_path_factory) -> Path:
     """Built of a copy of what is packed and lies beside it, in which an older build has left a file."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "docs/keepless.md"):
-        (source / name).parent.mkdir(exist_ok=True)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"):
         shutil.copy(REPOSITORY / name, source / name)
     for folder in ("keepless", "datasets"):
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -36,7 +35,7 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     assert wheel.name == f"keepless-{__version__}-py3-none-any.whl" and wheel.stat().st_size < 280_000
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     layers = REPOSITORY / "keepless"
-    packed = {*layers.rglob("*.py"), layers / "py.typed", layers / "CHANGELOG.md"}
+    packed = {*layers.rglob("*.py"), *(layers / name for name in ("py.typed", "README.md", "CHANGELOG.md"))}
     assert names == {file.relative_to(REPOSITORY).as_posix() for file in packed}
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
@@ -45,7 +44,7 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     assert "Project-URL: Paper, https://arxiv.org/abs/1712.02616" in lines
     page = "\n".join(lines)
     links = re.findall(r"\]\(([^)]+)\)", page)  # elsewhere there are no pages beside it
-    words = re.findall(r"\[([^]]+)\]\((?!https?:|#)", (REPOSITORY / "docs" / "keepless.md").read_text())
+    words = re.findall(r"\[([^]]+)\]\((?!https?:|#)", (layers / "README.md").read_text())
     assert words and all(word in page for word in words)
     assert links and all(link.startswith(("https:", "#")) for link in links)
 
@@ -67,11 +66,11 @@ def run(program: str, folder: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_the_examples_of_its_page_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, number", [("keepless/README", 1), ("docs/keepless", 2), ("docs/layers", 4)])
+def test_the_examples_of_its_pages_run(name, number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = (REPOSITORY / "docs" / "keepless.md").read_text()
-    examples = re.findall(r"(?ms)^```python\n(.*?)^```", page)
-    assert len(examples) == 6
+    examples = re.findall(r"(?ms)^```python\n(.*?)^```", (REPOSITORY / f"{name}.md").read_text())
+    assert len(examples) == number
     exec("\n".join(examples), {})
 
 
