@@ -128,7 +128,7 @@ def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims):
 
 
 def test_synchronised_layers_become_ordinary_ones_where_asked():
-    """docs/keepless.md says what PyTorch's functions do to ours."""
+    """docs/layers.md says what PyTorch's functions do to ours."""
     layers = nn.Conv2d(3, C, 3), InPlaceABNSync(C), nn.Conv2d(C, C, 1), ABN(C, sync=True), nn.SyncBatchNorm(C)
     network = trained(nn.Sequential(*layers))
     x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
