@@ -33,7 +33,7 @@ from ..step.costs import measures
 from ..step.dry import differentiable, rehearsed_step
 from ..step.sharded import is_sharded, may_have_buckets
 from ..step.stand_ins import OPTIMIZERS, stand_ins
-from ..step.watch import State, Watch, Watched
+from ..step.watch import HostMemoryError, State, Watch, Watched
 from .plans import Planner, Plans
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
@@ -424,7 +424,7 @@ class Signatures:
         signature = self._signature(module, inputs, args, kwargs)
         try:
             if is_sharded(module):
-                plans = self._planner.planned(module, rehearsed_step(module, args, kwargs))
+                step = rehearsed_step(module, args, kwargs)
             else:
                 with stand_ins(module) as trained:
                     recording = self._watched(signature, module, inputs, None)
@@ -435,9 +435,14 @@ class Signatures:
                     learns = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
                     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=learns)
                     del outputs, losses
-                    if (error := recording.counting.error) is not None:
-                        raise error
-                plans = self._planner.planned(module, recording.counting.step(module))
+                watch = recording.counting
+                if isinstance(watch.error, HostMemoryError):
+                    step = rehearsed_step(module, args, kwargs)
+                elif watch.error is not None:
+                    raise watch.error
+                else:
+                    step = watch.step(module)
+            plans = self._planner.planned(module, step)
         except Exception as error:  # a network may raise anything
             raise ValueError(
                 f"a step with the example raises {type(error).__name__}: {error}; give an example that the network can "
