@@ -84,7 +84,9 @@ class Elsewhere:
             entries = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
             if tensor.is_cpu:
                 place = self._reserved(entries.nbytes, tensor.data_ptr() % _ALIGNED)
-                return place and torch.frombuffer(place, dtype=torch.uint8).view(entries.dtype).copy_(entries)
+                if place is None:
+                    return None
+                return torch.frombuffer(place, dtype=torch.uint8).view(entries.dtype).copy_(entries)
             return entries.cpu() if self._has_room(entries.nbytes) else None
 
     def _has_room(self, size: int) -> bool:
