@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks import frame
+from benchmarks.compiling import compiler_settings
 from benchmarks.counted import TITLES
 from benchmarks.measuring import WARM_UP_STEPS, Step, Steps, compiled
 from benchmarks.rows import Rows, compared, medians, relative, without_reasons
@@ -30,7 +31,6 @@ from keepless import ABN, recompute_activations
 from keepless.norms.backends import BACKENDS, backend_for
 from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
-from keepless.torch_internals import compiler_settings
 from models.blocks import NormAct
 from scripts.reports import charts
 

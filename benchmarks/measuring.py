@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.compiling import compile_within
 from benchmarks.rows import Rows
-from keepless.torch_internals import compile_within
 
 Step = Callable[[], object]
 PRECISIONS = ("float32", "bfloat16")

@@ -20,11 +20,11 @@ from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
 from benchmarks import frame
+from benchmarks.compiling import compiling
 from benchmarks.networks import by_blocks, deviation
 from benchmarks.rows import Rows, without_reasons
 from benchmarks.zoo import WithLoss, blocks_of
 from keepless import recompute_activations
-from keepless.torch_internals import compiling
 from scripts.reports.markdown import table
 
 SHARES = (0.9, 0.8, 0.7, 0.6)  # of the baseline's peak: budgets

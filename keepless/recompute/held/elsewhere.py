@@ -41,7 +41,7 @@ class Elsewhere:
 
     Tensors of a device are copied to host memory, at most half of what is free there, and the host waits for each copy.
     Those of the CPU go to a file without a name in `$TMPDIR`, whose pages the system writes to the disk when it needs
-    the memory. If there can be no such file, they are in anonymous memory, and one warning says so.
+    the memory. If there can be no such file, they are in host memory too, and one warning says so.
 
     `beyond`: bytes of tensors that stay where they are.
     """
@@ -49,7 +49,7 @@ class Elsewhere:
     def __init__(self, beyond: int = 0) -> None:
         self.room = beyond  # bytes of tensors that stay where they are, before others do not
         self.bytes = 0  # in host memory
-        self.is_full = False  # some tensors have stayed where they were
+        self.is_full = False  # a tensor has stayed where it was, because host memory had too little room
         self._file: int | None = None  # its descriptor, from the first tensor on
         self._end = 0  # bytes of the file
         self._segment, self._free = memoryview(b""), 0  # of which so many bytes are taken
@@ -84,12 +84,16 @@ class Elsewhere:
             entries = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
             if tensor.is_cpu:
                 place = self._reserved(entries.nbytes, tensor.data_ptr() % _ALIGNED)
+                if place is None:
+                    return None
                 return torch.frombuffer(place, dtype=torch.uint8).view(entries.dtype).copy_(entries)
-            if self.bytes + entries.nbytes > _SHARE * (self.bytes + free_host_bytes()):
-                self.is_full = True
-                return None
-            self.bytes += entries.nbytes
-            return entries.cpu()
+            return entries.cpu() if self._has_room(entries.nbytes) else None
+
+    def _has_room(self, size: int) -> bool:
+        """Take so many bytes of host memory, unless that would be more than half of what is free."""
+        self.is_full = self.bytes + size > _SHARE * (self.bytes + free_host_bytes())
+        self.bytes += 0 if self.is_full else size
+        return not self.is_full
 
     def close(self) -> None:
         """No more tensors come."""
@@ -97,15 +101,18 @@ class Elsewhere:
             self._closes()
         self._file, self._segment = None, memoryview(b"")
 
-    def _reserved(self, size: int, offset: int) -> memoryview:
-        """So many bytes of the file, which begin at an address with this remainder."""
+    def _reserved(self, size: int, offset: int) -> memoryview | None:
+        """So many bytes of the file, which begin at an address with this remainder; None if there is no room."""
         begin = -(-(self._free - offset) // _ALIGNED) * _ALIGNED + offset
         if begin + size > len(self._segment):
-            self._segment, begin = self._new_segment(size + offset), offset
+            segment, begin = self._new_segment(size + offset), offset
+            if segment is None:
+                return None
+            self._segment = segment
         self._free = begin + size
         return self._segment[begin : begin + size]
 
-    def _new_segment(self, size: int) -> memoryview:
+    def _new_segment(self, size: int) -> memoryview | None:
         smallest, largest = _SEGMENTS
         size = max(size, smallest, min(self._end, largest))
         size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -118,7 +125,7 @@ class Elsewhere:
             segment = mmap.mmap(self._file, size, offset=self._end)
         except OSError as error:
             _say_that_there_is_no_file(error.strerror)
-            return memoryview(mmap.mmap(-1, size))
+            return memoryview(mmap.mmap(-1, size)) if self._has_room(size) else None
         self._end += size
         return memoryview(segment)
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..table.functions import Row
+from .plan import MORE
 
 # Advice about the calls of a site, as bits. None: leave them alone.
 HOOKS = 1  # set hooks around them: they save tensors that are dropped, or read by recipes
@@ -94,7 +95,7 @@ class Advice:
         site = Site(function, row, number, before, parameter_of(args))
         site.next = at.next
         site.advice |= 0 if self.is_new else ADDED
-        site.most = -1 if self.is_new else at.most
+        site.most = -1 if self.is_new else int(MORE * self.results)  # instead of calls that are missing
         if not self.is_new and self.count > _GROWS * self.first:
             return site  # forgotten
         if self.is_new or at.advice & UNKNOWN:

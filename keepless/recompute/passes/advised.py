@@ -204,7 +204,7 @@ class Advised(Recording):
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
                     self.results += result.nbytes
                     if self.results > site.most:
-                        self._exceeds(site)
+                        self._exceeds(site, result.nbytes)
                 else:
                     self.count(result)
         return result
@@ -217,20 +217,23 @@ class Advised(Recording):
                 if self.at.advice & FLAT and result.requires_grad and not self.is_first:
                     self.is_seen = True
                     if self.elsewhere is None:
-                        self.hold_elsewhere(0)
+                        self.hold_elsewhere(0, result.nbytes)
                         self.at = END
                 if self.results > self.at.most:
-                    self._exceeds(self.at)
+                    self._exceeds(self.at, result.nbytes)
         elif isinstance(result, (tuple, list)):
             for one in result:
                 self.count(one)
 
-    def _exceeds(self, site: Site) -> None:
-        """Results so far take more bytes than in the first pass: hold the rest elsewhere. The first pass notes them."""
+    def _exceeds(self, site: Site, size: int) -> None:
+        """Results so far take more bytes than in the first pass: hold the rest elsewhere. The first pass notes them.
+
+        `size`: bytes of the last result.
+        """
         if self.is_first:
             site.most = int(MORE * self.results)
         elif self.elsewhere is None and self.results > site.most + self.slack:
-            self.hold_elsewhere(self.results - site.most)
+            self.hold_elsewhere(self.results - site.most, size)
             self.at = END  # no further call has a site
 
     # Calls about which the rules decide
@@ -290,7 +293,7 @@ class Advised(Recording):
         is_view = isinstance(result, Tensor) and result._is_view()
         if isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
             self.cuts += torch.is_grad_enabled() and any([one.requires_grad for one in tensors_in(call.arguments)])
-        if self.known.by_plan and not is_view and (self.is_first or (call.packed and not call.recipes)):
+        if self.known.by_plan and not is_view and (self.is_first or call.packed or call.recipes):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
         if (note := note_of(call, result, self.known.find)) is not None:
             self.notes.append(note)
@@ -304,10 +307,11 @@ class Advised(Recording):
         if self.is_first:
             advice.has_hooks = drops_outside(self.known.saved_outside)
             advice.nodes, advice.end = self.nodes, self.nodes + self.cuts
-            advice.results = self.results
+            scale = 1 / self.growth if 0 < self.growth < 1 else 1.0  # as many bytes as planned are within the budget
+            advice.results = int(scale * self.results)
             site, most = advice.root.next, 0
             while site is not END:
-                most = site.most = max(site.most, most)
+                most = site.most = max(int(scale * site.most), most)
                 site = site.next
         for site in self.unknown:
             site.advice &= COUNT | FLAT | MEMORY | bits.ADDED
@@ -328,17 +332,11 @@ class Advised(Recording):
         if self.is_first or self.is_seen:
             return not self.is_first
         nodes = self.advice.nodes - self.skipped + (self.advice.more_nodes if self.has_strayed else 0)
-        return self.nodes > nodes or self.growth > 0
-
-    @property
-    def has_grown(self) -> bool:
-        return super().has_grown if self.is_first else self.growth > 0
+        return self.nodes > nodes or self.growth > MORE
 
     @property
     def growth(self) -> float:
-        """How many times as large results were as in the first pass; 0.0: not larger."""
-        growth = self.results / max(self.advice.results, 1)
-        return growth if growth > MORE else 0.0
+        return super().growth if self.is_first else self.results / max(self.advice.results, 1)
 
     # Calls that drop their results, or save dropped tensors
 

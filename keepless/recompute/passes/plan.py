@@ -33,6 +33,11 @@ class Plan:
     remarks: Sequence[tuple[str, str]] = field(default=(), compare=False)  # subjects and texts of warnings about it
 
     @property
+    def bytes(self) -> int:
+        """Of all results."""
+        return self.calls[-1][1] if self.calls else 0
+
+    @property
     def fits(self) -> bool:
         """Whether the baseline is within the budget: then further passes drop nothing."""
         return 0 < self.plain <= self.peak
@@ -49,7 +54,7 @@ class ByPlan:
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
         self.left: ref[nn.Module] | None = None  # the module in which the pass has left its plan
-        self.end = plan.calls[-1][1] if plan is not None and plan.calls else sys.maxsize  # bytes of all planned results
+        self.end = plan.bytes if plan is not None and plan.calls else sys.maxsize  # bytes of all planned results
         self.excess = 0  # bytes of results beyond those planned, once there are more
 
     def leave(self) -> None:

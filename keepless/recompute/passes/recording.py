@@ -106,7 +106,7 @@ from ..held.elsewhere import Elsewhere
 from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
 from ..table.writes import may_overwrite, overwritten
-from .plan import MORE, ByPlan
+from .plan import ByPlan
 from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
 from .registry import KnownValues
 from .report import KeptTensor
@@ -360,19 +360,19 @@ class Recording(TorchFunctionMode):
                 value.source = Kept(tensor, known.outer)
         self.concluded(call, result)
 
-    def hold_elsewhere(self, excess: int) -> None:
+    def hold_elsewhere(self, excess: int, size: int) -> None:
         """Hold what the rest of the pass saves outside of the device's memory: its results are larger than planned.
 
         To drop all of it would help little, because the backward pass would make it again. `excess`: bytes of results
-        beyond those planned so far.
+        beyond those planned so far. `size`: of the last one.
         """
-        self.elsewhere, self.excess, self.fluctuation = Elsewhere(), excess, excess
+        self.elsewhere, self.excess, self.fluctuation = Elsewhere(), max(excess, _MEETING * size), excess
         self.known.outer = self.elsewhere.hooks
 
     @property
-    def has_grown(self) -> bool:
-        """Whether its results were larger than planned in the end, and not only for a while, as experts' may be."""
-        return self.policy is not None and self.policy.total > MORE * self.policy.end
+    def growth(self) -> float:
+        """How many times as large as planned its results were in the end. Experts may exceed it for a while."""
+        return 0.0 if self.policy is None else self.policy.total / max(self.policy.end, 1)
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether a result gets a recipe."""
@@ -383,7 +383,7 @@ class Recording(TorchFunctionMode):
         elif self.policy is not None:
             decide_by_plan(self.known, self.policy, rule, call, result)
             if self.policy.excess:
-                self.hold_elsewhere(self.policy.excess)
+                self.hold_elsewhere(self.policy.excess, result.nbytes)
         elif (again := how_to_repeat(self.known, rule, call, result)) is not None:
             give_recipe(self.known, again, call, result)
 

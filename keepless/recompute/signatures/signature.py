@@ -26,19 +26,20 @@ from ...torch_internals import (
 )
 from ..passes.advice import Advice
 from ..passes.advised import Advised
-from ..passes.plan import ByPlan, Plan
+from ..passes.plan import MORE, ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
 from ..step.costs import measures
 from ..step.dry import differentiable, rehearsed_step
 from ..step.sharded import is_sharded, may_have_buckets
 from ..step.stand_ins import OPTIMIZERS, stand_ins
-from ..step.watch import State, Watch, Watched
+from ..step.watch import HostMemoryError, State, Watch, Watched
 from .plans import Planner, Plans
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
 _LARGER = 1.5  # the plan of a size with at most so many times an input's bytes is good enough for the input
 _SELDOM = 10  # in one step of so many a larger size is watched, once there were many sizes
+_TRIES = 4  # steps that are watched to meet one as large as one that was larger than planned
 _PATIENCE = 100  # passes before the third attempt, and how many times as many before each further one
 _HOOKED = (
     "the budget is ignored in passes inside a checkpoint, save_on_cpu or other saved-tensor hooks, which decide what "
@@ -65,6 +66,9 @@ class Signature:
         self.passes = self.attempts = 0
         self.is_due = True
         self.is_new = True  # no pass has ended since the last attempt
+        self.larger = 0  # bytes of the results of a plan that were too few for a pass, until there are more
+        self.tries = 0  # steps that were watched since
+        self.strays = 0  # passes that have left the plan, before one that has followed it
         self.slack = 0  # bytes of results that a pass may make too early, as experts with more tokens than others do
         self.watch: Watch | None = None  # the last step that was watched, until it is planned
         self.marker: _Backward | None = None  # of the last pass, if no backward pass has followed the watched one
@@ -99,12 +103,16 @@ class Signature:
         """Let the next pass follow a plan, and learn advice unless there is some."""
         self.plan, self.is_own, self.advice = plan, is_own and plan is not None, advice
         self.is_due, self.is_far, self.is_new, self.attempts = False, False, True, self.attempts + 1
+        self.strays = 0
 
     def plan_passes(self, plans: Plans | None) -> None:
         """Give new plans to the passes."""
         there, coming = (None, None) if plans is None else plans
         self.attempt(there)
         self.has_coming(None if coming is there else coming)
+        is_smaller = there is not None and there.bytes < MORE * self.larger
+        self.is_due = is_smaller and self.tries < _TRIES
+        self.larger, self.tries = (self.larger, self.tries + 1) if self.is_due else (0, 0)
 
     def borrow(self, lender: "Signature") -> None:
         """Follow the plan and the advice of another size."""
@@ -371,6 +379,9 @@ class Signatures:
         if isinstance(recording, Advised) and recording.is_learnable:
             if self._planner is None and not recording.is_first:
                 signature.note_later([site.function for site in recording.unknown])
+            if recording.is_first and has_diverged and self._planner is not None and signature.strays < _TRIES:
+                signature.strays, signature.kept = signature.strays + 1, recording.kept
+                return  # a pass that follows the plan teaches more
             fits = signature.plan is not None and signature.plan.fits
             recording.learn(fits=fits and not has_diverged)
             signature.advice = recording.advice
@@ -407,11 +418,12 @@ class Signatures:
             has_diverged = recording.leaves or is_outdated
         if planner is None:
             signature.is_due = has_diverged and signature.passes >= _PATIENCE ** (signature.attempts - 1)
-        elif recording.elsewhere is not None and not (is_outdated or recording.has_grown):
+        elif recording.elsewhere is not None and not (is_outdated or recording.growth > MORE):
             signature.slack = max(signature.slack, 2 * recording.fluctuation)
         elif recording.elsewhere is not None or is_outdated:
             signature.base.is_due = True
             if signature.plan is not None:
+                signature.base.larger = signature.plan.bytes if recording.growth > MORE else 0
                 planner.say_that_it_grew(signature.plan, recording)
         elif has_diverged:
             signature.base.is_due = planner.is_cheap()
@@ -424,7 +436,7 @@ class Signatures:
         signature = self._signature(module, inputs, args, kwargs)
         try:
             if is_sharded(module):
-                plans = self._planner.planned(module, rehearsed_step(module, args, kwargs))
+                step = rehearsed_step(module, args, kwargs)
             else:
                 with stand_ins(module) as trained:
                     recording = self._watched(signature, module, inputs, None)
@@ -435,9 +447,14 @@ class Signatures:
                     learns = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
                     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=learns)
                     del outputs, losses
-                    if (error := recording.counting.error) is not None:
-                        raise error
-                plans = self._planner.planned(module, recording.counting.step(module))
+                watch = recording.counting
+                if isinstance(watch.error, HostMemoryError):
+                    step = rehearsed_step(module, args, kwargs)
+                elif watch.error is not None:
+                    raise watch.error
+                else:
+                    step = watch.step(module)
+            plans = self._planner.planned(module, step)
         except Exception as error:  # a network may raise anything
             raise ValueError(
                 f"a step with the example raises {type(error).__name__}: {error}; give an example that the network can "

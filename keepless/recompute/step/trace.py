@@ -295,10 +295,6 @@ class Trace(KnownValues):
 
     # The step
 
-    def has_choices(self) -> bool:
-        """Whether a plan can keep a value or recompute it, or could if no calls were hidden."""
-        return bool(self.unseen) or any(value.kind == Kind.FREE for value in self.values)
-
     def forward_ends(self, outputs: Iterable[Tensor]) -> None:
         """Note that the forward pass has ended with these outputs."""
         self.forward = len(self.events)

@@ -49,6 +49,10 @@ class State(Enum):
     FAILED = auto()  # watching has raised an error
 
 
+class HostMemoryError(RuntimeError):
+    """What a watched step saves has no room in host memory."""
+
+
 def _ends_watch(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let an error of watching end the watch instead of the program's step."""
 
@@ -131,6 +135,11 @@ class Watch(Counting):
             held = self._copies[key]
         else:
             held = self._copies[key] = self.elsewhere.held(tensor)
+            if self.elsewhere.is_full:
+                raise HostMemoryError(
+                    "host memory has no room for what a watched step saves: recompute_activations(…, example=…) plans "
+                    "by a dry step instead"
+                )
         if held is not None:
             self._packs.setdefault(number, []).append(weakref.ref(packed))
         return held

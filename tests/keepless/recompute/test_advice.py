@@ -203,14 +203,14 @@ class Blocks(nn.Module):
         for number in self.order:
             x = self.blocks[number](x)
             if number in self.doubled:
-                x = torch.tanh(x).sigmoid()
+                torch.tanh(x[0, 0, 0, 0]).sigmoid()  # few bytes, as results must not be larger than planned
         return x
 
 
 # `order` and `doubled`, and about how many calls the rules decide in the first such pass. Of missing calls nothing is
 # asked, blocks that come earlier are found by their parameters, and a new call is learned at once.
-DIFFERENCES = [([*range(8)], (), 0), ([0, 1, 4, 5, 7], (), 0), ([*range(8)], (4,), 2)]
-DIFFERENCES += [([0, 2, 3, 4, 5, 6, 7], (2, 5), 4), ([0, 3, 2, 1, 4, 5, 6, 7], (), 1)]
+DIFFERENCES = [([*range(8)], (), 0), ([0, 1, 4, 5, 7], (), 0), ([*range(8)], (4,), 3)]
+DIFFERENCES += [([0, 2, 3, 4, 5, 6, 7], (2, 5), 6), ([0, 3, 2, 1, 4, 5, 6, 7], (), 1)]
 
 
 @pytest.mark.table

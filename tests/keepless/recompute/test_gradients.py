@@ -153,7 +153,7 @@ def test_a_share_of_the_baselines_peak_is_a_share_of_the_step_as_it_runs(comes):
     within, step_of = networks[1], rehearsed_step(networks[0], (IMAGES,), {})
     step(within), step(within), within.zero_grad(set_to_none=comes)
     limit = 0.6 * plain_peak(step_of.as_gradients_come() if comes else step_of)
-    assert 0.9 * limit < peak_bytes(partial(step, within), "cpu") <= limit
+    assert 0.85 * limit < peak_bytes(partial(step, within), "cpu") <= limit  # a tensor is 0.06 of it
 
 
 def test_nothing_is_recomputed_while_the_baseline_fits_into_the_room_of_gradients():

@@ -118,6 +118,48 @@ def test_a_step_that_grows_beyond_its_budget_is_said(kind):
         step(network, True)
 
 
+class Blocks(nn.Module):
+    """Runs so many of its six blocks."""
+
+    depth = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48)) for _ in range(self.depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.blocks[: self.depth]:
+            x = x + one(x)
+        return x.square().mean()
+
+
+# A depth of three is within the budget, six are not.
+SCHEDULES = [[1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 6], [3, 6] * 6, [2, 2, 3, 3, 6, 6, 6]]
+
+
+@pytest.mark.parametrize("depths", SCHEDULES)
+def test_a_depth_that_changes_is_planned_and_no_step_is_beyond_its_budget_in_silence(depths, monkeypatch):
+    monkeypatch.setattr("keepless.recompute.step.counting.measure", lambda operators: None)
+    monkeypatch.setattr("keepless.recompute.step.counting.host_seconds", lambda: 0.0)
+    monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
+    monkeypatch.setattr("keepless.recompute.signatures.signature.profiler_runs", lambda: False)  # as in `peak_bytes`
+    torch.manual_seed(0)
+    network, x = Blocks(), torch.randn(16, 64, 48)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    budget = int(0.6 * peak_bytes(lambda: network(x).backward(), "cpu"))
+    recompute_activations(network, budget=budget)
+    peaks = []
+    for network.depth in depths:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            peaks.append(peak_bytes(lambda: network(x).backward(), "cpu"))
+        assert peaks[-1] <= 1.01 * budget or "may have taken up to" in str(said[-1].message), peaks
+    assert 0.9 * budget < peaks[-1] <= 1.01 * budget  # planned, and held elsewhere no longer
+
+
 CHANGES = [(detached, 0.7), (dropping, 0.7), (adapted, 0.8), (tokens, 0.5), (checkpointed, 0.55)]
 
 

@@ -485,6 +485,21 @@ def test_without_a_file_watched_steps_hold_tensors_in_memory_and_say_so_once(rea
     assert len(said) == 1, [str(one.message) for one in said]
 
 
+def test_where_host_memory_is_full_a_watch_ends_and_an_example_is_planned_by_a_dry_step(tmp_path, monkeypatch):
+    is_read_only(tmp_path, monkeypatch)
+    monkeypatch.setattr(elsewhere, "free_host_bytes", lambda: 2**20)
+    plain, within = pair(Layers(4), budget=0.8)
+    with pytest.warns(UserWarning) as said:
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
+    texts = [str(one.message) for one in said if "not in a file" not in str(one.message)]
+    assert len(texts) == 1 and "host memory has no room for what a watched step saves: recompute_" in texts[0]
+    assert "example=" in texts[0] and plans(within) == [0]
+    recompute_activations(within, budget=0.8, example=LARGE)
+    assert plans(within) == [1]
+    assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
+
+
 def test_watched_steps_leave_no_files_and_no_memory():
     network = Layers(2)
 
