@@ -14,9 +14,9 @@ from ..prepared import plan_of, recompute_activations, undo
 from ..recompute.signatures.plans import Budget, arguments_of, checked
 from ..recompute.step.costs import computing_device, peak_bytes, seconds_of
 from ..recompute.step.dry import differentiable
+from ..recompute.step.snapshot import Snapshot, random_state
 from ..torch_internals import tree_map
 from .proof import KINDS, Proof, Steps, proof_of
-from .snapshot import Snapshot, random_state
 
 _MEASURED, _TIMED = 2, 3  # numbers of steps: they follow the plan, which the first or the second has made
 

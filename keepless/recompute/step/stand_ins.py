@@ -1,8 +1,6 @@
 """Let a network run a step whose effects are put back: with stand-ins for its parameters, before a training."""
 
 import copy
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...inputs import tensors_in
 from ...saved import PLAIN, is_ordinary
 from ...torch_internals import OpOverload, TorchDispatchMode, address, written_arguments
+from .snapshot import Snapshot
 
 OPTIMIZERS = "_in_backward_optimizers"  # attribute of parameters whose optimiser steps in the backward pass
 
@@ -26,45 +25,21 @@ def stand_ins(network: nn.Module) -> Iterator[list[Tensor]]:
     DDP inside calls its module alone. At the end, buffers, attributes of modules and random states are as before, and
     so are the values of parameters that the forward pass has written over, as an embedding with `max_norm` does.
     """
-    others: dict[int, Tensor] = {}
-    undo: list[tuple[Any, Any, Any]] = []  # dictionary or list, key, value
-    attributes = [(vars(module), {**vars(module)}) for module in network.modules()]
-    buffers: list[tuple[Tensor, Tensor]] = []  # and copies
-    for module in network.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                others.setdefault(id(parameter), _stand_in(parameter))
-                undo.append((module._parameters, name, parameter))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                undo.append((module._buffers, name, buffer))
-                buffers.append((buffer, buffer.detach().clone()))
-    for module in network.modules():
-        for held in [one for one in vars(module).values() if isinstance(one, list)]:  # such as an RNN's weights
-            undo += [(held, place, one) for place, one in enumerate(held) if id(one) in others]
-    parallel = [module for module in network.modules() if isinstance(module, DistributedDataParallel)]
-    drawn, numpy = random.getstate(), sys.modules.get("numpy")
-    drawn_by_numpy = None if numpy is None else numpy.random.get_state()
+    before, others = Snapshot(network, (), has_values=False), dict[int, Tensor]()
     try:
-        for space, key, value in undo:
-            space[key] = others.get(id(value), value)
-        for module in parallel:
-            vars(module)["forward"] = module.module.__call__
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices), _Unwritten(network.parameters()):
+        for module in network.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    vars(module)["_parameters"][name] = others.setdefault(id(parameter), _stand_in(parameter))
+        for module in network.modules():
+            for held in [one for one in vars(module).values() if isinstance(one, list)]:  # such as an RNN's weights
+                held[:] = [others.get(id(one), one) for one in held]
+            if isinstance(module, DistributedDataParallel):
+                vars(module)["forward"] = module.module.__call__
+        with _Unwritten(others.values()):
             yield [other for other in others.values() if other.requires_grad]
     finally:
-        random.setstate(drawn)
-        if numpy is not None:
-            numpy.random.set_state(drawn_by_numpy)
-        for space, before in attributes:
-            space.clear()
-            space.update(before)
-        for space, key, value in undo:
-            space[key] = value
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
+        before.restore()
 
 
 class _Unwritten(TorchDispatchMode):

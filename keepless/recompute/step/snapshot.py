@@ -1,4 +1,4 @@
-"""The state from which each step of a proof begins."""
+"""The state of a network before steps that are not the program's own, to be put back."""
 
 import pickle
 import random
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..inputs import tensors_in
+from ...inputs import tensors_in
 
 _CONTAINERS = frozenset([dict, list, set, deque, OrderedDict, defaultdict])
 
@@ -18,9 +18,10 @@ class Snapshot:
     """The state of a network and its inputs, and of random generators. Values of tensors are copied to the CPU.
 
     Attributes of modules are followed into lists, dictionaries, sets and deques, but not into other objects.
+    `has_values`: also of parameters; False: their values are not copied.
     """
 
-    def __init__(self, network: nn.Module, inputs: Any):
+    def __init__(self, network: nn.Module, inputs: Any, has_values: bool = True):
         self.containers: dict[int, tuple[Any, Any]] = {}  # by id, each with a copy
         self.generators: dict[torch.Generator, Tensor] = {}
         tensors = {id(tensor): tensor for tensor in tensors_in(inputs)}
@@ -36,6 +37,8 @@ class Snapshot:
                 waiting += value.values() if isinstance(value, dict) else value
         self.gradients = [(tensor, tensor.grad) for tensor in tensors.values() if tensor.is_leaf]
         stored = [tensor for pair in self.gradients for tensor in pair if tensor is not None]
+        if not has_values:
+            stored = [tensor for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)]
         self.values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in stored]
         self.random = _random_states()
 
