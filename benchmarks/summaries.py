@@ -75,7 +75,7 @@ def step_on_h200(network: str, method: str) -> tuple[dict[str, Any], float, floa
     return ours, eager, graphs
 
 
-METHODS = ["", "peak of both", "checkpointing every block", "`keepless` with a budget"]
+METHODS = ["", "peak, the same for both", "checkpointing every block", "`keepless` with a budget"]
 
 
 def keepless_gpu() -> str:
