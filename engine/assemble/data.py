@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import signature
@@ -14,9 +14,8 @@ import torch
 from torch.utils.data import Dataset
 
 from datasets import ClassIndex, SegmentationDataset, TrainingCrops, TrainingTransform, colour_jitter, index_classes
-from datasets.augmentations import MOST_MIXES, Augmentations, asks_for
+from datasets.augmentations import MOST_MIXES, Augmentations, asked_of
 from datasets.folder import CLASSES, IN_FOLD
-from datasets.items import Draw
 from datasets.row import Row
 from datasets.samplers import minibatches_per_epoch
 from datasets.segmentation import joined
@@ -147,21 +146,11 @@ def training_loader(
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     names, source = [entry.name for entry in dataset.files], index if sampler.needs_class_index else len(dataset)
-    make = partial(builder("sampler", sampler), source, names=names, **order)
-    check_sampler(f"sampler={sampler.name}", next(iter(make()), []))
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
-    draws = Draws(
-        make(), f"sampler={sampler.name}", order, minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
-    )
+    minibatches = builder("sampler", sampler)(source, names=names, **order)
+    steps_per_epoch = minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
+    draws = Draws(minibatches, f"sampler={sampler.name}", order, steps_per_epoch)
     return loader(crops, data, world, batch_sampler=draws)
-
-
-def check_sampler(which: str, minibatch: Iterable[Any]) -> None:
-    """ValueError: the first minibatch of a sampler holds something else than draws of images."""
-    try:
-        [Draw(*each) for each in minibatch]
-    except TypeError as error:
-        raise ValueError(f"{which} gives {minibatch!r}: expected a list of (epoch, number) or datasets.Draw") from error
 
 
 def class_index(
@@ -210,10 +199,9 @@ def augmentations(config: TrainingRun) -> Augmentations | None:
                 f"{MOST_MIXES}, and 0 in classification, which has none"
             )
         taken = ["crop", "label", "generator", *["others"] * bool(mixes)]
-        asked = dict.fromkeys(each for each in ("step", "epoch", "place") if asks_for(own, each))
         try:
             with suppress(ValueError):  # code in C may have no signature
-                signature(own).bind(*taken, **asked)
+                signature(own).bind(*taken, **dict.fromkeys(asked_of(own)))
         except TypeError as error:
             raise ValueError(
                 f"augmentations={name} does not take ({', '.join(taken)}): {error}; an attribute mixes = k asks for "

@@ -39,6 +39,7 @@ from engine.records.evaluated import Dataset, Evaluated, print_results, write_re
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import deciding
 from engine.schema.schedule import Schedule
+from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import other_scale
@@ -146,28 +147,27 @@ class Run(Generic[Config, Split]):
             learner.load_state_dict(state)
         except ValueError as error:
             raise _not_continued(self, error, cure) from error
-        self.saved = {"random": state.get("random"), "parts": state.get("parts")}
+        self.saved = {name: state[name] for name in ("random", "parts") if name in state}
 
     def begin(self, loss: Any, minibatches: Any) -> None:
         """Continue what parts keep, and the random numbers of a resumed run; constructors of one's own may draw some.
 
         ValueError: a part's state cannot be saved or loaded.
         """
-        names = {name: f"{name}={choice.name}" for name, choice in vars(self.config).items() if hasattr(choice, "name")}
-        self.parts = {names.get("loss", "loss"): loss}
-        self.parts[names["lr_schedule"]] = Rates(self.learner.scheduler, self.learner.optimizer)
-        self.parts |= {f"logger={name}": own for name, own in self.loggers.items()}
-        augmentations = getattr(getattr(minibatches, "dataset", None), "augmentations", None)
-        own = {} if augmentations is None else augmentations.by_name
-        self.parts |= {f"augmentations={name}": function for name, function in own.items()}
+        config, learner = self.config, self.learner
+        self.parts = {f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "loss": loss}
+        self.parts[f"lr_schedule={config.lr_schedule.name}"] = Rates(learner.scheduler, learner.optimizer)
+        self.parts |= {f"logger={name}": made for name, made in self.loggers.items()}
         if isinstance(draws := getattr(minibatches, "batch_sampler", None), Draws):
+            functions = getattr(minibatches.dataset.augmentations, "by_name", {})
+            self.parts |= {f"augmentations={name}": function for name, function in functions.items()}
             self.draws, self.parts[draws.name] = draws, draws.sampler
         saved_states(self.parts, {}, self.world)  # before the first step
         if self.start_step:
             try:
-                if self.saved["parts"] is not None:
+                if "parts" in self.saved:  # of older versions it is not
                     restore_states(self.parts, self.saved["parts"], self.world)
-                restore_random_states(self.saved["random"], self.world)
+                restore_random_states(self.saved.get("random"), self.world)
             except ValueError as error:
                 raise _not_continued(self, error, "Restore the checkpoint") from error
 
