@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import make_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from engine.schema.segmentation import Loss
 from engine.segmentation.cross_entropy import CrossEntropy, SummedLoss
 from engine.training import resumption
 from models.heads import DeepLabV3
-from tests.choices import forgotten
+from tests.choices import registered
 from tests.runs import SHORT, checked
 from train_seg import train
 
@@ -170,15 +169,10 @@ OWN = (
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch) -> Iterator[None]:
+def in_this_process(monkeypatch) -> Iterator[None]:
     """The choices; trainings are compared in this process, as a fresh one takes seconds."""
     monkeypatch.setattr(resumption, "fresh", lambda function, *arguments: function(*arguments))
-    with forgotten():
-        for group, base, name, builds in OWN:
-            own = {"builds": builds, "__module__": __name__}
-            rate = [("lr", float, 0.05)] if group == "optim" else []
-            made = make_dataclass(f"Own{name.title()}", [("name", str, name), *rate], bases=(base,), namespace=own)
-            globals()[made.__name__] = keys.choice(group)(made)
+    with registered(OWN):
         yield
 
 
