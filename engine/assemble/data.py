@@ -15,7 +15,8 @@ from torch.utils.data import Dataset
 
 from datasets import ClassIndex, SegmentationDataset, TrainingCrops, TrainingTransform, colour_jitter, index_classes
 from datasets.augmentations import MOST_MIXES, Augmentations, asked_of
-from datasets.folder import CLASSES, IN_FOLD
+from datasets.class_list import CLASSES
+from datasets.folder import IN_FOLD
 from datasets.row import Row
 from datasets.samplers import minibatches_per_epoch
 from datasets.segmentation import joined
