@@ -104,15 +104,15 @@ def official_classes(config: Data) -> int | None:
     return row_of(config).classes
 
 
-def shortfalls(config: Data, *splits: tuple[str, Any, Any]) -> list[str]:
-    """Sentences about splits, (key, its value, the dataset), that have fewer images than are official."""
-    known, found = official_images(config), []
-    for key, value, built in splits:
-        official = [known.get(name) for name in as_list(value)]
-        is_own = len(built.classes) != (official_classes(config) or len(built.classes))  # others, in the same layout
-        if None not in official and not is_own and len(built) < (count := sum(filter(None, official))):
-            found.append(f"{key}={value} has {len(built):,} of the {count:,} images of {config.name}")
-    return found
+def shortfalls(config: Data, train_set: Any, val_set: Any) -> list[str]:
+    """Sentences about splits that have fewer images than are official."""
+    known, sentences = official_images(config), []
+    for key, value, split in (("train_split", config.train_split, train_set), ("val_split", config.val_split, val_set)):
+        official = [known.get(name) or math.inf for name in as_list(value)]
+        is_own = len(split.classes) != (official_classes(config) or len(split.classes))  # others, in the same layout
+        if not is_own and len(split) < (count := sum(official)) < math.inf:
+            sentences.append(f"data.{key}={value} has {len(split):,} of the {count:,} images of {config.name}")
+    return sentences
 
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:

@@ -362,12 +362,8 @@ def opened(
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config):
             train_set, val_set = find(data)
-            chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
-            pairs = ("data.train_split", data.train_split, train_set), ("data.val_split", data.val_split, val_set)
-            if (short := shortfalls(data, *pairs)) and not (data.incomplete or trainer.smoke):
-                if any(paper_of(name).get("table") for name in chosen):
-                    cure = "get the rest (scripts.verify_data names the layout), or give data.incomplete=true"
-                    raise ValueError(f"experiment={chosen[-1]} is a row of a paper, but {'; '.join(short)}: {cure}")
+            experiments = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
+            doubts = _doubts(config, experiments, train_set, val_set)
             train_set = train_set if watch is None else watch.few(train_set, data.crops_per_minibatch)
             run = _agree(config, world, stop, directory, train_set, val_set)
             run.watch = watch
@@ -377,26 +373,9 @@ def opened(
             logger.debug(command)
             if directory.notice and world.first:
                 logger.warning(directory.notice)
-            for kind, split in (("training", run.train_set), ("validation", run.val_set)):
-                for sentence in split.remarks if world.first else ():
-                    logger.warning(f"{kind} split {split.split}: {sentence}")
-            for sentence in short if world.first else ():
-                logger.warning(
-                    f"{sentence}: an archive is not unpacked, or a folder is missing; scores compare with none"
-                )
-            if config.init.weights is None and any(map(weights_of, chosen)) and world.first:
-                logger.warning(advice.on_random_weights(chosen[-1]))
-            _write_config(run, command)
-            with world.first_goes_ahead() as first:
-                if data.verify and first:
-                    doubts = verify_with_progress(run.train_set, run.console)
-                    doubts += data.doubts_of_sizes(run.train_set.sizes)
-                    for doubt in [*doubts, *verify_with_progress(run.val_set, run.console, "validation image")]:
-                        logger.warning(doubt)
-                found = _normalisation(run) if data.is_measured and first else None
-            if data.is_measured:
-                data.mean, data.std = map(list, world.gather(found)[0] or ())
-                _write_config(run, command)
+            for doubt in doubts if world.first else ():
+                logger.warning(doubt)
+            _look_at_images(run, command)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
@@ -406,6 +385,36 @@ def opened(
                 run.tell("end", "stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
                 raise
             run.tell("end", "finished")
+
+
+def _doubts(config: TrainingRun, experiments: list[str], train_set: Dataset, val_set: Dataset) -> list[str]:
+    """Sentences about data and initial weights. ValueError: images of a dataset are missing for a row of a paper."""
+    data, doubts = config.data, [f"training split {train_set.split}: {remark}" for remark in train_set.remarks]
+    doubts += [f"validation split {val_set.split}: {remark}" for remark in val_set.remarks]
+    for sentence in shortfalls(data, train_set, val_set):
+        if any(paper_of(name).get("table") for name in experiments) and not (data.incomplete or config.trainer.smoke):
+            cure = "get the rest (scripts.verify_data names the layout), or give data.incomplete=true"
+            raise ValueError(f"experiment={experiments[-1]} is a row of a paper, but {sentence}: {cure}")
+        doubts.append(f"{sentence}: an archive is not unpacked, or a folder is missing; scores compare with none")
+    if config.init.weights is None and any(map(weights_of, experiments)):
+        doubts.append(advice.on_random_weights(experiments[-1]))
+    return doubts
+
+
+def _look_at_images(run: Run, command: str) -> None:
+    """Verify the images, measure their channels if the configuration asks for it, and write this down."""
+    data = run.config.data
+    _write_config(run, command)
+    with run.world.first_goes_ahead() as first:
+        if data.verify and first:
+            doubts = verify_with_progress(run.train_set, run.console)
+            doubts += data.doubts_of_sizes(run.train_set.sizes)
+            for doubt in [*doubts, *verify_with_progress(run.val_set, run.console, "validation image")]:
+                logger.warning(doubt)
+        measured = _normalisation(run) if data.is_measured and first else None
+    if data.is_measured:
+        data.mean, data.std = map(list, run.world.gather(measured)[0] or ())
+        _write_config(run, command)
 
 
 def _agree(
