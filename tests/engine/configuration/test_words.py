@@ -34,6 +34,7 @@ VALUES = (
     "wrn38 densenet mit_b0 regnet_y_400mf mobilenet_v2 mobilenetv3 convnext efficientnet convnext_tiny class_balanced "
     "default mps ddp o1 AmpOptimWrapper OptimWrapper 1h 12000 12G 512M 80% 0.5 RTX3090 RTX2080Ti 5090 A6000 H100 "
     "RTX3080 V100 A100 RTX1080 -1 epoch open-mmlab://resnet50 latest horizontal [123.675,116.28,103.53] 95% 1 a/*.png "
+    "DiceCELoss FocalLoss TverskyLoss LovaszLoss balanced mDice "
     "early_stopping IoULoss BCELoss my/data softmax2d [1,2.5] data/camvid [512,512] 95 "
     "x.py mIoU table3 slide fit . 50 CityscapesDataset nvidia/mit-b0 fcn_resnet50 lraspp_mobilenet_v3_large"
 ).split() + [""]
@@ -165,7 +166,9 @@ UNITS = [
     ("train_seg", "blr", "0.001", "x data.crops_per_minibatch / 256"),  # MAE: lr = blr * batch / 256
     ("train_seg", "bn_momentum", "0.1", "norm.momentum=0.1"),  # PyTorch: running = 0.9 * running + 0.1 * new
     ("train_seg", "bn_momentum", "0.99", "1 - 0.99"),  # TensorFlow: running = 0.99 * running + 0.01 * new
-    ("train_seg", "ema_momentum", "0.001", "1 less the momentum"),  # mmengine: average += 0.001 * (new - average)
+    ("train_seg", "ema_momentum", "0.001", "so it is 1 - 0.001"),  # mmengine: average += 0.001 * (new - average)
+    ("train_seg", "momentum", "0.9", "optim.momentum=0.9"),  # PyTorch's SGD; of norms bn_momentum
+    ("train_seg", "lr_schedule.warmup_steps", "5%", "N, 5% x trainer.steps"),  # a share of the steps
     ("train_seg", "ema_decay", "0.999", "trainer.ema_decay=0.999"),  # timm: average = 0.999 * average + 0.001 * new
     ("train_seg", "scale_limit", "0.5", "[0.5,1.5]"),  # albumentations: factors 1 - 0.5 to 1 + 0.5
     ("train_seg", "ratio_range", "[0.5,2.0]", "data.scale=[0.5,2.0]"),  # mmsegmentation: factors
