@@ -119,29 +119,29 @@ def folder(
     names, split = LabelNames(label_folder, label_suffix, keys, image_folder), of_fold(split, fold)
     root = _LAYOUT.top(root)
     names.check()
-    own, suffixes = _below(root, split, names), image_suffixes(channels)
-    above, inside, is_listed = _place(root, split, own, names)
+    split_path, suffixes = _below(root, split, names), image_suffixes(channels)
+    above, inside, is_listed = _place(root, split, split_path, names)
     images_in, labels_in = above / image_folder / inside, above / label_folder / inside
     if not images_in.is_dir():
         raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _elsewhere(root, names))
-    found = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, more=ALSO)
-    images, labels = names.images(found), names.labels(labels_in)
-    alone = [path for name, path in labels.items() if name not in images]
+    files_in_place = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, more=ALSO)
+    images, labels = names.images(files_in_place), names.labels(labels_in)
+    unpaired = [path for name, path in labels.items() if name not in images]
     labelled = {name: path for name, path in images.items() if name in labels}
     if not is_listed and labels:  # one without a label is passed over, as before its suffix was read
-        known = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
-        images = known or images
-    used = {*map(str, (*images.values(), *labels.values()))}
-    others = [entry.path for _, entry in files_in(images_in) if entry.path not in used]
-    chosen = on_list(root, own, images, names) if is_listed and not listed else list(listed or images)
+        usable = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
+        images = usable or images
+    paths = {*map(str, (*images.values(), *labels.values()))}
+    strays = [entry.path for _, entry in files_in(images_in) if entry.path not in paths]
+    order = on_list(root, split_path, images, names) if is_listed and not listed else list(listed or images)
     if is_listed:
-        images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
-    if own.name == WITHHELD and not labels:
+        images, labels = ({name: files[name] for name in order if name in files} for files in (images, labels))
+    if split_path.name == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
     else:
         files = _paired(root, above, inside, images, labels, names)
-    files = [entry._replace(name=as_stored(entry, images_in)) for entry in as_listed(files, chosen)]
-    left_out = [] if not is_listed or listed else on_no_list(root, own, labelled)
+    files = [entry._replace(name=as_stored(entry, images_in)) for entry in as_listed(files, order)]
+    unlisted = [] if not is_listed or listed else on_no_list(root, split_path, labelled)
     table = _classes_of(root)
     levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
     colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
@@ -154,18 +154,18 @@ def folder(
         turned=True,
         label_fix=_LABEL_FIX.format(root / CLASSES),
         palette_fix=None if palettes == "any" else palette_fix(keys),
-        remarks=remarks_on(alone, others, [entry.image for entry in files], unlisted=left_out),
+        remarks=remarks_on(unpaired, strays, [entry.image for entry in files], unlisted=unlisted),
         channels=channels,
         channels_key=f"{keys}channels",
         shown=shown,
     )
 
 
-def _place(root: Path, split: str, own: Path, names: LabelNames) -> tuple[Path, str, bool]:
+def _place(root: Path, split: str, split_path: Path, names: LabelNames) -> tuple[Path, str, bool]:
     """Of a split: the folder above images and labels, the folder in both that holds it, and whether it is a list."""
     images = root / names.image_folder
-    if own != root and (not images.is_dir() or (own / names.image_folder).is_dir()):  # DIR/train/images
-        return own, "", False
+    if split_path != root and (not images.is_dir() or (split_path / names.image_folder).is_dir()):  # DIR/train/images
+        return split_path, "", False
     if split and (images / split).is_dir() and not _lists(root, images):  # DIR/images/train
         return root, split, False
     return root, "", True

@@ -120,27 +120,31 @@ def parts_named(config: TrainingRun) -> Iterator[None]:
 
 def _part_of(error: Exception, config: TrainingRun) -> str | None:
     """The choice, GROUP=NAME, whose code is the innermost in a traceback, or whose class begins the message."""
-    built = {}
+    parts = {}
     for group in CONTRACTS.keys() & groups_of(type(config)).keys():
         for _, choice in chosen(group, getattr(config, group)):
             part = imported(group, type(choice))
             part = part.make if isinstance(part, Row) else part
             if hasattr(part, "__name__") and not f"{part.__module__}.".startswith(_OURS):
-                built[part] = f"{group}={choice.name}"
+                parts[part] = f"{group}={choice.name}"
     errors: list[BaseException] = [error]
     while (cause := errors[0].__cause__) is not None:
         errors.insert(0, cause)
     frames = [frame for cause in errors for frame, _ in [*traceback.walk_tb(cause.__traceback__)][::-1]]
-    by_code = (name for frame, (part, name) in product(frames, built.items()) if _runs(frame, part))
-    by_message = (name for part, name in built.items() if re.match(rf"(the head's )?{part.__name__}\b", str(error)))
-    modules = {part.__module__: name for part, name in built.items()}  # of a class that a function makes
+    by_code = (name for frame, (part, name) in product(frames, parts.items()) if _runs(frame, part))
+    by_message = (name for part, name in parts.items() if re.match(rf"(the head's )?{part.__name__}\b", str(error)))
+    modules = {part.__module__: name for part, name in parts.items()}  # of a class that a function makes
     by_module = (modules[module] for frame in frames if (module := frame.f_globals.get("__name__")) in modules)
     return next(chain(by_code, by_message, by_module), None)
 
 
 def _runs(frame: FrameType, part: Any) -> bool:
     """Whether a frame runs a function, or a method of a class."""
-    return isinstance(frame.f_locals.get("self"), part) if isinstance(part, type) else frame.f_code is part.__code__
+    return (
+        isinstance(frame.f_locals.get("self"), part)
+        if isinstance(part, type)
+        else frame.f_code is getattr(part, "__code__", "")
+    )
 
 
 def imported(group: str, kind: type[Any]) -> Any:
