@@ -19,19 +19,31 @@ def state_of(part: Any) -> Any:
 class Draws(Sampler):
     """The minibatches of a `sampler`. `order`: the arguments of all samplers.
 
-    Workers read ahead of the step. So each minibatch waits in `noted` until a step takes it, together with the state
-    that the sampler had after it. ValueError: a minibatch is no list of draws.
+    Workers read ahead of the step. So each minibatch waits in `ahead` until a step takes it, with the state that the
+    sampler had after it, which is the state of the run. ValueError: a minibatch is no list of draws.
     """
 
     def __init__(self, sampler: Any, name: str, order: Mapping[str, Any], steps_per_epoch: int):
         self.sampler, self.name, self.order, self.steps_per_epoch = sampler, name, order, steps_per_epoch
-        self.noted = deque[tuple[list, Any]]()
+        self.ahead, self.state = deque[tuple[list[Draw], Any]](), state_of(sampler)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
+    def take(self) -> list[Draw]:
+        """The draws of the next step."""
+        draws, self.state = self.ahead.popleft()
+        return draws
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.sampler.load_state_dict(state)
+        self.state = state
+
     def __iter__(self) -> Iterator[list[Draw]]:
-        self.noted.clear()
+        self.ahead.clear()
         crops, rank, ranks = (self.order[name] for name in ("crops_per_minibatch", "rank", "world_size"))
         for step, minibatch in enumerate(self.sampler, start=self.order["start_step"] + 1):
             try:
@@ -39,6 +51,6 @@ class Draws(Sampler):
             except TypeError as error:
                 expected = "expected a list of (epoch, number) or datasets.Draw"
                 raise ValueError(f"{self.name} gives {minibatch!r}: {expected}") from error
-            self.noted.append((draws, state_of(self.sampler)))
+            self.ahead.append((draws, state_of(self.sampler)))
             epoch, first = step / self.steps_per_epoch, (step - 1) * crops + rank * crops // ranks
             yield [draw._replace(moment=Moment(step, epoch, place)) for place, draw in enumerate(draws, start=first)]

@@ -2,7 +2,7 @@
 
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
@@ -43,21 +43,23 @@ class Watch:
         """The first images, of half of the steps: so the run has two epochs, or more."""
         return split.first(max(1, self.steps // 2) * crops)
 
-    def followed(self, run: Any, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
-        """The minibatches of a run (`engine.training.run.Run`), which is stopped within an epoch if it has several."""
-        optimizer, parameters, epoch = run.learner.optimizer, run.learner.parameters, run.schedule.epoch
-        stop = self.stop - (epoch(self.stop).is_integer() and not epoch(1).is_integer())
+    def begin(self, run: Any, loss: Any) -> None:
+        """Note what a run (`engine.training.run.Run`) computes. It is stopped within an epoch, if that has steps."""
+        self.run, parameters, epoch = run, run.learner.parameters, run.schedule.epoch
+        self.stop -= epoch(self.stop).is_integer() and not epoch(1).is_integer()
         run.learner.network.register_forward_hook(lambda network, _, outputs: self.note("outputs", outputs))
         if isinstance(loss, nn.Module):
             loss.register_forward_hook(lambda module, _, value: self.note("loss", value))
+        optimizer = run.learner.optimizer
         optimizer.register_step_pre_hook(lambda *_: self.note("gradients", [weight.grad for weight in parameters]))
         optimizer.register_step_post_hook(lambda *_: self.note("weights", parameters))
-        for self.step, minibatch in enumerate(minibatches, start=run.start_step + 1):
-            run.stop.requested |= self.step == stop
-            self.note("draws", run.draws.noted[0][0])
-            self.note("crops", [minibatch["image"], minibatch["label"]])
-            self.note("learning rates", [float(group["lr"]) for group in optimizer.param_groups])
-            yield minibatch
+
+    def look(self, step: int, draws: Sequence[Any], minibatch: dict) -> None:
+        """Note what a step takes; ask the run to stop after it if it is the last."""
+        self.step, self.run.stop.requested = step, self.run.stop.requested or step == self.stop
+        self.note("draws", draws)
+        self.note("crops", [minibatch["image"], minibatch["label"]])
+        self.note("learning rates", [float(group["lr"]) for group in self.run.learner.optimizer.param_groups])
 
     def note(self, what: str, values: Any) -> None:
         self.sums[self.step, what] = _sum(values, self.sums.get((self.step, what), 0))

@@ -35,6 +35,7 @@ from engine.process.console import counted, log_to, logger, make_console
 from engine.process.distributed import World, cores_per_rank, joined
 from engine.process.output_files import write_file
 from engine.process.stopping import SECONDS_TO_END, Preempted, StopRequest, at_most
+from engine.process.transfers import prefetched
 from engine.records.evaluated import Dataset, Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import deciding
@@ -71,9 +72,7 @@ class Run(Generic[Config, Split]):
     metrics: MetricsLogger = field(init=False)
     saved: dict[str, Any] = field(default_factory=dict)  # of a resumed run: what `begin` restores
     parts: dict[str, Any] = field(default_factory=dict)  # of the run that may keep a state, by name
-    draws: Draws | None = None  # the minibatches
     watch: Watch | None = None  # follows the run
-    noted: dict[str, Any] = field(default_factory=dict)  # the sampler's state after drawing the last step's
     loggers: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -161,8 +160,8 @@ class Run(Generic[Config, Split]):
         if isinstance(draws := getattr(minibatches, "batch_sampler", None), Draws):
             functions = getattr(minibatches.dataset.augmentations, "by_name", {})
             self.parts |= {f"augmentations={name}": function for name, function in functions.items()}
-            self.draws, self.parts[draws.name] = draws, draws.sampler
-        saved_states(self.parts, {}, self.world)  # before the first step
+            self.parts[draws.name] = draws
+        saved_states(self.parts, self.world)  # before the first step
         if self.start_step:
             try:
                 if "parts" in self.saved:  # of older versions it is not
@@ -171,16 +170,19 @@ class Run(Generic[Config, Split]):
             except ValueError as error:
                 raise _not_continued(self, error, "Restore the checkpoint") from error
 
-    def followed(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
-        """The minibatches; notes what the sampler kept after each. ValueError: a step's learning rate is none."""
-        followed = minibatches if self.watch is None else self.watch.followed(self, minibatches, loss)
-        for step, minibatch in enumerate(followed, start=self.start_step + 1):
+    def taken(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
+        """The minibatches on the device, as steps take them. ValueError: a step's learning rate is none."""
+        draws = getattr(minibatches, "batch_sampler", None)
+        if self.watch is not None:
+            self.watch.begin(self, loss)
+        for step, minibatch in enumerate(prefetched(minibatches, self.world.device), start=self.start_step + 1):
             for group in self.learner.optimizer.param_groups:
                 if not 0 <= group["lr"] < math.inf:
                     rate = f"lr_schedule={self.config.lr_schedule.name} gives the learning rate {group['lr']}"
                     raise ValueError(f"{rate} in step {step}: expected 0 or more")
-            if self.draws is not None:
-                self.noted = {self.draws.name: self.draws.noted.popleft()[1]}
+            drawn = draws.take() if isinstance(draws, Draws) else []
+            if self.watch is not None:
+                self.watch.look(step, drawn, minibatch)
             yield minibatch
 
     def _same_random_numbers(self) -> AbstractContextManager:
@@ -264,7 +266,7 @@ class Run(Generic[Config, Split]):
             "task": self.config.task,
             **self.learner.state_dict(step),
             "random": random_states(self.world),
-            "parts": saved_states(self.parts, self.noted, self.world),
+            "parts": saved_states(self.parts, self.world),
             "total_steps": self.schedule.total_steps,
             "finished": step == self.schedule.total_steps or self.metrics.ends_early,
             "scores": [[step, score] for step, score in self.metrics.scores.items()],
