@@ -129,7 +129,7 @@ def _first(whole: Sums, other: Sums, config: TrainingRun) -> str:
     for (step, what), total in whole.items():
         if other.get((step, what)) != total:
             names = _names(config, *MADE_BY[what]) or [f"data={config.data.name}"]
-            return f"the {what} of step {step} are the first, of {' and '.join(names)}"
+            return f"first the {what} of step {step}, of {' and '.join(names)}"
     return ""
 
 
