@@ -14,6 +14,7 @@ from pathlib import Path
 
 from datasets import reading_errors
 from engine import assemble
+from engine.assemble.contracts import parts_named
 from engine.assemble.tasks import TASKS
 from engine.checkpoint.files import has_ended
 from engine.checkpoint.random_states import ranks_of
@@ -50,6 +51,7 @@ def evaluate(options: Evaluation) -> dict:
     with (
         joined(options.device, config.trainer.timeout_seconds) as world,
         reading_errors(config.data.timeout_seconds),
+        parts_named(config),
     ):
         assemble.check_classes(config.data, state)
         return score(state, path, config, options, results_file, world)

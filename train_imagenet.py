@@ -40,7 +40,7 @@ def train(
 @configured("train_imagenet", ClassificationRun)
 def main(config: ClassificationRun) -> None:
     if config.trainer.resume_check:
-        resumption.check(train, config)
+        resumption.check(config)
     else:
         train(config, command_line())
 

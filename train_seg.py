@@ -59,7 +59,7 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
 @configured("train_seg", SegmentationRun)
 def main(config: SegmentationRun) -> None:
     if config.trainer.resume_check:
-        resumption.check(train, config)
+        resumption.check(config)
     else:
         train(config, command_line())
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,36 +17,43 @@ Augmentation = Any  # a function, crop, label, generator -> both; perhaps with `
 Drawn = Callable[[np.random.Generator], Crop]
 
 
+class Moment(NamedTuple):
+    """Where in a run a crop is: the step that takes it, from 1 on, the epoch at its end, and the crop's number."""
+
+    step: int = 1
+    epoch: float = 0.0
+    place: int = 0
+
+
 @dataclass
 class Augmentations:
     """Functions, by name, that change a crop one after the other.
 
     Each gets the image, uint8 (H, W, C), the label, uint8 (H, W) or None in classification, and a generator of random
     numbers, and returns both, of the same shapes. One with `mixes = k` also gets a list of k further crops (image,
-    label) of the same dataset, and one that names `step`, `epoch` or `place` gets these (see `at`, set before each
-    crop). All that is drawn depends only on `seed`, epoch and image.
+    label) of the same dataset, and one that names `step`, `epoch` or `place` gets these of the crop's `Moment`. What is
+    drawn depends only on `seed`, epoch and image.
     """
 
     by_name: Mapping[str, Augmentation]
     seed: int
-    # Where in the run the crop is, for functions that name one of these.
-    at: dict[str, float] = field(default_factory=lambda: {"step": 1, "epoch": 0.0, "place": 0}, init=False)
 
     def __post_init__(self) -> None:
-        self.asked = {name: [each for each in self.at if asks_for(own, each)] for name, own in self.by_name.items()}
+        self.asked = {name: asked_of(function) for name, function in self.by_name.items()}
 
     def __call__(
         self,
         image: np.ndarray,
         label: np.ndarray | None,
         key: tuple[int, ...],
+        moment: Moment,
         classes: int = 0,
         draw: Drawn | None = None,
     ) -> Crop:
         """The changed crop.
 
-        `key`: (epoch, number of the image, perhaps its place in it). `classes`: how many a label may hold. `draw`:
-        makes a further crop.
+        `key`: (epoch, number of the image, perhaps its place in it). `moment`: of the run. `classes`: how many a label
+        may hold. `draw`: makes a further crop.
         ValueError: a result has another form, or a label another id than these and `IGNORED`.
         """
         rng, of_others = (
@@ -57,7 +64,7 @@ class Augmentations:
         for name, augment in self.by_name.items():
             others = [[draw(of_others) for _ in range(augment.mixes)]] if draw and hasattr(augment, "mixes") else []
             try:
-                asked = {each: self.at[each] for each in self.asked[name]}
+                asked = {argument: getattr(moment, argument) for argument in self.asked[name]}
                 changed, own = augment(image, label, rng, *others, **asked)
             except (Exception, SystemExit) as error:  # anything, from code that is not ours
                 raise ValueError(f"augmentations={name}: {type(error).__name__}: {error}") from error
@@ -73,11 +80,11 @@ class Augmentations:
         return image, label
 
 
-def asks_for(function: Any, name: str) -> bool:
-    """Whether a function has an argument of this name."""
+def asked_of(function: Any) -> list[str]:
+    """The fields of `Moment` that are arguments of a function."""
     with suppress(ValueError, TypeError):  # code in C may have no signature
-        return name in signature(function).parameters
-    return False
+        return [name for name in Moment._fields if name in signature(function).parameters]
+    return []
 
 
 def _form(array: object) -> str:

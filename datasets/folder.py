@@ -6,32 +6,31 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from datasets.channels import ARRAY
-from datasets.class_names import check_names
-from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
+from datasets.class_list import CLASSES, EXAMPLE, folder_classes
+from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import class_folders, composed, files_in, is_hidden, list_files, readable
 from datasets.label_names import LabelNames
-from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_json, read_list, remarks_on
+from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_list, remarks_on
 from datasets.reading import COLOURS, Stored, Window, decode_mask, label_palette
 from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
 
-CLASSES = "classes.json"
-TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
 WITHHELD = "test"
 IN_FOLD = re.compile(r"fold\d+/")  # how the lists of folds begin
 ALSO = (*RARE, ARRAY)  # images where no other has their name, see `list_files`
-_IGNORED = 255  # unless the file says otherwise
-_LONGEST_NAME = 255  # of a class
 
-Colour = tuple[int, int, int]
-_EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
+# About a label that cannot be used, with its classes.json.
+_LABEL_FIX = (
+    "Labels hold ids, as PNGs or TIFFs of mode L or P, or the colours of {} as RGB, and are as large as viewers show "
+    "their images. Export them again as PNG from your labelling tool, without smoothed edges, resize them with nearest "
+    "neighbour, or correct the classes."
+)
 
 _LAYOUT = Layout(
     name="folder",
@@ -44,81 +43,6 @@ DIR/val/...                  DIR/images/val/...           DIR/train.txt, val.txt
 """,
     source="sort your images like this",
 )
-
-
-def folder_classes(file: Path) -> ClassTable:
-    """The classes of a file classes.json.
-
-    A class's position is its id. Ids in "ignored" are not trained, nor are the classes that have them. Predictions hold
-    ids, as PNGs with the classes' colours, unless these are `alike`. ValueError for a file of another form.
-    """
-    try:
-        content = read_json(file)
-        if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
-            raise ValueError('every class needs an object, such as {"name": "wood"}')
-        if not isinstance(content.get("ignored", []), list):
-            raise ValueError(f'"ignored" is {content["ignored"]}, expected a list of ids, such as [{_IGNORED}]')
-        if wrong := [number for number in content.get("ignored", []) if number not in range(256)]:
-            raise ValueError(f'"ignored" has {wrong[0]!r}, expected ids from 0 to 255')
-        if len(content["classes"]) > 256:
-            raise ValueError(f"the number of classes is {len(content['classes'])}, expected at most 256")
-        entries, ignored = content["classes"], sorted(bytes(content.get("ignored", [_IGNORED])))
-        keys = {*content} - {"classes", "ignored"} | {key for entry in entries for key in entry}
-        if unknown := sorted(keys - {"name", "colour"}):
-            raise ValueError(f"the key {unknown[0]!r} is unknown")
-        colours = {
-            number: rgb(entry["colour"]) for number, entry in enumerate(entries) if entry.get("colour") is not None
-        }
-        ids = [number for number in range(len(entries)) if number not in ignored]
-        names = tuple(entries[number]["name"] for number in ids)
-        check_names(zip(ids, names, strict=True))
-        if long := [name for name in names if len(name) > _LONGEST_NAME]:
-            raise ValueError(f"a name has {len(long[0]):,} characters, expected at most {_LONGEST_NAME}")
-        for what, values in (("names", names), ("colours", tuple(colours.values()))):
-            if repeated := sorted({str(value) for value in values if values.count(value) > 1}):
-                raise ValueError(f"two {what} are {repeated[0]}, expected different ones")
-        if len(ids) not in TRAINED:
-            raise ValueError(f"the number of classes that are not ignored is {len(ids)}, expected 2 to 253")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{file}: cannot be read as a list of classes ({type(error).__name__}: {error}); expected {_EXAMPLE}"
-        ) from None
-    return ClassTable(
-        names=names,
-        palette=told_apart({number: colours.get(number) for number in ids}),
-        official_ids=tuple(ids),
-        label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
-        label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
-        official_void=ignored[0] if ignored else _IGNORED,
-        coloured_predictions=True,
-        ignored_by=f'"ignored" in {file}',
-        ignored=tuple(number for number in ignored if number < len(entries)),
-    )
-
-
-def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
-    """Classes whose colour looks like another class's: every channel differs by less than 8 levels."""
-    near = _near([*colours.values()], [*colours.values()])
-    return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
-
-
-def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
-    """One colour per class: its own, or a spare one if it has none or its own looks like another class's."""
-    own = {number: colour for number, colour in colours.items() if colour is not None}
-    found = {number: own[number] for number in own.keys() - alike(own)}
-    # Each colour is near at most one colour of the grid, so enough of these are left.
-    levels = range(20, 256, 32)
-    spare = [*distinct_colours(256), *product(levels, levels, levels)]
-    for number in sorted(colours.keys() - found.keys()):
-        near = _near([spare[number], *spare], [*found.values()]).any(axis=1)
-        found[number] = [spare[number], *spare][int(near.argmin())]
-    return tuple(found[number] for number in colours)
-
-
-def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.ndarray:
-    """Which pairs of colours look alike, bool (n, m)."""
-    levels, other_levels = (np.array(each, np.int16).reshape(-1, 3) for each in (some, others))
-    return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
 
 
 _USUAL = LabelNames()
@@ -192,72 +116,82 @@ def folder(
     for a list that is not written yet; `split` is then empty.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
-    options, split = LabelNames(label_folder, label_suffix, keys, image_folder), of_fold(split, fold)
+    names, split = LabelNames(label_folder, label_suffix, keys, image_folder), of_fold(split, fold)
     root = _LAYOUT.top(root)
-    options.check()
-    own, all_images = _below(root, split, options), root / image_folder
-    has_list = not split or bool(_lists(root, all_images))
-    above = root if all_images.is_dir() and not (own / image_folder).is_dir() else own
-    inside = split if above == root and not has_list and (all_images / split).is_dir() else ""  # DIR/images/train
-    is_listed, images_in, looked_in = above == root and not inside, above / image_folder / inside, above / label_folder
-    looked_in = looked_in / inside
+    names.check()
+    split_path, suffixes = _below(root, split, names), image_suffixes(channels)
+    above, inside, is_listed = _place(root, split, split_path, names)
+    images_in, labels_in = above / image_folder / inside, above / label_folder / inside
     if not images_in.is_dir():
-        raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _elsewhere(root, options))
-    suffixes = image_suffixes(channels)
-    found = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, more=ALSO)
-    images, labels = options.images(found), options.labels(looked_in)
-    is_test = own.name == WITHHELD
-    alone = [path for name, path in labels.items() if name not in images]
+        raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _elsewhere(root, names))
+    files_in_place = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, more=ALSO)
+    images, labels = names.images(files_in_place), names.labels(labels_in)
+    unpaired = [path for name, path in labels.items() if name not in images]
     labelled = {name: path for name, path in images.items() if name in labels}
     if not is_listed and labels:  # one without a label is passed over, as before its suffix was read
-        known = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
-        images = known or images
-    used = {*map(str, (*images.values(), *labels.values()))}
-    others = [entry.path for _, entry in files_in(images_in) if entry.path not in used]
-    chosen = list(listed or images) if not is_listed or listed else on_list(root, own, images, options)
+        usable = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
+        images = usable or images
+    paths = {*map(str, (*images.values(), *labels.values()))}
+    strays = [entry.path for _, entry in files_in(images_in) if entry.path not in paths]
+    order = on_list(root, split_path, images, names) if is_listed and not listed else list(listed or images)
     if is_listed:
-        images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
-    if is_test and not labels:
+        images, labels = ({name: files[name] for name in order if name in files} for files in (images, labels))
+    if split_path.name == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
-    elif looked_in.is_dir() and images.keys() <= labels.keys():
-        files = [Files(name, image, labels[name]) for name, image in images.items()]
     else:
-        below = {f"{inside}/{name}" if inside else name: path for name, path in images.items()}
-        fix = options.found(above, below) or "add the labels, under the names of their images, or take the images out"
-        if not looked_in.is_dir():
-            raise _LAYOUT.error(f"folder: the folder {looked_in} is missing", root, fix)
-        files, _ = _LAYOUT.pair(images, labels, root, f"{looked_in}/NAME{label_suffix}.png", fix)  # raises
-    if not (classes := root / CLASSES).is_file():
-        what = "a link that leads nowhere" if classes.is_symlink() else "missing"
-        fix = f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold"
-        raise _LAYOUT.error(f"folder: {classes} is {what}", root, fix)
-    fix = (
-        f"Labels hold ids, as PNGs or TIFFs of mode L or P, or the colours of {classes} as RGB, and are as large as "
-        f"viewers show their images. Export them again as PNG from your labelling tool, without smoothed edges, resize "
-        f"them with nearest neighbour, or correct the classes."
-    )
-    table = folder_classes(classes)
+        files = _paired(root, above, inside, images, labels, names)
+    files = [entry._replace(name=as_stored(entry, images_in)) for entry in as_listed(files, order)]
+    unlisted = [] if not is_listed or listed else on_no_list(root, split_path, labelled)
+    table = _classes_of(root)
     levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
     colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
-    decode = partial(_decode, colours, np.array(levels, np.uint8))
-    different = None if palettes == "any" else palette_fix(keys)
-    files = [entry._replace(name=as_stored(entry, images_in)) for entry in as_listed(files, chosen)]
-    left_out = [] if not is_listed or listed else on_no_list(root, own, labelled)
-    remarks = remarks_on(alone, others, [entry.image for entry in files], unlisted=left_out)
     return SegmentationDataset(
         "folder",
         split,
         files,
         table,
-        decode,
+        partial(_decode, colours, np.array(levels, np.uint8)),
         turned=True,
-        label_fix=fix,
-        palette_fix=different,
-        remarks=remarks,
+        label_fix=_LABEL_FIX.format(root / CLASSES),
+        palette_fix=None if palettes == "any" else palette_fix(keys),
+        remarks=remarks_on(unpaired, strays, [entry.image for entry in files], unlisted=unlisted),
         channels=channels,
         channels_key=f"{keys}channels",
         shown=shown,
     )
+
+
+def _place(root: Path, split: str, split_path: Path, names: LabelNames) -> tuple[Path, str, bool]:
+    """Of a split: the folder above images and labels, the folder in both that holds it, and whether it is a list."""
+    images = root / names.image_folder
+    if split_path != root and (not images.is_dir() or (split_path / names.image_folder).is_dir()):  # DIR/train/images
+        return split_path, "", False
+    if split and (images / split).is_dir() and not _lists(root, images):  # DIR/images/train
+        return root, split, False
+    return root, "", True
+
+
+def _paired(
+    root: Path, above: Path, inside: str, images: dict[str, Path], labels: dict[str, Path], names: LabelNames
+) -> list[Files]:
+    """Images with their labels, by name. ValueError: one has no label in above/labels/`inside`."""
+    looked_in, fix = above / names.folder / inside, None
+    if not looked_in.is_dir() or images.keys() - labels.keys():
+        fix = names.found(above, {os.path.join(inside, name): path for name, path in images.items()})
+        fix = fix or "add the labels, under the names of their images, or take the images out"
+    if not looked_in.is_dir():
+        raise _LAYOUT.error(f"folder: the folder {looked_in} is missing", root, fix)
+    files, _ = _LAYOUT.pair(images, labels, root, f"{looked_in}/NAME{names.suffix}.png", fix)
+    return files
+
+
+def _classes_of(root: Path) -> ClassTable:
+    """The classes of a folder. ValueError: its classes.json is missing, or of another form."""
+    if not (file := root / CLASSES).is_file():
+        what = "a link that leads nowhere" if file.is_symlink() else "missing"
+        fix = f"write {EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold"
+        raise _LAYOUT.error(f"folder: {file} is {what}", root, fix)
+    return folder_classes(file)
 
 
 def image_suffixes(channels: int) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ Pixels stay uint8, unless a mean image is subtracted from them: then they are fl
 In classification, images in files are read one by one, images in memory by the minibatch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from datasets.augmentations import Augmentations
+from datasets.augmentations import Augmentations, Moment
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.image_transforms import PaddedCrop, Transform, seeded
 from datasets.segmentation import SegmentationDataset
-from datasets.stream import Minibatch
 from datasets.transforms import TrainingTransform
 
 _EPOCH_STREAM = 2  # of random numbers; samplers have 0 and 1
@@ -29,7 +28,7 @@ _EPOCH_STREAM = 2  # of random numbers; samplers have 0 and 1
 class Draw(NamedTuple):
     """One crop of a run: from `image`, in `epoch`, containing `pixel` (row, column) of class `class_id`.
 
-    `place`: its position in the epoch, needed if an epoch may draw an image more than once.
+    `place`: its position in the epoch, needed if an epoch may draw an image more than once. `moment`: where in the run.
     """
 
     epoch: int
@@ -37,14 +36,7 @@ class Draw(NamedTuple):
     place: int | None = None
     class_id: int | None = None
     pixel: tuple[int, int] | None = None
-
-
-def placed(keys: Sequence[Any], augmentations: Augmentations | None) -> Iterator[Any]:
-    """The keys of a minibatch, and for augmentations that ask, where in the run each is."""
-    for number, key in enumerate(keys):
-        if augmentations is not None and isinstance(keys, Minibatch):
-            augmentations.at = {"step": keys.step, "epoch": keys.epoch, "place": keys.place + number}
-        yield key
+    moment: Moment = Moment()
 
 
 @dataclass(eq=False)
@@ -58,7 +50,7 @@ class _Items(Dataset):
 
     def __getitems__(self, keys: Sequence[Any]) -> Any:
         """The items of a minibatch, which a DataLoader asks for at once."""
-        return [self[key] for key in placed(keys, getattr(self, "augmentations", None))]
+        return [self[key] for key in keys]
 
 
 @dataclass(eq=False)
@@ -90,7 +82,7 @@ class TrainingCrops(_Items):
             ) from None
         if self.augmentations is not None:
             classes = len(self.dataset.classes)
-            image, changed = self.augmentations(image, label, _seeds(draw), classes, self._further)
+            image, changed = self.augmentations(image, label, _seeds(draw), draw.moment, classes, self._further)
             label = np.ascontiguousarray(changed)
         return {
             "image": _channels_first(image),
@@ -125,7 +117,7 @@ class ImagesInFiles(_Items):
             transform = partial(seeded, self.transform, seed=seed)
         image = transform(torch.from_numpy(self.dataset.image(number)).permute(2, 0, 1)).contiguous()
         if self.augmentations is not None:
-            changed, _ = self.augmentations(image.permute(1, 2, 0).numpy(), None, _seeds(Draw(*key)))
+            changed, _ = self.augmentations(image.permute(1, 2, 0).numpy(), None, _seeds(draw), draw.moment)
             image = _channels_first(changed)
         return {"image": image, "label": self.dataset.label(number), "name": self.dataset.image_name(number)}
 
@@ -188,8 +180,8 @@ class ImagesInMemory(_Items):
             _, corners, mirrored = self._drawn
             images = self.transform.minibatch(images, corners[numbers], mirrored[numbers])
             if self.augmentations is not None:
-                crops = zip(images.transpose(0, 2, 3, 1), placed(keys, self.augmentations), strict=True)
-                changed = [self.augmentations(crop, None, _seeds(Draw(*key)))[0] for crop, key in crops]
+                crops = zip(images.transpose(0, 2, 3, 1), (Draw(*key) for key in keys), strict=True)
+                changed = [self.augmentations(crop, None, _seeds(draw), draw.moment)[0] for crop, draw in crops]
                 images = np.ascontiguousarray(np.stack(changed).transpose(0, 3, 1, 2))
         names = [self.dataset.image_name(number) for number in numbers.tolist()]
         return {

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import islice, permutations, takewhile
+from itertools import islice, takewhile
 from operator import methodcaller
 from pathlib import Path
 from typing import NamedTuple
@@ -78,6 +78,25 @@ class LabelNames(NamedTuple):
     def found(self, above: Path, images: Mapping[str, Path]) -> str | None:
         """Advice if a quarter or more of the images have labels in another folder or with another suffix, or if other
         files are there in place of labels."""
+        place, suffix = self._beside(above, images)
+        if not place:
+            return self._instead(above, images)
+        options = self._given(label_folder=place, label_suffix=suffix)
+        example = readable(next(iter(images)) + suffix)
+        return f"{above / place} holds labels such as {example}: {options}" if options else None
+
+    def twins(self, above: Path) -> str | None:
+        """Advice if two folders, here or in one below, hold images and their labels, such as img_dir and ann_dir."""
+        for place in (above, *sorted(filter(Path.is_dir, above.iterdir()))):
+            for folder in sorted(filter(Path.is_dir, place.iterdir())):
+                images = {} if _OF_LABELS.search(folder.name) else list_files(folder, PHOTOGRAPHS, deep=True)
+                labels, suffix = self._replace(image_folder=folder.name)._beside(place, images)
+                if _OF_LABELS.search(labels):
+                    return self._given(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
+        return None
+
+    def _beside(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
+        """The folder and the suffix of most files that begin as these images do; empty if they are few."""
         wanted, seen = [*images][:50], Counter[tuple[str, str]]()
         for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):
             with suppress(ValueError):  # two files of one name
@@ -86,31 +105,14 @@ class LabelNames(NamedTuple):
                     same = takewhile(methodcaller("startswith", image), islice(names, bisect_left(names, image), None))
                     seen.update((folder.name, name.removeprefix(image)) for name in same)
         del seen[self.image_folder, ""]
-        if not seen or 4 * max(seen.values()) < len(wanted):
-            return self._instead(above, images)
-        place, suffix = max(sorted(seen), key=seen.__getitem__)
-        given = {"label_folder": (place, self.folder), "label_suffix": (suffix, self.suffix)}
-        options = " ".join(f"{self.keys}{key}={new}" for key, (new, old) in given.items() if new != old)
-        return (
-            f"{above / place} holds labels such as {readable(wanted[0] + suffix)}: give {options}" if options else None
-        )
+        few = not seen or 4 * max(seen.values()) < len(wanted)
+        return ("", "") if few else max(sorted(seen), key=seen.__getitem__)
 
-    def twins(self, above: Path) -> str | None:
-        """Advice if two folders, here or in one below, hold images and their labels, such as img_dir and ann_dir."""
-        for place in (above, *sorted(filter(Path.is_dir, above.iterdir()))):
-            names = {
-                each.name: [*list_files(each, PHOTOGRAPHS, deep=True)] for each in place.iterdir() if each.is_dir()
-            }
-            for images, labels in permutations(sorted(names), 2):
-                wanted, known = names[images][:50], names[labels]
-                nearest = [(image, *known[bisect_left(known, image) :][:1]) for image in wanted]
-                same = sum(near[-1].startswith(image) for image, *near in nearest if near)
-                if same * 4 >= max(1, len(wanted)) and _OF_LABELS.search(labels) and not _OF_LABELS.search(images):
-                    given = {"image_folder": (images, self.image_folder), "label_folder": (labels, self.folder)}
-                    return "give " + " ".join(
-                        f"{self.keys}{key}={new}" for key, (new, old) in given.items() if new != old
-                    )
-        return None
+    def _given(self, **options: str) -> str:
+        """The words that set options otherwise than these names do."""
+        now = {"image_folder": self.image_folder, "label_folder": self.folder, "label_suffix": self.suffix}
+        words = " ".join(f"{self.keys}{key}={value}" for key, value in options.items() if value != now[key])
+        return words and f"give {words}"
 
     def _instead(self, above: Path, images: Mapping[str, Path]) -> str | None:
         """What lies in the place of the images' labels, perhaps one file for all, and how to make labels of it."""

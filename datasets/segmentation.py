@@ -161,9 +161,9 @@ class SegmentationDataset(Dataset):
         sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
         if not self.has_files:
-            arrays = self[index].image, self._label_of(self[index])
-            made = [Undecoded((array.shape[0], array.shape[1]), array.__getitem__) for array in arrays]
-            return made[0], made[1]
+            arrays: tuple[Any, ...] = self[index][:2]
+            image, label = (Undecoded(array.shape[:2], array.__getitem__) for array in arrays)
+            return image, label
         with restorable():
             stored, stored_label = self.stored_image(index), self._stored_label(index)
             decode = partial(of_channels.decode, stored, **self._as_read)
@@ -177,11 +177,6 @@ class SegmentationDataset(Dataset):
         made = copy(self)
         made.files = FileTable(self.files[:count])
         return made
-
-    def _label_of(self, sample: Sample) -> np.ndarray:
-        if sample.label is None:
-            raise ValueError(f"{self.name} has no label of {readable(sample.name)} in split {self.split!r}")
-        return sample.label
 
     @property
     def _as_read(self) -> dict[str, Any]:
@@ -203,8 +198,8 @@ class SegmentationDataset(Dataset):
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
-        if not self.has_files:
-            return self._label_of(self[index])
+        if not self.has_files and (label := self[index].label) is not None:
+            return label
         return self._decode_label(self._stored_label(index), self.table.train_ids)
 
     def raw_label(self, index: int) -> np.ndarray:

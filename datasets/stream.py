@@ -7,38 +7,50 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from datasets.augmentations import Moment
+from datasets.items import Draw
+
 
 def state_of(part: Any) -> Any:
     """A copy of a part's state; None unless it has `state_dict` and `load_state_dict`."""
     return deepcopy(part.state_dict()) if hasattr(part, "state_dict") and hasattr(part, "load_state_dict") else None
 
 
-class Minibatch(list):
-    """What a rank draws for a `step`, from 1 on, whose end is at `epoch`. `place`: of its first crop in the run."""
-
-    step, epoch, place = 1, 0.0, 0
-
-
 class Draws(Sampler):
     """The minibatches of a `sampler`. `order`: the arguments of all samplers.
 
-    Workers read ahead of the step. So each minibatch waits in `noted` until a step takes it, together with the state
-    that the sampler had after it.
+    Workers read ahead of the step. So each minibatch waits in `ahead` until a step takes it, with the state that the
+    sampler had after it, which is the state of the run. ValueError: a minibatch is no list of draws.
     """
 
     def __init__(self, sampler: Any, name: str, order: Mapping[str, Any], steps_per_epoch: int):
         self.sampler, self.name, self.order, self.steps_per_epoch = sampler, name, order, steps_per_epoch
-        self.noted = deque[tuple[list, Any]]()
+        self.ahead, self.state = deque[tuple[list[Draw], Any]](), state_of(sampler)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Minibatch]:
-        self.noted.clear()
+    def take(self) -> list[Draw]:
+        """The draws of the next step."""
+        draws, self.state = self.ahead.popleft()
+        return draws
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.sampler.load_state_dict(state)
+        self.state = state
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        self.ahead.clear()
         crops, rank, ranks = (self.order[name] for name in ("crops_per_minibatch", "rank", "world_size"))
-        for step, drawn in enumerate(self.sampler, start=self.order["start_step"] + 1):
-            keys = Minibatch(drawn)
-            keys.step, keys.epoch = step, step / self.steps_per_epoch
-            keys.place = (step - 1) * crops + rank * crops // ranks
-            self.noted.append((list(keys), state_of(self.sampler)))
-            yield keys
+        for step, minibatch in enumerate(self.sampler, start=self.order["start_step"] + 1):
+            try:
+                draws = [Draw(*key) for key in minibatch]
+            except TypeError as error:
+                expected = "expected a list of (epoch, number) or datasets.Draw"
+                raise ValueError(f"{self.name} gives {minibatch!r}: {expected}") from error
+            self.ahead.append((draws, state_of(self.sampler)))
+            epoch, first = step / self.steps_per_epoch, (step - 1) * crops + rank * crops // ranks
+            yield [draw._replace(moment=Moment(step, epoch, place)) for place, draw in enumerate(draws, start=first)]

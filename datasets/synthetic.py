@@ -12,7 +12,7 @@ import numpy as np
 
 from datasets.cache import alone_in, needed_cache
 from datasets.cityscapes import cityscapes
-from datasets.folder import CLASSES
+from datasets.class_list import CLASSES
 from datasets.row import Row
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street

@@ -31,6 +31,7 @@ from torch.export import ExportedProgram
 
 from datasets import IGNORED
 from datasets.reading import COLOURS
+from engine.assemble.contracts import parts_named
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -79,7 +80,8 @@ def export(options: Export) -> dict:
     found = open_checkpoint(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
     about = metadata(found, options)
     writable_file("output", output, source, kind="program")
-    program = exported(found.network, options.size, getattr(torch, options.precision), options.argmax)
+    with parts_named(found.config):
+        program = exported(found.network, options.size, getattr(torch, options.precision), options.argmax)
     content = onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)
     loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
     try:

@@ -35,9 +35,10 @@ from rich.console import Console
 
 from datasets import channels as of_channels
 from datasets import label_values, reading_errors
+from datasets.class_list import CLASSES, TRAINED, alike
 from datasets.class_table import Palettes, ranges
 from datasets.file_list import readable
-from datasets.folder import CLASSES, TRAINED, WITHHELD, LabelFiles, alike, check_whole, folder_labels, palette_fix
+from datasets.folder import WITHHELD, LabelFiles, check_whole, folder_labels, palette_fix
 from datasets.label_names import LabelNames
 from datasets.label_values import WHITE
 from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json

@@ -33,6 +33,7 @@ from datasets.levels import Use, doubts_of_levels, used
 from datasets.reading import COLOURS, Stored
 from datasets.verify import noted
 from engine import assemble
+from engine.assemble.contracts import parts_named
 from engine.checkpoint.files import file_of
 from engine.configuration.command_line import configured
 from engine.prediction.opening import open_checkpoint
@@ -91,7 +92,7 @@ def predict(options: Prediction) -> list[Path]:
     check_written(options, output, images.values(), class_list(network) if isinstance(network, Segmenter) else None)
     if isinstance(network, Segmenter):
         write_classes(output / CLASSES, network)
-    with progress_bar(console) as progress, WrittenBehind() as files:
+    with parts_named(config), progress_bar(console) as progress, WrittenBehind() as files:
         for name, file in tracked(progress, images.items(), "predicting"):
             places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
             try:

@@ -186,9 +186,7 @@ def check_given(arguments: RunTable) -> None:
         if name in firsts:
             data = papers.configured_as(firsts[name], override("data.root", root), *arguments.overrides).data
             find: Any = assemble.labelled_splits if isinstance(data, SegmentationData) else assemble.classified_splits
-            train_set, val_set = find(data)
-            pairs = ("data.train_split", data.train_split, train_set), ("data.val_split", data.val_split, val_set)
-            if (short := assemble.shortfalls(data, *pairs)) and not data.incomplete:
+            if (short := assemble.shortfalls(data, *find(data))) and not data.incomplete:
                 cure = "get the rest, or give overrides=[data.incomplete=true]"
                 raise ValueError(f"roots={{{name}: {root}}}: {'; '.join(short)}: {cure}")
 

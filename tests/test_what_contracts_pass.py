@@ -1,7 +1,6 @@
 """What the choices of a plugin get if they ask for it, in trainings as users start them."""
 
 from collections.abc import Iterator
-from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -26,7 +25,6 @@ from engine.process.distributed import World
 from engine.schema import evaluation
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.data import Sampler, SegmentationData
-from engine.schema.keys import choice
 from engine.schema.network import Head
 from engine.schema.segmentation import Loss
 from engine.segmentation import inference
@@ -36,20 +34,15 @@ from engine.training.planner import step_memory
 from eval import evaluate
 from scripts.export import export
 from scripts.predict import predict
-from tests.choices import forgotten
+from tests.choices import registered
 from tests.engine.learners import forward_of
 from tests.runs import SHORT, checked, run_config, same
 from train_seg import train
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """The choices of this file, which are forgotten after each test."""
-    with forgotten():
-        for group, base, name, builds in OWN:
-            own = {"builds": builds, "__module__": __name__}
-            made = make_dataclass(f"Own{name.title()}", [("name", str, name)], bases=(base,), namespace=own)
-            globals()[made.__name__] = choice(group)(made)  # where copies of a configuration look for it
+def choices_of_this_file() -> Iterator[None]:
+    with registered(OWN):
         yield
 
 
@@ -186,6 +179,16 @@ def test_what_a_head_decides_is_evaluated_predicted_and_exported(even, tmp_path)
         assert np.array_equal(np.array(Image.open(file)), network.label_ids[expected])
 
 
+def test_a_head_that_fails_in_other_commands_is_named(even, tmp_path, monkeypatch):
+    Image.new("RGB", (96, 64)).save(tmp_path / "a.png")
+    monkeypatch.setattr(Even, "forward", lambda *_: {}["features"])
+    commands = {evaluate: ("eval", "workers=0"), export: ("export", f"output={tmp_path / 'n.pt2'}")}
+    commands[predict] = ("predict", f"input={tmp_path / 'a.png'}", f"output={tmp_path / 'out'}")
+    for run, (name, *words) in commands.items():
+        with pytest.raises(ValueError, match="^head=even: .*KeyError: 'features'"):
+            run(checked(name, f"checkpoint={even}", *words))
+
+
 @pytest.mark.parametrize(
     "result, problem",
     [
@@ -269,7 +272,7 @@ def test_a_sampler_of_other_items_is_refused_before_the_first_step(monkeypatch):
     train_set, _ = assemble.labelled_splits(config.data)
     says = r"gives \[3, 4\]: expected a list of \(epoch, number\) or datasets\.Draw"
     with pytest.raises(ValueError, match=rf"^sampler=named {says}"):
-        assemble.training_loader(config, train_set, 1, World())
+        next(iter(assemble.training_loader(config, train_set, 1, World())))
 
 
 def without_counts(classes, ignore_index):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from inspect import Parameter, signature
-from itertools import product
+from itertools import chain, product
+from types import FrameType
 from typing import Any, NamedTuple
 
 from datasets.row import Row
@@ -119,22 +120,31 @@ def parts_named(config: TrainingRun) -> Iterator[None]:
 
 def _part_of(error: Exception, config: TrainingRun) -> str | None:
     """The choice, GROUP=NAME, whose code is the innermost in a traceback, or whose class begins the message."""
-    made = {}
+    parts = {}
     for group in CONTRACTS.keys() & groups_of(type(config)).keys():
         for _, choice in chosen(group, getattr(config, group)):
-            own = imported(group, type(choice))
-            own = own.make if isinstance(own, Row) else own
-            if hasattr(own, "__name__") and not f"{own.__module__}.".startswith(_OURS):
-                made[own] = f"{group}={choice.name}"
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1] if made else []
-    for frame, (own, name) in product(frames, made.items()):
-        is_own = isinstance(frame.f_locals.get("self"), own) if isinstance(own, type) else False
-        if is_own or frame.f_code is getattr(own, "__code__", None):
-            return name
-    begins = (name for own, name in made.items() if re.match(rf"(the head's )?{own.__name__}\b", str(error)))
-    by_module = {own.__module__: name for own, name in made.items()}  # a class that a function makes
-    within = (by_module[each] for frame in frames if (each := frame.f_globals.get("__name__")) in by_module)
-    return next(begins, None) or next(within, None)
+            part = imported(group, type(choice))
+            part = part.make if isinstance(part, Row) else part
+            if hasattr(part, "__name__") and not f"{part.__module__}.".startswith(_OURS):
+                parts[part] = f"{group}={choice.name}"
+    errors: list[BaseException] = [error]
+    while (cause := errors[0].__cause__) is not None:
+        errors.insert(0, cause)
+    frames = [frame for cause in errors for frame, _ in [*traceback.walk_tb(cause.__traceback__)][::-1]]
+    by_code = (name for frame, (part, name) in product(frames, parts.items()) if _runs(frame, part))
+    by_message = (name for part, name in parts.items() if re.match(rf"(the head's )?{part.__name__}\b", str(error)))
+    modules = {part.__module__: name for part, name in parts.items()}  # of a class that a function makes
+    by_module = (modules[module] for frame in frames if (module := frame.f_globals.get("__name__")) in modules)
+    return next(chain(by_code, by_message, by_module), None)
+
+
+def _runs(frame: FrameType, part: Any) -> bool:
+    """Whether a frame runs a function, or a method of a class."""
+    return (
+        isinstance(frame.f_locals.get("self"), part)
+        if isinstance(part, type)
+        else frame.f_code is getattr(part, "__code__", "")
+    )
 
 
 def imported(group: str, kind: type[Any]) -> Any:

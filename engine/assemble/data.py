@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import signature
@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Dataset
 
 from datasets import ClassIndex, SegmentationDataset, TrainingCrops, TrainingTransform, colour_jitter, index_classes
-from datasets.augmentations import MOST_MIXES, Augmentations, asks_for
-from datasets.folder import CLASSES, IN_FOLD
-from datasets.items import Draw
+from datasets.augmentations import MOST_MIXES, Augmentations, asked_of
+from datasets.class_list import CLASSES
+from datasets.folder import IN_FOLD
 from datasets.row import Row
 from datasets.samplers import minibatches_per_epoch
 from datasets.segmentation import joined
@@ -104,15 +104,15 @@ def official_classes(config: Data) -> int | None:
     return row_of(config).classes
 
 
-def shortfalls(config: Data, *splits: tuple[str, Any, Any]) -> list[str]:
-    """Sentences about splits, (key, its value, the dataset), that have fewer images than are official."""
-    known, found = official_images(config), []
-    for key, value, built in splits:
-        official = [known.get(name) for name in as_list(value)]
-        is_own = len(built.classes) != (official_classes(config) or len(built.classes))  # others, in the same layout
-        if None not in official and not is_own and len(built) < (count := sum(filter(None, official))):
-            found.append(f"{key}={value} has {len(built):,} of the {count:,} images of {config.name}")
-    return found
+def shortfalls(config: Data, train_set: Any, val_set: Any) -> list[str]:
+    """Sentences about splits that have fewer images than are official."""
+    known, sentences = official_images(config), []
+    for key, value, split in (("train_split", config.train_split, train_set), ("val_split", config.val_split, val_set)):
+        official = [known.get(name) or math.inf for name in as_list(value)]
+        is_own = len(split.classes) != (official_classes(config) or len(split.classes))  # others, in the same layout
+        if not is_own and len(split) < (count := sum(official)) < math.inf:
+            sentences.append(f"data.{key}={value} has {len(split):,} of the {count:,} images of {config.name}")
+    return sentences
 
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:
@@ -147,21 +147,11 @@ def training_loader(
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     names, source = [entry.name for entry in dataset.files], index if sampler.needs_class_index else len(dataset)
-    make = partial(builder("sampler", sampler), source, names=names, **order)
-    check_sampler(f"sampler={sampler.name}", next(iter(make()), []))
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
-    draws = Draws(
-        make(), f"sampler={sampler.name}", order, minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
-    )
+    minibatches = builder("sampler", sampler)(source, names=names, **order)
+    steps_per_epoch = minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
+    draws = Draws(minibatches, f"sampler={sampler.name}", order, steps_per_epoch)
     return loader(crops, data, world, batch_sampler=draws)
-
-
-def check_sampler(which: str, minibatch: Iterable[Any]) -> None:
-    """ValueError: the first minibatch of a sampler holds something else than draws of images."""
-    try:
-        [Draw(*each) for each in minibatch]
-    except TypeError as error:
-        raise ValueError(f"{which} gives {minibatch!r}: expected a list of (epoch, number) or datasets.Draw") from error
 
 
 def class_index(
@@ -210,10 +200,9 @@ def augmentations(config: TrainingRun) -> Augmentations | None:
                 f"{MOST_MIXES}, and 0 in classification, which has none"
             )
         taken = ["crop", "label", "generator", *["others"] * bool(mixes)]
-        asked = dict.fromkeys(each for each in ("step", "epoch", "place") if asks_for(own, each))
         try:
             with suppress(ValueError):  # code in C may have no signature
-                signature(own).bind(*taken, **asked)
+                signature(own).bind(*taken, **dict.fromkeys(asked_of(own)))
         except TypeError as error:
             raise ValueError(
                 f"augmentations={name} does not take ({', '.join(taken)}): {error}; an attribute mixes = k asks for "

@@ -88,9 +88,7 @@ def lr_schedule(
     if not warmup:
         return made
     rise = LinearLR(optimizer, start_factor=0.01, total_iters=warmup)
-    both: Any = SequentialLR(optimizer, [rise, made], milestones=[warmup])
-    both.own = made
-    return both
+    return SequentialLR(optimizer, [rise, made], milestones=[warmup])
 
 
 def schedule_of(config: TrainingRun, images: int) -> Schedule:

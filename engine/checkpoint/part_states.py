@@ -13,13 +13,13 @@ from engine.process.plugins import errors_named
 from engine.process.transfers import HostCopy
 
 
-def saved_states(parts: Mapping[str, Any], noted: Mapping[str, Any], world: World) -> list[dict[str, Any]]:
-    """The states of each rank's parts, by name, on the CPU. Every rank must call it.
+def saved_states(parts: Mapping[str, Any], world: World) -> list[dict[str, Any]]:
+    """The states of each rank's parts, by name, on the CPU. ValueError: a checkpoint cannot hold a state.
 
-    `noted`: states of parts that are ahead of the step. ValueError: a checkpoint cannot hold a state.
+    Every rank must call it.
     """
-    states = {name: noted[name] if name in noted else state_of(part) for name, part in parts.items()}
-    states = HostCopy({name: state for name, state in states.items() if state is not None}).wait()
+    states = {name: state for name, part in parts.items() if (state := state_of(part)) is not None}
+    states = HostCopy(states).wait()
     for name, state in states.items():
         with errors_named(f"{name} has a state_dict of more than tensors, numbers, texts, lists and dictionaries"):
             torch.save(state, file := io.BytesIO())

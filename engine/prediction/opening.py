@@ -20,6 +20,7 @@ from datasets import (
 )
 from datasets.workers import Loader
 from engine import assemble
+from engine.assemble.contracts import parts_named
 from engine.checkpoint import files
 from engine.checkpoint.random_states import ranks_of
 from engine.classification import accuracy
@@ -129,7 +130,8 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction | None = None) -
     if isinstance(config.norm, ReleasedNorm):  # an in-place norm computes the same, with scales |weight| + eps
         state = {**state, part: from_released(state[part], config.norm.eps)}
         config.norm = config.norm.as_kind(InPlaceNorm)
-    forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
+    with parts_named(config):
+        forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
     forward = forward.through(to_standard(forward.network, report=lambda _: None))
     try:
         network = predictor(config, options, state, forward)

@@ -84,9 +84,8 @@ class SummedLoss(nn.Module):
 
     def __init__(self, make: Callable[[int | None], nn.Module], strides: Iterable[int | None] = (None,)):
         super().__init__()
-        self.make, self.losses, self._parameters_made = make, nn.ModuleDict(), dict[str, dict[str, Tensor]]()
-        for stride in strides:
-            self._of(stride)
+        self.make, self.losses = make, nn.ModuleDict({str(stride): make(stride) for stride in strides})
+        self._sums_made = {stride: _sums(own) for stride, own in self.losses.items()}
         self.asks_for_batch = any("batch" in signature(own.forward).parameters for own in self.losses.values())
 
     def forward(self, outputs: Outputs | Tensor, labels: Tensor, **batch: Batch) -> Tensor:
@@ -100,20 +99,17 @@ class SummedLoss(nn.Module):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The states of the losses, by stride, without parameters that are as they were made, such as a teacher's."""
-        return {stride: self._parted(stride)[0] for stride in self.losses}
+        states = {}
+        for stride, loss in self.losses.items():
+            made = self._sums_made.get(stride, {}).items() & _sums(loss).items()
+            states[stride] = {name: value for name, value in loss.state_dict().items() if name not in dict(made)}
+        return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:  # type: ignore[override]
         """Load what `state_dict` has returned. RuntimeError: a loss's state has other names or shapes."""
         for stride, state in states.items():
-            own = self._of(None if stride == "None" else int(stride))
-            _, fixed = self._parted(stride)
-            own.load_state_dict({**fixed, **state} if fixed else state)
-
-    def _parted(self, stride: str) -> tuple[Any, dict[str, Any]]:
-        """A loss's state, and of it the parameters that are as they were made."""
-        state, made, now = self.losses[stride].state_dict(), self._parameters_made[stride], _sums(self.losses[stride])
-        fixed = {name: state[name] for name in made if name in state and name in now and now[name] == made[name]}
-        return {name: each for name, each in state.items() if name not in fixed} if fixed else state, fixed
+            loss = self.losses[stride]
+            loss.load_state_dict({**loss.state_dict(), **state})
 
     def _weighted(self, output: Output, labels: Tensor, batch: dict[str, Batch]) -> Tensor:
         loss = self._scalar(output.stride, output.logits, labels, batch)
@@ -127,16 +123,16 @@ class SummedLoss(nn.Module):
             raise ValueError(f"{type(own).__name__} returned {found}: expected a scalar, the mean over the images")
         return loss
 
-    def _of(self, stride: int | None, logits: Tensor | None = None) -> nn.Module:
-        if (name := str(stride)) not in self.losses:
-            self.losses[name] = self.make(stride) if logits is None else self.make(stride).to(logits.device)
-            self._parameters_made[name] = _sums(self.losses[name])
-        return self.losses[name]
+    def _of(self, stride: int | None, logits: Tensor) -> nn.Module:
+        if str(stride) not in self.losses:
+            self.losses[str(stride)] = self.make(stride).to(logits.device)
+        return self.losses[str(stride)]
 
 
-def _sums(loss: nn.Module) -> dict[str, Tensor]:
+def _sums(loss: nn.Module) -> dict[str, int]:
     """A checksum of each parameter."""
-    return {name: torch.hash_tensor(each.detach()).cpu() for name, each in loss.named_parameters()}
+    sums = {name: torch.hash_tensor(parameter.detach()) for name, parameter in loss.named_parameters()}
+    return {name: total.cpu().numpy().item() for name, total in sums.items()}
 
 
 def inverse_frequencies(counts: Tensor) -> Tensor:

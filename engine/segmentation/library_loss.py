@@ -7,17 +7,9 @@ from torch import Tensor, nn
 from engine.segmentation.cross_entropy import CrossEntropy
 from models.segmentation import upsampled
 
-LOSSES = {
-    "dice": "DiceLoss",
-    "focal": "FocalLoss",
-    "tversky": "TverskyLoss",
-    "jaccard": "JaccardLoss",
-    "lovasz": "LovaszLoss",
-}
-
 
 class LibraryLoss(nn.Module):
-    """One of `LOSSES` in multiclass mode; plus cross-entropy times `with_cross_entropy`, if that is above 0.
+    """The loss of a `kind`, such as "dice", in multiclass mode, plus cross-entropy times `with_cross_entropy`.
 
     Logits are upsampled at once, in float32: with their gradient and the library's own tensors about three full copies.
     Ignored pixels are left out, and a micro-batch without a labelled pixel has the loss 0. ValueError: the library is
@@ -37,7 +29,7 @@ class LibraryLoss(nn.Module):
             ) from error
         options = {} if weights is None else {"class_weights": weights.tolist()}
         try:
-            self.own = getattr(losses, LOSSES[kind])("multiclass", **options)
+            self.loss = getattr(losses, f"{kind.capitalize()}Loss")("multiclass", **options)
         except TypeError as error:
             raise ValueError(
                 f"loss.class_weights with loss.kind={kind}: this segmentation_models_pytorch takes none ({error}): "
@@ -52,5 +44,5 @@ class LibraryLoss(nn.Module):
         if not labelled.any():
             return logits.sum() * 0
         pixels = logits.movedim(1, -1)[labelled].T[None, :, :, None]  # (1, K, labelled pixels, 1)
-        loss = self.own(pixels.contiguous(), labels[labelled].long()[None, :, None])
+        loss = self.loss(pixels.contiguous(), labels[labelled].long()[None, :, None])
         return loss if self.cross_entropy is None else loss + self.share * self.cross_entropy(cells, labels)

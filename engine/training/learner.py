@@ -22,6 +22,7 @@ from models.checkpoints.loading import not_finite
 from models.forward import Forward
 from models.freezing import training_mode
 
+PLAIN = {Tensor, bool, int, float, str, type(None)}
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large
 
 
@@ -220,23 +221,23 @@ class Learner:
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
 
 
-class Rates(NamedTuple):
-    """The learning rates, as a part that keeps a state. PyTorch's own schedules follow from the step."""
+class Rates:
+    """A schedule as a part that keeps a state, with the rates that it gave. PyTorch's own follow from the step."""
 
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    optimizer: torch.optim.Optimizer
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer):
+        self.groups = optimizer.param_groups
+        self.schedule = getattr(scheduler, "_schedulers", [scheduler])[-1]  # after a warm-up
 
     def state_dict(self) -> dict[str, Any]:
-        own: Any = getattr(self.scheduler, "own", self.scheduler)  # after the warm-up
-        kept = {} if type(own).__module__.startswith("torch.") else own.state_dict()
-        kept = {key: each for key, each in kept.items() if all(map(_is_plain, tree_leaves(each)))}
-        return {"schedule": kept, "rates": [float(group["lr"]) for group in self.optimizer.param_groups]}
+        state = {} if type(self.schedule).__module__.startswith("torch.") else self.schedule.state_dict()
+        # What a checkpoint can hold; others, such as functions, are as they were made.
+        fit = {name: value for name, value in state.items() if {*map(type, tree_leaves(value))} <= PLAIN}
+        return {"schedule": fit, "rates": [float(group["lr"]) for group in self.groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own: Any = getattr(self.scheduler, "own", self.scheduler)
         if state["schedule"]:
-            own.load_state_dict({**own.state_dict(), **state["schedule"]})
-        for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
+            self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
+        for group, rate in zip(self.groups, state["rates"], strict=True):
             group["lr"] = rate
 
 
@@ -255,11 +256,6 @@ def _schedule_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         yield
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a checkpoint can hold a value; others of a schedule, such as functions, are as they were made."""
-    return isinstance(value, Tensor) or type(value) in (bool, int, float, str, type(None))
 
 
 def _largest(norms: dict[str, float]) -> tuple[str, float]:

@@ -16,7 +16,6 @@ from engine.process.allocations import cause_of, forget_peak, is_out_of_memory, 
 from engine.process.console import logger
 from engine.process.distributed import World
 from engine.process.stopping import Preempted
-from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import PLANNED_STEPS
 from engine.segmentation.cross_entropy import Batch
@@ -66,8 +65,7 @@ def train(
         if evaluated is not None and metrics.ends_early:
             return evaluated
         before, ended_s = None, time.perf_counter()
-        arriving = run.followed(prefetched(minibatches, world.device), loss)
-        for step, minibatch in enumerate(arriving, start=run.start_step + 1):
+        for step, minibatch in enumerate(run.taken(minibatches, loss), start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
             first = step <= run.start_step + CHECKED_STEPS

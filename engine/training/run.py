@@ -35,10 +35,12 @@ from engine.process.console import counted, log_to, logger, make_console
 from engine.process.distributed import World, cores_per_rank, joined
 from engine.process.output_files import write_file
 from engine.process.stopping import SECONDS_TO_END, Preempted, StopRequest, at_most
+from engine.process.transfers import prefetched
 from engine.records.evaluated import Dataset, Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import deciding
 from engine.schema.schedule import Schedule
+from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import other_scale
@@ -70,9 +72,7 @@ class Run(Generic[Config, Split]):
     metrics: MetricsLogger = field(init=False)
     saved: dict[str, Any] = field(default_factory=dict)  # of a resumed run: what `begin` restores
     parts: dict[str, Any] = field(default_factory=dict)  # of the run that may keep a state, by name
-    draws: Draws | None = None  # the minibatches
     watch: Watch | None = None  # follows the run
-    noted: dict[str, Any] = field(default_factory=dict)  # the sampler's state after drawing the last step's
     loggers: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -146,41 +146,43 @@ class Run(Generic[Config, Split]):
             learner.load_state_dict(state)
         except ValueError as error:
             raise _not_continued(self, error, cure) from error
-        self.saved = {"random": state.get("random"), "parts": state.get("parts")}
+        self.saved = {name: state[name] for name in ("random", "parts") if name in state}
 
     def begin(self, loss: Any, minibatches: Any) -> None:
         """Continue what parts keep, and the random numbers of a resumed run; constructors of one's own may draw some.
 
         ValueError: a part's state cannot be saved or loaded.
         """
-        names = {name: f"{name}={choice.name}" for name, choice in vars(self.config).items() if hasattr(choice, "name")}
-        self.parts = {names.get("loss", "loss"): loss}
-        self.parts[names["lr_schedule"]] = Rates(self.learner.scheduler, self.learner.optimizer)
-        self.parts |= {f"logger={name}": own for name, own in self.loggers.items()}
-        augmentations = getattr(getattr(minibatches, "dataset", None), "augmentations", None)
-        own = {} if augmentations is None else augmentations.by_name
-        self.parts |= {f"augmentations={name}": function for name, function in own.items()}
+        config, learner = self.config, self.learner
+        self.parts = {f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "loss": loss}
+        self.parts[f"lr_schedule={config.lr_schedule.name}"] = Rates(learner.scheduler, learner.optimizer)
+        self.parts |= {f"logger={name}": made for name, made in self.loggers.items()}
         if isinstance(draws := getattr(minibatches, "batch_sampler", None), Draws):
-            self.draws, self.parts[draws.name] = draws, draws.sampler
-        saved_states(self.parts, {}, self.world)  # before the first step
+            functions = getattr(minibatches.dataset.augmentations, "by_name", {})
+            self.parts |= {f"augmentations={name}": function for name, function in functions.items()}
+            self.parts[draws.name] = draws
+        saved_states(self.parts, self.world)  # before the first step
         if self.start_step:
             try:
-                if self.saved["parts"] is not None:
+                if "parts" in self.saved:  # of older versions it is not
                     restore_states(self.parts, self.saved["parts"], self.world)
-                restore_random_states(self.saved["random"], self.world)
+                restore_random_states(self.saved.get("random"), self.world)
             except ValueError as error:
                 raise _not_continued(self, error, "Restore the checkpoint") from error
 
-    def followed(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
-        """The minibatches; notes what the sampler kept after each. ValueError: a step's learning rate is none."""
-        followed = minibatches if self.watch is None else self.watch.followed(self, minibatches, loss)
-        for step, minibatch in enumerate(followed, start=self.start_step + 1):
+    def taken(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
+        """The minibatches on the device, as steps take them. ValueError: a step's learning rate is none."""
+        draws = getattr(minibatches, "batch_sampler", None)
+        if self.watch is not None:
+            self.watch.begin(self, loss)
+        for step, minibatch in enumerate(prefetched(minibatches, self.world.device), start=self.start_step + 1):
             for group in self.learner.optimizer.param_groups:
                 if not 0 <= group["lr"] < math.inf:
                     rate = f"lr_schedule={self.config.lr_schedule.name} gives the learning rate {group['lr']}"
                     raise ValueError(f"{rate} in step {step}: expected 0 or more")
-            if self.draws is not None:
-                self.noted = {self.draws.name: self.draws.noted.popleft()[1]}
+            drawn = draws.take() if isinstance(draws, Draws) else []
+            if self.watch is not None:
+                self.watch.look(step, drawn, minibatch)
             yield minibatch
 
     def _same_random_numbers(self) -> AbstractContextManager:
@@ -264,7 +266,7 @@ class Run(Generic[Config, Split]):
             "task": self.config.task,
             **self.learner.state_dict(step),
             "random": random_states(self.world),
-            "parts": saved_states(self.parts, self.noted, self.world),
+            "parts": saved_states(self.parts, self.world),
             "total_steps": self.schedule.total_steps,
             "finished": step == self.schedule.total_steps or self.metrics.ends_early,
             "scores": [[step, score] for step, score in self.metrics.scores.items()],
@@ -362,12 +364,8 @@ def opened(
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config):
             train_set, val_set = find(data)
-            chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
-            pairs = ("data.train_split", data.train_split, train_set), ("data.val_split", data.val_split, val_set)
-            if (short := shortfalls(data, *pairs)) and not (data.incomplete or trainer.smoke):
-                if any(paper_of(name).get("table") for name in chosen):
-                    cure = "get the rest (scripts.verify_data names the layout), or give data.incomplete=true"
-                    raise ValueError(f"experiment={chosen[-1]} is a row of a paper, but {'; '.join(short)}: {cure}")
+            experiments = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
+            doubts = _doubts(config, experiments, train_set, val_set)
             train_set = train_set if watch is None else watch.few(train_set, data.crops_per_minibatch)
             run = _agree(config, world, stop, directory, train_set, val_set)
             run.watch = watch
@@ -377,26 +375,9 @@ def opened(
             logger.debug(command)
             if directory.notice and world.first:
                 logger.warning(directory.notice)
-            for kind, split in (("training", run.train_set), ("validation", run.val_set)):
-                for sentence in split.remarks if world.first else ():
-                    logger.warning(f"{kind} split {split.split}: {sentence}")
-            for sentence in short if world.first else ():
-                logger.warning(
-                    f"{sentence}: an archive is not unpacked, or a folder is missing; scores compare with none"
-                )
-            if config.init.weights is None and any(map(weights_of, chosen)) and world.first:
-                logger.warning(advice.on_random_weights(chosen[-1]))
-            _write_config(run, command)
-            with world.first_goes_ahead() as first:
-                if data.verify and first:
-                    doubts = verify_with_progress(run.train_set, run.console)
-                    doubts += data.doubts_of_sizes(run.train_set.sizes)
-                    for doubt in [*doubts, *verify_with_progress(run.val_set, run.console, "validation image")]:
-                        logger.warning(doubt)
-                found = _normalisation(run) if data.is_measured and first else None
-            if data.is_measured:
-                data.mean, data.std = map(list, world.gather(found)[0] or ())
-                _write_config(run, command)
+            for doubt in doubts if world.first else ():
+                logger.warning(doubt)
+            _look_at_images(run, command)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
@@ -406,6 +387,36 @@ def opened(
                 run.tell("end", "stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
                 raise
             run.tell("end", "finished")
+
+
+def _doubts(config: TrainingRun, experiments: list[str], train_set: Dataset, val_set: Dataset) -> list[str]:
+    """Sentences about data and initial weights. ValueError: images of a dataset are missing for a row of a paper."""
+    data, doubts = config.data, [f"training split {train_set.split}: {remark}" for remark in train_set.remarks]
+    doubts += [f"validation split {val_set.split}: {remark}" for remark in val_set.remarks]
+    for sentence in shortfalls(data, train_set, val_set):
+        if any(paper_of(name).get("table") for name in experiments) and not (data.incomplete or config.trainer.smoke):
+            cure = "get the rest (scripts.verify_data names the layout), or give data.incomplete=true"
+            raise ValueError(f"experiment={experiments[-1]} is a row of a paper, but {sentence}: {cure}")
+        doubts.append(f"{sentence}: an archive is not unpacked, or a folder is missing; scores compare with none")
+    if config.init.weights is None and any(map(weights_of, experiments)):
+        doubts.append(advice.on_random_weights(experiments[-1]))
+    return doubts
+
+
+def _look_at_images(run: Run, command: str) -> None:
+    """Verify the images, measure their channels if the configuration asks for it, and write this down."""
+    data = run.config.data
+    _write_config(run, command)
+    with run.world.first_goes_ahead() as first:
+        if data.verify and first:
+            doubts = verify_with_progress(run.train_set, run.console)
+            doubts += data.doubts_of_sizes(run.train_set.sizes)
+            for doubt in [*doubts, *verify_with_progress(run.val_set, run.console, "validation image")]:
+                logger.warning(doubt)
+        measured = _normalisation(run) if data.is_measured and first else None
+    if data.is_measured:
+        data.mean, data.std = map(list, run.world.gather(measured)[0] or ())
+        _write_config(run, command)
 
 
 def _agree(

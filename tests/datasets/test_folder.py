@@ -25,8 +25,9 @@ from datasets import (
     shared_images,
     verify,
 )
+from datasets.class_list import alike, folder_classes, told_apart
 from datasets.file_list import class_folders
-from datasets.folder import alike, folder_classes, folder_labels, folder_splits, told_apart
+from datasets.folder import folder_labels, folder_splits
 from datasets.label_names import LabelNames
 from datasets.reading import decode_image
 from datasets.segmentation import joined

@@ -34,6 +34,7 @@ VALUES = (
     "wrn38 densenet mit_b0 regnet_y_400mf mobilenet_v2 mobilenetv3 convnext efficientnet convnext_tiny class_balanced "
     "default mps ddp o1 AmpOptimWrapper OptimWrapper 1h 12000 12G 512M 80% 0.5 RTX3090 RTX2080Ti 5090 A6000 H100 "
     "RTX3080 V100 A100 RTX1080 -1 epoch open-mmlab://resnet50 latest horizontal [123.675,116.28,103.53] 95% 1 a/*.png "
+    "DiceCELoss FocalLoss TverskyLoss LovaszLoss balanced mDice "
     "early_stopping IoULoss BCELoss my/data softmax2d [1,2.5] data/camvid [512,512] 95 "
     "x.py mIoU table3 slide fit . 50 CityscapesDataset nvidia/mit-b0 fcn_resnet50 lraspp_mobilenet_v3_large"
 ).split() + [""]
@@ -156,7 +157,7 @@ def test_keys_of_several_words():
     assert meant(ALONE, "last.pt", {"checkpoint"}) == ("checkpoint=last.pt", "give checkpoint=last.pt")
 
 
-# Of rates, shares and sizes: another program's word and value, what it means there, and ours for the same.
+# Of rates, shares, sizes and folders: another program's word and value, what it means there, and ours for the same.
 UNITS = [
     ("train_seg", "lr0", "0.01", "optim.lr=0.01"),  # ultralytics: the first rate
     ("train_seg", "lrf", "0.01", "x optim.lr"),  # ultralytics: the last rate is lr0 * lrf
@@ -165,7 +166,9 @@ UNITS = [
     ("train_seg", "blr", "0.001", "x data.crops_per_minibatch / 256"),  # MAE: lr = blr * batch / 256
     ("train_seg", "bn_momentum", "0.1", "norm.momentum=0.1"),  # PyTorch: running = 0.9 * running + 0.1 * new
     ("train_seg", "bn_momentum", "0.99", "1 - 0.99"),  # TensorFlow: running = 0.99 * running + 0.01 * new
-    ("train_seg", "ema_momentum", "0.001", "1 less the momentum"),  # mmengine: average += 0.001 * (new - average)
+    ("train_seg", "ema_momentum", "0.001", "so it is 1 - 0.001"),  # mmengine: average += 0.001 * (new - average)
+    ("train_seg", "momentum", "0.9", "optim.momentum=0.9"),  # PyTorch's SGD; of norms bn_momentum
+    ("train_seg", "lr_schedule.warmup_steps", "5%", "N, 5% x trainer.steps"),  # a share of the steps
     ("train_seg", "ema_decay", "0.999", "trainer.ema_decay=0.999"),  # timm: average = 0.999 * average + 0.001 * new
     ("train_seg", "scale_limit", "0.5", "[0.5,1.5]"),  # albumentations: factors 1 - 0.5 to 1 + 0.5
     ("train_seg", "ratio_range", "[0.5,2.0]", "data.scale=[0.5,2.0]"),  # mmsegmentation: factors
@@ -178,11 +181,19 @@ UNITS = [
     ("train_seg", "class_weights", "[1,2.5]", "loss.class_weights=[1,2.5]"),  # PyTorch: factors of pixels' losses
     ("train_seg", "test_split", "test", "eval.py checkpoint=RUN data.split=test"),  # scored once, never chosen on
     ("eval", "stride", "341", "the share of a side"),  # mmsegmentation: pixels between windows
+    # Hugging Face: a step has batch * devices * gradient_accumulation_steps; ours is of the step
+    ("train_seg", "per_device_train_batch_size", "8", "8 x devices x trainer.accumulation_steps"),
+    ("train_seg", "samples_per_gpu", "2", "2 x devices x"),  # mmcv: a step has batch * devices
+    ("train_seg", "ims_per_batch", "16", "data.crops_per_minibatch=16"),  # detectron2: of a step, on all devices
+    ("train_seg", "per_device_eval_batch_size", "4", "trainer.evaluate_batch_size=4"),  # at once, on a device
+    ("train_seg", "img_dir", "pictures", "data.image_folder=pictures"),  # mmsegmentation: below data_root
+    ("train_seg", "ann_dir", "masks", "data.label_folder=masks"),
+    ("train_seg", "img_dir", "/data/leaves/images", "give data.root=DIR, the dataset's folder, and the names"),
 ]
 
 
 @pytest.mark.parametrize("command, word, value, ours", UNITS, ids=[f"{word}={value}" for _, word, value, _ in UNITS])
-def test_rates_shares_and_sizes_keep_their_meaning(command, word, value, ours):
+def test_rates_shares_sizes_and_folders_keep_their_meaning(command, word, value, ours):
     schema = COMMANDS[command]
     messages = Messages(command, schema)
     answer = messages.about([f"{word}={value}"], ValueError("unknown"))
@@ -191,7 +202,13 @@ def test_rates_shares_and_sizes_keep_their_meaning(command, word, value, ours):
 
 def test_every_word_for_a_rate_a_share_or_a_size_names_its_unit():
     measured = re.compile(
-        r"(optim\.lr|lr_schedule\.(end|factor)|norm\.momentum|trainer\.ema_decay|data\.(scale|base_size))=(\{|\\)"
+        r"(optim\.(lr|momentum|weight_decay)|lr_schedule\.(end|factor|power|warmup_steps)|norm\.momentum|window\.size|"
+        r"data\.(scale|base_size|crop_size|resize|flip|crops_per_minibatch)|trainer\.(ema_decay|evaluate_batch_size)|"
+        r"batch_size|head\.auxiliary_weight)=(\{|\\)"
     )
-    given = [entry for entry in entries() if entry.give and measured.match(entry.give)]
-    assert len(given) > 6 and [entry.word for entry in given if not entry.unit] == []
+    found = [
+        entry
+        for entry in entries()
+        if not re.match(r"slip|alone|data\.", entry.word[0]) and measured.match(entry.give or "")
+    ]
+    assert len(found) > 20 and [entry.word for entry in found if not entry.unit] == []

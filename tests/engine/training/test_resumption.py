@@ -1,8 +1,9 @@
 """Parts that keep something: what has `state_dict` resumes to the bit, and `debug=resume` names what has not."""
 
 import os
+import sys
 from collections.abc import Iterator
-from dataclasses import make_dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,16 +13,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from datasets import ShuffledMinibatches
 from engine.process import plugins
+from engine.schema import keys
 from engine.schema.additions import Augmentation, Logger
 from engine.schema.data import Sampler
-from engine.schema.keys import choice
 from engine.schema.network import DeepLabV3Head
 from engine.schema.optim import LRSchedule, Optim
 from engine.schema.segmentation import Loss
 from engine.segmentation.cross_entropy import CrossEntropy, SummedLoss
 from engine.training import resumption
 from models.heads import DeepLabV3
-from tests.choices import forgotten
+from tests.choices import registered
 from tests.runs import SHORT, checked
 from train_seg import train
 
@@ -168,26 +169,24 @@ OWN = (
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    with forgotten():
-        for group, base, name, builds in OWN:
-            own = {"builds": builds, "__module__": __name__}
-            rate = [("lr", float, 0.05)] if group == "optim" else []
-            made = make_dataclass(f"Own{name.title()}", [("name", str, name), *rate], bases=(base,), namespace=own)
-            globals()[made.__name__] = choice(group)(made)
+def in_this_process(monkeypatch) -> Iterator[None]:
+    """The choices; trainings are compared in this process, as a fresh one takes seconds."""
+    monkeypatch.setattr(resumption, "fresh", lambda function, *arguments: function(*arguments))
+    with registered(OWN):
         yield
 
 
+FRESH = resumption.fresh
 SMALL = ("head.out_channels=8", "head.hidden_channels=8", "data.crop_size=32", "trainer.pictures=0")
 SMALL += ("trainer.evaluate_images=1", "trainer.resume_check=8", "trainer.log_every_steps=1")
 
 
 def check(*words: str) -> None:
-    resumption.check(train, checked("train_seg", *SHORT, *SMALL, *words))
+    resumption.check(checked("train_seg", *SHORT, *SMALL, *words))
 
 
 def test_parts_with_state_dict_resume_to_the_bit_also_where_workers_read_ahead(capsys, monkeypatch):
-    monkeypatch.setitem(plugins.LOADED, "own", plugins.Plugin((), None))
+    monkeypatch.setitem(plugins.LOADED, "test_resumption", plugins.Plugin((Path(__file__),), None))
     saved = ("sampler=saved_growing", "optim=saved_inner", "lr_schedule=saved_wandering", "logger=[notes]")
     words = ("loss=saved_averaging", *saved, "augmentations=[late_by_arguments]", "data.workers=1")
     config = checked("train_seg", *SHORT, *SMALL, *words)
@@ -221,14 +220,38 @@ def test_a_part_that_keeps_what_no_checkpoint_has_is_named(word, first):
 
 def test_where_two_whole_runs_differ_it_says_so_first(monkeypatch):
     monkeypatch.setattr(Late, "__call__", lambda _, image, label, rng: (image // (1 + os.urandom(1)[0]), label))
-    with pytest.raises(ValueError, match="two whole runs differ already: the crops of step 1 are the first, of aug"):
+    with pytest.raises(ValueError, match="two whole runs differ already: first the crops of step 1, of aug"):
         check("augmentations=[late]")
 
 
-def test_it_is_refused_under_torchrun_and_says_what_fails(monkeypatch):
-    monkeypatch.setattr(Counting, "forward", lambda *_: [][0])
-    with pytest.raises(ValueError, match="^debug=resume: a training fails: .*list index out of range"):
-        check("head=counting")
+FAILING = """
+from dataclasses import dataclass
+from engine.schema.additions import Augmentation
+from engine.schema.keys import choice
+
+def make():
+    return lambda image, label, rng: {}["level"]
+
+@choice("augmentations")
+class Failing(Augmentation):
+    name: str = "failing"
+    builds = make
+"""
+
+
+def test_each_training_has_a_fresh_interpreter_which_loads_plugins_and_says_what_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(resumption, "fresh", FRESH)
+    (tmp_path / "failing_own.py").write_text(FAILING)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    plugins.load([f"plugins=[{tmp_path}/failing_own.py]"], keys.CHOICES)
+    try:
+        with pytest.raises(ValueError, match="^debug=resume: a training fails: augmentations=failing: .* 'level'"):
+            check("augmentations=[failing]")
+    finally:
+        del plugins.LOADED["failing_own"], sys.modules["failing_own"]
+
+
+def test_it_is_refused_under_torchrun(monkeypatch):
     monkeypatch.setattr(resumption, "launched", lambda: True)
     with pytest.raises(ValueError, match="start train_seg.py by python, without torchrun"):
         check()

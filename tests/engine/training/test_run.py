@@ -170,5 +170,5 @@ def test_missing_images_of_a_dataset_are_warned_of_and_refused_in_a_row_of_a_pap
 def test_a_rate_that_is_no_rate_is_refused_before_its_step(rate):
     learner = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": rate}]))
     with pytest.raises(ValueError, match=f"^lr_schedule=poly gives the learning rate {rate} in step 7: expected 0 or"):
-        fields = {"watch": None, "draws": None, "start_step": 6, "learner": learner, "config": run_config(*SHORT)}
-        next(Run.followed(SimpleNamespace(**fields), [{}], None))
+        fields = {"watch": None, "world": World(), "start_step": 6, "learner": learner, "config": run_config(*SHORT)}
+        next(Run.taken(SimpleNamespace(**fields), [{}], None))

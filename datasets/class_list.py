@@ -1,0 +1,93 @@
+"""The classes of the user's own images: the file classes.json."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from datasets.class_names import check_names
+from datasets.class_table import ClassTable, distinct_colours, rgb
+from datasets.layout import read_json
+
+CLASSES = "classes.json"
+EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
+TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
+_IGNORED = 255  # unless the file says otherwise
+_LONGEST_NAME = 255  # of a class
+Colour = tuple[int, int, int]
+
+
+def folder_classes(file: Path) -> ClassTable:
+    """The classes of a file classes.json.
+
+    A class's position is its id. Ids in "ignored" are not trained, nor are the classes that have them. Predictions hold
+    ids, as PNGs with the classes' colours, unless these are `alike`. ValueError for a file of another form.
+    """
+    try:
+        content = read_json(file)
+        if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
+            raise ValueError('every class needs an object, such as {"name": "wood"}')
+        if not isinstance(content.get("ignored", []), list):
+            raise ValueError(f'"ignored" is {content["ignored"]}, expected a list of ids, such as [{_IGNORED}]')
+        if wrong := [number for number in content.get("ignored", []) if number not in range(256)]:
+            raise ValueError(f'"ignored" has {wrong[0]!r}, expected ids from 0 to 255')
+        if len(content["classes"]) > 256:
+            raise ValueError(f"the number of classes is {len(content['classes'])}, expected at most 256")
+        entries, ignored = content["classes"], sorted(bytes(content.get("ignored", [_IGNORED])))
+        keys = {*content} - {"classes", "ignored"} | {key for entry in entries for key in entry}
+        if unknown := sorted(keys - {"name", "colour"}):
+            raise ValueError(f"the key {unknown[0]!r} is unknown")
+        colours = {
+            number: rgb(entry["colour"]) for number, entry in enumerate(entries) if entry.get("colour") is not None
+        }
+        ids = [number for number in range(len(entries)) if number not in ignored]
+        names = tuple(entries[number]["name"] for number in ids)
+        check_names(zip(ids, names, strict=True))
+        if long := [name for name in names if len(name) > _LONGEST_NAME]:
+            raise ValueError(f"a name has {len(long[0]):,} characters, expected at most {_LONGEST_NAME}")
+        for what, values in (("names", names), ("colours", tuple(colours.values()))):
+            if repeated := sorted({str(value) for value in values if values.count(value) > 1}):
+                raise ValueError(f"two {what} are {repeated[0]}, expected different ones")
+        if len(ids) not in TRAINED:
+            raise ValueError(f"the number of classes that are not ignored is {len(ids)}, expected 2 to 253")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file}: cannot be read as a list of classes ({type(error).__name__}: {error}); expected {EXAMPLE}"
+        ) from None
+    return ClassTable(
+        names=names,
+        palette=told_apart({number: colours.get(number) for number in ids}),
+        official_ids=tuple(ids),
+        label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
+        label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
+        official_void=ignored[0] if ignored else _IGNORED,
+        coloured_predictions=True,
+        ignored_by=f'"ignored" in {file}',
+        ignored=tuple(number for number in ignored if number < len(entries)),
+    )
+
+
+def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
+    """Classes whose colour looks like another class's: every channel differs by less than 8 levels."""
+    near = _near([*colours.values()], [*colours.values()])
+    return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
+
+
+def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
+    """One colour per class: its own, or a spare one if it has none or its own looks like another class's."""
+    own = {number: colour for number, colour in colours.items() if colour is not None}
+    found = {number: own[number] for number in own.keys() - alike(own)}
+    # Each colour is near at most one colour of the grid, so enough of these are left.
+    levels = range(20, 256, 32)
+    spare = [*distinct_colours(256), *product(levels, levels, levels)]
+    for number in sorted(colours.keys() - found.keys()):
+        near = _near([spare[number], *spare], [*found.values()]).any(axis=1)
+        found[number] = [spare[number], *spare][int(near.argmin())]
+    return tuple(found[number] for number in colours)
+
+
+def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.ndarray:
+    """Which pairs of colours look alike, bool (n, m)."""
+    levels, other_levels = (np.array(each, np.int16).reshape(-1, 3) for each in (some, others))
+    return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
