@@ -30,7 +30,8 @@ from scripts.reports import charts
 from scripts.reports.markdown import conditions, in_lines
 
 RESULTS = CONFIGS.parent / "docs" / "results"
-PACKAGES = ("timm", "segmentation_models_pytorch", "inplace-abn")  # measured if they are installed
+# Measured if they are installed.
+PACKAGES = ("timm", "segmentation_models_pytorch", "transformers", "peft", "diffusers", "inplace-abn")
 
 
 @dataclass

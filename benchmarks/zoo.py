@@ -1,4 +1,4 @@
-"""The networks that `networks` measures, from torchvision, timm and segmentation_models_pytorch."""
+"""The networks that `networks` measures, from torchvision, timm, segmentation_models_pytorch and Hugging Face."""
 
 import importlib
 from collections.abc import Callable
@@ -21,9 +21,16 @@ NETWORKS = (
     *("fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"),
     *("timm/densenet121", "timm/efficientnet_b0", "timm/mobilenetv4_conv_small", "timm/convnextv2_atto"),
     *("timm/vit_small_patch16_224", "smp/Unet-resnet34", "smp/FPN-resnet50", "smp/DeepLabV3Plus-mobilenet_v2"),
+    *("transformers/Llama", "peft/Llama", "transformers/Mixtral", "diffusers/UNet2DModel"),
 )
 PACKAGES = {"": "torchvision", "timm": "timm", "smp": "segmentation_models_pytorch"}  # by the part before the slash
+PACKAGES |= {package: package for package in ("transformers", "peft", "diffusers")}
+WORDS = 4096
+LANGUAGE = {"vocab_size": WORDS, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8}
+LANGUAGE |= {"num_key_value_heads": 8, "use_cache": False}  # of a small language model
 OPTIONS: dict[str, dict[str, Any]] = {
+    "transformers/Llama": {"intermediate_size": 704},
+    "transformers/Mixtral": {"intermediate_size": 352, "num_local_experts": 4},
     "googlenet": {"init_weights": False},  # the default is slow
     "inception_v3": {"init_weights": False, "aux_logits": False},  # its auxiliary logits need images of 299 pixels
     **{name: {"weights_backbone": None} for name in NETWORKS if name.startswith(("fcn", "deeplabv3", "lraspp"))},
@@ -39,7 +46,8 @@ BLOCK_NAMES = frozenset(
     Fire Inception InceptionA InceptionB InceptionC InceptionD InceptionE BasicBlock Bottleneck _DenseLayer
     InvertedResidual _InvertedResidual ResBottleneckBlock MBConv FusedMBConv CNBlock SwinTransformerBlock
     SwinTransformerBlockV2 EncoderBlock MaxVitLayer DenseLayer DepthwiseSeparableConv UniversalInvertedResidual
-    ConvNeXtBlock Block UnetDecoderBlock FPNBlock TransformerEncoderLayer
+    ConvNeXtBlock Block UnetDecoderBlock FPNBlock TransformerEncoderLayer LlamaDecoderLayer MixtralDecoderLayer
+    ResnetBlock2D Attention
     """.split()
 )
 
@@ -54,11 +62,18 @@ def build(name: str, size: int) -> nn.Module:
     if package == "smp":
         architecture, _, encoder = own.partition("-")
         return getattr(module, architecture)(encoder, encoder_weights=None, classes=19, **options)
+    if package == "transformers":
+        config = getattr(module, f"{own}Config")(**LANGUAGE, **options)
+        return getattr(module, f"{own}ForCausalLM")(config)
+    if package == "peft":  # LoRA on a frozen base
+        return module.get_peft_model(build(f"transformers/{own}", size), module.LoraConfig(task_type="CAUSAL_LM"))
+    if package == "diffusers":
+        return Denoiser(getattr(module, own)(size, block_out_channels=(32, 64, 64, 128)))
     return torchvision.models.get_model(own, weights=None, **options)
 
 
 def made(name: str, device: str, images: int, size: int) -> tuple[nn.Module, Tensor]:
-    """A network with random weights on the device, and images (N, 3, size, size).
+    """A network with random weights on the device, and images (N, 3, size, size), or texts of words (N, size).
 
     Weights that start at zero would make all gradients before them zero, so they are random too.
     """
@@ -68,6 +83,8 @@ def made(name: str, device: str, images: int, size: int) -> tuple[nn.Module, Ten
         for parameter in network.parameters():
             if not parameter.any():
                 parameter.normal_(std=0.02)
+    if name.startswith(("transformers/", "peft/")):
+        return network.to(device), torch.randint(WORDS, (images, size), device=device)
     return network.to(device), torch.randn(images, 3, size, size, device=device)
 
 
@@ -76,6 +93,17 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
     if type(network).__name__ in BLOCK_NAMES:
         return [network]
     return [block for child in network.children() for block in blocks_of(child)]
+
+
+class Denoiser(nn.Module):
+    """A diffusion model's network, with one time step for each image."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> object:
+        return self.network(images, torch.arange(len(images), device=images.device))
 
 
 class WithLoss(nn.Module):
