@@ -32,6 +32,7 @@ from engine.training import advice
 from engine.training.build import learner_of, why_eager
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
+from keepless import report
 from keepless.fit.sizes import largest
 from keepless.fit.step_memory import CountedStep, PlannedStep, StepMemory
 from keepless.made_tensors import bytes_of_tensors
@@ -146,6 +147,9 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
     in_buckets = parts == 1 if config.trainer.capture is True else devices > 1
     with FakeTensors():
         learner, loss, minibatch, resident = fake_step(config, crops, crop_size)
+        is_planned = config.trainer.recompute == "budget"
+        if is_planned:  # the first step is watched, and its plan holds from the second on
+            accumulate_gradients(learner, loss, minibatch, crops, World())
         if not in_buckets or parts > 1:
             learner.optimizer.zero_grad()
         if in_buckets:  # a budget then leaves their room to gradients, as where a hook takes them
@@ -159,9 +163,11 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
             accumulate_gradients(learner, ending, minibatch, crops, World())
             step.backward_ends(learner.parameters)
             update(learner)
-        # In a separate pass: hooks on saved tensors keep some of them for longer.
-        images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
-        kept = kept_bytes(learner.network, lambda: loss(learner.forward(images), labels), [images, labels])
+        if is_planned:
+            kept = report(learner.network).bytes
+        else:  # in a separate pass: hooks on saved tensors keep some of them for longer
+            images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
+            kept = kept_bytes(learner.network, lambda: loss(learner.forward(images), labels), [images, labels])
     return step.memory(resident if in_buckets else resident | {"gradients": 0}, kept)
 
 

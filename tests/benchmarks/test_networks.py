@@ -58,6 +58,7 @@ def test_there_are_enough_networks_and_their_blocks_are_known():
         assert (len(blocks_of(network)) >= 8) == (name not in ("alexnet", "vgg16_bn")), name
 
 
+@pytest.mark.filterwarnings("ignore:nothing is recomputed under Tape")
 def test_captured_steps_read_no_memory_that_was_freed(monkeypatch):
     """A graph keeps no parameters: after each measurement here, only the steps do."""
 

@@ -124,10 +124,12 @@ class Watch(Counting):
     @_ends_watch
     def held_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | None:
         """What autograd will read in place of a tensor; None: it stays, as what existed before the step does."""
-        has_values = is_ordinary(tensor) and not (tensor.is_meta or isinstance(tensor, FakeTensor))
-        number = self.made.memory(tensor) if has_values else None
+        number = self.made.memory(tensor) if is_ordinary(tensor) else None
         if number is None or number in self._exposed:
             return None
+        if tensor.is_meta or isinstance(tensor, FakeTensor):  # it has no values
+            like = tensor.new_empty_strided(tensor.shape, tensor.stride())
+            return Held(like, tensor.shape, tensor.stride(), tensor.device)
         key = number, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if tensor.nbytes < SMALL:
             held: Held | None = Held(copied(tensor), tensor.shape, tensor.stride(), tensor.device)

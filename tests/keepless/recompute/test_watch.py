@@ -514,8 +514,7 @@ def test_watched_steps_leave_no_files_and_no_memory():
     assert all(now <= then for now, then in zip(opened(), before, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:no plan keeps this step")
-def test_a_device_without_values_holds_nothing_elsewhere(monkeypatch):
+def test_a_device_without_values_holds_nothing_elsewhere_and_is_planned_as_others(monkeypatch):
     monkeypatch.setattr(elsewhere.Elsewhere, "copy_of", lambda *_: pytest.fail("a tensor without values is held"))
     for context in (torch.device("meta"), FakeTensorMode()):
         with context:
