@@ -99,8 +99,10 @@ def record(config: TrainingRun) -> Path | None:
 
 
 def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a fresh interpreter. (A fork of a process with gradients has none.)"""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+    """What a function returns in a fork of a fresh interpreter. (A fork of a process with gradients has none.)"""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once for all
+    with ProcessPoolExecutor(1, context) as process:
         return process.submit(function, *arguments).result()
 
 
