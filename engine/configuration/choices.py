@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from engine.configuration.config import flat
-from engine.process.plugins import LOADED
+from engine.process.plugins import folders
 from engine.schema.keys import CHOICES, CONFIGS, Keys, declared_in, groups_of
 
 # Entries of an experiment's `# paper:` mapping, besides scores. `eval` and `source` belong to the scores beside them.
@@ -27,19 +27,15 @@ def groups_in(command: str) -> dict[str, str | None]:
     return {str(group): name or None for group, name in given}  # null and [] choose nothing
 
 
-def folders() -> list[Path]:
-    """Folders that are searched for YAML files: configs/ here, then the one of each plugin."""
-    return [CONFIGS, *(plugin.configs for plugin in LOADED.values() if plugin.configs is not None)]
-
-
 def file_of(group: str, choice: str) -> Path | None:
     """The file of a choice; None if it has none."""
-    files = (folder / group / f"{choice}.yaml" for folder in folders())
+    files = (folder / group / f"{choice}.yaml" for folder in (CONFIGS, *folders()))
     return next((file for file in files if file.is_file()), None)
 
 
-def store_choices(schema: type[Keys]) -> None:
-    """Register with Hydra the choices of a schema that have no YAML file here, such as plugins'."""
+@cache
+def store_choices(schema: type[Keys], count: int) -> None:
+    """Make choices of a schema that have no YAML file, such as plugins', known to Hydra. `count`: of all and plugins."""
     for group, known in groups_of(schema).items():
         is_list = "is_list" in declared_in(schema)[group].metadata
         for name, own in known.items():
@@ -61,7 +57,7 @@ def about_choice(group: str, choice: str) -> str:
 
 def choices(group: str, schema: type) -> list[str]:
     """The choices of a group that fit the schema: their files use only alternatives of its groups."""
-    groups, places = groups_of(schema), [folder / group for folder in folders()]
+    groups, places = groups_of(schema), [folder / group for folder in (CONFIGS, *folders())]
     names = {file.relative_to(own).with_suffix("").as_posix() for own in places for file in own.rglob("*.yaml")}
     own = {name for name, kind in groups.get(group, {}).items() if not kind.is_base}
 

@@ -7,7 +7,6 @@ from dataclasses import field, fields, make_dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,11 +38,6 @@ class PluginsNeeded(ValueError):
     def __init__(self, choice: str, names: Sequence[str]):
         super().__init__(f"{choice}: registered by plugins=[{','.join(names)}], which is not given")
         self.in_python = f"{choice} is registered by a module of your own: import {', '.join(names)} first"
-
-
-def register(name: str, schema: type) -> None:
-    """Make a schema known to Hydra as schema/NAME. `choice` does so for the choices of its groups."""
-    ConfigStore.instance().store(name, schema, "schema", "_global_")
 
 
 def typed(values: DictConfig, schema: type[Schema]) -> Schema:

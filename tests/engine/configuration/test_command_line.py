@@ -12,13 +12,13 @@ import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import CachingConfigRepository
 
-from engine.configuration.choices import CONFIGS, choices, groups_in
+from engine.configuration.choices import choices, groups_in
 from engine.configuration.command_line import checked, composed
 from engine.configuration.help import as_text, help_text, sentences
 from engine.process.console import logger
 from engine.process.stopping import EXIT_CODE, Preempted
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import CHOICES, groups_of
+from engine.schema.keys import CHOICES, CONFIGS, groups_of
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import REPOSITORY, _compose
 
