@@ -38,11 +38,8 @@ def train(
 
 
 @configured("train_imagenet", ClassificationRun)
-def main(config: ClassificationRun) -> None:
-    if config.trainer.resume_check:
-        resumption.check(train, config)
-    else:
-        train(config, command_line())
+def main(config: ClassificationRun) -> dict | None:
+    return resumption.check(train, config) if config.trainer.resume_check else train(config, command_line())
 
 
 if __name__ == "__main__":

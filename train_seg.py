@@ -57,11 +57,8 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
 
 
 @configured("train_seg", SegmentationRun)
-def main(config: SegmentationRun) -> None:
-    if config.trainer.resume_check:
-        resumption.check(train, config)
-    else:
-        train(config, command_line())
+def main(config: SegmentationRun) -> dict | None:
+    return resumption.check(train, config) if config.trainer.resume_check else train(config, command_line())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig
@@ -19,8 +19,7 @@ class Processes(Launcher):
         self.jobs, self.folder = task_function, config.hydra.sweep.dir
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        words = enumerate(map(filter_overrides, job_overrides), initial_job_idx)
-        return [
-            JobReturn(job.words, status=JobStatus.COMPLETED if error is None else JobStatus.FAILED, _return_value=value)
-            for job, error, value in self.jobs.in_processes([self.jobs.job(own, self.folder, n) for n, own in words])
-        ]
+        numbered = enumerate(job_overrides, initial_job_idx)
+        ended = self.jobs.in_processes([self.jobs.job(words, self.folder, number) for number, words in numbered])
+        status = {True: JobStatus.FAILED, False: JobStatus.COMPLETED}
+        return [JobReturn(job.words, status=status[failed], _return_value=value) for job, value, failed in ended]

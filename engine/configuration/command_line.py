@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.configuration.choices import store_choices
 from engine.configuration.config import Schema, typed
+from engine.configuration.help import help_text
 from engine.configuration.texts import as_typed
 from engine.process import plugins
 from engine.process.distributed import launched, world_size
@@ -31,6 +32,7 @@ from engine.process.stopping import errors_for_users
 from engine.schema.keys import CHOICES, CONFIGS, Keys, groups_of
 
 SCHEMAS: dict[str, type[Keys]] = {}  # of declared commands
+PRIMARY: dict[str, str] = {}  # the configuration of each, which --config-name may change
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
 
@@ -64,20 +66,12 @@ def configured(
             """Print the help, or have Hydra do what its options ask for: by default, compose the keys of `main`."""
             with errors_for_users(_again(schema)):
                 parser = get_args_parser()
-                options, words, wrong = _parsed(parser, sys.argv[1:])
-                plugins.load(words, CHOICES)
-                plugins.ADDED[:] = [Path(folder).resolve() for folder in [options.config_dir] if folder]
-                if wrong:
-                    raise _for_users(name, words, HydraException(f"{wrong[0]}: expected key=value"))
+                options, words = _read(name, sys.argv[1:], parser)
                 if options.help:
                     text = about or sys.modules[main.__module__].__doc__ or name
-                    from engine.configuration.help import help_text
-
                     print(help_text(text, name, schema, composed(name, *words)))
                 elif options.multirun:
-                    from engine.configuration.multirun import sweep
-
-                    sweep(name, main, words, sys.argv[1:], composing, checked)
+                    _sweep(name, main, options, words)
                 else:
                     _run_hydra(name, started, parser, options, words)
 
@@ -94,8 +88,11 @@ def _again(schema: type[Keys]) -> str:
     return "start it again with resume=auto" + ("" if has_folder else " and run_dir=FOLDER, the one that it has named")
 
 
-def _parsed(parser: ArgumentParser, arguments: list[str]) -> tuple[Namespace, list[str], list[str]]:
-    """Hydra's options among the arguments, in any order; the other words; and those that are neither these nor keys."""
+def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[Namespace, list[str]]:
+    """Hydra's options among a command's arguments, in any order, and the other words. Loads plugins.
+
+    ValueError: some are neither of both, or a plugin or a folder cannot be found.
+    """
 
     def refuse(message: str) -> NoReturn:
         raise ValueError(message)
@@ -106,8 +103,35 @@ def _parsed(parser: ArgumentParser, arguments: list[str]) -> tuple[Namespace, li
         unknown = [word for word in arguments if word not in options.overrides]
     if options.resolve and not options.cfg:
         raise ValueError("The --resolve flag can only be used in conjunction with --cfg or --help")
-    options.multirun |= "hydra.mode=MULTIRUN" in options.overrides
-    return options, [word for word in arguments if word in (*options.overrides, *unknown)], unknown
+    options.multirun |= (mode := "hydra.mode=MULTIRUN") in options.overrides
+    words = [word for word in arguments if word in (*options.overrides, *unknown) and word != mode]
+    plugins.load(words, CHOICES)
+    plugins.ADDED[:] = [Path(folder).resolve() for folder in [options.config_dir] if folder]
+    PRIMARY[name] = options.config_name or name
+    if unknown:
+        raise _for_users(name, words, HydraException(f"{unknown[0]}: expected key=value"))
+    if not all(map(Path.is_dir, plugins.ADDED)):
+        raise ValueError(f"Additional config directory '{plugins.ADDED[0]}' not found")
+    return options, words
+
+
+def _sweep(name: str, main: Callable[[Any], Any], options: Namespace, words: list[str]) -> None:
+    """Run a command for each combination of its keys' values."""
+    from engine.configuration.multirun import Jobs, sweep
+
+    start = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]]
+    others = [word for word in sys.argv[1:] if word not in (*words, "-m", "--multirun", "hydra.mode=MULTIRUN")]
+    try:
+        with composing(name, options.config_path) as program:
+            jobs = Jobs(name, SCHEMAS[name], main, configuration_of, others, sys.argv[0], start, [])
+            sweep(program, PRIMARY[name], jobs, [as_typed(word, SCHEMAS[name], sweeps=True) for word in words])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _for_users(name, words, error) from error
+
+
+def configuration_of(name: str, *arguments: str) -> Any:
+    """The checked keys of a command with these arguments, of which some may be options of Hydra."""
+    return checked(name, *_read(name, arguments, get_args_parser())[1])
 
 
 def _run_hydra(
@@ -122,7 +146,7 @@ def _run_hydra(
         except Exception as error:  # about which Hydra would print a traceback
             errors.append(error)
 
-    asked, overrides = (options.config_name or name), words
+    asked, overrides = PRIMARY[name], words
     try:
         if not options.shell_completion:
             overrides = [as_typed(word, SCHEMAS[name]) for word in words]
@@ -182,7 +206,7 @@ def composed(name: str, *words: str) -> DictConfig:
     """
     try:
         with composing(name):
-            return hydra.compose(name, [as_typed(word, SCHEMAS[name]) for word in words])
+            return hydra.compose(PRIMARY.get(name, name), [as_typed(word, SCHEMAS[name]) for word in words])
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _for_users(name, words, error) from error
 
