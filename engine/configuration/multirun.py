@@ -15,13 +15,13 @@ from inspect import getfile, unwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from engine.process import distributed, plugins
@@ -149,7 +149,7 @@ def sweep(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> None:
     checked = _of_basic_sweeper(given) if is_basic else [[*_first(given)]]
     owns = [jobs.own(job) for job in checked]
     configs = [jobs.check(jobs.command, *jobs.options, *job) for job in checked]
-    _check_different(owns, configs)
+    check_different(owns, configs)
     if (score := getattr(jobs.schema, "score", None)) and str(settings.sweeper.get("direction")).endswith("minimize"):
         raise ValueError(f"this sweeper minimises, and a higher {score} is better: give hparams_search=optuna")
     shared = [each.input_line or "" for key, each in given.items() if key not in (*swept, *OF_RUN_DIRECTORIES)]
@@ -197,7 +197,7 @@ def _parsed(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> tup
     given = {each.get_key_element(): each for each in parsed if not each.is_hydra_override()}
     own = [each.input_line or "" for each in parsed if each.is_hydra_override()]
     try:
-        settings = hydra.compose(asked, [*own, *_first(given)], return_hydra_config=True).hydra
+        settings = program.compose_config(asked, [*own, *_first(given)], RunMode.RUN).hydra
     except HydraException:
         jobs.check(jobs.command, *jobs.options, *_first(given))  # says what is wrong, unless it is a word of Hydra's
         raise
@@ -230,7 +230,7 @@ def _of_basic_sweeper(given: Mapping[str, Override]) -> list[list[str]]:
     return BasicSweeper.split_arguments([*given.values()], None)[0]
 
 
-def _check_different(owns: list[list[str]], configs: list[Keys]) -> None:
+def check_different(owns: list[list[str]], configs: list[Keys]) -> None:
     """ValueError if jobs are equal, or would write the same file or folder: only the last one's would be left."""
     for (own, config), (other, other_config) in itertools.combinations(zip(owns, configs, strict=True), 2):
         if config == other_config:

@@ -52,7 +52,7 @@ ANSWERS = {
     "train_seg.py --config-name gone": "Cannot find primary config 'gone'",
     "train_seg.py -p 10": "-p 10: keys have no dashes",
     "train_seg.py +optim.foo=1": "optim.foo=1: there is no such key",
-    "train_seg.py ++optim={foo:1}": "optim.foo=…: there is no such key",
+    "train_seg.py ++optim={foo:1}": "leave out the +: optim={foo:1}",
     "train_seg.py +foo=1": "foo=1: there is no such key",
     "train_seg.py ~optim.lr": "~optim.lr: leave optim.lr out to keep its default",
     "train_seg.py hydra/launcher=nope": "Could not find 'hydra/launcher/nope'",
