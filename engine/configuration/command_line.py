@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from engine.configuration.choices import store_choices
 from engine.configuration.config import Schema, typed
 from engine.configuration.help import help_text
+from engine.configuration.multirun import Jobs, sweep
 from engine.configuration.texts import as_typed
 from engine.process import plugins
 from engine.process.distributed import launched, world_size
@@ -32,6 +33,7 @@ from engine.process.stopping import errors_for_users
 from engine.schema.keys import CHOICES, CONFIGS, Keys, groups_of
 
 SCHEMAS: dict[str, type[Keys]] = {}  # of declared commands
+MULTIRUN = "hydra.mode=MULTIRUN"  # what -m means
 PRIMARY: dict[str, str] = {}  # the configuration of each, which --config-name may change
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
@@ -70,8 +72,6 @@ def configured(
                 if options.help:
                     text = about or sys.modules[main.__module__].__doc__ or name
                     print(help_text(text, name, schema, composed(name, *words)))
-                elif options.multirun:
-                    _sweep(name, main, options, words)
                 else:
                     _run_hydra(name, started, parser, options, words)
 
@@ -103,8 +103,8 @@ def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[
         unknown = [word for word in arguments if word not in options.overrides]
     if options.resolve and not options.cfg:
         raise ValueError("The --resolve flag can only be used in conjunction with --cfg or --help")
-    options.multirun |= (mode := "hydra.mode=MULTIRUN") in options.overrides
-    words = [word for word in arguments if word in (*options.overrides, *unknown) and word != mode]
+    options.multirun |= MULTIRUN in options.overrides
+    words = [word for word in arguments if word in (*options.overrides, *unknown) and word != MULTIRUN]
     plugins.load(words, CHOICES)
     plugins.ADDED[:] = [Path(folder).resolve() for folder in [options.config_dir] if folder]
     PRIMARY[name] = options.config_name or name
@@ -113,20 +113,6 @@ def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[
     if not all(map(Path.is_dir, plugins.ADDED)):
         raise ValueError(f"Additional config directory '{plugins.ADDED[0]}' not found")
     return options, words
-
-
-def _sweep(name: str, main: Callable[[Any], Any], options: Namespace, words: list[str]) -> None:
-    """Run a command for each combination of its keys' values."""
-    from engine.configuration.multirun import Jobs, sweep
-
-    start = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]]
-    others = [word for word in sys.argv[1:] if word not in (*words, "-m", "--multirun", "hydra.mode=MULTIRUN")]
-    try:
-        with composing(name, options.config_path) as program:
-            jobs = Jobs(name, SCHEMAS[name], main, configuration_of, others, sys.argv[0], start, [])
-            sweep(program, PRIMARY[name], jobs, [as_typed(word, SCHEMAS[name], sweeps=True) for word in words])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _for_users(name, words, error) from error
 
 
 def configuration_of(name: str, *arguments: str) -> Any:
@@ -146,10 +132,10 @@ def _run_hydra(
         except Exception as error:  # about which Hydra would print a traceback
             errors.append(error)
 
-    asked, overrides = PRIMARY[name], words
+    asked, flags, overrides = PRIMARY[name], (*words, "-m", "--multirun", MULTIRUN), words
     try:
         if not options.shell_completion:
-            overrides = [as_typed(word, SCHEMAS[name]) for word in words]
+            overrides = [as_typed(word, SCHEMAS[name], sweeps=options.multirun) for word in words]
         with composing(name, options.config_path) as program:
             if options.hydra_help:
                 program.hydra_help(asked, parser, options)
@@ -159,6 +145,9 @@ def _run_hydra(
                 program.show_info(options.info, asked, overrides)
             elif options.shell_completion:
                 program.shell_completion(asked, overrides)
+            elif options.multirun:
+                others = [word for word in sys.argv[1:] if word not in flags]
+                sweep(program, asked, Jobs(name, SCHEMAS[name], main, configuration_of, others), overrides)
             else:
                 program.run(asked, start, [*overrides, "hydra.mode=RUN"])
     except (HydraException, OmegaConfBaseException) as error:

@@ -45,7 +45,9 @@ class Messages:
     def about(self, words: Sequence[str], error: Exception) -> str:
         """The message about words that caused an error."""
         if launchers := [word for word in words if OF_TORCHRUN.match(word)]:
-            return f"{launchers[0]} is an option of torchrun: give it before the program, as in torchrun {launchers[0]} …"
+            return (
+                f"{launchers[0]} is an option of torchrun: give it before the program, as in torchrun {launchers[0]} …"
+            )
         ours = [word for word in words if not ("=" in word and HYDRA_S.match(word.lstrip("+~").partition("=")[0]))]
         said = [self._of_others(ours, error), *map(self._of_form, ours)]
         text = f"override {own}" if (own := getattr(error, "override", None)) else str(error)

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from inspect import getfile, unwrap
@@ -51,11 +51,11 @@ class Jobs:
     main: Callable[[Any], Any]
     check: Callable[..., Any]  # check(command, *words) returns a job's checked keys, or raises ValueError
     options: Sequence[str]  # of Hydra, for every job
-    program: str
-    start: Sequence[str]  # of a process for `program`, with Python's options
-    swept: Sequence[str]  # keys that differ between jobs
+    swept: Sequence[str] = ()  # keys that differ between jobs
     first_trial: int | None = None  # a sweeper's trials have numbers; None: jobs are named after their overrides
     has_digests: bool = False  # without them, two jobs would have the same name
+    program: str = field(default_factory=lambda: sys.argv[0])
+    start: Sequence[str] = field(default_factory=lambda: sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])])
 
     def __call__(self, values: DictConfig) -> Any:
         """Run a job in this process, unless it has ended, and return its score."""
@@ -101,7 +101,7 @@ class Jobs:
         console, ended = make_console(), [job for job in jobs if self.has_ended(job)]
         for job in ended:
             console.print(f"already finished: {job.title}", soft_wrap=True)
-        commands = {job.title: [*self.start, *job.words] for job in jobs if job not in ended}
+        commands = {job.title: [sys.executable, *self.start, *job.words] for job in jobs if job not in ended}
         failed = run_jobs(commands, console, ended_before=len(ended))
         for job in jobs:
             has_failed = job.title in failed

@@ -4,21 +4,14 @@ from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
-from engine.configuration.choices import (
-    PAPER,
-    choices,
-    command_of,
-    file_of,
-    paper_of,
-    settings_of,
-    weights_of,
-)
+from engine.configuration.choices import choices, file_of
 from engine.configuration.command_line import checked, register
 from engine.configuration.config import RUNS
 from engine.configuration.help import as_text
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import CONFIGS, Keys, as_list, declared_in, leaves
 from engine.schema.training import TrainingRun
+from engine.training.papers import PAPER, command_of, paper_of, settings_of, weights_of
 from scripts.reports.runs import with_numbers
 
 REPOSITORY = CONFIGS.parent

@@ -1,10 +1,8 @@
 """Sweeps: which jobs -m makes of a command, where they write, which of them run, and what workers unpickle."""
 
 import importlib
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import train_imagenet
 from engine.configuration import multirun
 from engine.configuration.command_line import command_line
 from engine.process import distributed
-from tests.runs import REPOSITORY, checked
+from tests.runs import checked
 
 
 @pytest.fixture
