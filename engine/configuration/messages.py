@@ -194,7 +194,7 @@ class Messages:
             return str(reason.__context__)  # of a resolver, such as ${per_process:…}, which counts processes
         if not isinstance(reason, (HydraException, OmegaConfBaseException)):
             return str(reason)
-        about = " ".join(str(reason).partition("\n    full_key")[0].split())
+        about = " ".join(str(reason).partition("\n    full_key")[0].partition("\nTo append to your ")[0].split())
         if "@experiment." in about:
             return f"{about.partition(':')[0]}: the file must begin with the line `# @package _global_`"
         return f"{key}: {about}" if key else about

@@ -146,7 +146,7 @@ def sweep(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> None:
     for key in {*swept} & {*OF_RUN_DIRECTORIES}:
         raise ValueError(f"{given[key].input_line}: a sweep names its jobs' folders itself; give one folder for all")
     jobs, is_basic = replace(jobs, swept=swept), settings.sweeper._target_.endswith(BasicSweeper.__name__)
-    checked = _of_basic_sweeper(given) if is_basic else [[*_first(given)]]
+    checked = _of_basic_sweeper(given) if is_basic else [[*first_values(given)]]
     owns = [jobs.own(job) for job in checked]
     configs = [jobs.check(jobs.command, *jobs.options, *job) for job in checked]
     check_different(owns, configs)
@@ -197,15 +197,15 @@ def _parsed(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> tup
     given = {each.get_key_element(): each for each in parsed if not each.is_hydra_override()}
     own = [each.input_line or "" for each in parsed if each.is_hydra_override()]
     try:
-        settings = program.compose_config(asked, [*own, *_first(given)], RunMode.RUN).hydra
+        settings = program.compose_config(asked, [*own, *first_values(given)], RunMode.RUN).hydra
     except HydraException:
-        jobs.check(jobs.command, *jobs.options, *_first(given))  # says what is wrong, unless it is a word of Hydra's
+        jobs.check(jobs.command, *jobs.options, *first_values(given))  # says what is wrong with ours
         raise
     params = [f"{key}={value}" for key, value in (settings.sweeper.get("params") or {}).items()]
     return {each.get_key_element(): each for each in parser.parse_overrides(params)} | given, settings
 
 
-def _first(given: Mapping[str, Override]) -> Iterator[str]:
+def first_values(given: Mapping[str, Override]) -> Iterator[str]:
     """Words with the first value of each key."""
     for key, each in given.items():
         value: Any = each.value()

@@ -1,7 +1,9 @@
 """Commands compose what Hydra composes, and --help describes it."""
 
+import functools
 import importlib
 import logging
+import os
 import re
 import shlex
 import sys
@@ -132,6 +134,48 @@ def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg=job", "tta.flips=true"])
     with pytest.raises(SystemExit, match="^error: tta.flips=true: there is no such key"):
         main()
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str, *words: str) -> str:
+    """What a command prints."""
+    monkeypatch.setattr(sys, "argv", [f"{command}.py", *words])
+    importlib.import_module(command).main()
+    return capsys.readouterr().out
+
+
+def test_options_of_hydra_are_hydra_s(monkeypatch, capsys, tmp_path):
+    """Also a configuration and choices in a folder of the user's own, in any order among the words."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    (tmp_path / "own.yaml").write_text("defaults:\n  - train_seg\n  - _self_\nseed: 8\nrun_dir: a${seed}\n")
+    show = functools.partial(shown, monkeypatch, capsys, "train_seg")
+    assert show("--cfg", "job", "-p", "optim", "optim.lr=3").startswith("# @package optim\nname: sgd\nlr: 3.0\n")
+    assert "output_subdir: null\n" in show("--cfg=hydra", "hydra.verbose=true")
+    assert "\nseed: 7\n" in show("experiment=mine", "-cd", str(tmp_path), "-c", "job")
+    assert "\nrun_dir: a8\n" in show("-c", "job", "--resolve", "--config-dir", str(tmp_path), "-cn", "own")
+    assert "== Flags ==" in show("--hydra-help")
+    monkeypatch.setenv("COMP_LINE", "python train_seg.py optim=ad")
+    assert show("--shell-completion", "query=bash").split() == ["optim=adamw"]
+    monkeypatch.setenv("COMP_LINE", "python train_seg.py norm=std norm.ep")
+    assert show("-sc", "query=bash").split() == ["norm.eps="]
+
+
+def test_plus_and_tilde_add_and_remove_choices_and_names_of_free_mappings():
+    """Keys have no need of them: there, + changes what is there, as without it."""
+    importlib.import_module("scripts.run_table")  # declares the command
+    assert composed("train_seg", "+optim.lr=3", "++seed=2").optim.lr == 3
+    assert composed("train_seg", "debug=smoke", "~debug").trainer.smoke is False
+    assert composed("run_table", "weights={a: b}", "+weights.c=d", "~weights.a").weights == {"c": "d"}
+
+
+def test_one_run_leaves_nothing_of_hydra_s(monkeypatch, tmp_path):
+    """Neither outputs/ nor a log, nor another current folder."""
+    monkeypatch.chdir(tmp_path)
+    entry, found = importlib.import_module("train_seg"), []
+    monkeypatch.setattr(entry, "train", lambda config, _: found.append((config.seed, os.getcwd())))
+    monkeypatch.setattr(sys, "argv", ["train_seg.py", "seed=3"])
+    entry.main()
+    assert found == [(3, str(tmp_path))] and [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(

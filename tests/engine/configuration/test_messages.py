@@ -55,6 +55,7 @@ ANSWERS = {
     "train_seg.py ++optim={foo:1}": "leave out the +: optim={foo:1}",
     "train_seg.py +foo=1": "foo=1: there is no such key",
     "train_seg.py ~optim.lr": "~optim.lr: leave optim.lr out to keep its default",
+    "train_seg.py norm@norm=std": "Could not override 'norm@norm'. Did you mean to override norm?",
     "train_seg.py hydra/launcher=nope": "Could not find 'hydra/launcher/nope'",
     "train_seg.py --nproc-per-node 4": "is an option of torchrun: give it before the program",
     "train_seg.py optim.lr =0.1": "optim.lr: expected key=value without spaces",
