@@ -37,7 +37,7 @@ def train(
         return run.conclude(loop.train(run, minibatches, assemble.cross_entropy, evaluate))
 
 
-@configured("train_imagenet", ClassificationRun)
+@configured("train_imagenet", ClassificationRun)  # fish completes what names @hydra.main
 def main(config: ClassificationRun) -> dict | None:
     return resumption.check(train, config) if config.trainer.resume_check else train(config, command_line())
 

@@ -56,7 +56,7 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
         return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images, at_once)))
 
 
-@configured("train_seg", SegmentationRun)
+@configured("train_seg", SegmentationRun)  # fish completes what names @hydra.main
 def main(config: SegmentationRun) -> dict | None:
     return resumption.check(train, config) if config.trainer.resume_check else train(config, command_line())
 

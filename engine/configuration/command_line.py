@@ -28,6 +28,7 @@ from engine.configuration.help import help_text
 from engine.configuration.multirun import Jobs, sweep
 from engine.configuration.texts import as_typed
 from engine.process import plugins
+from engine.process.completion import keep
 from engine.process.distributed import launched, world_size
 from engine.process.stopping import errors_for_users
 from engine.schema.keys import CHOICES, CONFIGS, Keys, groups_of
@@ -145,6 +146,7 @@ def _run_hydra(
                 program.show_info(options.info, asked, overrides)
             elif options.shell_completion:
                 program.shell_completion(asked, overrides)
+                keep(name)
             elif options.multirun:
                 others = [word for word in sys.argv[1:] if word not in flags]
                 sweep(program, asked, Jobs(name, SCHEMAS[name], main, configuration_of, others), overrides)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -158,6 +159,23 @@ def test_options_of_hydra_are_hydra_s(monkeypatch, capsys, tmp_path):
     assert show("--shell-completion", "query=bash").split() == ["optim=adamw"]
     monkeypatch.setenv("COMP_LINE", "python train_seg.py norm=std norm.ep")
     assert show("-sc", "query=bash").split() == ["norm.eps="]
+
+
+@pytest.mark.slow
+def test_completion_imports_no_torch_once_a_command_has_been_completed(tmp_path):
+    """Not again until a key's declaration changes."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+
+    def completed(line: str, **environment: str) -> list[str]:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "COMP_LINE": line, **environment}
+        command = [sys.executable, str(REPOSITORY / "train_seg.py"), "-sc", "query=bash"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    first = completed("python train_seg.py norm=std norm.ep")
+    assert first == completed("python train_seg.py norm=std norm.ep", PYTHONPATH=str(tmp_path)) == ["norm.eps="]
+    assert completed("python train_seg.py loss=libr", PYTHONPATH=str(tmp_path)) == ["loss=library"]
 
 
 def test_plus_and_tilde_add_and_remove_choices_and_names_of_free_mappings():
