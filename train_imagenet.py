@@ -39,7 +39,10 @@ def train(
 
 @configured("train_imagenet", ClassificationRun)  # fish completes what names @hydra.main
 def main(config: ClassificationRun) -> dict | None:
-    return resumption.check(train, config) if config.trainer.resume_check else train(config, command_line())
+    if config.trainer.resume_check:
+        resumption.check(train, config)
+        return None
+    return train(config, command_line())
 
 
 if __name__ == "__main__":

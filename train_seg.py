@@ -58,7 +58,10 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
 
 @configured("train_seg", SegmentationRun)  # fish completes what names @hydra.main
 def main(config: SegmentationRun) -> dict | None:
-    return resumption.check(train, config) if config.trainer.resume_check else train(config, command_line())
+    if config.trainer.resume_check:
+        resumption.check(train, config)
+        return None
+    return train(config, command_line())
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ def file_of(group: str, choice: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-@cache
-def store_choices(schema: type[Keys], count: int) -> None:
-    """Make choices of a schema that have no YAML file, such as plugins', known to Hydra: once for a `count` of all."""
+def store_choices(schema: type[Keys]) -> None:
+    """Make choices of a schema that have no YAML file here, such as plugins', known to Hydra."""
     for group, known in groups_of(schema).items():
         is_list = "is_list" in declared_in(schema)[group].metadata
         for name, own in known.items():

@@ -46,7 +46,6 @@ def register(name: str, schema: type[Keys]) -> None:
     ConfigStore.instance().store(name, schema, "schema", "_global_")
     if not (CONFIGS / f"{name}.yaml").is_file():
         ConfigStore.instance().store(name, {"defaults": ["command", f"schema/{name}"]})
-    store_choices(schema, sum(map(len, CHOICES.values())))
 
 
 def configured(
@@ -208,7 +207,7 @@ def composing(name: str, folder: str | None = None) -> Iterator[Hydra]:
 
     `folder`: where the configurations are; by default configs/, and below it those of plugins and of --config-dir.
     """
-    store_choices(SCHEMAS[name], sum(map(len, CHOICES.values())) + len(plugins.LOADED))
+    store_choices(SCHEMAS[name])
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     searched = create_config_search_path(folder or str(CONFIGS))

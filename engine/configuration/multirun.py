@@ -91,7 +91,9 @@ class Jobs:
 
     def score(self, job: Job) -> float | None:
         """The score that a job's run has left."""
-        return job.run_dir and json.loads((job.run_dir / "results.json").read_text("utf-8"))[self.schema.score]
+        if job.run_dir is None:
+            return None
+        return json.loads((job.run_dir / "results.json").read_text("utf-8"))[self.schema.score]
 
     def in_processes(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Any, bool]]:
         """Run jobs one after the other, each in its own process; yield each with its score or error, and which it is.
