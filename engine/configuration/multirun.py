@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from engine.process import distributed, plugins
 from engine.process.console import log_to, logger, make_console
 from engine.process.jobs import has_ended, run_jobs
+from engine.process.stopping import Preempted
 from engine.schema.keys import CHOICES, CONFIGS, Keys, deciding, leaves, named_after, override
 
 OF_RUN_DIRECTORIES = ("run_dir", "resume")  # keys that a sweep sets for each job
@@ -69,6 +70,8 @@ class Jobs:
             results = self.main(self.check(self.command, *job.words))
             return (results or {}).get(getattr(self.schema, "score", None))
         except (Exception, SystemExit) as error:  # a launcher would lose other jobs, or cannot unpickle it
+            if isinstance(error.__context__, Preempted):  # submitit requeues the job by this exit
+                raise
             logger.debug("", exc_info=True)
             raise JobFailed(f"{job.title}: {error}") from error
 
