@@ -154,3 +154,19 @@ def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path, monkeypatch):
         folders.append(folder)
     assert len(set(folders)) == 4 + 8 + 2 + 2
     assert re.search("data.root=-a-b-[0-9a-f]{8}$", str(folders[0]))
+
+
+def test_a_sweep_of_a_command_without_run_directories_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    started: list[str] = []
+    monkeypatch.setattr(multirun, "run_jobs", lambda jobs, *_, **__: started.extend(jobs) or {})
+    monkeypatch.setattr(sys, "argv", ["eval.py", "-m", "checkpoint=a.pt", "tta.flip=false,true"])
+    importlib.import_module("eval").main()
+    assert started == ["tta.flip=False", "tta.flip=True"] and list(tmp_path.iterdir()) == []
+
+
+def test_jobs_have_hydra_s_options_of_their_sweep(swept, tmp_path):
+    """A configuration of the user's own: without these, jobs would train another one."""
+    (tmp_path / "own.yaml").write_text("defaults:\n  - train_imagenet\n  - _self_\nseed: 5\n")
+    (command,) = swept("-m", "-cd", str(tmp_path), "optim.lr=choice(1)", "-cn", "own").values()
+    assert command[3:7] == ["-cd", str(tmp_path), "-cn", "own"]
