@@ -5,7 +5,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import unwrap
 from pathlib import Path
@@ -66,7 +66,9 @@ def configured(
         @wraps(main)
         def run() -> None:
             """Print the help, or have Hydra do what its options ask for: by default, compose the keys of `main`."""
-            with errors_for_users(_again(schema)):
+            with errors_for_users(_again(schema)), ExitStack() as ended:
+                ended.callback(PRIMARY.clear)
+                ended.callback(plugins.ADDED.clear)
                 parser = get_args_parser()
                 options, words = _read(name, sys.argv[1:], parser)
                 if options.help:
@@ -103,6 +105,8 @@ def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[
         unknown = [word for word in arguments if word not in options.overrides]
     if options.resolve and not options.cfg:
         raise ValueError("The --resolve flag can only be used in conjunction with --cfg or --help")
+    if options.experimental_rerun:
+        raise ValueError("--experimental-rerun: leave it out; run_dir=RUN resume=auto continues a run")
     options.multirun |= MULTIRUN in options.overrides
     words = [word for word in arguments if word in (*options.overrides, *unknown) and word != MULTIRUN]
     plugins.load(words, CHOICES)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -22,12 +23,13 @@ def kept(command: str) -> Path:
 
 
 def keep(command: str) -> None:
-    """Keep what Hydra knows of a command, without types."""
+    """Keep what Hydra knows of a command, without types, where a cache can be written."""
     file = kept(command)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps([*_stored(ConfigStore.instance().repo)]), "utf-8")
-    partial.rename(file)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps([*_stored(ConfigStore.instance().repo)]), "utf-8")
+        partial.rename(file)
 
 
 def _stored(repo: Mapping, group: str = "") -> Iterator[tuple[str, object, str, str]]:

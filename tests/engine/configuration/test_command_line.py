@@ -159,6 +159,7 @@ def test_options_of_hydra_are_hydra_s(monkeypatch, capsys, tmp_path):
     assert show("--shell-completion", "query=bash").split() == ["optim=adamw"]
     monkeypatch.setenv("COMP_LINE", "python train_seg.py norm=std norm.ep")
     assert show("-sc", "query=bash").split() == ["norm.eps="]
+    assert checked("train_seg").seed == 0  # nothing of these is left
 
 
 @pytest.mark.slow
