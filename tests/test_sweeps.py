@@ -11,7 +11,14 @@ import pytest
 
 from tests.runs import REPOSITORY, SHORT
 
-RUN = (*SHORT, "trainer.epochs=null", "trainer.evaluate_every_epochs=null", "trainer.steps=3", "trainer.pictures=0")
+RUN = (
+    *SHORT,
+    "data.crops_per_minibatch=4",
+    "trainer.epochs=null",
+    "trainer.evaluate_every_epochs=null",
+    "trainer.steps=3",
+    "trainer.pictures=0",
+)
 
 
 def plugin(folder: Path) -> None:
