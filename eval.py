@@ -93,7 +93,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     return results
 
 
-@configured("eval", Evaluation)
+@configured("eval", Evaluation)  # fish completes what names @hydra.main
 def main(options: Evaluation) -> None:
     evaluate(options)
 

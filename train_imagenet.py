@@ -37,12 +37,12 @@ def train(
         return run.conclude(loop.train(run, minibatches, assemble.cross_entropy, evaluate))
 
 
-@configured("train_imagenet", ClassificationRun)
-def main(config: ClassificationRun) -> None:
+@configured("train_imagenet", ClassificationRun)  # fish completes what names @hydra.main
+def main(config: ClassificationRun) -> dict | None:
     if config.trainer.resume_check:
         resumption.check(config)
-    else:
-        train(config, command_line())
+        return None
+    return train(config, command_line())
 
 
 if __name__ == "__main__":

@@ -56,12 +56,12 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
         return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images, at_once)))
 
 
-@configured("train_seg", SegmentationRun)
-def main(config: SegmentationRun) -> None:
+@configured("train_seg", SegmentationRun)  # fish completes what names @hydra.main
+def main(config: SegmentationRun) -> dict | None:
     if config.trainer.resume_check:
         resumption.check(config)
-    else:
-        train(config, command_line())
+        return None
+    return train(config, command_line())
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from datasets.layout import read_list
 from datasets.vistas import vistas_classes
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint import initial_weights
+from engine.checkpoint import initial_weights, recorded
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.authors_networks import of_released
@@ -111,7 +111,7 @@ def convert(options: Conversion) -> list[str]:
 
 def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
     """Write the parts of our checkpoint that an evaluation needs. Returns lines that describe the file."""
-    config = configuration.of_checkpoint(state, f"input={source}", NETWORK)
+    config = recorded.of_checkpoint(state, f"input={source}", NETWORK)
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun):
         config.sampler.folder = None

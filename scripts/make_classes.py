@@ -24,7 +24,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,13 +34,12 @@ import numpy as np
 from rich.console import Console
 
 from datasets import channels as of_channels
-from datasets import label_values, reading_errors
+from datasets import reading_errors
 from datasets.class_list import CLASSES, TRAINED, alike
 from datasets.class_table import Palettes, ranges
 from datasets.file_list import readable
 from datasets.folder import WITHHELD, LabelFiles, check_whole, folder_labels, palette_fix
 from datasets.label_names import LabelNames
-from datasets.label_values import WHITE
 from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json
 from datasets.levels import Use, doubts_of_levels, is_decoded, used
 from datasets.reading import decode_mask, label_palette, read
@@ -57,6 +56,7 @@ from engine.schema.data import FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table
 
+WHITE = 255
 RECORDED = "as scripts.make_classes wrote the lists beside this file"
 BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colours", "ids"  # kinds of labels
 
@@ -129,7 +129,6 @@ class Held:
     palettes: Palettes = field(default_factory=Palettes)
     other_sizes: list[str] = field(default_factory=list)  # than their images have
     used: list[Use] = field(default_factory=list)  # by 16-bit images, and some of 8 bits
-    between: Counter[int] = field(default_factory=Counter)  # see `label_values.between`
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
         """Count entries of one kind as another, under the `value` of each."""
@@ -225,11 +224,9 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
         counts = ([of[value] for value in values_of.values()] for of in (pixels, holding))
         console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
     ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
-    odd = [*label_values.instances(holding, len(labels.images))]
-    check_number(root, kind, pixels, ids, ignored, *odd)
-    odd += [] if kind == IDS and held.colours else label_values.smoothed(pixels, held.between)
+    check_number(root, pixels, ids, ignored)
     dark = doubts_of_levels(held.used, config.data.range16, "images", keys="data.")
-    for note in [*notes, *doubts(pixels, ids, ignored), *odd, *dark]:
+    for note in [*notes, *doubts(pixels, ids, ignored), *dark]:
         console.print(note, soft_wrap=True)
     write_file(file, written(ids, ignored))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
@@ -294,7 +291,6 @@ def read_labels(images: Mapping[Path, Path | None], workers: int | None, console
             held.colours = found.colours | held.colours
             held.other_sizes += filter(None, [found.other_size])
             held.used += filter(None, [found.used])
-            held.between.update(found.between)
     return held
 
 
@@ -307,9 +303,7 @@ def settle_kind(held: Held, ignored: list[int], gray: str | None) -> list[str]:
     if levels := {code & WHITE for code in held.pixels.get(GRAY, ())}:
         between = levels - {*ignored, WHITE}  # 255 beside small ids marks pixels without a class
         taken, other = "colours", "ids"
-        if COLOURS not in held.pixels and (
-            IDS in held.pixels or (any(between) and not label_values.has_large_gaps(between))
-        ):
+        if COLOURS not in held.pixels and (IDS in held.pixels or (any(between) and not has_large_gaps(between))):
             taken, other = other, taken
         if gray is None and COLOURS not in held.pixels:
             notes = [f"labels in RGB have three equal channels: they are read as {taken}, with gray={other} as {other}"]
@@ -326,33 +320,29 @@ def settle_kind(held: Held, ignored: list[int], gray: str | None) -> list[str]:
     return notes
 
 
-def check_number(
-    root: str, kind: str, pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int], *odd: str
-) -> None:
-    """ValueError if the number of classes cannot be trained, or looks wrong. `odd`: the likely reason, if known."""
-    smoothed = kind != COLOURS and label_values.has_smoothed_edges(pixels)
-    if smoothed or len(ids) not in TRAINED:
+def has_large_gaps(ids: Set[int]) -> bool:
+    """Whether the largest id is high and far more ids below it are missing than present."""
+    return max(ids) >= 64 and max(ids) + 1 > len(ids) + max(8, 3 * len(ids))
+
+
+def check_number(root: str, pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]) -> None:
+    """ValueError if the number of classes cannot be trained."""
+    if len(ids) not in TRAINED:
         without = f", not counting {', '.join(map(str, ignored))}, which is ignored" if ignored else ""
-        found, expected = ("values", "one per class") if smoothed else ("classes", f"{TRAINED[0]} to {TRAINED[-1]}")
-        likely = f". {odd[0] if odd else 'Smoothed (antialiased) edges make values of their own: export without them'}"
+        many = ". Smoothed (antialiased) edges and JPEG make values of their own: export as PNG, without them"
         raise ValueError(
-            f"{root}: the number of {found} in the labels is {len(ids)}{without}; expected {expected}"
-            f"{likely if smoothed or len(ids) > TRAINED[-1] else ''}"
+            f"{root}: the number of classes in the labels is {len(ids)}{without}; expected {TRAINED[0]} to "
+            f"{TRAINED[-1]}{many if len(ids) > TRAINED[-1] else ''}"
         )
 
 
 def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]) -> Iterator[str]:
     """What may be wrong with the classes."""
     if unseen := [number for number in range(max(ids)) if number not in ids and number not in ignored]:
-        why = ": check that the labels are not gray copies of colours, or stretched" * label_values.has_large_gaps(
-            {*ids}
-        )
-        yield f"ids that occur nowhere, and are ignored: {ranges(unseen)}{why}"
+        yield f"ids that occur nowhere, and are ignored: {ranges(unseen)}"
     left_out = {number: pixels[number] for number in ignored if pixels[number]}
     if (share := sum(left_out.values()) / pixels.total()) > 0.5:
         yield f"{share:.0%} of the pixels have the ignored id {ranges(left_out)}: if it is a class, give ignored=null"
-    if left_out and label_values.is_evenly_spread({*pixels}):
-        yield "255 is ignored, but the values up to it are evenly spread: if it is a class, give ignored=null"
     if similar := sorted(alike({number: colour for number, colour in ids.items() if colour})):
         yield f"the colours of the classes {ranges(similar)} can hardly be told apart: pictures show others"
 
@@ -373,14 +363,13 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
 
 class Contents(NamedTuple):
     """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; its and its image's size, if these differ;
-    what 16-bit images and some others use, see `datasets.levels`; and `between`."""
+    and what 16-bit images and some others use, see `datasets.levels`."""
 
     kind: str
     pixels: dict[int, int]
     colours: dict[int, tuple[int, ...]]
     other_size: str | None
     used: Use | None
-    between: Counter[int]
 
 
 @restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
@@ -403,7 +392,7 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
         palette = label_palette(file)
         kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
         colours = {number: palette[number] for number in pixels if number in palette}
-    return Contents(kind, pixels, colours, other_size, its_use, label_values.between(raw))
+    return Contents(kind, pixels, colours, other_size, its_use)
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

@@ -116,7 +116,7 @@ def run(arguments: RunTable) -> int:
     failed = run_jobs(commands, console, ended_before=len(trainings) - len(waiting), folder=papers.REPOSITORY)
     if lacking:
         console.print(f"{len(waiting) - len(ready)} not run, which need {'; '.join(lacking)}")
-    return failed
+    return len(failed)
 
 
 def trainings_of(arguments: RunTable) -> list[Training]:

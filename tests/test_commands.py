@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks import documents, frame
-from engine.configuration import command_line, sweep
+from engine.configuration.command_line import SCHEMAS
+from engine.configuration.multirun import first_values
+from engine.configuration.texts import as_typed
 from scripts import plan_memory, run_table
 from scripts.reports import papers
 from scripts.reports.markdown import unfolded
@@ -76,9 +79,10 @@ def checked(words: list[str]) -> object:
     name = plan_memory.entry_of(keys) if module == "scripts.plan_memory" else module.split(".")[-1]
     if "-m" in keys:
         keys.remove("-m")
-        start = [program, *rest[: place + 1]]
-        _, jobs = sweep.jobs_of(keys, command_line.schema_of(name), lambda job: checked([*start, *job]))
-        return jobs
+        parsed = OverridesParser.create().parse_overrides([as_typed(word, SCHEMAS[name], sweeps=True) for word in keys])
+        own = {each.get_key_element(): each for each in parsed if not each.is_hydra_override()}
+        assert any(each.is_sweep_override() for each in own.values())
+        keys = [*first_values(own)]
     return runs.checked(name, *(key for key in keys if not key.startswith("-")))
 
 

@@ -13,7 +13,7 @@ from datasets.imagenet import imagenet
 from datasets.row import Row
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.configuration import config as cfg
+from engine.checkpoint import recorded
 from engine.schema.classification import ImageNetData
 from engine.schema.keys import choice, key
 from engine.schema.segmentation import SegmentationRun
@@ -41,7 +41,7 @@ def test_trains_evaluates_and_predicts_its_last_split(name, tmp_path):
     results = train(checked("train_seg", f"run_dir={tmp_path / 'run'}", *data, "debug=smoke", "trainer.device=cpu"))
     assert results["dataset"] == name
     assert 0 <= results["miou"] <= 1
-    config = cfg.from_plain(results["config"], SegmentationRun).data
+    config = recorded.from_plain(results["config"], SegmentationRun).data
     assert assemble.official_classes(config) in (None, len(results["iou"]))
     dataset, (*_, split) = assemble.dataset(config, "val"), trees.splits_of(name, root)
     assert results["images"] == len(dataset) > 1

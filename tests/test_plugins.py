@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from engine.assemble.tasks import added_scores
+from engine.checkpoint import recorded
 from engine.configuration import config as cfg
 from engine.configuration.choices import about_choice, choices
 from engine.process import plugins
@@ -136,7 +137,7 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
     assert shapes["head.reduce.0.weight"][0] == 48 and shapes["head.auxiliary.classifier.weight"][0] == 19
 
     with pytest.raises(ValueError) as error:  # a checkpoint imports nothing
-        cfg.of_checkpoint(state, "checkpoint=last.pt")
+        recorded.of_checkpoint(state, "checkpoint=last.pt")
     assert str(error.value).startswith("checkpoint=last.pt: optim=nadam: registered by plugins=[mine,tracked,")
     assert str(error.value).endswith("which is not given") and "mine" not in sys.modules
 
@@ -208,7 +209,7 @@ def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
     assert about_choice("loss", "focal") == "Focal loss (Lin et al., 2017): hard pixels weigh more."
     config = run_config("plugins=[mine,boundaries]", "experiment=mine")
     assert config.loss.gamma == 1 and [*config.scores] == ["boundary_f1"] and config.scores["boundary_f1"].radius == 2
-    assert cfg.from_plain(cfg.plain(config), SegmentationRun) == config
+    assert recorded.from_plain(cfg.plain(config), SegmentationRun) == config
     no_such = "^loss=focall: there is no such loss; the nearest is focal; a plugin adds it: docs/extending.md$"
     with pytest.raises(ValueError, match=no_such):
         run_config("plugins=[mine,boundaries]", "loss=focall")
@@ -237,7 +238,7 @@ def test_a_command_asks_only_for_the_plugins_of_what_it_builds(loading, caplog):
     plugins.LOADED.clear()
     state["config"]["data"] |= {"name": "leaves", "season": ["spring", 2], "mean": [0.1, 0.2, 0.3]}
     state["config"]["logger"] = {"mlflow": {"name": "mlflow", "uri": "none"}}
-    found = cfg.of_checkpoint(state, "net.pt", Prediction.needed)
+    found = recorded.of_checkpoint(state, "net.pt", Prediction.needed)
     assert cfg.plain(found) == state["config"]
     assert found.data.normalisation().mean == (0.1, 0.2, 0.3) and found.data.season == ["spring", 2]
     (said,) = caplog.messages
@@ -247,11 +248,11 @@ def test_a_command_asks_only_for_the_plugins_of_what_it_builds(loading, caplog):
     Evaluation(checkpoint="run/last.pt").apply_to(found)
     assert added_scores(found, SimpleNamespace(classes=["a"])).by_name == {}
     assert Evaluation(checkpoint="run/last.pt").default_results_file(found).stem == "results_without_boundary_f1"
-    with pytest.raises(cfg.PluginsNeeded, match="^net.pt: data=leaves: registered by plugins="):
-        cfg.of_checkpoint(state, "net.pt", Evaluation.needed)
+    with pytest.raises(recorded.PluginsNeeded, match="^net.pt: data=leaves: registered by plugins="):
+        recorded.of_checkpoint(state, "net.pt", Evaluation.needed)
     state["config"]["norm"] = {"name": "in_groups"}
-    with pytest.raises(cfg.PluginsNeeded, match="^net.pt: norm=in_groups: "):
-        cfg.of_checkpoint(state, "net.pt", Prediction.needed)
+    with pytest.raises(recorded.PluginsNeeded, match="^net.pt: norm=in_groups: "):
+        recorded.of_checkpoint(state, "net.pt", Prediction.needed)
 
 
 def test_a_classifier_trained_on_a_plugin_s_data_predicts_without_it(loading):
@@ -259,7 +260,7 @@ def test_a_classifier_trained_on_a_plugin_s_data_predicts_without_it(loading):
     for data, base in (("cifar10", SmallImagesData), ("imagenet", ImageNetData)):
         config = cfg.plain(classification_config(f"data={data}", "data.val_split=test"))
         config |= {"plugins": ["mine"], "data": config["data"] | {"name": "leaves"}}
-        found = cfg.of_checkpoint({"task": "classification", "config": config}, "net.pt", Prediction.needed)
+        found = recorded.of_checkpoint({"task": "classification", "config": config}, "net.pt", Prediction.needed)
         assert isinstance(found.data, base) and cfg.plain(found) == config
 
 

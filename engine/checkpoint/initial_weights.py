@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from datasets.class_names import check_order
 from datasets.reading import pairs_of
 from engine.checkpoint import files as checkpoint
-from engine.configuration import config as configuration
+from engine.checkpoint import recorded
 from engine.process.console import logger
 from engine.schema.evaluation import NETWORK
 from engine.schema.network import Norm, ReleasedNorm, TorchvisionBody
@@ -141,7 +141,7 @@ def normalisation_of(init: Init, channels: int) -> Normalisation | None:
     content = checkpoint.read(path)
     if not is_ours(content):
         return None  # `initialise` says so
-    data = configuration.of_checkpoint(checkpoint.checked(content, path), f"init.weights={path}", NETWORK).data
+    data = recorded.of_checkpoint(checkpoint.checked(content, path), f"init.weights={path}", NETWORK).data
     return data.normalisation() if data.channels == channels else None
 
 
@@ -154,7 +154,7 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
             f"release, init.format=torchvision or timm for a file of these libraries"
         )
     state = checkpoint.checked(content, path)
-    config, averaged = configuration.of_checkpoint(state, name, NETWORK), "ema" in state
+    config, averaged = recorded.of_checkpoint(state, name, NETWORK), "ema" in state
     norm, body = config.norm, config.body
     return Weights(
         state["ema" if averaged else "network"],

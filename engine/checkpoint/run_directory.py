@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.config import of_checkpoint, values_but
+from engine.checkpoint.recorded import of_checkpoint
+from engine.configuration.config import values_but
 from engine.configuration.help import as_text
 from engine.process.console import logger
 from engine.process.output_files import NO_ROOM, explained, untouched

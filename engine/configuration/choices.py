@@ -5,18 +5,12 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from engine.configuration.config import flat
-from engine.process.plugins import LOADED
+from engine.process.plugins import folders
 from engine.schema.keys import CHOICES, CONFIGS, Keys, declared_in, groups_of
-
-# Entries of an experiment's `# paper:` mapping, besides scores. `eval` and `source` belong to the scores beside them.
-PAPER = ("table", "row", "command", "hardware", "steps", "planned", "eval", "source", "also")
 
 
 def groups_in(command: str) -> dict[str, str | None]:
@@ -27,19 +21,14 @@ def groups_in(command: str) -> dict[str, str | None]:
     return {str(group): name or None for group, name in given}  # null and [] choose nothing
 
 
-def folders() -> list[Path]:
-    """Folders that are searched for YAML files: configs/ here, then the one of each plugin."""
-    return [CONFIGS, *(plugin.configs for plugin in LOADED.values() if plugin.configs is not None)]
-
-
 def file_of(group: str, choice: str) -> Path | None:
     """The file of a choice; None if it has none."""
-    files = (folder / group / f"{choice}.yaml" for folder in folders())
+    files = (folder / group / f"{choice}.yaml" for folder in (CONFIGS, *folders()))
     return next((file for file in files if file.is_file()), None)
 
 
 def store_choices(schema: type[Keys]) -> None:
-    """Register with Hydra the choices of a schema that have no YAML file here, such as plugins'."""
+    """Make choices of a schema that have no YAML file here, such as plugins', known to Hydra."""
     for group, known in groups_of(schema).items():
         is_list = "is_list" in declared_in(schema)[group].metadata
         for name, own in known.items():
@@ -61,7 +50,7 @@ def about_choice(group: str, choice: str) -> str:
 
 def choices(group: str, schema: type) -> list[str]:
     """The choices of a group that fit the schema: their files use only alternatives of its groups."""
-    groups, places = groups_of(schema), [folder / group for folder in folders()]
+    groups, places = groups_of(schema), [folder / group for folder in (CONFIGS, *folders())]
     names = {file.relative_to(own).with_suffix("").as_posix() for own in places for file in own.rglob("*.yaml")}
     own = {name for name, kind in groups.get(group, {}).items() if not kind.is_base}
 
@@ -77,7 +66,7 @@ def alternatives_of(group: str, choice: str) -> Iterator[tuple[str, str]]:
     if (file := file_of(group, choice)) is None:
         yield from [(group, choice)] if choice in CHOICES.get(group, {}) else []
         return
-    for entry in _content(file).get("defaults", ()):
+    for entry in content_of(file).get("defaults", ()):
         if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
             for other, name in entry.items():
                 for each in name if isinstance(name, list) else [name]:
@@ -92,55 +81,8 @@ def alternatives_of(group: str, choice: str) -> Iterator[tuple[str, str]]:
             yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix())
 
 
-def settings_of(experiment: str) -> dict[str, object]:
-    """{group: choice, key: value} of an experiment and those it builds on, as their files have them."""
-    found: dict[str, object] = {}
-    file = file_of("experiment", experiment)
-    content = {} if file is None else dict(_content(file))
-    for entry in content.pop("defaults", ()):
-        if isinstance(entry, dict):
-            found |= {str(group).rpartition("/")[2]: name for group, name in entry.items()}
-        elif entry != "_self_":
-            below = PurePosixPath("/experiment", experiment).parent / entry
-            found |= settings_of(below.relative_to("/experiment").as_posix())
-    return found | flat(content)
-
-
 @cache
-def paper_of(experiment: str) -> dict[str, Any]:
-    """The mapping `# paper:` at the head of an experiment's file (docs/extending.md); {} if it has none.
-
-    ValueError: it is no mapping, or an entry is neither one of `PAPER` nor a score.
-    """
-    file = file_of("experiment", experiment)
-    found = re.search(r"^# paper:.*\n(#  .*\n)*", file.read_text("utf-8") if file else "", re.MULTILINE)
-    if found is None:
-        return {}
-    try:
-        paper = yaml.safe_load(re.sub(r"(?m)^# ", "", found[0]))["paper"]
-        entries = [pair for part in (paper, *paper.get("also", ())) for pair in part.items()]
-    except (yaml.YAMLError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file}: the comment `# paper:` is no YAML mapping: {error}") from error
-    for name, value in entries:
-        if name not in PAPER and not isinstance(value, (int, float)):
-            raise ValueError(
-                f"{file}: paper: {name}={value}: expected a score in percent, or one of {', '.join(PAPER)}"
-            )
-    return paper
-
-
-def command_of(experiment: str) -> str:
-    """The command at an experiment's head, without its [optional] keys; empty if there is none."""
-    return str(paper_of(experiment).get("command", "")).partition(" [")[0]
-
-
-def weights_of(experiment: str) -> list[str]:
-    """The key in an experiment's command that takes a file of weights; none if it starts from random weights."""
-    return [word.removesuffix("=FILE") for word in command_of(experiment).split() if word.endswith(".weights=FILE")]
-
-
-@cache
-def _content(file: Path) -> dict:
+def content_of(file: Path) -> dict:
     """The content of a choice's file; none if there is no file. Choices share files, so each is read once."""
     content = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else None
     return content if isinstance(content, dict) else {}

@@ -1,15 +1,20 @@
-"""Command-line entry points: from key=value to a checked dataclass."""
+"""Commands: Hydra composes what their words choose, and each starts with a checked dataclass."""
 
-import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
+from inspect import unwrap
+from pathlib import Path
+from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -17,80 +22,160 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration import sweep
-from engine.configuration.choices import CONFIGS, folders, store_choices
-from engine.configuration.config import Schema, register, typed
+from engine.configuration.choices import store_choices
+from engine.configuration.config import Schema, typed
 from engine.configuration.help import help_text
-from engine.configuration.texts import value_of
+from engine.configuration.multirun import Jobs, sweep
+from engine.configuration.texts import as_typed
 from engine.process import plugins
+from engine.process.completion import keep
 from engine.process.distributed import launched, world_size
 from engine.process.stopping import errors_for_users
-from engine.schema.keys import CHOICES, Keys, declared_in, groups_of, quoted
+from engine.schema.keys import CHOICES, CONFIGS, Keys, groups_of
 
-HELP = ("--help", "-h")
-SHOW = ("--cfg", "-c", "--cfg=job")  # Hydra's option `--cfg job`
-CHOICE = re.compile(r"(\w+)(?:=(?!\{)|$)")  # norm=std; norm={sync: true} sets a key
+SCHEMAS: dict[str, type[Keys]] = {}  # of declared commands
+MULTIRUN = "hydra.mode=MULTIRUN"  # what -m means
+PRIMARY: dict[str, str] = {}  # the configuration of each, which --config-name may change
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
 
 
+def register(name: str, schema: type[Keys]) -> None:
+    """Make the keys of a command known to Hydra. It composes configs/NAME.yaml, or without that file has no groups."""
+    SCHEMAS[name] = schema
+    ConfigStore.instance().store(name, schema, "schema", "_global_")
+    if not (CONFIGS / f"{name}.yaml").is_file():
+        ConfigStore.instance().store(name, {"defaults": ["command", f"schema/{name}"]})
+
+
 def configured(
     name: str, schema: type[Schema], about: str | None = None
-) -> Callable[[Callable[[Schema], object]], Callable[[], None]]:
-    """Decorator: makes `main(config)` a command that takes the keys of `schema` as key=value.
+) -> Callable[[Callable[[Schema], Any]], Callable[[], None]]:
+    """Decorator: makes `main(config)` a program of Hydra's that takes the keys of `schema` as key=value.
 
     configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help starts with
-    `about`, by default the docstring of main's module; `--cfg job` prints the configuration, which may lack values; -m
-    runs a sweep. Wrong arguments are answered in a line.
+    `about`, by default the docstring of main's module. `main` may return results: of these, a sweep's trials are
+    judged by `schema.score`. Wrong arguments are answered in a line.
     """
     register(name, schema)
 
-    def decorated(main: Callable[[Schema], object]) -> Callable[[], None]:
+    def decorated(main: Callable[[Schema], Any]) -> Callable[[], None]:
         """Make `main` a command, which reads its arguments from `sys.argv`."""
         started = record(main) if launched() else main  # `record` leaves the error for torchrun to print
 
         @wraps(main)
         def run() -> None:
-            """Print the help or the configuration, run a sweep, or call `main`."""
-            helps, shows, sweeps = (not {*flags}.isdisjoint(sys.argv) for flags in (HELP, SHOW, sweep.FLAGS))
-            flags = {*HELP, *SHOW, *sweep.FLAGS, *["job"] * shows}
-            words = [word for word in sys.argv[1:] if word not in flags]
-            with errors_for_users("start it again" if sweeps else _again(words, schema)):
-                plugins.load(words, CHOICES)
-                if helps:
+            """Print the help, or have Hydra do what its options ask for: by default, compose the keys of `main`."""
+            with errors_for_users(_again(schema)), ExitStack() as ended:
+                ended.callback(PRIMARY.clear)
+                ended.callback(plugins.ADDED.clear)
+                parser = get_args_parser()
+                options, words = _read(name, sys.argv[1:], parser)
+                if options.help:
                     text = about or sys.modules[main.__module__].__doc__ or name
                     print(help_text(text, name, schema, composed(name, *words)))
-                elif shows:
-                    print(OmegaConf.to_yaml(composed(name, *words)))
-                elif sweeps:
-                    sweep.run(words, schema, lambda job: checked(name, *job))
                 else:
-                    config = checked(name, *words)
-                    try:
-                        started(config)
-                    except ValueError as error:  # a file that does not exist, such as init.weights=last
-                        named = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
-                        if not named or named[0].partition("=")[0] in groups_of(schema):
-                            raise
-                        raise _for_users(name, named, error) from error
-                    except SystemExit as ended:
-                        *_, (last, line) = traceback.walk_tb(ended.__traceback__)
-                        if last.f_code is main.__code__:
-                            raise
-                        file = last.f_code.co_filename  # such as a plugin's, which would end a run without a word
-                        raise RuntimeError(f"{file}, line {line}, ends the program: {ended!r}") from ended
+                    _run_hydra(name, started, parser, options, words)
 
         return run
 
     return decorated
 
 
-def _again(words: list[str], schema: type[Keys]) -> str:
+def _again(schema: type[Keys]) -> str:
     """How to go on with a command that was stopped."""
-    if all(entry.name != "resume" for entry in fields(schema)):
+    if "resume" not in schema.__dataclass_fields__ or not {"-m", "--multirun"}.isdisjoint(sys.argv):
         return "start it again"
-    has_folder = any(word.startswith("run_dir=") for word in words)
+    has_folder = any(word.startswith("run_dir=") for word in sys.argv)
     return "start it again with resume=auto" + ("" if has_folder else " and run_dir=FOLDER, the one that it has named")
+
+
+def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[Namespace, list[str]]:
+    """Hydra's options among a command's arguments, in any order, and the other words. Loads plugins.
+
+    ValueError: some are neither of both, or a plugin or a folder cannot be found.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    parser.allow_abbrev, parser.error = False, refuse  # type: ignore[method-assign]
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if options.package and not options.cfg:
+        unknown = [word for word in arguments if word not in options.overrides]
+    if options.resolve and not options.cfg:
+        raise ValueError("The --resolve flag can only be used in conjunction with --cfg or --help")
+    if options.experimental_rerun:
+        raise ValueError("--experimental-rerun: leave it out; run_dir=RUN resume=auto continues a run")
+    options.multirun |= MULTIRUN in options.overrides
+    words = [word for word in arguments if word in (*options.overrides, *unknown) and word != MULTIRUN]
+    plugins.load(words, CHOICES)
+    plugins.ADDED[:] = [Path(folder).resolve() for folder in [options.config_dir] if folder]
+    PRIMARY[name] = options.config_name or name
+    if unknown:
+        raise _for_users(name, words, HydraException(f"{unknown[0]}: expected key=value"))
+    if not all(map(Path.is_dir, plugins.ADDED)):
+        raise ValueError(f"Additional config directory '{plugins.ADDED[0]}' not found")
+    return options, words
+
+
+def configuration_of(name: str, *arguments: str) -> Any:
+    """The checked keys of a command with these arguments, of which some may be options of Hydra."""
+    return checked(name, *_read(name, arguments, get_args_parser())[1])
+
+
+def _run_hydra(
+    name: str, main: Callable[[Any], Any], parser: ArgumentParser, options: Namespace, words: list[str]
+) -> None:
+    """Do what Hydra's options ask for; without any, start the command."""
+    errors: list[Exception] = []
+
+    def start(values: DictConfig) -> Any:
+        try:
+            return _start(name, main, words, _typed(name, words, values))
+        except Exception as error:  # about which Hydra would print a traceback
+            errors.append(error)
+
+    asked, flags, overrides = PRIMARY[name], (*words, "-m", "--multirun", MULTIRUN), words
+    try:
+        if not options.shell_completion:
+            overrides = [as_typed(word, SCHEMAS[name], sweeps=options.multirun) for word in words]
+        with composing(name, options.config_path) as program:
+            if options.hydra_help:
+                program.hydra_help(asked, parser, options)
+            elif options.cfg:
+                program.show_cfg(asked, overrides, options.cfg, options.package, options.resolve)
+            elif options.info:
+                program.show_info(options.info, asked, overrides)
+            elif options.shell_completion:
+                program.shell_completion(asked, overrides)
+                keep(name)
+            elif options.multirun:
+                others = [word for word in sys.argv[1:] if word not in flags]
+                sweep(program, asked, Jobs(name, SCHEMAS[name], main, configuration_of, others), overrides)
+            else:
+                program.run(asked, start, [*overrides, "hydra.mode=RUN"])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _for_users(name, words, error) from error
+    if errors:
+        raise errors[0]
+
+
+def _start(name: str, main: Callable[[Any], Any], words: list[str], config: Keys) -> Any:
+    """Call a command's own function."""
+    try:
+        return main(config)
+    except ValueError as error:  # a file that does not exist, such as init.weights=last
+        named = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
+        if not named or named[0].partition("=")[0] in groups_of(SCHEMAS[name]):
+            raise
+        raise _for_users(name, named, error) from error
+    except SystemExit as ended:
+        *_, (last, line) = traceback.walk_tb(ended.__traceback__)
+        if last.f_code is unwrap(main).__code__:
+            raise
+        file = last.f_code.co_filename  # such as a plugin's, which would end a run without a word
+        raise RuntimeError(f"{file}, line {line}, ends the program: {ended!r}") from ended
 
 
 def checked(name: str, *words: str) -> Any:
@@ -98,9 +183,12 @@ def checked(name: str, *words: str) -> Any:
 
     ValueError: a word is wrong, a key has no value, or the keys break a rule. The message names the fix.
     """
-    values = composed(name, *words)
+    return _typed(name, words, composed(name, *words))
+
+
+def _typed(name: str, words: Sequence[str], values: DictConfig) -> Any:
     try:
-        return typed(values, schema_of(name))
+        return typed(values, SCHEMAS[name])
     except (OmegaConfBaseException, ValueError) as error:
         raise _for_users(name, words, error) from error
 
@@ -108,52 +196,39 @@ def checked(name: str, *words: str) -> Any:
 def composed(name: str, *words: str) -> DictConfig:
     """The configuration of a declared command with these words. It may lack values, or break rules between keys.
 
-    Hydra composes the choices of groups; each other key=value is read by its declared type. ValueError: see `checked`.
+    ValueError: see `checked`.
     """
-    schema, word = schema_of(name), ""
-    keys = {key: declared for key, declared in declared_in(schema).items() if "is_group" not in declared.metadata}
-    choices = [each for each in words if (found := CHOICE.match(each)) and found[1] not in keys]
     try:
-        config = _of_choices(name, choices)
-        for word in (each for each in words if each not in choices):
-            key, equals, text = word.lstrip("+").partition("=")
-            if not equals:
-                raise HydraException(f"{word}: expected key=value")
-            above = keys.get(key.rpartition(".")[0])
-            is_free = above is not None and above.kind is Any  # a mapping with any names, such as `roots`
-            OmegaConf.update(config, key, value_of(text, keys.get(key)), merge=True, force_add=is_free)
+        with composing(name):
+            return hydra.compose(PRIMARY.get(name, name), [as_typed(word, SCHEMAS[name]) for word in words])
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _for_users(name, words, error, word) from error
-    return config
+        raise _for_users(name, words, error) from error
 
 
-def schema_of(name: str) -> type[Keys]:
-    """The schema of a declared command."""
-    schema = OmegaConf.get_type(ConfigStore.instance().load(f"schema/{name}.yaml").node)
-    assert schema is not None, name
-    return schema
+@contextmanager
+def composing(name: str, folder: str | None = None) -> Iterator[Hydra]:
+    """Context in which Hydra composes a command's configurations, also inside a program of Hydra's.
 
-
-def _of_choices(name: str, choices: list[str]) -> DictConfig:
-    """Compose the choices of a command, also inside a program of Hydra's. Hydra makes no folders and writes no logs."""
-    store_choices(schema_of(name))
+    `folder`: where the configurations are; by default configs/, and below it those of plugins and of --config-dir.
+    """
+    store_choices(SCHEMAS[name])
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    _, *own = (quoted(f"file://{folder}") for folder in folders())
-    searched = [f"hydra.searchpath=[{','.join(own)}]"] if own else []
+    searched = create_config_search_path(folder or str(CONFIGS))
+    for each in plugins.folders():
+        searched.prepend("command", f"file://{each}", SearchPathQuery(provider="schema"))
     try:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            has_file = (CONFIGS / f"{name}.yaml").is_file()
-            return hydra.compose(name if has_file else f"schema/{name}", [*searched, *choices])
+        hydra.version.setbase("1.3")
+        yield Hydra.create_main_hydra2(name, searched)
     finally:
         GlobalHydra.instance().hydra = running
 
 
-def _for_users(name: str, words: Sequence[str], error: Exception, word: str = "") -> ValueError:
-    """The error of wrong words; `word` is the one that sets a key wrongly, if it is known."""
+def _for_users(name: str, words: Sequence[str], error: Exception) -> ValueError:
+    """The error of wrong words."""
     from engine.configuration.messages import Messages  # a right command needs no words of other programs
 
-    return ValueError(Messages(name, schema_of(name)).about(words, error, word))
+    return ValueError(Messages(name, SCHEMAS[name]).about(words, error))
 
 
 def command_line() -> str:

@@ -28,7 +28,7 @@ def help_text(about: str, command: str, schema: type, values: DictConfig) -> str
         parts += ["", "Groups (group=choice; * is chosen if none is given):", *_rows(groups, 34, columns)]
     if keys := dict(_keys(values)):
         parts += ["", "Keys (key=value; ??? must be given; null: not given):", *_rows(keys, 34, columns)]
-    return "\n".join(parts)
+    return "\n".join([*parts, "", "Hydra's own options: --hydra-help"])
 
 
 def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from engine.configuration import words as words_of_others
 from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments, unquoted
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import RUNS
-from engine.configuration.texts import fits
+from engine.configuration.texts import HYDRA_S, fits
 from engine.configuration.words import PLUGIN
 from engine.process.plugins import LOADED
 from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
@@ -42,19 +42,19 @@ class Messages:
         self.schema, self.declared, self.groups = schema, declared_in(schema), groups_in(command)
         self.keys = {*self.declared, *self.groups}
 
-    def about(self, words: Sequence[str], error: Exception, word: str = "") -> str:
-        """The message about words that caused an error; `word` is the one that sets a key wrongly, if it is known."""
-        said = [self._of_launcher(words), self._of_others(words, error), *map(self._of_form, words)]
-        word = word or next((each for each in words if each.startswith(f"{getattr(error, 'full_key', None)}=")), "")
+    def about(self, words: Sequence[str], error: Exception) -> str:
+        """The message about words that caused an error."""
+        if launchers := [word for word in words if OF_TORCHRUN.match(word)]:
+            return (
+                f"{launchers[0]} is an option of torchrun: give it before the program, as in torchrun {launchers[0]} …"
+            )
+        ours = [word for word in words if not ("=" in word and HYDRA_S.match(word.lstrip("+~").partition("=")[0]))]
+        said = [self._of_others(ours, error), *map(self._of_form, ours)]
+        text = f"override {own}" if (own := getattr(error, "override", None)) else str(error)
+        named = re.search(r"(?:override|parameters|argument) '?[+]*([^'=\s]+)", text)  # as Hydra names a word
+        key = getattr(error, "full_key", None) or (named and named[1])
+        word = next((each for each in reversed(words) if each.lstrip("+").partition("=")[0] == key), "")
         return next(filter(None, said), None) or self._of_error(error, word)
-
-    def _of_launcher(self, words: Sequence[str]) -> str:
-        for word in words:
-            if OF_TORCHRUN.match(word):
-                return f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …"
-            if word.startswith(("hydra.", "hydra/")):
-                return f"{word}: options of Hydra have no effect here; leave it out"
-        return ""
 
     def _of_others(self, words: Sequence[str], error: Exception) -> str:
         """One message about all words that are not the command's keys, choices or values."""
@@ -184,7 +184,7 @@ class Messages:
         reason = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         given, _, value = word.lstrip("+").partition("=")
         key = getattr(reason, "full_key", None) or given
-        if isinstance(reason, (ConfigAttributeError, ConfigKeyError)):
+        if isinstance(reason, (ConfigAttributeError, ConfigKeyError)) and not HYDRA_S.match(key):
             return self._unknown(key)
         if below := [each for each in self.declared if each.startswith(f"{key}.")]:
             return f"{key}: expected one of the keys {', '.join(below[:5])}"
@@ -194,7 +194,7 @@ class Messages:
             return str(reason.__context__)  # of a resolver, such as ${per_process:…}, which counts processes
         if not isinstance(reason, (HydraException, OmegaConfBaseException)):
             return str(reason)
-        about = " ".join(str(reason).partition("\n    full_key")[0].split())
+        about = " ".join(str(reason).partition("\n    full_key")[0].partition("\nTo append to your ")[0].split())
         if "@experiment." in about:
             return f"{about.partition(':')[0]}: the file must begin with the line `# @package _global_`"
         return f"{key}: {about}" if key else about

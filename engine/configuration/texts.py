@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema.keys import Declared, Keys, check_values, declared_in, quoted
+from engine.schema.keys import CHOICES, CONFIGS, Declared, Keys, check_values, declared_in, quoted
 
 AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
 WORD = re.compile(r"[\w.+-]+")
@@ -20,13 +20,21 @@ LIST_ENTRY = re.compile(r"""(?:"[^"]*"|'[^']*'|\[[^][]*\]|\{[^{}]*\}|[^][{}"',])
 ENTRY = r"""[^][{}"':,]+:[^][{}"',]+"""
 PLAIN_MAPPING = re.compile(rf"\{{({ENTRY}(?:,{ENTRY})*)\}}")
 INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\()[{}:=, \t]")
+HYDRA_S = re.compile(r"hydra\b|.*[/@]")  # words
 BOOLEAN = re.compile("true|false|yes|no|on|off|y|n|[01]", re.IGNORECASE)
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     """An argument of a command with these keys; a text value that Hydra would change or refuse is quoted."""
     given, equals, text = word.partition("=")
-    declared = declared_in(schema).get(given.lstrip("+"))
+    keys, name = declared_in(schema), given.lstrip("+~")
+    declared, above = keys.get(name), keys.get(name.rpartition(".")[0])
+    if above and above.kind is Any:  # a mapping with any names, such as `roots`
+        return f"++{name}={text}" if equals and given[0] != "~" else word
+    if name != given and not HYDRA_S.match(name) and not (CONFIGS / name).is_dir() and name not in CHOICES:
+        if given[0] == "~":
+            raise HydraException(f"{word}: leave it out")
+        given = name  # + would add a key that nothing reads
     return given + equals + (_quoted(text, declared, sweeps) if declared else text)
 
 

@@ -2,8 +2,7 @@
 
 from datasets.class_table import distinct_colours
 from engine.assemble.tasks import network_of
-from engine.configuration.command_line import checked
-from engine.configuration.config import register
+from engine.configuration.command_line import checked, register
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES
 from engine.schema.segmentation import SegmentationRun

@@ -23,8 +23,8 @@ from engine import assemble
 from engine.assemble.contracts import parts_named
 from engine.checkpoint import files
 from engine.checkpoint.random_states import ranks_of
+from engine.checkpoint.recorded import PluginsNeeded, of_checkpoint
 from engine.classification import accuracy
-from engine.configuration.config import PluginsNeeded, of_checkpoint
 from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
 from engine.process.distributed import World, device_of

@@ -1,4 +1,4 @@
-"""The processes of a run: one per device under torchrun, otherwise just this one."""
+"""The processes of a run: one per device under torchrun or submitit, otherwise just this one."""
 
 import os
 import re
@@ -28,6 +28,7 @@ _OTHER_LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
+JOBS_HERE = "JOBS_HERE"  # a variable: how many jobs of a sweep share this machine; below 0 as joblib counts
 DRIVER = Path("/proc/driver/nvidia/version")
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: its processor time in a period, such as "200000 100000"
 
@@ -123,9 +124,26 @@ def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool 
     )
 
 
+def launcher() -> str:
+    """What started several processes for this run, torchrun or submitit, or nothing.
+
+    submitit's tasks get the variables that torchrun sets, such as RANK and MASTER_ADDR.
+    """
+    if dist.is_available() and dist.is_torchelastic_launched():
+        return "torchrun"
+    if "SUBMITIT_EXECUTOR" in os.environ and dist.is_available():
+        from submitit.helpers import TorchDistributedEnvironment
+
+        tasks = TorchDistributedEnvironment()
+        if tasks.world_size > 1:
+            tasks.export(set_cuda_visible_devices=False, overwrite=True)
+            return "submitit"
+    return ""
+
+
 def launched() -> bool:
-    """Whether torchrun started this process."""
-    return dist.is_available() and dist.is_torchelastic_launched()
+    """Whether a launcher started several processes."""
+    return bool(launcher())
 
 
 def cores_per_rank() -> int:
@@ -134,11 +152,12 @@ def cores_per_rank() -> int:
     with suppress(OSError, ValueError):  # no such file, or no limit: "max 100000"
         time_us, period_us = map(int, CPU_LIMIT.read_text().split())
         cores = min(cores, -(-time_us // period_us))
-    return max(1, cores // ranks)
+    jobs = int(os.environ.get(JOBS_HERE, 1))
+    return max(1, cores // (ranks * (jobs if jobs > 0 else max(1, cores + 1 + jobs))))
 
 
 def world_size() -> int:
-    """Number of processes of this run. ValueError: another launcher than torchrun has started several."""
+    """Number of processes of this run. ValueError: another launcher than torchrun or submitit has started several."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     if launched():
@@ -158,7 +177,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
     """Join the process group and yield this process's world. An initialised process group is used as it is.
 
     Args:
-        device: "auto", "cpu" or "cuda"; under torchrun each process takes its own CUDA device.
+        device: "auto", "cpu" or "cuda"; each of several processes takes its own CUDA device.
         timeout_seconds: how long a process waits for another before it fails.
         keys: prefix of a training's configuration keys device and timeout_seconds, for error messages. Empty: this is
             an evaluation.
@@ -179,7 +198,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
             backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
             timeout = timedelta(seconds=timeout_seconds)
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-            if os.environ["GROUP_WORLD_SIZE"] == "1":
+            if launcher() == "torchrun" and os.environ["GROUP_WORLD_SIZE"] == "1":
                 # On a single machine (static rendezvous) torchrun keeps this store when it restarts the processes:
                 # without a prefix they could read addresses of the previous attempt.
                 store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
@@ -221,8 +240,10 @@ def device_of(name: str, local_rank: int = 0, key: str = "device") -> torch.devi
     if not devices:
         raise ValueError(f"{key}={name}, but PyTorch sees no CUDA device: give {key}=cpu, or check the driver")
     if local_rank >= devices:
+        starter = launcher() or "torchrun"
+        option = "hydra.launcher.tasks_per_node=" if starter == "submitit" else "--nproc-per-node "
         raise ValueError(
-            f"torchrun started more processes on this machine than it has CUDA devices ({devices}): give "
-            f"--nproc-per-node {devices}, or {key}=cpu"
+            f"{starter} started more processes on this machine than it has CUDA devices ({devices}): give "
+            f"{option}{devices}, or {key}=cpu"
         )
     return torch.device("cuda", local_rank)

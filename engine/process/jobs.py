@@ -15,8 +15,8 @@ from engine.process.stopping import EXIT_CODE, Preempted, hear, hear_again
 
 def run_jobs(
     jobs: Mapping[str, list[str]], console: Console, *, ended_before: int = 0, folder: Path | None = None
-) -> int:
-    """Run all commands {title: command} in `folder`, even if some fail; return how many failed.
+) -> dict[str, str]:
+    """Run all commands {title: command} in `folder`, even if some fail; return {title: error} of those.
 
     The last lines say how many succeeded, how many had finished before this call (`ended_before`), and which failed;
     commands print their own errors. A stop signal (`ONE_REQUEST_SECONDS`) is passed on to the running command, and no
@@ -59,7 +59,7 @@ def run_jobs(
     lines = [f"{len(jobs) - len(failed)} succeeded, {ended_before} had already finished, {len(failed)} failed"]
     lines += [f"failed: {title}: {error}" for title, error in failed.items()]
     console.print("\n".join(lines), soft_wrap=True)
-    return len(failed)
+    return failed
 
 
 def has_ended(run_dir: Path, words: Sequence[str], processes: int = 1) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 KEY, TRUST = "plugins", "trust_plugins=true"
 LOADED: dict[str, "Plugin"] = {}  # by name; only `load` fills it
+ADDED: list[Path] = []  # the folder of Hydra's option --config-dir
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -27,6 +28,11 @@ class Plugin(NamedTuple):
 
     files: tuple[Path, ...]  # its Python files, first the module's own
     configs: Path | None  # its folder of YAML files, which is searched after ours
+
+
+def folders() -> list[Path]:
+    """Folders of YAML files that are searched after ours: of --config-dir, then of each plugin."""
+    return [*ADDED, *(plugin.configs for plugin in LOADED.values() if plugin.configs is not None)]
 
 
 def load(words: Sequence[str], choices: Mapping[str, Mapping[str, type]]) -> None:

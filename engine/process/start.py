@@ -64,6 +64,10 @@ def compiler_cache() -> Path:
 
 
 _open_closed()
+if not {"--shell-completion", "-sc"}.isdisjoint(sys.argv):
+    from engine.process.completion import complete  # without torch
+
+    complete()
 if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process. If it is killed, it cannot stop it
     die_with_parent(signal.SIGTERM)
 sys.excepthook, threading.excepthook = _say, _say_of_thread

@@ -17,7 +17,8 @@ from torch import Tensor, nn, uint8
 
 from datasets.cache import cache_folder
 from engine.checkpoint import files as checkpoint
-from engine.configuration.config import from_plain, plain
+from engine.checkpoint.recorded import from_plain
+from engine.configuration.config import plain
 from engine.process import plugins
 from engine.process.console import make_console
 from engine.process.distributed import launched

@@ -28,7 +28,6 @@ from engine.checkpoint.part_states import restore_states, saved_states
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
-from engine.configuration.choices import paper_of, weights_of
 from engine.process import plugins
 from engine.process.allocations import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.console import counted, log_to, logger, make_console
@@ -45,6 +44,7 @@ from engine.schema.training import TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import other_scale
 from engine.training.learner import Learner, Rates
+from engine.training.papers import paper_of, weights_of
 from engine.training.resumption import Watch, record
 from keepless import share_plans
 from models.checkpoints.published import Normalisation

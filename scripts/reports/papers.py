@@ -4,23 +4,14 @@ from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
-from engine.configuration.choices import (
-    CONFIGS,
-    PAPER,
-    choices,
-    command_of,
-    file_of,
-    folders,
-    paper_of,
-    settings_of,
-    weights_of,
-)
-from engine.configuration.command_line import checked
-from engine.configuration.config import RUNS, register
+from engine.configuration.choices import choices, file_of
+from engine.configuration.command_line import checked, register
+from engine.configuration.config import RUNS
 from engine.configuration.help import as_text
 from engine.schema.evaluation import Evaluation
-from engine.schema.keys import Keys, as_list, declared_in, leaves
+from engine.schema.keys import CONFIGS, Keys, as_list, declared_in, leaves
 from engine.schema.training import TrainingRun
+from engine.training.papers import PAPER, command_of, paper_of, settings_of, weights_of
 from scripts.reports.runs import with_numbers
 
 REPOSITORY = CONFIGS.parent
@@ -74,7 +65,7 @@ def experiments_of(table: str) -> list[str]:
 def tables_of(experiment: str) -> list[str]:
     """The tables of which an experiment is a row; one of a plugin may name others. ValueError: there is no such."""
     tables, file = as_list(paper_of(experiment).get("table", [])), file_of("experiment", experiment)
-    is_ours = file is None or file.is_relative_to(folders()[0])
+    is_ours = file is None or file.is_relative_to(CONFIGS)
     if is_ours and (unknown := {*tables} - TABLES.keys()):
         name = f"configs/experiment/{experiment}.yaml: paper: table={unknown.pop()}"
         raise ValueError(f"{name}: expected one of {', '.join(TABLES)}, or none")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets.file_list import printable
+from engine.checkpoint import recorded
 from engine.configuration import config as configuration
 from engine.process.output_files import write_file
 
@@ -88,7 +89,7 @@ class Run:
         self.metrics = "".join(f"{json.dumps(record)}\n" for record in self.records)
         (schema,) = (run for run in configuration.RUNS.values() if run.score == self.scores.best)
         self.entry = schema.entry
-        self.typed = configuration.from_plain(self.results["config"], schema, f"{folder}")
+        self.typed = recorded.from_plain(self.results["config"], schema, f"{folder}")
         shared = configuration.values_but(self.typed, "per_machine").items()
         self.fold: int | None = getattr(self.typed.data, "fold", None)
         own = () if self.fold is None else [key for key in MEASURED if f"{key}=" not in self.command]

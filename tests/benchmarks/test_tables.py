@@ -53,6 +53,7 @@ def test_what_a_head_cannot_say_is_named(said, message, tmp_path, monkeypatch):
     """An entry is optional, and so is the mapping."""
     (tmp_path / "experiment").mkdir()
     monkeypatch.setattr("engine.configuration.choices.CONFIGS", tmp_path)
+    monkeypatch.setattr(papers, "CONFIGS", tmp_path)
     head = "# Mine.\n# paper: {miou: 7.5,\n#   table: table3}\n# More.\n"
     for name, text in (("wrong", f"# paper: {said}\n"), ("right", head), ("without", "# Mine.\n")):
         (tmp_path / "experiment" / f"{name}.yaml").write_text(f"{text}defaults: []\n")
@@ -105,7 +106,7 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
 
     def run_jobs(jobs, console, ended_before, folder):
         calls.append((len(jobs), ended_before))
-        return sum(failed(command) for command in jobs.values())
+        return {title: "exit status 1" for title, command in jobs.items() if failed(command)}
 
     def failed(command):
         commands.append(command)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from datasets.shapes import CLASSES
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.configuration import config as cfg
+from engine.checkpoint import recorded
 from eval import evaluate
 from models.checkpoints.released import load_released
 from scripts.convert_checkpoint import convert
@@ -44,7 +44,7 @@ def vistas(tmp_path_factory):
 
 def test_the_segmentation_network_predicts_as_released(vistas, tmp_path):
     state = checkpoint.load(vistas[1])
-    network = assemble.network_of(cfg.of_checkpoint(state, "it"), 65)
+    network = assemble.network_of(recorded.of_checkpoint(state, "it"), 65)
     load_released(network, vistas[0])
     assert same(network.state_dict(), state["network"])
 

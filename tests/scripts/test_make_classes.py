@@ -103,33 +103,10 @@ SHARP = {
 }
 
 
-@pytest.mark.parametrize("what", [*SMOOTHED, *SHARP])
-def test_smoothed_labels_of_several_levels_are_doubted(what, tmp_path, capsys):
-    made(tmp_path, (SMOOTHED | SHARP)[what])
-    assert ("as if JPEG or resizing had smoothed the labels" in capsys.readouterr().out) == (what in SMOOTHED)
-
-
-@pytest.mark.parametrize(
-    "held, doubted", [((0, 127, 255), True), ((0, 85, 255), True), ((0, 1, 255), False), ((0, 10, 20, 255), False)]
-)
-def test_255_beside_evenly_spread_levels_is_doubted(held, doubted, tmp_path, capsys):
-    made(tmp_path, values(*held))
-    assert ("evenly spread: if it is a class, give ignored=null" in capsys.readouterr().out) == doubted
-
-
 def test_images_of_8_bits_that_are_nearly_black_are_doubted(tmp_path, capsys):
     """Somebody may have cast floats from 0 to 1 to bytes."""
     made(tmp_path, IDS, image=equal_channels((IDS > 0).astype(np.uint8)))
     assert "8-bit images use 2 of the 256 levels" in " ".join(capsys.readouterr().out.split())
-
-
-def test_colours_of_one_label_each_look_like_instances(tmp_path, capsys):
-    for number in range(6):
-        trees.write(tmp_path / "images" / f"{number}.png", np.zeros((24, 40, 3), np.uint8))
-        colours = np.dstack([IDS * 40 + 20, 0 * IDS, 0 * IDS + 9 * number])
-        trees.write(tmp_path / "labels" / f"{number}.png", colours)
-    run(tmp_path)
-    assert "18 of 18 ids or colours are in one label each: they look like instances" in capsys.readouterr().out
 
 
 def test_a_reading_of_gray_is_refused_without_gray_and_so_is_a_single_class(tmp_path):

@@ -1,9 +1,12 @@
 """Commands compose what Hydra composes, and --help describes it."""
 
+import functools
 import importlib
 import logging
+import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -12,13 +15,13 @@ import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import CachingConfigRepository
 
-from engine.configuration.choices import CONFIGS, choices, groups_in
+from engine.configuration.choices import choices, groups_in
 from engine.configuration.command_line import checked, composed
 from engine.configuration.help import as_text, help_text, sentences
 from engine.process.console import logger
 from engine.process.stopping import EXIT_CODE, Preempted
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import CHOICES, groups_of
+from engine.schema.keys import CHOICES, CONFIGS, groups_of
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import REPOSITORY, _compose
 
@@ -132,6 +135,66 @@ def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg=job", "tta.flips=true"])
     with pytest.raises(SystemExit, match="^error: tta.flips=true: there is no such key"):
         main()
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str, *words: str) -> str:
+    """What a command prints."""
+    monkeypatch.setattr(sys, "argv", [f"{command}.py", *words])
+    importlib.import_module(command).main()
+    return capsys.readouterr().out
+
+
+def test_options_of_hydra_are_hydra_s(monkeypatch, capsys, tmp_path):
+    """Also a configuration and choices in a folder of the user's own, in any order among the words."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    (tmp_path / "own.yaml").write_text("defaults:\n  - train_seg\n  - _self_\nseed: 8\nrun_dir: a${seed}\n")
+    show = functools.partial(shown, monkeypatch, capsys, "train_seg")
+    assert show("--cfg", "job", "-p", "optim", "optim.lr=3").startswith("# @package optim\nname: sgd\nlr: 3.0\n")
+    assert "output_subdir: null\n" in show("--cfg=hydra", "hydra.verbose=true")
+    assert "\nseed: 7\n" in show("experiment=mine", "-cd", str(tmp_path), "-c", "job")
+    assert "\nrun_dir: a8\n" in show("-c", "job", "--resolve", "--config-dir", str(tmp_path), "-cn", "own")
+    assert "== Flags ==" in show("--hydra-help")
+    monkeypatch.setenv("COMP_LINE", "python train_seg.py optim=ad")
+    assert show("--shell-completion", "query=bash").split() == ["optim=adamw"]
+    monkeypatch.setenv("COMP_LINE", "python train_seg.py norm=std norm.ep")
+    assert show("-sc", "query=bash").split() == ["norm.eps="]
+    assert checked("train_seg").seed == 0  # nothing of these is left
+
+
+@pytest.mark.slow
+def test_completion_imports_no_torch_once_a_command_has_been_completed(tmp_path):
+    """Not again until a key's declaration changes."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+
+    def completed(line: str, **environment: str) -> list[str]:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "COMP_LINE": line, **environment}
+        command = [sys.executable, str(REPOSITORY / "train_seg.py"), "-sc", "query=bash"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    first = completed("python train_seg.py norm=std norm.ep")
+    assert first == completed("python train_seg.py norm=std norm.ep", PYTHONPATH=str(tmp_path)) == ["norm.eps="]
+    assert completed("python train_seg.py loss=libr", PYTHONPATH=str(tmp_path)) == ["loss=library"]
+
+
+def test_plus_and_tilde_add_and_remove_choices_and_names_of_free_mappings():
+    """Keys have no need of them: there, + changes what is there, as without it."""
+    importlib.import_module("scripts.run_table")  # declares the command
+    assert composed("train_seg", "+optim.lr=3", "++seed=2").optim.lr == 3
+    assert composed("train_seg", "debug=smoke", "~debug").trainer.smoke is False
+    assert composed("run_table", "weights={a: b}", "+weights.c=d", "~weights.a").weights == {"c": "d"}
+
+
+def test_one_run_leaves_nothing_of_hydra_s(monkeypatch, tmp_path):
+    """Neither outputs/ nor a log, nor another current folder."""
+    monkeypatch.chdir(tmp_path)
+    entry, found = importlib.import_module("train_seg"), []
+    monkeypatch.setattr(entry, "train", lambda config, _: found.append((config.seed, os.getcwd())))
+    monkeypatch.setattr(sys, "argv", ["train_seg.py", "seed=3"])
+    entry.main()
+    assert found == [(3, str(tmp_path))] and [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from datasets import WholeImages
 from engine import assemble
+from engine.checkpoint import recorded
 from engine.configuration import choices as choices_of
 from engine.configuration import config as cfg
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES, check_values
 from engine.schema.segmentation import SegmentationRun
-from engine.training import build
+from engine.training import build, papers
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
 from models.released_norm import released_abn
@@ -52,7 +53,7 @@ def test_what_an_experiment_says_is_what_its_run_does(names):
         found = cfg.flat(cfg.plain(experiment(name)))
         assert {key: found[key] for key in cfg.flat(said)} == cfg.flat(said), name
         lengths = {key for key in ("trainer.epochs", "trainer.steps") if found[key] is not None}
-        unsaid = lengths - choices_of.settings_of(name).keys()
+        unsaid = lengths - papers.settings_of(name).keys()
         assert len(lengths) == 1 or not unsaid, f"{name}: {unsaid} may end it before: set it, or to null"
 
 
@@ -166,7 +167,7 @@ def test_segmentation_experiments_are_the_paper_s(name):
     assert assemble.official_images(config.data)["train"] == images
     steps = images * config.trainer.epochs / crops
     assert abs(steps / 1000 - thousands_of_steps) < 0.06
-    assert choices_of.paper_of(name)["steps"] == images // crops * config.trainer.epochs  # whole minibatches
+    assert papers.paper_of(name)["steps"] == images // crops * config.trainer.epochs  # whole minibatches
     assert (config.norm.name, config.norm.activation) == ("std" if name.endswith("_std") else "inplace", "leaky_relu")
     assert config.norm.sync == ("_sync" in name)
     lr = 3.5e-3 if data == "vistas" else 2.5e-3
@@ -241,7 +242,7 @@ def test_every_choice_composes_builds_and_steps(schema, overrides):
     norm = next((choice.partition("=")[2] for choice in overrides if choice.startswith("norm=")), "inplace")
     shares = any(entry.name == "sync" for entry in fields(CHOICES["norm"][norm]))
     config = ENTRIES[schema](*overrides, *["norm.sync=true"] * shares)
-    assert cfg.from_plain(cfg.plain(config), schema) == config
+    assert recorded.from_plain(cfg.plain(config), schema) == config
     step_on_fake_tensors(config)
 
 
@@ -411,7 +412,7 @@ def test_a_checkpoint_of_another_configuration_is_refused_by_file_and_key(key, v
     *groups, name = key.split(".")
     functools.reduce(dict.get, groups, values)[name] = value
     with pytest.raises(ValueError, match=f"(?s)^checkpoint a.pt: its configuration does not fit .*{message}"):
-        cfg.from_plain(values, SegmentationRun, "checkpoint a.pt")
+        recorded.from_plain(values, SegmentationRun, "checkpoint a.pt")
 
 
 @pytest.mark.parametrize(
@@ -423,12 +424,12 @@ def test_a_checkpoint_of_another_configuration_is_refused_by_file_and_key(key, v
 )
 def test_the_rules_of_the_command_line_hold_for_a_checkpoint(key, value, expected):
     state = {"task": "segmentation", "config": cfg.plain(run_config())}
-    assert cfg.of_checkpoint(state, "checkpoint a.pt") == run_config()
+    assert recorded.of_checkpoint(state, "checkpoint a.pt") == run_config()
     group, name = key.split(".")
     state["config"][group][name] = value
     message = f"checkpoint a.pt: its configuration has {key}={value}: expected {expected}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        cfg.of_checkpoint(state, "checkpoint a.pt")
+        recorded.of_checkpoint(state, "checkpoint a.pt")
 
 
 def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
@@ -444,4 +445,4 @@ def test_a_checkpoint_reads_no_environment_variable(text):
     config = run_config("data=cityscapes", "data.root=DIR")
     values = cfg.plain(config)
     values["data"]["root"] = text
-    assert cfg.from_plain(values, SegmentationRun).data.root == text
+    assert recorded.from_plain(values, SegmentationRun).data.root == text

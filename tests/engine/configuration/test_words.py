@@ -12,7 +12,7 @@ import pytest
 
 from engine.configuration.arguments import Argument
 from engine.configuration.choices import choices, groups_in
-from engine.configuration.command_line import schema_of
+from engine.configuration.command_line import SCHEMAS
 from engine.configuration.messages import Messages
 from engine.configuration.texts import fits
 from engine.configuration.words import ALONE, SLIP, entries, keys_of, meant
@@ -24,7 +24,7 @@ from tests.engine.configuration.test_command_line import COMMANDS as MODULES
 
 for module in MODULES.values():
     importlib.import_module(module)  # declares the command
-COMMANDS = {name: schema_of(name) for name in MODULES} | {"plan_memory": SegmentationRun}
+COMMANDS = {name: SCHEMAS[name] for name in MODULES} | {"plan_memory": SegmentationRun}
 VALUES = (
     "anything true false 0 4 0.9 16 bf16 32 gpu imagenet a.pt a/b.pt x.yaml configs/experiment/x.yaml a.jpg RUN DIR/x "
     "RUN/checkpoints/last.pt RUN/last.ckpt last.pt [512,1024] 512x1024 512x512 [3,224,224] [3,224,256] checkpointing "

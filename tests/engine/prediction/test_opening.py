@@ -14,7 +14,7 @@ from datasets import camvid, fixed_crops
 from datasets.reading import decode_image
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.configuration import config as cfg
+from engine.checkpoint import recorded
 from engine.prediction import evaluate, predictors
 from engine.prediction.opening import open_checkpoint, open_network, predictor
 from engine.prediction.programs import exported
@@ -68,7 +68,7 @@ def test_the_example_in_python_runs(file, tmp_path, monkeypatch):
     network, image = ran["network"], decode_image(tmp_path / "street.jpg")
 
     state = checkpoint.load(file)
-    config = cfg.from_plain(state["config"], SegmentationRun)
+    config = recorded.from_plain(state["config"], SegmentationRun)
     config.norm.backend = "eager"
     plain = assemble.network_of(config, len(CLASSES))
     plain.load_state_dict(state["network"])

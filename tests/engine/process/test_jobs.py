@@ -23,7 +23,7 @@ def test_all_jobs_run_and_each_failure_is_a_line(capfd):
         "silent": python("import sys; sys.exit(3)"),
         "last": python("print('the end')"),
     }
-    assert run_jobs(jobs, make_console(), ended_before=5) == 3
+    assert len(run_jobs(jobs, make_console(), ended_before=5)) == 3
     printed = capfd.readouterr()
     *_, summary = printed.out.partition("2 succeeded, 5 had already finished, 3 failed\n")
     assert summary.splitlines() == [
@@ -60,6 +60,6 @@ def test_a_job_that_was_asked_to_stop_stops_all_and_ignored_signals_stay_ignored
         run_jobs({"first": python(f"import sys; sys.exit({EXIT_CODE})"), "second": python("")}, make_console())
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell does for a job in the background
     try:
-        assert run_jobs({"only": python(f"import os; os.kill({os.getpid()}, 2)")}, make_console()) == 0
+        assert run_jobs({"only": python(f"import os; os.kill({os.getpid()}, 2)")}, make_console()) == {}
     finally:
         signal.signal(signal.SIGINT, before)

@@ -5,9 +5,10 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from engine.checkpoint.recorded import from_plain
 from engine.configuration import config
 from engine.configuration.command_line import composed
-from engine.configuration.config import from_plain, plain
+from engine.configuration.config import plain
 from engine.configuration.texts import as_typed, value_of
 from engine.schema.keys import declared_in, override
 from engine.schema.segmentation import SegmentationRun

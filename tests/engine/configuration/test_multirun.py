@@ -1,4 +1,4 @@
-"""Sweeps: which jobs -m makes of a command, where they write, and which of them run."""
+"""Sweeps: which jobs -m makes of a command, where they write, which of them run, and what workers unpickle."""
 
 import importlib
 import re
@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 import train_imagenet
-from engine.configuration import sweep
+from engine.configuration import multirun
 from engine.configuration.command_line import command_line
-from engine.schema.evaluation import Evaluation
+from engine.process import distributed
 from tests.runs import checked
 
 
@@ -19,15 +20,25 @@ from tests.runs import checked
 def swept(monkeypatch, tmp_path):
     """A function that starts train_imagenet.py with -m; returns the jobs {title: command} that it would run."""
     monkeypatch.chdir(tmp_path)
-    started = {}
+    monkeypatch.setattr(BasicSweeper, "validate_batch_is_legal", lambda *_: None)  # composes every job again
+    started, fails = {}, False
 
-    def start(*arguments: str, failed: int = 0) -> dict[str, list[str]]:
+    def run(jobs: dict[str, list[str]], console: object, *, ended_before: int) -> dict[str, str]:
+        print(f"ended before: {ended_before}")
+        started.update(jobs)
+        for command in jobs.values():
+            (run_dir,) = (word.partition("=")[2].strip('"') for word in command if word.startswith("run_dir="))
+            Path(run_dir).mkdir(parents=True, exist_ok=True)
+            Path(run_dir, "results.json").write_text('{"top1": 0.5}')
+        return dict.fromkeys(jobs, "exit status 1") if fails else {}
+
+    def start(*arguments: str, failed: bool = False) -> dict[str, list[str]]:
+        nonlocal fails
+        fails = failed
         monkeypatch.setattr(sys, "argv", ["train_imagenet.py", *arguments])
         monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train_imagenet.py", *arguments])
         started.clear()
-        monkeypatch.setattr(
-            sweep, "run_jobs", lambda jobs, *_, **before: print(before) or started.update(jobs) or failed
-        )
+        monkeypatch.setattr(multirun, "run_jobs", run)
         train_imagenet.main()
         return dict(started)
 
@@ -38,21 +49,20 @@ def finish(command: list[str], monkeypatch) -> None:
     """Leave what the training of a job's command leaves when it ends."""
     monkeypatch.setattr(sys, "argv", command[2:])
     (run_dir,) = (word.partition("=")[2].strip('"') for word in command if word.startswith("run_dir="))
-    Path(run_dir).mkdir(parents=True)
     Path(run_dir, "config.yaml").write_text(f"# {command_line()}\n# 1 x cpu\n")
-    Path(run_dir, "results.json").write_text("{}")
+    Path(run_dir, "results.json").write_text('{"top1": 0.5}')
 
 
 def test_jobs_are_named_after_their_overrides_and_run_as_pasted(swept):
     """The last key's values change first. Each job's command is complete: without -m, in a directory of its own."""
     of_mappings = swept("-m", "optim={lr: 0.1},{lr: 0.2}", "seed=4").values()
     assert [shlex.join(words[4:6]) for words in of_mappings] == [
-        f"""'optim={{lr:{lr}}}' 'run_dir="multirun/train_imagenet,seed=4/optim=lr-{lr}"'""" for lr in (0.1, 0.2)
+        f"""seed=4 'run_dir="multirun/train_imagenet,seed=4/optim=lr-{lr}"'""" for lr in (0.1, 0.2)
     ]
     jobs = swept("optim.lr=0.01,1e-3", "-m", "norm=std", "seed=0,1", "data.workers=0")
     assert list(jobs) == [f"optim.lr={lr} seed={seed}" for lr in ("0.01", "0.001") for seed in (0, 1)]
     run_dir = 'run_dir="multirun/train_imagenet,norm=std/optim.lr=0.01,seed=1"'  # without keys that a resume may change
-    own = ["norm=std", "data.workers=0", "optim.lr=0.01", "seed=1", run_dir, "resume=auto"]
+    own = ["optim.lr=0.01", "norm=std", "seed=1", "data.workers=0", run_dir, "resume=auto"]
     assert jobs["optim.lr=0.01 seed=1"] == [sys.executable, "-u", "train_imagenet.py", *own]
     values = checked("train_imagenet", *own)
     assert (values.optim.lr, values.seed) == (0.01, 1)
@@ -70,7 +80,7 @@ def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept
     finish(jobs["seed=1"], monkeypatch)
     capsys.readouterr()
     assert list(swept(*arguments)) == ["seed=0", "seed=2"]
-    assert "already finished: seed=1\n{'ended_before': 1}\n" in (said := capsys.readouterr().out)
+    assert "already finished: seed=1\nended before: 1\n" in (said := capsys.readouterr().out)
     importlib.import_module("scripts.compare_runs")  # declares the command
     compare = shlex.split(next(line for line in said.splitlines() if line.startswith("compare")))[1:]
     assert checked("compare_runs", *compare[3:]).runs == "a b"
@@ -80,8 +90,8 @@ def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept
 
 
 def test_a_sweep_fails_if_a_job_has_failed(swept):
-    with pytest.raises(SystemExit, match="^1$"):
-        swept("-m", "seed=0,1", failed=1)
+    with pytest.raises(SystemExit, match="^error: seed=0: exit status 1$"):
+        swept("-m", "seed=0,1", failed=True)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +103,9 @@ def test_a_sweep_fails_if_a_job_has_failed(swept):
         ("optim.lr=1,-1", "optim.lr=-1.0: expected a number above 0"),
         ("seed=0,1,0", "seed=0 and seed=0 are the same job: leave one of them out"),
         ("optim.lr=interval(0,1)", r"optim.lr=interval\(0,1\): expected values with commas between them, as in"),
-        ("seed=0,1 --config-dir=.", "--config-dir=.: keys have no dashes"),
+        ("seed=0,1 --config-file=.", "--config-file=.: keys have no dashes"),
+        ("seed=0,1 hydra/launcher=nope", ".*Could not find 'hydra/launcher/nope'"),
+        ("optim.lr=interval(0.1,1) hydra/sweeper=optuna", "this sweeper minimises.*: give hparams_search=optuna"),
     ],
 )
 def test_what_is_no_sweep_is_refused_before_anything_runs(arguments, message, swept, tmp_path):
@@ -105,18 +117,18 @@ def test_what_is_no_sweep_is_refused_before_anything_runs(arguments, message, sw
 def test_jobs_that_would_replace_each_others_files_are_refused():
     """They need different files, which may be named after what differs. Only the last job's scores were left."""
 
-    def jobs(*words: str) -> list[sweep.Job]:
-        given = ["checkpoint=a.pt", "tta.flip=false,true", *words]
-        return sweep.jobs_of(given, Evaluation, lambda job: checked("eval", *job))[1]
+    def check(*words: str) -> None:
+        owns = ["tta.flip=false"], ["tta.flip=true"]
+        multirun.check_different(owns, [checked("eval", "checkpoint=a.pt", *own, *words) for own in owns])
 
     for word in ("results=a.json", "predictions=OUT", "overlays=OUT"):
-        with pytest.raises(ValueError, match=rf"^{word}: tta.flip=False would .* such as '.*=NAME-\${{tta.flip}}'$"):
-            jobs(word)
-    assert len(jobs()) == len(jobs("results=a-${tta.flip}.json")) == 2
+        with pytest.raises(ValueError, match=rf"^{word}: tta.flip=false would .* such as '.*=NAME-\${{tta.flip}}'$"):
+            check(word)
+    check("results=a-${tta.flip}.json")
 
 
 def test_under_torchrun_a_line_says_what_to_do(swept, monkeypatch):
-    monkeypatch.setattr(sweep, "launched", lambda: True)
+    monkeypatch.setattr(distributed, "launched", lambda: True)
     with pytest.raises(SystemExit, match="^error: -m under torchrun: .* for s in 0 1; do torchrun … seed="):
         swept("-m", "seed=0,1")
 
@@ -138,7 +150,23 @@ def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path, monkeypatch):
     folders = []
     for words in [*alike.values(), *long.values(), *many.values(), *deep.values()]:
         folder = Path(checked("train_imagenet", *words[3:]).run_dir)
-        folder.mkdir(parents=True)  # OSError for a name above 255 bytes, or one that exists
+        assert folder.is_dir()  # its name has at most 255 bytes
         folders.append(folder)
     assert len(set(folders)) == 4 + 8 + 2 + 2
-    assert re.search("data.root=-c$", str(folders[3])) and re.search("data.root=-a-b-[0-9a-f]{8}$", str(folders[0]))
+    assert re.search("data.root=-a-b-[0-9a-f]{8}$", str(folders[0]))
+
+
+def test_a_sweep_of_a_command_without_run_directories_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    started: list[str] = []
+    monkeypatch.setattr(multirun, "run_jobs", lambda jobs, *_, **__: started.extend(jobs) or {})
+    monkeypatch.setattr(sys, "argv", ["eval.py", "-m", "checkpoint=a.pt", "tta.flip=false,true"])
+    importlib.import_module("eval").main()
+    assert started == ["tta.flip=False", "tta.flip=True"] and list(tmp_path.iterdir()) == []
+
+
+def test_jobs_have_hydra_s_options_of_their_sweep(swept, tmp_path):
+    """A configuration of the user's own: without these, jobs would train another one."""
+    (tmp_path / "own.yaml").write_text("defaults:\n  - train_imagenet\n  - _self_\nseed: 5\n")
+    (command,) = swept("-m", "-cd", str(tmp_path), "optim.lr=choice(1)", "-cn", "own").values()
+    assert command[3:7] == ["-cd", str(tmp_path), "-cn", "own"]

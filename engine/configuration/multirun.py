@@ -1,0 +1,275 @@
+"""Sweeps, with -m: Hydra's sweeper makes jobs of a command's words, and Hydra's launcher starts them."""
+
+import copyreg
+import itertools
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from inspect import getfile, unwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from engine.process import distributed, plugins
+from engine.process.console import log_to, logger, make_console
+from engine.process.jobs import has_ended, run_jobs
+from engine.process.stopping import Preempted
+from engine.schema.keys import CHOICES, CONFIGS, Keys, deciding, leaves, named_after, override
+
+OF_RUN_DIRECTORIES = ("run_dir", "resume")  # keys that a sweep sets for each job
+
+
+class JobFailed(ValueError):
+    """A job has failed. It has said why."""
+
+
+class Job(NamedTuple):
+    title: str  # its own overrides
+    words: list[str]  # of its command, without -m
+    run_dir: Path | None  # None: the command writes none
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """What a launcher calls for each job, here or in a process that has unpickled it."""
+
+    command: str
+    schema: type[Any]  # of Keys
+    main: Callable[[Any], Any]
+    check: Callable[..., Any]  # check(command, *words) returns a job's checked keys, or raises ValueError
+    options: Sequence[str]  # of Hydra, for every job
+    swept: Sequence[str] = ()  # keys that differ between jobs
+    first_trial: int | None = None  # a sweeper's trials have numbers; None: jobs are named after their overrides
+    has_digests: bool = False  # without them, two jobs would have the same name
+    program: str = field(default_factory=lambda: sys.argv[0])
+    start: Sequence[str] = field(default_factory=lambda: sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])])
+
+    def __call__(self, values: DictConfig) -> Any:
+        """Run a job in this process, unless it has ended, and return its score."""
+        settings = HydraConfig.get()
+        job = self.job(settings.overrides.task, settings.sweep.dir, settings.job.num)
+        sys.argv = [self.program, *job.words]
+        os.environ[distributed.JOBS_HERE] = str(settings.launcher.get("n_jobs") or 1)
+        try:
+            if self.has_ended(job, distributed.world_size()):
+                return self.score(job)
+            results = self.main(self.check(self.command, *job.words))
+            return (results or {}).get(getattr(self.schema, "score", None))
+        except (Exception, SystemExit) as error:  # a launcher would lose other jobs, or cannot unpickle it
+            if isinstance(error.__context__, Preempted):  # submitit requeues the job by this exit
+                raise
+            logger.debug("", exc_info=True)
+            raise JobFailed(f"{job.title}: {error}") from error
+
+    def job(self, words: Sequence[str], folder: str | Path, number: int) -> Job:
+        """The job of these words, which has this number in the sweep of a folder."""
+        title, words = " ".join(own := self.own(words)), [*self.options, *words]
+        if not _has_run_dir(self.schema):
+            return Job(title, words, None)
+        name = named_after(own, self.has_digests)
+        if self.first_trial is not None:
+            name = str(self.first_trial + number)
+            title = f"trial {name}: {title}"
+        return Job(title, [*words, override("run_dir", Path(folder, name)), "resume=auto"], Path(folder, name))
+
+    def own(self, words: Sequence[str]) -> list[str]:
+        return [word for word in words if word.partition("=")[0] in self.swept]
+
+    def has_ended(self, job: Job, processes: int = 1) -> bool:
+        return job.run_dir is not None and has_ended(job.run_dir, [self.program, *job.words], processes)
+
+    def score(self, job: Job) -> float | None:
+        """The score that a job's run has left."""
+        if job.run_dir is None:
+            return None
+        return json.loads((job.run_dir / "results.json").read_text("utf-8"))[self.schema.score]
+
+    def in_processes(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Any, bool]]:
+        """Run jobs one after the other, each in its own process; yield each with its score or error, and which it is.
+
+        Preempted: see `run_jobs`.
+        """
+        console, ended = make_console(), [job for job in jobs if self.has_ended(job)]
+        for job in ended:
+            console.print(f"already finished: {job.title}", soft_wrap=True)
+        commands = {job.title: [sys.executable, *self.start, *job.words] for job in jobs if job not in ended}
+        failed = run_jobs(commands, console, ended_before=len(ended))
+        for job in jobs:
+            has_failed = job.title in failed
+            yield job, JobFailed(f"{job.title}: {failed[job.title]}") if has_failed else self.score(job), has_failed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the name of `main`: as part of a script, the function would be pickled with all that it uses."""
+        main = unwrap(self.main)
+        file = Path(getfile(main)).resolve().relative_to(CONFIGS.parent).with_suffix("")
+        return vars(self) | {"main": (".".join(file.parts), main.__name__)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        module, name = state["main"]
+        vars(self).update(state, main=unwrap(getattr(import_module(module), name)))
+
+
+def sweep(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> None:
+    """Run a sweep, and print how to compare its runs.
+
+    A job's run directory is named after its own overrides, or a trial's has its number. It lies in the folder
+    `run_dir`, by default multirun/COMMAND,OVERRIDES, with the overrides that all jobs share.
+
+    Args:
+        program: has found the configuration `asked`.
+        jobs: without the keys that differ.
+        words: of the command as Hydra reads them, without options.
+
+    Raises:
+        ValueError: no key has several values, a job's words are wrong, or the sweeper would minimise a score (nothing
+            has run); or a job has failed.
+        Preempted: see `run_jobs`.
+    """
+    if distributed.launched():
+        raise ValueError(
+            "-m under torchrun: a sweep starts its jobs itself, each as one process. For several devices use the "
+            "shell: for s in 0 1; do torchrun … seed=$s run_dir=FOLDER/seed$s resume=auto; done"
+        )
+    console = make_console()
+    log_to(console, None)
+    given, settings = _parsed(program, asked, jobs, words)
+    swept = [key for key, each in given.items() if each.is_sweep_override()]
+    for key in {*swept} & {*OF_RUN_DIRECTORIES}:
+        raise ValueError(f"{given[key].input_line}: a sweep names its jobs' folders itself; give one folder for all")
+    jobs, is_basic = replace(jobs, swept=swept), settings.sweeper._target_.endswith(BasicSweeper.__name__)
+    checked = _of_basic_sweeper(given) if is_basic else [[*first_values(given)]]
+    owns = [jobs.own(job) for job in checked]
+    configs = [jobs.check(jobs.command, *jobs.options, *job) for job in checked]
+    check_different(owns, configs)
+    if (score := getattr(jobs.schema, "score", None)) and str(settings.sweeper.get("direction")).endswith("minimize"):
+        raise ValueError(f"this sweeper minimises, and a higher {score} is better: give hparams_search=optuna")
+    shared = [each.input_line or "" for key, each in given.items() if key not in (*swept, *OF_RUN_DIRECTORIES)]
+    default = Path("multirun", named_after([Path(jobs.program).stem, *deciding(shared, configs[0])]))
+    folder = Path(getattr(configs[0], "run_dir", None) or default)
+    if any(word.startswith("hydra.sweep.dir=") for word in words):
+        folder = Path(settings.sweep.dir)
+    if not is_basic:
+        folder.mkdir(parents=True, exist_ok=True)  # for a file of its trials
+        numbers = (int(place.name) for place in folder.iterdir() if place.name.isdecimal())
+        jobs = replace(jobs, first_trial=1 + max(numbers, default=-1))
+    names = [named_after(own) for own in owns]
+    jobs = replace(jobs, has_digests=len({*names}) < len(names))
+    own_words = [word for word in words if word.partition("=")[0] not in OF_RUN_DIRECTORIES]
+    _pickle_for_workers()
+    try:
+        program.multirun(asked, jobs, [*own_words, override("hydra.sweep.dir", folder), "hydra.mode=MULTIRUN"])
+    finally:
+        copyreg.dispatch_table.pop(DictConfig)
+        if not _has_run_dir(jobs.schema):  # nothing is to be left
+            (folder / "multirun.yaml").unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
+                folder.parent.rmdir()
+        elif folder.is_dir():
+            compare = shlex.join([*plugins.words(), override("runs", folder), override("out", folder / "comparison")])
+            console.print(f"compare   python -m scripts.compare_runs {compare}", soft_wrap=True)
+            console.print(f"curves    tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
+
+
+def _has_run_dir(schema: type[Keys]) -> bool:
+    return "run_dir" in schema.__dataclass_fields__
+
+
+def _parsed(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> tuple[dict[str, Override], DictConfig]:
+    """{key: override} of a sweep's words and its sweeper's, without Hydra's; and the group hydra that they choose."""
+    for before, word in itertools.pairwise(words):
+        if "=" in before and "=" not in word:
+            raise ValueError(f"{word}: a sweep's values have commas between them, without spaces: {before},{word}")
+    parser = OverridesParser.create(program.config_loader)
+    try:
+        parsed = parser.parse_overrides([*words])
+    except HydraException as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+    given = {each.get_key_element(): each for each in parsed if not each.is_hydra_override()}
+    own = [each.input_line or "" for each in parsed if each.is_hydra_override()]
+    try:
+        settings = program.compose_config(asked, [*own, *first_values(given)], RunMode.RUN).hydra
+    except HydraException:
+        jobs.check(jobs.command, *jobs.options, *first_values(given))  # says what is wrong with ours
+        raise
+    params = [f"{key}={value}" for key, value in (settings.sweeper.get("params") or {}).items()]
+    return {each.get_key_element(): each for each in parser.parse_overrides(params)} | given, settings
+
+
+def first_values(given: Mapping[str, Override]) -> Iterator[str]:
+    """Words with the first value of each key."""
+    for key, each in given.items():
+        value: Any = each.value()
+        if each.is_interval_sweep():
+            yield f"{key}={value.start}"
+        elif each.is_sweep_override():
+            yield f"{key}={next(each.sweep_string_iterator())}"
+        else:
+            yield each.input_line or ""
+
+
+def _of_basic_sweeper(given: Mapping[str, Override]) -> list[list[str]]:
+    """The words of each job of Hydra's basic sweeper. The last key's values change fastest."""
+    for each in given.values():
+        if each.is_interval_sweep():
+            raise ValueError(
+                f"{each.input_line}: expected values with commas between them, as in seed=0,1,2; hparams_search=optuna "
+                f"draws from intervals"
+            )
+    if not any(each.is_sweep_override() for each in given.values()):
+        raise ValueError("-m: no key has several values; give some without brackets, as in seed=0,1,2, or leave -m out")
+    return BasicSweeper.split_arguments([*given.values()], None)[0]
+
+
+def check_different(owns: list[list[str]], configs: list[Keys]) -> None:
+    """ValueError if jobs are equal, or would write the same file or folder: only the last one's would be left."""
+    for (own, config), (other, other_config) in itertools.combinations(zip(owns, configs, strict=True), 2):
+        if config == other_config:
+            raise ValueError(f"{' '.join(own)} and {' '.join(other)} are the same job: leave one of them out")
+    places: dict[tuple[str, str], list[str]] = {}
+    for own, config in zip(owns, configs, strict=True):
+        for name, value, entry in leaves(config):
+            if entry.metadata.get("written") and value and (first := places.setdefault((name, value), own)) is not own:
+                raise ValueError(
+                    f"{name}={value}: {' '.join(first)} would write there, and {' '.join(own)} replace it: give each "
+                    f"its own, such as '{name}=NAME-${{{own[0].partition('=')[0]}}}'"
+                )
+
+
+def _pickle_for_workers() -> None:
+    """Make configurations find this repository when they are unpickled, in the process of a launcher such as submitit.
+
+    They are the first that refers to it. So each begins with `begun`, which loads the plugins, too.
+    """
+    code = (
+        f"'engine' in __import__('sys').modules or __import__('sys').path.insert(0, {str(CONFIGS.parent)!r}), "
+        f"__import__('engine.process.start'), "
+        f"__import__('{__name__}', fromlist=['begun']).begun({', '.join(map(repr, plugins.words()))})"
+    )
+    copyreg.pickle(DictConfig, lambda config: (eval, (f"({code})[-1]",), config.__getstate__()))
+
+
+@cache
+def _begin(*words: str) -> None:
+    plugins.load(words, CHOICES)
+    _pickle_for_workers()  # for a job that is preempted and requeued
+
+
+def begun(*words: str) -> DictConfig:
+    """An empty configuration, to be filled, in a worker that has the plugins of these words."""
+    _begin(*words)
+    return DictConfig.__new__(DictConfig)
