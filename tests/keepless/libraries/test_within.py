@@ -81,7 +81,6 @@ def are_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_network_trains_within_a_budget_as_without_one(name):
     make = (QUICK | SLOW)[name]
