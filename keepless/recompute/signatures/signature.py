@@ -30,10 +30,11 @@ from ..passes.plan import MORE, ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
 from ..step.costs import measures
+from ..step.counting import HostMemoryError
 from ..step.dry import differentiable, rehearsed_step
 from ..step.sharded import is_sharded, may_have_buckets
 from ..step.stand_ins import OPTIMIZERS, stand_ins
-from ..step.watch import HostMemoryError, State, Watch, Watched
+from ..step.watch import State, Watch, Watched
 from .plans import Planner, Plans
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
