@@ -2,10 +2,11 @@
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -92,13 +93,6 @@ class Counting(Trace):
         self.arriving: dict[Tensor, tuple[Tensor | None, int | None, Any]] = {}  # parameters whose gradients come now
         self._comes: list[tuple[int, tuple[Event, int]]] = []  # see `Step.coming`; the first number: an event
         self._ends: list[int] = []  # memories of gradients that stay, if they come
-
-    def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass."""
-        with self.made, Recorded(self):
-            outputs = network(*args, **kwargs)
-        self.leaves_forward()
-        return outputs
 
     def leaves_forward(self) -> None:
         self.called.append((next_node_number(), "the loss", None))
@@ -390,11 +384,18 @@ class Allocations(MadeTensors):
 
 
 class Recorded(Recording):
-    """Records the forward pass of a counted step, and notes what could be recomputed, for a plan that is made later."""
+    """Records the forward pass of a counted step, and notes what could be recomputed, for a plan that is made later.
 
-    def __init__(self, counting: Counting) -> None:
-        super().__init__()
+    `frame`: see `Recording`.
+    """
+
+    def __init__(self, counting: Counting, frame: FrameType | None = None) -> None:
+        super().__init__(frame=frame)
         self.counting = counting
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.counting.leaves_forward()
 
     def registry(self) -> Counting:
         return self.counting

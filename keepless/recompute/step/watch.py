@@ -6,7 +6,6 @@ takes less memory than later ones. An error of watching ends the watch, not the 
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from types import FrameType
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ from torch import Tensor, nn
 from ...inputs import tensors_in
 from ...made_tensors import Change
 from ...saved import is_ordinary
-from ...torch_internals import (
-    OpOverload,
-    dispatch_modes,
-    node_number,
-    pop_dispatch_mode,
-    push_dispatch_mode,
-)
+from ...torch_internals import OpOverload, dispatch_modes, node_number, pop_dispatch_mode, push_dispatch_mode
 from .counting import Allocations, Counting, Recorded
 from .dry import differentiable
 from .step import Event
@@ -160,13 +153,9 @@ class _Allocations(Allocations):
 
 
 class Watched(Recorded):
-    """Context of a forward pass of the program that is watched. `frame`: see `Recording`."""
+    """Context of a forward pass of the program that is watched."""
 
     counting: Watch
-
-    def __init__(self, watch: Watch, frame: FrameType | None) -> None:
-        super().__init__(watch)
-        self.frame = frame
 
     def __enter__(self) -> "Watched":
         # Entering the mode would set a flag of all threads, for which compiled blocks are skipped.
@@ -176,7 +165,6 @@ class Watched(Recorded):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.counting.leaves_forward()
         self._leave_mode()
 
     def forget(self, has_raised: bool) -> None:
