@@ -30,7 +30,6 @@ from ..passes.plan import MORE, ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
 from ..step.costs import measures
-from ..step.counting import HostMemoryError
 from ..step.dry import differentiable, rehearsed_step
 from ..step.sharded import is_sharded, may_have_buckets
 from ..step.stand_ins import OPTIMIZERS, stand_ins
@@ -449,7 +448,7 @@ class Signatures:
                     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=learns)
                     del outputs, losses
                 watch = recording.counting
-                if isinstance(watch.error, HostMemoryError):
+                if watch.elsewhere.is_full:
                     step = rehearsed_step(module, args, kwargs)
                 elif watch.error is not None:
                     raise watch.error

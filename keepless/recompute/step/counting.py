@@ -65,10 +65,6 @@ class RunOperator(NamedTuple):
     temporaries: int = 0  # bytes, where it is not measured
 
 
-class HostMemoryError(RuntimeError):
-    """What a counted step saves has no room in host memory."""
-
-
 class Counting(Trace):
     """Counts the step of a network in a context around its forward pass and another around its backward pass.
 
@@ -124,7 +120,7 @@ class Counting(Trace):
         else:
             held = self._copies[key] = self.elsewhere.held(tensor)
             if self.elsewhere.is_full:
-                raise HostMemoryError(
+                raise RuntimeError(
                     "host memory has no room for what a watched step saves: recompute_activations(…, example=…) plans "
                     "by a dry step instead"
                 )
