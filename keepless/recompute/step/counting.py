@@ -242,41 +242,37 @@ class Counting(Trace):
 class _Packed(Kept):
     """What autograd holds in a counted step: the tensor as it is, or a copy elsewhere."""
 
-    __slots__ = ("_held", "_offset", "_tensor", "_counting", "number", "saved")
+    __slots__ = ("_counting", "_tensor", "number", "saved")
 
     def __init__(self, tensor: Tensor, counting: Counting):
         self.saved: Any = None  # what a recorder gives autograd
         self.number = -1  # of the save
         self._counting = counting
         counting.note_saved(self, tensor)
-        self._held = counting.held_elsewhere(self, tensor)
-        if self._held is None:
+        held = counting.held_elsewhere(self, tensor)
+        if held is None:
             super().__init__(tensor, None)
-            return
-        self.hooks, self.version = None, tensor._version
-        self._tensor, self._offset = weakref.ref(tensor), tensor.storage_offset()
-        self.packed = tensor.detach()
-        self.packed.data = tensor.new_empty(0)  # keeps the version counter, but not the memory
+        else:
+            super().__init__(tensor, (lambda _: held, lambda _: held.get()))
+            self._tensor = weakref.ref(tensor)
 
     def read_memory(self, sharing: Tensor) -> None:
         """Read the tensor itself from now on, as PyTorch does. `sharing`: another one in its memory."""
-        if (held := self._held) is not None:
-            tensor = self._tensor()
-            if tensor is None:
-                super().__init__(sharing.detach().as_strided(held.shape, held.stride, self._offset), None)
-            else:
-                is_own = any(packed is self for packed in packed_in(tensor.grad_fn))
-                super().__init__(tensor, None, detaches=is_own)
-            self._held = None
+        tensor = self._tensor()
+        if tensor is None:
+            super().__init__(sharing.detach().as_strided(*self.place[1:]), None)
+        else:
+            is_own = any(packed is self for packed in packed_in(tensor.grad_fn))
+            super().__init__(tensor, None, detaches=is_own)
 
     def get(self) -> Tensor:
         self._counting.reads(self.number)
-        if self._held is None:
+        if self.hooks is None:
             return super().get()
         with without_function_modes(), self._counting.made.off():
-            tensor = self._held.get()
-        if self.packed._version != self.version:
-            raise modified(self.name, tensor, self.packed._version, self.version)
+            tensor = super().get()
+        if self.counter is not None and self.counter._version != self.version:  # a copy may not be read either
+            raise modified(self.name, tensor, self.counter._version, self.version)
         return tensor
 
 
