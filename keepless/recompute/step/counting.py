@@ -107,11 +107,11 @@ class Counting(Trace):
     @ends_watch
     def held_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | ShapeOnly | None:
         """What autograd will read in place of a tensor; None: it stays, as what existed before the step does."""
-        number = self.made.memory(tensor) if is_ordinary(tensor) and not tensor.is_meta else None
+        number = self.made.memory(tensor) if is_ordinary(tensor) else None
+        if number is not None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            return ShapeOnly(tensor)
         if number is None or number in self._exposed:
             return None
-        if isinstance(tensor, FakeTensor):
-            return ShapeOnly(tensor)
         key = number, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if tensor.nbytes < SMALL:
             held: Held | None = Held(copied(tensor), tensor.shape, tensor.stride(), tensor.device)

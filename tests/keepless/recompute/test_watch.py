@@ -514,12 +514,11 @@ def test_watched_steps_leave_no_files_and_no_memory():
     assert all(now <= then for now, then in zip(opened(), before, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:no plan keeps this step")
-def test_a_device_without_values_holds_nothing_elsewhere(monkeypatch):
+def test_a_device_without_values_holds_nothing_elsewhere_and_has_a_plan(monkeypatch):
     monkeypatch.setattr(elsewhere.Elsewhere, "copy_of", lambda *_: pytest.fail("a tensor without values is held"))
     for context in (torch.device("meta"), FakeTensorMode()):
         with context:
-            within = recompute_activations(Layers(4), budget=0.8)
+            within = recompute_activations(Layers(4), budget=0.8, strict=True)
             for _ in range(3):
                 gradients(within, torch.empty(64, 32))
             assert plans(within) == [1]
