@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from keepless import recompute_activations, report
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.step.costs import peak_bytes
+from tests.keepless.recompute.ahead import After
 
 
 def block(h: Tensor) -> Tensor:
@@ -158,6 +159,18 @@ def test_a_depth_that_changes_is_planned_and_no_step_is_beyond_its_budget_in_sil
             peaks.append(peak_bytes(lambda: network(x).backward(), "cpu"))
         assert peaks[-1] <= 1.01 * budget or "may have taken up to" in str(said[-1].message), peaks
     assert 0.9 * budget < peaks[-1] <= 1.01 * budget  # planned, and held elsewhere no longer
+
+
+def test_a_sparse_tensor_that_is_saved_after_results_have_grown_stays_where_it_is():
+    torch.manual_seed(0)
+    network, x, sparse = Blocks(), torch.randn(16, 64, 48), torch.eye(48).to_sparse()
+    readout = recompute_activations(
+        After(network, lambda loss: torch.sparse.mm(sparse, loss.expand(48, 1))), budget=0.6
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for network.depth in (2, 2, 6, 6):
+            readout(x).sum().backward()
 
 
 CHANGES = [(detached, 0.7), (dropping, 0.7), (adapted, 0.8), (tokens, 0.5), (checkpointed, 0.55)]
