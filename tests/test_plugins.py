@@ -166,6 +166,7 @@ def leaves(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_page_s_dataset_body_norm_and_sampler_train_and_are_evaluated(leaves):
     names = [f"{number}" for number in range(6)]
     rows = "".join(f"{name},{int(name != '3')}\n" for name in names)  # one image is hard

@@ -1,18 +1,104 @@
-"""The bound: no plan of a step is below it, and it is near the best one of networks."""
+"""The bound: no plan of a step is below it, and plans of networks are near it."""
 
+import itertools
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from benchmarks.least_seconds import bounds_of, least_seconds
-from keepless import plan
-from keepless.recompute.step.search import frontier
+from keepless import CheckpointedABN, plan
+from keepless.recompute.step.dry import rehearsed_step
+from keepless.recompute.step.search import Choice, frontier
 from keepless.recompute.step.simulation import plain_peak
 from keepless.recompute.step.step import Event, Kind, Step
-from tests.keepless.recompute.test_recorded_plans import SHARES, bottleneck, counted_costs, fastest
-from tests.keepless.recompute.test_search import best, random_step
+from tests.keepless.recompute.networks import IMAGES, Beside, Mixed, residuals
+from tests.keepless.recompute.test_search import Joined, Texts, best, random_step
+
+
+class Words(Texts):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.long())
+
+
+def bottleneck(width: int, inner: int) -> nn.Module:
+    convolutions = [nn.Conv2d(a, b, k, padding=k // 2) for a, b, k in ((width, inner, 1), (inner, inner, 3))]
+    layers = [(conv, nn.BatchNorm2d(inner), nn.ReLU(inplace=True)) for conv in convolutions]
+    last = nn.Conv2d(inner, width, 1), nn.BatchNorm2d(width)
+    return Beside(lambda x, y: F.relu(x + y), *itertools.chain(*layers, last))
+
+
+def dense(width: int, growth: int) -> nn.Module:
+    layers = nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, growth, 3, padding=1)
+    return Beside(lambda x, y: torch.cat([x, y], 1), *layers)
+
+
+def pools() -> nn.Module:
+    """Their indices are temporary, and take twice the bytes of their results."""
+    parts = [Beside(lambda x, y: x + y, nn.SiLU(), nn.MaxPool2d(3, 1, 1)) for _ in range(5)]
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *parts)
+
+
+SHARES = 0.75, 0.55, 0.4  # budgets, of the baseline's peak
+# How to make a network, and the shape of its inputs; for each budget the bound's share of the plan's seconds; the least
+# such share of plans from the front for all budgets; the lowest peak, of the baseline's. All are rounded in favour of
+# the search by 1 to 2 %: if a change makes them better, write the better ones.
+Row = tuple[Callable[[], nn.Module], tuple[int, ...], tuple[float, ...], float, float]
+NETWORKS: dict[str, Row] = {
+    "ResNet": (
+        lambda: nn.Sequential(*(bottleneck(16, 8) for _ in range(6))),
+        *((2, 16, 16, 16), (0.72, 0.85, 0.84), 0.72, 0.38),
+    ),
+    "DenseNet": (
+        lambda: nn.Sequential(*(dense(8 * (one + 1), 8) for one in range(8))),
+        *((2, 8, 16, 16), (0.88, 0.80), 0.68, 0.535),
+    ),
+    "U-Net, in place": (Joined, (2, 3, 32, 32), (0.94,), 0.89, 0.56),
+    # Dropout and attention: one recipe computes several values.
+    "transformer": (lambda: Words(1, 1), (2, 64), (0.98, 0.95, 0.92), 0.83, 0.337),
+    "grouped values, dropout": (
+        partial(residuals, CheckpointedABN, 4, store="x_hat"),
+        IMAGES,
+        (0.57, 0.93),
+        0.57,
+        0.432,
+    ),
+    "mixed": (Mixed, (4, 3, 16, 16), (0.97, 0.96), 0.96, 0.442),
+    "pools": (pools, (2, 3, 16, 16), (0.98, 0.93), 0.93, 0.51),
+}
+
+
+def counted_costs(name: str) -> Step:
+    """A network's step, with costs that are counted: 20 us for a call, 10 GB/s, 80 Gflop/s."""
+    make, shape, *_ = NETWORKS[name]
+    step = rehearsed_step(make().to("meta"), (torch.empty(shape, device="meta"),), {})
+    counted = [one._replace(seconds=2e-5 + one.bytes / 1e10 + one.operations / 8e10) for one in step.values]
+    return step._replace(values=counted, seconds=3 * sum(one.seconds for one in counted))
+
+
+def fastest(choices: list[Choice], limit: int) -> Choice:
+    """The fastest choice within the limit."""
+    return next(one for one in choices if one.peak <= limit)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", NETWORKS)
+def test_plans_of_networks_are_near_the_bound(name):
+    """No change of the search makes one worse without a word."""
+    *_, shares, of_front, lowest = NETWORKS[name]
+    step = counted_costs(name)
+    plain, front = plain_peak(step), frontier(step)
+    assert frontier(step, 1)[-1].peak == front[-1].peak <= lowest * plain
+    for budget, share in zip(SHARES, shares, strict=False):
+        limit = int(budget * plain)
+        least = least_seconds(step, limit)
+        for choices, near in ((frontier(step, limit), share), (front, of_front)):
+            seconds = fastest(choices, limit).seconds
+            assert near * seconds <= least <= seconds * (1 + 1e-6)
 
 
 def changed_step(seed: int) -> Step:
@@ -46,18 +132,6 @@ def changed_step(seed: int) -> Step:
         backward.insert(draw.randint(0, len(backward)), (Event.HOLD, len(memories) - 1))
     events = [*step.events[: step.forward], *backward, (Event.PASS, 0)]
     return step._replace(values=values, memories=memories, saved=saved, events=events)
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("name, near", [("ResNet", 0.8), ("DenseNet", 0.7), ("transformer", 0.7), ("pools", 0.7)])
-def test_plans_that_are_found_are_near_the_bound(name, near):
-    step, shares = counted_costs(name), []
-    for limit in [int(share * plain_peak(step)) for share in SHARES]:
-        found, least = fastest(frontier(step, limit), limit), least_seconds(step, limit)
-        if found.peak <= limit:
-            assert least <= found.seconds * (1 + 1e-6)
-            shares.append(least / found.seconds)
-    assert max(shares) >= near
 
 
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 300), marks=pytest.mark.slow)])

@@ -66,8 +66,8 @@ class Elsewhere:
 
     def held(self, tensor: Tensor) -> Held | None:
         """A copy of a tensor; None if it has to stay where it is, such as a small one, or if there is no room."""
-        if tensor.nbytes < SMALL or not is_ordinary(tensor) or isinstance(tensor, FakeTensor):
-            return None
+        if not is_ordinary(tensor) or isinstance(tensor, FakeTensor) or tensor.nbytes < SMALL:
+            return None  # sparse tensors have no `nbytes`
         if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
             return None
         if tensor.nbytes <= self.room:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ...inputs import tensors_in
 from ...saved import PLAIN, Kept, is_ordinary
 from ...torch_internals import (
-    calling_module,
     current_hooks,
     dispatch_modes_on,
     hooks_are_allowed,
@@ -69,7 +68,6 @@ class Advised(Recording):
         self.is_first, self.flat = advice.is_new, advice.flat
         self.at: Site = advice.root  # of the last call
         self.leaves = False  # too many calls are new for the plan to hold: record the rest of the pass
-        self.left: ref[nn.Module] | None = None  # the module in which a hidden call was seen
         self.is_learnable = True
         self.has_strayed = False  # some calls were not in the first pass
         self.is_seen = False  # a call was hidden in earlier passes, or had no gradient
@@ -288,7 +286,6 @@ class Advised(Recording):
             site.advice |= bits.HIDDEN
             return
         self.is_seen = self.is_seen or bool(site.advice & bits.HIDDEN)
-        self.left = self.left or (calling_module() if site.advice & bits.HIDDEN else None)
         self.unknown.append(site)
         is_view = isinstance(result, Tensor) and result._is_view()
         if isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:

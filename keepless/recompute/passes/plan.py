@@ -4,11 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
-from torch import nn
-
-from ...torch_internals import calling_module
 from ..held.values import Value
 
 MORE = 1.01  # results may be so many times larger than planned, because networks round dimensions
@@ -53,13 +49,12 @@ class ByPlan:
         self.plan, self.slack = plan, slack  # no plan once a call has differed from it; bytes: see `Signature.slack`
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
-        self.left: ref[nn.Module] | None = None  # the module in which the pass has left its plan
         self.end = plan.bytes if plan is not None and plan.calls else sys.maxsize  # bytes of all planned results
         self.excess = 0  # bytes of results beyond those planned, once there are more
 
     def leave(self) -> None:
         """Note that the calls of the pass differ from the plan."""
-        self.plan, self.left = None, calling_module()
+        self.plan = None
 
     def next_flag(self, function: Callable[..., Any], bytes: int) -> int | None:
         """The plan's flag for the next call, whose result has so many bytes; None if it does not match the calls.

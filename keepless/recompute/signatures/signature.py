@@ -33,7 +33,7 @@ from ..step.costs import measures
 from ..step.dry import differentiable, rehearsed_step
 from ..step.sharded import is_sharded, may_have_buckets
 from ..step.stand_ins import OPTIMIZERS, stand_ins
-from ..step.watch import HostMemoryError, State, Watch, Watched
+from ..step.watch import State, Watch, Watched
 from .plans import Planner, Plans
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
@@ -448,7 +448,7 @@ class Signatures:
                     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=learns)
                     del outputs, losses
                 watch = recording.counting
-                if isinstance(watch.error, HostMemoryError):
+                if watch.elsewhere.is_full:
                     step = rehearsed_step(module, args, kwargs)
                 elif watch.error is not None:
                     raise watch.error

@@ -1,10 +1,12 @@
 """Count a training step: every allocation and release, and every operator's time and temporary memory."""
 
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...made_tensors import Change, MadeTensors
-from ...saved import Gone, Kept, copied, is_ordinary
+from ...saved import Gone, Kept, ShapeOnly, copied, is_ordinary, modified
 from ...torch_internals import (
     FakeTensor,
     OpOverload,
@@ -21,11 +23,13 @@ from ...torch_internals import (
     calling_module,
     next_node_number,
     node_number,
+    packed_in,
     running_node,
     tree_map,
     without_function_modes,
 )
 from ..held.calls import Call
+from ..held.elsewhere import SMALL, Elsewhere, Held
 from ..passes.recording import Recording
 from ..table.rules import Rule
 from .costs import (
@@ -42,7 +46,7 @@ from .costs import (
 )
 from .recurrent import WITH_WORKSPACE, temporaries_of, with_workspace
 from .step import Event, Step
-from .trace import Trace
+from .trace import Trace, ends_watch
 
 _SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
 ADD = torch.ops.aten.add_.Tensor  # adds a gradient to the one that is there
@@ -61,31 +65,6 @@ class RunOperator(NamedTuple):
     temporaries: int = 0  # bytes, where it is not measured
 
 
-class _Packed(Kept):
-    """What autograd holds in a counted step: a fake tensor's `TensorSpec`, or a copy of a real one on the CPU.
-
-    So the step's own tensors exist only as long as the program holds them. Tensors that existed before the step, such
-    as parameters, are held themselves.
-    """
-
-    __slots__ = ("counting", "device", "like", "number", "saved")
-
-    def __init__(self, tensor: Tensor, counting: "Counting"):
-        self.counting, self.device = counting, tensor.device
-        self.saved, self.number = counting.holds(self, tensor)
-        if isinstance(tensor, FakeTensor) and is_ordinary(tensor):
-            self.like = spec_of(tensor)
-        elif not is_ordinary(tensor) or counting.made.memory(tensor) is None:
-            self.like = tensor.detach()
-        else:
-            self.like = copied(tensor).cpu()
-
-    def get(self) -> Tensor:
-        self.counting.reads(self.number)
-        with without_function_modes(), self.counting.made.off():
-            return self.like.to(self.device) if isinstance(self.like, Tensor) else self.like.empty()
-
-
 class Counting(Trace):
     """Counts the step of a network in a context around its forward pass and another around its backward pass.
 
@@ -93,73 +72,134 @@ class Counting(Trace):
     temporary memory is counted only in recurrent layers.
     """
 
+    hides_gradients = True  # those that are there, while others come; these go again
+
     def __init__(self, inputs: Sequence[Tensor], measures: bool, kind: "type[Allocations] | None" = None) -> None:
         self.made = (kind or Allocations)(self)
         super().__init__(inputs, self.made.memory)
         self.measures = measures
         self.called: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
         self.places: list[tuple[int, Any, Any]] = []  # operators: number of events at their end, function and module
-        self.gradients: dict[int, bool] = {}  # memories of gradients; whether autograd has copied them there
+        self.elsewhere = Elsewhere()
+        self._copies: dict[Any, Held | None] = {}  # by the places of their tensors, in the forward pass
+        self._packs: dict[int, list[weakref.ref[Any]]] = {}  # by the numbers of their memories, in the forward pass
+        self._exposed: set[int] = set()  # memories that the program may change unseen
         self.gradient_bytes = 0
+        self.taken: set[int] = set()  # memories of gradients that a parameter has taken over
+        self.arriving: dict[Tensor, tuple[Tensor | None, int | None, Any]] = {}  # parameters whose gradients come now
+        self._comes: list[tuple[int, tuple[Event, int]]] = []  # see `Step.coming`; the first number: an event
+        self._ends: list[int] = []  # memories of gradients that stay, if they come
 
-    def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass."""
-        with self.made, Recorded(self):
-            outputs = network(*args, **kwargs)
+    def leaves_forward(self) -> None:
         self.called.append((next_node_number(), "the loss", None))
-        return outputs
+        self._copies, self._packs = {}, {}
 
-    def pack(self, tensor: Tensor) -> _Packed:
+    # Saved tensors
+
+    def pack(self, tensor: Tensor) -> Any:
         with without_function_modes(), self.made.off():
-            return _Packed(tensor, self)
+            return Kept(tensor, None) if self.is_over else _Packed(tensor, self)
 
-    @contextmanager
-    def gradients_of(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Context of the backward pass that notes where each gradient would stay, if the parameter had none before.
+    @ends_watch
+    def note_saved(self, packed: "_Packed", tensor: Tensor) -> None:
+        packed.saved, packed.number = self.holds(packed, tensor)
+
+    @ends_watch
+    def held_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | ShapeOnly | None:
+        """What autograd will read in place of a tensor; None: it stays, as what existed before the step does."""
+        number = self.made.memory(tensor) if is_ordinary(tensor) else None
+        if number is not None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            return ShapeOnly(tensor)
+        if number is None or number in self._exposed:
+            return None
+        key = number, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        if tensor.nbytes < SMALL:
+            held: Held | None = Held(copied(tensor), tensor.shape, tensor.stride(), tensor.device)
+        elif key in self._copies:
+            held = self._copies[key]
+        else:
+            held = self._copies[key] = self.elsewhere.held(tensor)
+            if self.elsewhere.is_full:
+                raise RuntimeError(
+                    "host memory has no room for what a watched step saves: recompute_activations(…, example=…) plans "
+                    "by a dry step instead"
+                )
+        if held is not None:
+            self._packs.setdefault(number, []).append(weakref.ref(packed))
+        return held
+
+    def read_as_pytorch(self, tensor: Tensor) -> None:
+        super().read_as_pytorch(tensor)
+        if (number := self.made.memory(tensor)) is not None:
+            self._exposed.add(number)
+            with self.made.off():
+                for packed in [reference() for reference in self._packs.pop(number, ())]:
+                    if packed is not None:
+                        packed.read_memory(tensor)
+
+    # Gradients
+
+    def watch_gradients(self, parameters: Iterable[Tensor]) -> list[Any]:
+        """Note how the gradients of parameters come. Returns handles of hooks.
 
         Autograd adds a gradient to the one that is there. If there is none, it takes the new one over, or copies one
-        that is laid out otherwise or that something else holds. So for a moment there is none.
+        that is laid out otherwise or that something else holds.
         """
-        there: dict[Tensor, tuple[Any, int | None]] = {}
+        handles: list[Any] = []
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.is_leaf and is_ordinary(parameter):
+                handles.append(parameter.register_hook(partial(self.gradient_comes, parameter)))
+                handles.append(parameter.register_post_accumulate_grad_hook(self.gradient_came))
+        return handles
 
-        def comes(parameter: Tensor, gradient: Tensor | None) -> None:
-            if gradient is not None and is_ordinary(gradient):
-                there[parameter] = parameter.grad, self.made.memory(gradient)
+    @ends_watch
+    def gradient_comes(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None and is_ordinary(gradient):
+            self.arriving[parameter] = parameter.grad, self.made.memory(gradient), gradient.stride()
+            if self.hides_gradients:
                 parameter.grad = None
 
-        def came(parameter: Tensor) -> None:
-            if parameter in there:
-                before, memory = there.pop(parameter)
-                gradient: Any = parameter.grad
-                parameter.grad, now = before, self.made.memory(gradient)
-                is_copy = now is not None and now != memory
-                if now is not None:
-                    self.gradients[now] = is_copy
-                    self.gradient_bytes += gradient.nbytes
-                if not is_copy:  # it is added to the one from before, which took as long
-                    self.made.note_operator(ADD, (before, gradient), {}, before)
-                    self.note_place(ADD)
+    @ends_watch
+    def gradient_came(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if parameter not in self.arriving or gradient is None:
+            return
+        before, memory, stride = self.arriving.pop(parameter)
+        was_there = before is not None and not self.hides_gradients
+        if self.hides_gradients:
+            parameter.grad = before
+        copy = None if was_there or not is_ordinary(gradient) else self.made.memory(gradient)
+        self.gradient_bytes += gradient.nbytes
+        if memory is None or stride != gradient.stride() or not (was_there or copy == memory):
+            self._note_copy(gradient, copy)
+            return
+        self.made.note_operator(ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there
+        self.note_place(ADD)
+        if was_there or self.hides_gradients:
+            self._ends.append(memory)
+        else:
+            self.taken.add(memory)
+            self._comes.append((len(self.events), (Event.BUSY, 0)))
+            self.events.append((Event.LET, memory))
 
-        handles = [one.register_hook(partial(comes, one)) for one in parameters if is_ordinary(one)]
-        handles += [one.register_post_accumulate_grad_hook(came) for one in parameters if is_ordinary(one)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _note_copy(self, gradient: Tensor, memory: int | None) -> None:
+        """Note that autograd has copied a gradient, which it would add to one that is there, and holds the copy."""
+        begins = len(self.events)
+        if memory is None:  # it was copied outside of all modes
+            memory = len(self.sizes)
+            self.sizes.append(gradient.nbytes)
+            self.events.append((Event.BUSY, -1))
+        else:
+            begins = self.events.index((Event.HOLD, memory))
+            self.events[begins] = Event.BUSY, -1
+            self.taken.add(memory)
+        self._comes.append((begins, (Event.HOLD, memory)))
 
     def _coming(self, events: list[tuple[Event, int]]) -> list[tuple[int, tuple[Event, int]]]:
-        """See `Step.coming`. Takes the copies of gradients out of the events: none is made where one is there."""
-        nothing, coming = (Event.BUSY, 0), []
-        ends = {what: now for now, (event, what) in enumerate(events) if event == Event.LET and what in self.gradients}
-        for memory, is_copy in self.gradients.items():
-            if is_copy:
-                begins = events.index((Event.HOLD, memory))
-                coming.append((begins, (Event.HOLD, memory)))
-                events[begins] = events[ends[memory]] = nothing
-            elif memory in ends:
-                coming.append((ends[memory], nothing))
-        return coming
+        ends = {what: now for now, (event, what) in enumerate(events) if event == Event.LET}
+        return [*self._comes, *((ends[memory], (Event.BUSY, 0)) for memory in self._ends if memory in ends)]
+
+    # The step
 
     def step(self, network: nn.Module) -> Step:
         """The step, once it has ended."""
@@ -199,6 +239,43 @@ class Counting(Trace):
         ]
 
 
+class _Packed(Kept):
+    """What autograd holds in a counted step: the tensor as it is, or a copy elsewhere."""
+
+    __slots__ = ("_counting", "_tensor", "number", "saved")
+
+    def __init__(self, tensor: Tensor, counting: Counting):
+        self.saved: Any = None  # what a recorder gives autograd
+        self.number = -1  # of the save
+        self._counting = counting
+        counting.note_saved(self, tensor)
+        held = counting.held_elsewhere(self, tensor)
+        if held is None:
+            super().__init__(tensor, None)
+        else:
+            super().__init__(tensor, (lambda _: held, lambda _: held.get()))
+            self._tensor = weakref.ref(tensor)
+
+    def read_memory(self, sharing: Tensor) -> None:
+        """Read the tensor itself from now on, as PyTorch does. `sharing`: another one in its memory."""
+        tensor = self._tensor()
+        if tensor is None:
+            super().__init__(sharing.detach().as_strided(*self.place[1:]), None)
+        else:
+            is_own = any(packed is self for packed in packed_in(tensor.grad_fn))
+            super().__init__(tensor, None, detaches=is_own)
+
+    def get(self) -> Tensor:
+        self._counting.reads(self.number)
+        if self.hooks is None:
+            return super().get()
+        with without_function_modes(), self._counting.made.off():
+            tensor = super().get()
+        if self.counter is not None and self.counter._version != self.version:  # a copy may not be read either
+            raise modified(self.name, tensor, self.counter._version, self.version)
+        return tensor
+
+
 def _seconds(ran: RunOperator) -> float:
     cost = None if ran.operator is None else cost_of(ran.operator)
     return seconds_for(ran.moved, ran.operations, ran.like) if cost is None else cost.seconds
@@ -234,8 +311,10 @@ class Allocations(MadeTensors):
             self.memories.append(len(counting.sizes))
             counting.sizes.append(change.bytes)
             counting.events.append((Event.HOLD, self.memories[-1]))
+        elif (memory := self.memories[change.number]) in counting.taken:
+            counting.taken.discard(memory)
         else:
-            counting.events.append((Event.LET, self.memories[change.number]))
+            counting.events.append((Event.LET, memory))
 
     def take_back(self) -> Change:
         change = super().take_back()
@@ -297,11 +376,18 @@ class Allocations(MadeTensors):
 
 
 class Recorded(Recording):
-    """Records the forward pass of a counted step, and notes what could be recomputed, for a plan that is made later."""
+    """Records the forward pass of a counted step, and notes what could be recomputed, for a plan that is made later.
 
-    def __init__(self, counting: Counting) -> None:
-        super().__init__()
+    `frame`: see `Recording`.
+    """
+
+    def __init__(self, counting: Counting, frame: FrameType | None = None) -> None:
+        super().__init__(frame=frame)
         self.counting = counting
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.counting.leaves_forward()
 
     def registry(self) -> Counting:
         return self.counting

@@ -25,7 +25,7 @@ from ...torch_internals import (
     with_dispatch_modes_off,
     without_cached_weights,
 )
-from .counting import Counting
+from .counting import Counting, Recorded
 from .sharded import is_sharded, own_contents, without_fsdp2
 from .step import Step
 from .trace import nodes_of
@@ -81,9 +81,11 @@ def counted_step(
     without = [parameter for parameter in parameters if parameter.grad is None]
     for parameter in without:
         parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
+    handles = counting.watch_gradients(parameters)
     try:
-        outputs = counting.forward_pass(network, args, kwargs)
-        with counting.made, counting.gradients_of(parameters):
+        with counting.made, Recorded(counting):
+            outputs = network(*args, **kwargs)
+        with counting.made:
             counting.forward_ends(tensors_in(outputs))
             starts = differentiable(outputs)
             losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
@@ -91,6 +93,8 @@ def counted_step(
             del outputs, starts, losses
         return counting.step(network)
     finally:
+        for handle in handles:
+            handle.remove()
         for parameter in without:
             parameter.grad = None
 

@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,21 @@ class _CallSpan(NamedTuple):
     besides: int = 0  # temporary bytes that these events do not show
 
 
+def ends_watch(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an error of watching end the watch instead of the program's step."""
+
+    @wraps(method)
+    def watched(trace: "Trace", *args: Any) -> Any:
+        if not trace.is_over:
+            try:
+                return method(trace, *args)
+            except Exception as error:
+                trace.fail(error)
+        return None
+
+    return watched
+
+
 class Trace(KnownValues):
     """Registry of the values that a step could keep or recompute, found as a recorder with a plan finds them.
 
@@ -57,11 +73,11 @@ class Trace(KnownValues):
     """
 
     kept = _NotHeld
+    is_over = False
 
     def __init__(self, inputs: Sequence[Tensor], made_here: Callable[[Tensor], int | None]) -> None:
         super().__init__(inputs, None, copy_parameters=False, by_plan=True)
         self.short_rows = 0  # statistics of rows have values
-        self.hold = Saved  # also where recomputed tensors are compared: originals are not kept here
         self.made_here = made_here
         self.sizes: list[int] = []  # bytes of each memory
         self.values: list[StepValue] = []
@@ -86,6 +102,9 @@ class Trace(KnownValues):
             found = self._before.put(storage, len(self.sizes))
             self.sizes.append(0)
         return found
+
+    def fail(self, error: Exception) -> None:
+        raise error
 
     # Values
 
@@ -162,6 +181,7 @@ class Trace(KnownValues):
             self.values[number] = self.values[number]._replace(kind=Kind.OVERWRITTEN)
         return False
 
+    @ends_watch
     def note_overwritten(self, tensor: Tensor, before: int) -> None:
         """Give values that recipes read from overwritten memory a copy. `before`: number of values before the call."""
         memory, read = self.place(tensor), {i for one in self.values for i in one.inputs}
@@ -179,6 +199,7 @@ class Trace(KnownValues):
 
     # Calls
 
+    @ends_watch
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Note the values that a call with a rule gives a plan to choose from."""
         number = len(self.calls)
@@ -272,6 +293,7 @@ class Trace(KnownValues):
         self.open.append(Gone(packed, self.events, (Event.RELEASE, number)))
         return saved, number
 
+    @ends_watch
     def reads(self, save: int) -> None:
         """Note that the backward pass reads what autograd holds."""
         if save >= 0 and backward_runs():

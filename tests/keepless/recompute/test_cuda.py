@@ -66,16 +66,23 @@ class Stream:
         self.log.append(f"{self.name} waits for {other.name}")
 
 
-def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
+@pytest.fixture
+def present(monkeypatch) -> list[Stream]:
+    """Its item is the current stream of every device."""
+    found: list[Stream] = []
+    for module in (torch.cuda, values, signs):
+        monkeypatch.setattr(module, "current_stream", lambda _: found[0])
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: stream.log.append(f"{stream.name} records"))
+    return found
+
+
+def test_a_reader_on_another_stream_waits_and_records(present, monkeypatch):
     """A value is computed on its first consumer's stream, from what the forward pass has kept on another."""
     log: list[str] = []
     forward, first, second = (Stream(name, log) for name in ("forward", "first", "second"))
-    present = [forward]
-    monkeypatch.setattr(values, "current_stream", lambda tensor: present[0])
+    present.append(forward)
     monkeypatch.setattr(values, "backward_number", lambda: -2)
     monkeypatch.setattr(values, "at_end_of_backward", lambda call: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present[0])
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"{stream.name} records"))
     with FakeTensorMode(), torch.device("cuda"):
         kept = Value(Kept(torch.empty(4), None))
         value = Value(Recipe(Again(torch.exp, [kept]), torch.empty(4)))
@@ -86,14 +93,11 @@ def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
     assert log == ["first waits for forward", "first records", "second waits for first", "second records"]
 
 
-def test_signs_are_packed_after_the_stream_that_made_the_values_and_read_after_the_one_that_packed(monkeypatch):
+def test_signs_are_packed_after_the_stream_that_made_the_values_and_read_after_the_one_that_packed(present):
     """A value that a later call packs may come from another stream, and be read on a third."""
     log: list[str] = []
     made, packs, reads = (Stream(name, log) for name in ("made", "packs", "reads"))
-    present = [packs]
-    monkeypatch.setattr(signs, "current_stream", lambda tensor: present[0])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present[0])
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"{stream.name} records"))
+    present.append(packs)
     with FakeTensorMode(), torch.device("cuda"):
         value = Value(Kept(torch.empty(4), None))
         value.consumers = value.sign_consumers = 1

@@ -19,28 +19,39 @@ X = torch.linspace(-1, 1, 64 * 32).sin().view(64, 32)
 
 
 class Counts(Layers):
-    """It counts its calls, in itself and outside, and writes to a buffer. `reads`: it reads values."""
+    """It counts its calls, in itself, outside, and in buffers. `reads`: it reads values."""
 
     outside = 0
 
     def __init__(self, reads: bool):
         super().__init__(2, Counts.count)
         self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("assigned", torch.zeros(()))
+        self.register_buffer("grid", torch.ones(32).expand(64, 32))  # nobody can write to it
+        if not reads:  # PyTorch copies no real one
+            self.register_buffer("sparse", torch.eye(4).to_sparse_csr())
         self.reads = reads
 
     def count(self, x: Tensor) -> Tensor:
         Counts.outside += 1
         self.total += 1
-        return x * float(x.sum() != 0) if self.reads else x
+        self.assigned = self.assigned + 1
+        return x * float(x.sum() != 0) if self.reads else x * self.grid
 
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_dry_step_runs_on_a_copy_and_what_its_code_does_outside_is_done_once(reads):
-    """A real one follows if the fake one has read a value. The random state, gradients and buffers are as before."""
-    network, state, Counts.outside = Counts(reads), torch.get_rng_state(), 0
-    network.layers[0].weight.grad = torch.ones(32, 32)
-    plan(network, X)
-    assert Counts.outside == 1 + reads and network.calls == network.total == 0
+    """A real one follows if the fake one has read a value. The random state, gradients and buffers are as before.
+
+    So is the example, whose graph has one backward pass.
+    """
+    network, x, state, Counts.outside = Counts(reads), X.clone().requires_grad_(), torch.get_rng_state(), 0
+    network.layers[0].weight.grad, buffers = torch.ones(32, 32), dict(network.named_buffers())
+    plan(network, squares := x * x)
+    assert Counts.outside == 1 + reads and network.calls == network.total == network.assigned == 0
+    assert all(buffer is buffers[name] for name, buffer in network.named_buffers())
+    squares.sum().backward()
+    assert torch.equal(x.grad, 2 * x)
     assert torch.equal(network.layers[0].weight.grad, torch.ones(32, 32)) and network.layers[1].weight.grad is None
     assert torch.equal(state, torch.get_rng_state())
 

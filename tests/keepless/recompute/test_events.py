@@ -18,7 +18,7 @@ from keepless.recompute.passes.advised import Advised
 from keepless.recompute.passes.plan import ByPlan
 from keepless.recompute.passes.recording import Recording
 from keepless.recompute.passes.registry import KnownValues
-from keepless.recompute.step.counting import Counting
+from keepless.recompute.step.counting import Counting, Recorded
 from keepless.recompute.step.dry import differentiable
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.simulation import Run, Simulation
@@ -147,7 +147,8 @@ def backward(outputs: Any, passes: int) -> None:
 def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]]:
     counting = Counted(x)
     torch.manual_seed(1)
-    outputs = counting.forward_pass(network, (x,), {})
+    with counting.made, Recorded(counting):
+        outputs = network(x)
     with counting.made:
         counting.forward_ends(tensors_in(outputs))
         backward(outputs, passes)

@@ -19,9 +19,8 @@ from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
 from tests.keepless.recompute.ahead import attempts, plans, plans_of
 from tests.keepless.recompute.networks import Beside
-from tests.ranks import Ranks
 
-CHANNELS = 16
+WORLD_SIZE, CHANNELS = 2, 16
 X = torch.linspace(-1, 1, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
 
 
@@ -59,12 +58,11 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
     same = [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(4)]
     share_plans(within)  # the ranks' times differ, and their plans may
     same += [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(2)]
-    owners = [getattr(hook, "__self__", None) for hook in within._forward_hooks.values()]
-    (size,) = next(owner.signatures for owner in owners if hasattr(owner, "signatures")).known
+    (size,) = plans_of(within).known
     plan = size.plan
 
     def holding() -> None:
-        y = within(x)  # a rehearsal holds it, too
+        y = within(x)  # a plan counts it
         y.square().mean().backward()
 
     peak = peak_bytes(holding, "cpu")
@@ -73,13 +71,6 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
         replace(plan, calls=len(plan.calls)),
         peak - plan.peak,
     )
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("ranks"))
-    yield started
-    started.stop()
 
 
 @FSDP2_ON_CPUS

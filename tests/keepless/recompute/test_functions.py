@@ -52,7 +52,6 @@ ACTIVATIONS = {
     "square": lambda y: y * y,
     "squeeze and excitation": lambda y: y * y.mean((2, 3), keepdim=True).sigmoid(),
     "sum": lambda y: (y + y.sigmoid()).relu(),
-    "dropout": lambda y: F.dropout(y.relu(), 0.3),
     "max-pooling": lambda y: F.max_pool2d(y.relu(), 3, 1, 1),
     "upsampling": lambda y: F.interpolate(y.relu(), scale_factor=2.0, mode="bilinear")[..., ::2, ::2],
     "concatenation": lambda y: torch.cat([y.relu(), y.sigmoid()], 1)[:, 2:6],
@@ -61,7 +60,6 @@ ACTIVATIONS = {
     "elu_": lambda y: F.elu_(y, 0.5),
     "prelu": lambda y: F.prelu(y, torch.full((4,), 0.3, dtype=torch.float64)),
     **{name: partial(getattr(F, name), p=0.3) for name in ("dropout2d", "feature_alpha_dropout")},
-    "alpha_dropout": lambda y: F.alpha_dropout(y, 0.3, True),
     "dropout3d": lambda y: F.dropout3d(y[None], 0.3)[0],
     "dropout2d_": lambda y: F.dropout2d(y, 0.3, inplace=True),
     "max-pooling of rows": lambda y: F.max_pool1d(y.relu().flatten(1, 2), 3, 1, 1).view_as(y),
@@ -86,8 +84,7 @@ ACTIVATIONS = {
     "gated by halves": lambda y: F.glu(torch.cat([y, y + 1], 1), 1),
 }
 # Also their masks and indices (a truth value is an eighth of a number), or the result of a function without a rule.
-KEEPS_MORE = dict.fromkeys(["leaky_relu beside", "dropout"], [392])
-KEEPS_MORE["alpha_dropout"] = [392, 392]
+KEEPS_MORE = {"leaky_relu beside": [392]}
 KEEPS_MORE |= {name: [98] for name in ACTIVATIONS if "max-pooling" in name} | {"where": [49, 49], "masked": [49]}
 
 

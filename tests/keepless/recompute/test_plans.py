@@ -1,6 +1,5 @@
-"""Budgets and plans: what users read about them, and that asking for a plan changes nothing."""
+"""Budgets and plans: what users read about them."""
 
-import copy
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,37 +28,13 @@ class Batch:
     classes: int
 
 
-class Counts(nn.Module):
-    """Assigns one buffer in each forward pass, writes to another, and has one that nobody can write to."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = Mixed()
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("total", torch.zeros(()))
-        self.register_buffer("sparse", torch.eye(4).to_sparse_csr())
-        self.register_buffer("grid", torch.arange(3.0).view(3, 1, 1).expand(3, 16, 16))
-
+class Batched(Mixed):
     def forward(self, batch: Batch) -> Batch:
-        self.calls = self.calls + 1
-        self.total += 1
-        return Batch(self.network(batch.images * self.grid), batch.classes)
+        return Batch(super().forward(batch.images), batch.classes)
 
 
-def test_a_plan_says_what_budgets_cost_and_changes_nothing():
-    """Neither the network nor the example, whose graph has one backward pass."""
-    torch.manual_seed(0)
-    network, images = Counts(), torch.randn(4, 3, 16, 16, requires_grad=True)
-    x = Batch(images * images, 5)
-    buffers, before = dict(network.named_buffers()), copy.deepcopy(network.network.state_dict())
-    state = torch.get_rng_state()
-    found = plan(network, x, budgets=(0.9, 0.8, 0.75, "1GiB"))
-    assert all(buffer is buffers[name] for name, buffer in network.named_buffers())
-    assert network.calls == network.total == 0 and network.network.head.weight.grad is None
-    assert all(map(torch.equal, before.values(), network.network.state_dict().values()))
-    assert torch.equal(state, torch.get_rng_state())
-    x.images.sum().backward()
-    assert torch.equal(images.grad, 2 * images)
+def test_a_plan_says_what_budgets_cost():
+    found = plan(Batched(), Batch(torch.randn(4, 3, 16, 16), 5), budgets=(0.9, 0.8, 0.75, "1GiB"))
     assert found.plain > found.rows[0].peak >= found.rows[1].peak >= found.rows[2].peak >= found.least
     assert all(row.peak <= row.budget + found.gradients for row in found.rows)
     assert found.rows[0].seconds <= found.rows[1].seconds <= found.rows[2].seconds
@@ -67,7 +42,7 @@ def test_a_plan_says_what_budgets_cost_and_changes_nothing():
     assert str(found).count("\n") == 5 and "of plain" in str(found)
     # On fake tensors: the same bytes, but for what operators take while they run.
     with FakeTensorMode():
-        fake = plan(Counts(), Batch(torch.empty(4, 3, 16, 16), 5), budgets=(0.9,))
+        fake = plan(Batched(), Batch(torch.empty(4, 3, 16, 16), 5), budgets=(0.9,))
     assert fake.plain == pytest.approx(found.plain, rel=0.1)
 
 

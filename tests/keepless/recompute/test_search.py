@@ -118,7 +118,7 @@ def test_a_larger_budget_is_met_wherever_a_smaller_one_is_and_the_least_is_the_s
     """Although times are measured anew for each budget."""
     rehearsed = rehearsed_step(Joined().to("meta"), (torch.randn(2, 3, 32, 32, device="meta"),), {})
     plain, draws, limits, peaks = plain_peak(rehearsed), random.Random(0), [], []
-    for share in range(30, 100, 2):
+    for share in range(30, 100, 7):
         values = [value._replace(seconds=draws.uniform(0, 1) ** 4) for value in rehearsed.values]
         limits.append(share * plain // 100)
         peaks.append(min(choice.peak for choice in frontier(rehearsed._replace(values=values), limits[-1])))
@@ -127,13 +127,12 @@ def test_a_larger_budget_is_met_wherever_a_smaller_one_is_and_the_least_is_the_s
     assert all(peak == least if limit < least else peak <= limit for limit, peak in zip(limits, peaks, strict=True))
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.6])
-def test_the_least_is_named_at_once_and_taken(share):
+def test_the_least_is_named_at_once_and_taken():
     """It does not count the outputs, which the program may drop before the backward pass."""
     torch.manual_seed(0)
     network, x = Joined(), torch.randn(2, 3, 32, 32)
     plain = plain_peak(rehearsed_step(network, (x,), {}))
-    recompute_activations(network, budget=int(share * plain))
+    recompute_activations(network, budget=plain // 2)
     with pytest.warns(UserWarning, match="the lowest peak is") as said:
         peaks = [peak_of(network, x) for _ in range(3)]
     least = plans_of(network).known[0].plan.peak
@@ -144,9 +143,9 @@ def test_the_least_is_named_at_once_and_taken(share):
 
 def test_layers_of_one_size_are_cut_into_segments():
     """At the peak, a step of n layers holds about 2 sqrt(n) results."""
-    network = nn.Sequential(*(module for _ in range(100) for module in (nn.Linear(8, 8), nn.GELU())))
+    network = nn.Sequential(*(module for _ in range(50) for module in (nn.Linear(8, 8), nn.GELU())))
     rehearsed = rehearsed_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {})
-    assert min(simulate(rehearsed, kept).peak for kept in segmented(rehearsed)) < 3 * 200**0.5 * 8 * 8 * 4
+    assert min(simulate(rehearsed, kept).peak for kept in segmented(rehearsed)) < 3 * 100**0.5 * 8 * 8 * 4
 
 
 class Texts(nn.Module):

