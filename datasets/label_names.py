@@ -78,7 +78,7 @@ class LabelNames(NamedTuple):
     def found(self, above: Path, images: Mapping[str, Path]) -> str | None:
         """Advice if a quarter or more of the images have labels in another folder or with another suffix, or if other
         files are there in place of labels."""
-        place, suffix = self._beside(above, images)
+        place, suffix = self.beside(above, images)
         if not place:
             return self._instead(above, images)
         options = self._given(label_folder=place, label_suffix=suffix)
@@ -90,12 +90,12 @@ class LabelNames(NamedTuple):
         for place in (above, *sorted(filter(Path.is_dir, above.iterdir()))):
             for folder in sorted(filter(Path.is_dir, place.iterdir())):
                 images = {} if _OF_LABELS.search(folder.name) else list_files(folder, PHOTOGRAPHS, deep=True)
-                labels, suffix = self._replace(image_folder=folder.name)._beside(place, images)
+                labels, suffix = self._replace(image_folder=folder.name).beside(place, images)
                 if _OF_LABELS.search(labels):
                     return self._given(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
         return None
 
-    def _beside(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
+    def beside(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
         """The folder and the suffix of most files that begin as these images do; empty if they are few."""
         wanted, seen = [*images][:50], Counter[tuple[str, str]]()
         for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):

@@ -150,7 +150,7 @@ def sweep(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> None:
     swept = [key for key, each in given.items() if each.is_sweep_override()]
     for key in {*swept} & {*OF_RUN_DIRECTORIES}:
         raise ValueError(f"{given[key].input_line}: a sweep names its jobs' folders itself; give one folder for all")
-    jobs, is_basic = replace(jobs, swept=swept), settings.sweeper._target_.endswith(BasicSweeper.__name__)
+    jobs, is_basic = replace(jobs, swept=swept), settings.sweeper["_target_"].endswith(BasicSweeper.__name__)
     checked = _of_basic_sweeper(given) if is_basic else [[*first_values(given)]]
     owns = [jobs.own(job) for job in checked]
     configs = [jobs.check(jobs.command, *jobs.options, *job) for job in checked]

@@ -517,11 +517,10 @@ def test_masks_that_are_not_clear_are_refused_with_the_reason(root):
     cv2.circle(large, (48, 48), 30, 255, -1, cv2.LINE_AA, shift=0)
     assert 8 < len(np.unique(large)) < 100
     coloured = np.dstack([large, large.T, np.arange(96, dtype=np.uint8)[None].repeat(96, 0)])
-    for pixels, expected in ((large, "values .* expected one per class"), (coloured, "classes .* expected 2 to 253")):
-        for file in files:
-            trees.write(file, pixels)
-        with pytest.raises(ValueError, match=rf"{expected}. Smoothed \(antialiased\) edges make values of their own: "):
-            made(root)
+    for file in files:
+        trees.write(file, coloured)
+    with pytest.raises(ValueError, match="classes .* expected 2 to 253"):
+        made(root)
     for file in files:
         file.write_bytes(MASKS["0 and 255"])
     files[1].write_bytes(MASKS["one bit"])

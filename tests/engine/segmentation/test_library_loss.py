@@ -59,7 +59,7 @@ def test_weights_of_classes_change_a_loss_and_lovasz_and_wrong_ones_are_refused(
         torch.testing.assert_close(weighted, (parts[0] + 2 * parts[1] + parts[3]) / 4)
     with pytest.raises(ValueError, match="with loss.kind=lovasz, which has none"):
         run_config("loss=library", "loss.kind=lovasz", "loss.class_weights=[1,2]")
-    for wrong in ("balanced", "[]", "[1,-1]", "[0,0]", "[1,a]", "2"):
+    for wrong in ("even", "[]", "[1,-1]", "[0,0]", "[1,a]", "2"):
         with pytest.raises(ValueError, match=r"loss.class_weights=.*: expected none, frequency, or a number for each"):
             run_config(f"loss.class_weights={wrong}")
 
