@@ -75,6 +75,12 @@ def step_on_h200(network: str, method: str) -> tuple[dict[str, Any], float, floa
     return ours, eager, graphs
 
 
+OF_LIBRARIES = {
+    "transformers/Llama": "language model",
+    "peft/Llama": "with LoRA",
+    "transformers/Mixtral": "mixture of experts",
+    "diffusers/UNet2DModel": "diffusion U-Net",
+}
 METHODS = ["", "peak, the same for both", "checkpointing every block", "`keepless` with a budget"]
 
 
@@ -93,16 +99,21 @@ def keepless_gpu() -> str:
 def keepless_cpu() -> str:
     """The same as medians over networks, on a CPU."""
 
-    def ratios(call: str, method: str, key: str = "times_ms") -> list[float]:
+    def ratios(call: str, method: str, key: str = "times_ms", **which: str) -> list[float]:
         base = {row["network"]: row for row in rows("networks", call, method="plain")}
-        found = (relative(row, base[row["network"]], key) for row in rows("networks", call, method=method))
+        found = (relative(row, base[row["network"]], key) for row in rows("networks", call, method=method, **which))
         return [ratio.median for ratio in found if ratio is not None]
 
     lines = []
-    for call, kind in (("cpu", "convolutional network"), ("transformers", "vision transformer")):
-        both = [ratios(call, method) for method in (CHECKPOINTED, PLANNED)]
-        peaks = f"{median(ratios(call, PLANNED, 'peak_bytes')):.2f} of the baseline's"
-        lines.append([f"{kind}, median of {len(both[0])}", peaks, *(f"{median(own):.2f}" for own in both)])
+    kinds: list[tuple[str, str, dict[str, str]]]
+    kinds = [("convolutional network", "cpu", {}), ("vision transformer", "transformers", {})]
+    for name, kind in OF_LIBRARIES.items():
+        kinds.append((kind, "diffusion" if name.startswith("diffusers") else "libraries", {"network": name}))
+    for kind, call, which in kinds:
+        both = [ratios(call, method, **which) for method in (CHECKPOINTED, PLANNED)]
+        peaks = f"{median(ratios(call, PLANNED, 'peak_bytes', **which)):.2f}"
+        title = kind if which else f"{kind}, median of {len(both[0])}"
+        lines.append([title, peaks, *(f"{median(times):.2f}" for times in both)])
     return table(METHODS, lines)
 
 
