@@ -37,12 +37,9 @@ def train(
         return run.conclude(loop.train(run, minibatches, assemble.cross_entropy, evaluate))
 
 
-@configured("train_imagenet", ClassificationRun)  # fish completes what names @hydra.main
+@configured("train_imagenet", ClassificationRun)  # Hydra's completion for fish looks for the text "@hydra.main"
 def main(config: ClassificationRun) -> dict | None:
-    if config.trainer.resume_check:
-        resumption.check(config)
-        return None
-    return train(config, command_line())
+    return resumption.train_or_check(train, config, command_line())
 
 
 if __name__ == "__main__":

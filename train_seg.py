@@ -56,12 +56,9 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
         return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images, at_once)))
 
 
-@configured("train_seg", SegmentationRun)  # fish completes what names @hydra.main
+@configured("train_seg", SegmentationRun)  # Hydra's completion for fish looks for the text "@hydra.main"
 def main(config: SegmentationRun) -> dict | None:
-    if config.trainer.resume_check:
-        resumption.check(config)
-        return None
-    return train(config, command_line())
+    return resumption.train_or_check(train, config, command_line())
 
 
 if __name__ == "__main__":

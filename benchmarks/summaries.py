@@ -25,7 +25,7 @@ PROTOCOL = {  # run: norms, side of a crop
     "std_crop_376": ("control of memory: standard norms", "376²"),
 }
 PER_SECOND = ("training", "images_per_second")  # of a run
-REVNETS = {32: 38, 110: 110, 164: 164}  # depth of a ResNet for CIFAR -> that of the RevNet beside it
+REVNET_DEPTHS = {32: 38, 110: 110, 164: 164}  # by the depth of the ResNet that each is compared with
 ABLATIONS = {  # run of 400 steps: what it changes
     "random": "random weights",
     "stride16": "stride 16",
@@ -132,7 +132,7 @@ def readme_costs() -> str:
     inplace, graphs = "trainer.precision=bfloat16", " trainer.capture=true"
     eager, captured = (100 * times[inplace + end] / times[f"norm=std {inplace}{end}"] - 100 for end in ("", graphs))
     saved = {row["network"]: row["std"] for row in rows("reversible", "cpu", part="activations")}
-    less = [saved[f"ResNet-{resnet}"] / saved[f"RevNet-{revnet}"] for resnet, revnet in REVNETS.items()]
+    less = [saved[f"ResNet-{resnet}"] / saved[f"RevNet-{revnet}"] for resnet, revnet in REVNET_DEPTHS.items()]
     stored, restored = (sum(runs(f"cifar/stored/{name}", *PER_SECOND)) for name in ("stored", "restored"))
     lines = [
         ["pixels in 12 GiB with in-place norms", "memory_plan.md#table-3-what-fits"],

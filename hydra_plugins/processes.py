@@ -13,7 +13,7 @@ ConfigStore.instance().store("processes", {"_target_": f"{__name__}.Processes"},
 
 
 class Processes(Launcher):
-    """Starts the commands of jobs (`engine.configuration.multirun.Jobs`), except those that have ended."""
+    """Starts each job's command, and skips jobs that an earlier sweep has finished. See `multirun.Jobs`."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
         self.jobs, self.folder = task_function, config.hydra.sweep.dir

@@ -91,9 +91,9 @@ def _again(schema: type[Keys]) -> str:
 
 
 def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[Namespace, list[str]]:
-    """Hydra's options among a command's arguments, in any order, and the other words. Loads plugins.
+    """Split a command's arguments into Hydra's options and key=value words, in any order. Loads plugins.
 
-    ValueError: some are neither of both, or a plugin or a folder cannot be found.
+    ValueError: an argument is neither an option nor key=value, or a plugin or folder does not exist.
     """
 
     def refuse(message: str) -> NoReturn:

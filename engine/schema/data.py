@@ -202,6 +202,7 @@ class FolderData(SegmentationData):
     builds: ClassVar[str] = "datasets.folder.FOLDER"
 
     def check(self) -> None:
+        """ValueError: the mean, std, shown channels or jitter do not fit the number of channels."""
         super().check()
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values and len(values) != self.channels:

@@ -24,6 +24,7 @@ class Loss:
     called_with: ClassVar[tuple[str, ...]] = ("ignore_index", "weights", "stride")
 
     def check(self) -> None:
+        """Turn texts of class weights into numbers. ValueError: they are no weights."""
         given = self.class_weights
         if isinstance(given, list):
             with suppress(ValueError, TypeError):  # the command line gives texts

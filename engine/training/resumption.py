@@ -66,6 +66,14 @@ class Watch:
         self.sums[self.step, what] = _sum(values, self.sums.get((self.step, what), 0))
 
 
+def train_or_check(train: Callable[[Any, str], dict | None], config: TrainingRun, command: str) -> dict | None:
+    """Train, and return the results; or only `check`, with debug=resume."""
+    if not config.trainer.resume_check:
+        return train(config, command)
+    check(config)
+    return None
+
+
 def check(config: TrainingRun) -> None:
     """Train for `trainer.resume_check` steps whole, and stopped and continued; compare all that the checkpoints hold.
 

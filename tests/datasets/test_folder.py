@@ -699,7 +699,7 @@ def test_lists_in_other_capitals_are_named(root):
     "images, labels, suffix", [("images", "masks", ""), ("img_dir", "ann_dir", ""), ("pairs", "pairs", "_gt")]
 )
 def test_splits_may_be_folders_in_the_images_folder(images, labels, suffix, root, tmp_path):
-    """As in mmsegmentation, YOLO and ADE20K: training and make_classes take them, and nothing is divided at random."""
+    """mmsegmentation, YOLO and ADE20K have such folders. Training and make_classes then use these splits."""
     other = tmp_path / "other"
     for split in ("train", "val"):
         for kind, new, end in (("images", images, ""), ("labels", labels, suffix)):

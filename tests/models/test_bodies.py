@@ -36,7 +36,7 @@ for name in [name for name in SMALL_BODIES if not name.startswith("revnet")]:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 keeps a call's arguments until it returns")
 def test_the_stem_s_output_is_freed_when_the_first_stage_has_read_it():
-    """In a process of its own: what other tests leave may hold variables of calls."""
+    """It runs in another process, because a traceback that another test has left could keep the tensor alive."""
     subprocess.run([sys.executable, "-c", FREED], check=True, cwd=Path(__file__).parents[2])
 
 

@@ -131,7 +131,7 @@ class Elsewhere:
 
 
 def is_elsewhere(hooks: Hooks | None) -> bool:
-    """Whether saved-tensor hooks are those of an `Elsewhere`, and not the program's own."""
+    """Whether an `Elsewhere` has set these saved-tensor hooks. Others are the program's."""
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Elsewhere)
 
 

@@ -72,7 +72,9 @@ class Counting(Trace):
     temporary memory is counted only in recurrent layers.
     """
 
-    hides_gradients = True  # those that are there, while others come; these go again
+    # A dry step runs with gradients that are there before it. Each is set aside while autograd adds to it, which shows
+    # where the new one would stay if there were none.
+    sets_gradients_aside = True
 
     def __init__(self, inputs: Sequence[Tensor], measures: bool, kind: "type[Allocations] | None" = None) -> None:
         self.made = (kind or Allocations)(self)
@@ -156,7 +158,7 @@ class Counting(Trace):
     def gradient_comes(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None and is_ordinary(gradient):
             self.arriving[parameter] = parameter.grad, self.made.memory(gradient), gradient.stride()
-            if self.hides_gradients:
+            if self.sets_gradients_aside:
                 parameter.grad = None
 
     @ends_watch
@@ -165,8 +167,8 @@ class Counting(Trace):
         if parameter not in self.arriving or gradient is None:
             return
         before, memory, stride = self.arriving.pop(parameter)
-        was_there = before is not None and not self.hides_gradients
-        if self.hides_gradients:
+        was_there = before is not None and not self.sets_gradients_aside
+        if self.sets_gradients_aside:
             parameter.grad = before
         copy = None if was_there or not is_ordinary(gradient) else self.made.memory(gradient)
         self.gradient_bytes += gradient.nbytes
@@ -175,7 +177,7 @@ class Counting(Trace):
             return
         self.made.note_operator(ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there
         self.note_place(ADD)
-        if was_there or self.hides_gradients:
+        if was_there or self.sets_gradients_aside:
             self._ends.append(memory)
         else:
             self.taken.add(memory)

@@ -36,7 +36,7 @@ class State(Enum):
 class Watch(Counting):
     """Counts a step of the program: see the top of this file. `measures`: see `Counting`."""
 
-    hides_gradients = False
+    sets_gradients_aside = False
 
     def __init__(self, inputs: Sequence[Tensor], measures: bool) -> None:
         super().__init__(inputs, measures, _Allocations)

@@ -138,14 +138,14 @@ def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str, *words: str) -> str:
-    """What a command prints."""
+    """Run a command and return its standard output."""
     monkeypatch.setattr(sys, "argv", [f"{command}.py", *words])
     importlib.import_module(command).main()
     return capsys.readouterr().out
 
 
 def test_options_of_hydra_are_hydra_s(monkeypatch, capsys, tmp_path):
-    """Also a configuration and choices in a folder of the user's own, in any order among the words."""
+    """Options may stand between words. --config-dir adds a user's folder of configurations and choices."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
     (tmp_path / "own.yaml").write_text("defaults:\n  - train_seg\n  - _self_\nseed: 8\nrun_dir: a${seed}\n")
@@ -164,7 +164,7 @@ def test_options_of_hydra_are_hydra_s(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_completion_imports_no_torch_once_a_command_has_been_completed(tmp_path):
-    """Not again until a key's declaration changes."""
+    """The first completion writes a cache, which is used until a file of engine/schema changes."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
 
     def completed(line: str, **environment: str) -> list[str]:
