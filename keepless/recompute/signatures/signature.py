@@ -40,7 +40,6 @@ _MOST = 16  # signatures with plans of their own, and as many others; the least 
 _LARGER = 1.5  # the plan of a size with at most so many times an input's bytes is good enough for the input
 _SELDOM = 10  # in one step of so many a larger size is watched, once there were many sizes
 _TRIES = 4  # steps that are watched to meet one as large as one that was larger than planned
-_PATIENCE = 100  # passes before the third attempt, and how many times as many before each further one
 _HOOKED = (
     "the budget is ignored in passes inside a checkpoint, save_on_cpu or other saved-tensor hooks, which decide what "
     "is kept: call the network outside of them, or prepare it without a budget"
@@ -77,15 +76,16 @@ class Signature:
         self.is_far = False  # the plan was made for another size, and there may be a much faster one
         self.advice: Advice | None = None
         self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
-        # Without a budget: the most bytes of inputs of a pass that was recorded; the functions of calls that came later
-        # than in recorded passes; and whether the last pass had a new one.
-        self.bytes, self.later, self.lacks = 0, frozenset[Any](), False
+        # Without a budget: the most bytes of inputs of a pass that was recorded; the most nodes, and the functions, of
+        # passes that had calls which recorded ones lack; and whether the last pass had more nodes, or a new function.
+        self.bytes, self.nodes, self.later, self.lacks = 0, 0, frozenset[Any](), False
 
     def must_be_recorded(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the next pass is recorded by the rules anew, so that no unusual pass decides for long.
 
         Passes k + 2**k are (3, 6, 11, 20, 37, …, so that what comes every second or fourth pass is not met alone); so
-        are those with over twice the inputs of recorded ones, or after a pass with calls of functions that these lack.
+        are those with over twice the inputs of recorded ones, or after a pass with calls that these lack: of another
+        function, or for a longer graph than any pass before.
         """
         number, bytes = self.passes + 1, sum([one.nbytes for one in inputs if is_ordinary(one)])
         k = number.bit_length() - 1
@@ -97,7 +97,11 @@ class Signature:
     def note_later(self, functions: Iterable[Any]) -> None:
         """Note that a pass had calls of these functions that recorded ones lack."""
         new = self.later.union(functions)
-        self.later, self.lacks = new, len(new) > len(self.later)
+        self.later, self.lacks = new, self.lacks or len(new) > len(self.later)
+
+    def note_nodes(self, nodes: int) -> None:
+        """Note that a pass had a longer graph than recorded ones."""
+        self.nodes, self.lacks = max(self.nodes, nodes), nodes > self.nodes
 
     def attempt(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Let the next pass follow a plan, and learn advice unless there is some."""
@@ -417,7 +421,8 @@ class Signatures:
             is_outdated = recording.is_outdated
             has_diverged = recording.leaves or is_outdated
         if planner is None:
-            signature.is_due = has_diverged and signature.passes >= _PATIENCE ** (signature.attempts - 1)
+            if has_diverged and isinstance(recording, Advised):
+                signature.note_nodes(recording.nodes)
         elif recording.elsewhere is not None and not (is_outdated or recording.growth > MORE):
             signature.slack = max(signature.slack, 2 * recording.fluctuation)
         elif recording.elsewhere is not None or is_outdated:
