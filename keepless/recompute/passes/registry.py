@@ -158,7 +158,9 @@ class KnownValues:
         storage = tensor.untyped_storage()
         stays = is_parameter(tensor) or (tensor.is_leaf and tensor.requires_grad)
         own = 0 if stays else storage.nbytes()
-        value = Value(self.kept(tensor, None), address(storage), own)
+        # In place of a tensor of the pass without a gradient, an alias: `found` would keep it alive to the pass's end.
+        is_alias = not (stays or tensor.requires_grad) and bool(self.without_gradient.get(storage))
+        value = Value(self.kept(tensor.detach() if is_alias else tensor, None), address(storage), own)
         value.why = self.log.why(tensor)
         if self.outer is not None:
             if self.call is not None:  # the running call may still get a recipe

@@ -173,6 +173,19 @@ def test_a_sparse_tensor_that_is_saved_after_results_have_grown_stays_where_it_i
             readout(x).sum().backward()
 
 
+def test_what_a_detached_part_has_saved_is_freed_within_the_pass_that_teaches_advice():
+    """As DoRA's norms of weights, whose graph ends with the statement that makes it."""
+
+    def many(y: Tensor) -> Tensor:
+        return y.square().mean() + sum(layer(torch.ones(256, 64)).detach().mean() for _ in range(8))
+
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(4, 64)
+    network = After(layer, many)
+    plain = peak_bytes(lambda: network(x).backward(), "cpu")
+    assert peak_bytes(lambda: recompute_activations(network)(x).backward(), "cpu") <= 1.05 * plain
+
+
 CHANGES = [(detached, 0.7), (dropping, 0.7), (adapted, 0.8), (tokens, 0.5), (checkpointed, 0.55)]
 
 
