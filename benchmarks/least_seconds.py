@@ -104,9 +104,9 @@ class _Plans:
 
     def __init__(self, step: Step, limit: int):
         self.step, self.simulation, self.program = step, Simulation(step), _Program()
-        self.together, self.leaders = self.simulation.together, self.simulation.leaders
+        self.members, self.leaders = self.simulation.members, self.simulation.leaders
         self.end = len(self.simulation.events)
-        self.first = dict.fromkeys(self.together, self.end)  # leader -> first READ of a value that its recipe computes
+        self.first = dict.fromkeys(self.members, self.end)  # leader -> first READ of a value that its recipe computes
         self.unclear: set[int] = set()  # values that may be computed twice in the first pass
         moments = [*self._moments(limit)]
         self.moments = [one.now for one in moments]
@@ -157,7 +157,7 @@ class _Plans:
         """For each leader, consumers first: the events that may be the first to compute it."""
         found: dict[int, list[int]] = {}
         consumed: dict[int, set[int]] = defaultdict(set)  # leader -> events that may compute what reads it
-        for leader in sorted(self.together, reverse=True):
+        for leader in sorted(self.members, reverse=True):
             first = self.first[leader]
             moments = {first, *consumed[leader]} if self.step.values[leader].kind != Kind.KEPT else ()
             found[leader] = sorted(now for now in moments if now <= first and now < self.end)
@@ -171,7 +171,7 @@ class _Plans:
         if value.kind in (Kind.KEPT, Kind.FREE):
             self.kept[leader] = self.program.variable()
             number = simulation.sign_consumers.get(leader, (0, 0))[0]
-            if number and number == simulation.consumers[leader] and len(self.together[leader]) == 1:
+            if number and number == simulation.consumers[leader] and len(self.members[leader]) == 1:
                 self.signs[leader] = self.program.variable()
         if is_computed:
             self.again[leader] = self.program.variable(_MS * value.seconds)
@@ -228,7 +228,7 @@ class _Moment:
         signs, terms = self.plans.simulation.sign_consumers, Sum()
         for number in self.saved:
             leader = self.leaders[number]
-            if len(self.plans.together[leader]) == 1 or number not in signs:
+            if len(self.plans.members[leader]) == 1 or number not in signs:
                 self.keeps[number] = self.plans.kept.get(leader, [])
             if self.is_clear(number):
                 self.holds[number] = self.plans.done_by(leader, self.now)

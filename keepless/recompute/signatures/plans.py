@@ -198,7 +198,7 @@ def _chosen(step: Step, limit: int, known: Choice | None) -> tuple[Step, Choice]
 
 def _best(step: Step, limit: int, known: Choice | None) -> Choice:
     """The fastest choice within a limit, or the one with the lowest peak. `known`: see `frontier`."""
-    choices = frontier(step, limit, known=None if known is None else known.kept)
+    choices = frontier(step, limit, start=None if known is None else known.kept)
     return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
 

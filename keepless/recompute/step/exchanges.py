@@ -6,7 +6,8 @@ from random import Random
 
 from .simulation import Simulation
 
-HOT, COLD = 0.02, 0.001  # temperatures, as shares of the seconds to recompute values
+HOT = 0.02  # temperature at the beginning, as a share of the seconds to recompute values
+COLD = 0.001  # and at the end
 _PRICE = 1.5  # at first, a peak of twice the limit costs as much as so many times the seconds to recompute values
 _RISES = 1.01  # how fast this price rises while the peak is above the limit, and falls while it is not
 _SWAPS = 0.6  # share of trials that keep a value and drop one; the others change up to three in any way
@@ -23,33 +24,38 @@ def annealed(
     Choices above the limit are taken too, at a price. The numbers drawn are the same each time. `temperature`: at the
     beginning, from which it falls to `COLD`.
     """
-    draw, at = Random(0), simulation.run(kept)
+    draw = Random(0)
     best = kept
-    scale = fastest = at.seconds
+    outcome = simulation.run(kept)
+    scale = fastest = outcome.seconds
     price = _PRICE * scale / limit
     for trial in range(trials):
         if trial == int(_BACK * trials):
-            kept, at = best, simulation.run(best)
+            kept = best
+            outcome = simulation.run(best)
         worse = scale * temperature * (COLD / temperature) ** (trial / trials) * -math.log(1 - draw.random())
-        allowed = at.seconds + price * max(0, at.peak - limit) + worse
-        changed = {i for i in _drawn(draw, kept, free) if at.consumers[i]}
-        least = at.seconds + sum(simulation.seconds[i] * (1 if kept[i] else -_CHAIN) for i in changed)
+        allowed = outcome.seconds + price * max(0, outcome.peak - limit) + worse
+        changed = {i for i in _drawn(draw, kept, free) if outcome.consumers[i]}
+        least = outcome.seconds + sum(simulation.seconds[i] * (1 if kept[i] else -_CHAIN) for i in changed)
         if changed and least <= allowed:  # otherwise it is hopeless
-            price *= _RISES if at.peak > limit else 1 / _RISES
-            other = simulation.led([is_kept != (i in changed) for i, is_kept in enumerate(kept)])
-            outcome = simulation.run(other)
-            if outcome.seconds + price * max(0, outcome.peak - limit) <= allowed:
-                kept, at = other, outcome
-                if at.peak <= limit and at.seconds < fastest:
-                    best, fastest = kept, at.seconds
+            price *= _RISES if outcome.peak > limit else 1 / _RISES
+            new_kept = simulation.extended([is_kept != (i in changed) for i, is_kept in enumerate(kept)])
+            new_outcome = simulation.run(new_kept)
+            if new_outcome.seconds + price * max(0, new_outcome.peak - limit) <= allowed:
+                kept = new_kept
+                outcome = new_outcome
+                if outcome.peak <= limit and outcome.seconds < fastest:
+                    best = kept
+                    fastest = outcome.seconds
     return best
 
 
 def _drawn(draw: Random, kept: Sequence[bool], free: Sequence[int]) -> set[int]:
     """Values to keep instead of dropping, or to drop instead of keeping."""
-    first = draw.randrange(len(free))
-    around = free[max(0, first - _NEAR) : first + _NEAR + 1]
-    if draw.random() < _SWAPS:
-        around = [i for i in around if kept[i] != kept[free[first]]]
-        return {free[first], *([draw.choice(around)] if around else [])}
-    return {free[first], *(draw.choice(around) for _ in range(draw.choice((0, 0, 1, 1, 2))))}
+    position = draw.randrange(len(free))
+    first = free[position]
+    neighbours = free[max(0, position - _NEAR) : position + _NEAR + 1]
+    if draw.random() >= _SWAPS:
+        return {first, *(draw.choice(neighbours) for _ in range(draw.choice((0, 0, 1, 1, 2))))}
+    opposite = [i for i in neighbours if kept[i] != kept[first]]
+    return {first, draw.choice(opposite)} if opposite else {first}

@@ -20,53 +20,64 @@ class Outcome(NamedTuple):
     seconds: float  # to recompute values
     levels: list[int]  # the most bytes during each event
     consumers: list[int]  # number of operations and recipes that read the value
-    born: list[int]  # event from which on it was needed; the number of events if never
-    first: list[int]  # event of the backward pass that first read it, for an operation or a recipe
-    last: list[int]  # event that last read it
+    needed_from: list[int]  # event from which on it was needed; the number of events if never
+    first_read: list[int]  # event of the backward pass that first read it, for an operation or a recipe
+    last_read: list[int]  # event that last read it
 
 
 class _Levels:
     """Counts the references to each memory. Its bytes are held while there are any."""
 
     def __init__(self, sizes: Sequence[int]):
-        self.sizes, self.holders = sizes, [0] * len(sizes)
-        self.level = self.most = 0  # bytes now, and the most during this event
+        self.sizes = sizes
+        self.holders = _filled(len(sizes), 0)  # references to each memory
+        self.level = 0  # bytes now
+        self.highest = 0  # the most during this event
 
     def hold(self, memory: int) -> None:
         self.holders[memory] += 1
         if self.holders[memory] == 1:
             self.level += self.sizes[memory]
-            if self.level > self.most:
-                self.most = self.level
+            if self.level > self.highest:
+                self.highest = self.level
 
-    def let(self, memory: int) -> None:
+    def release(self, memory: int) -> None:
         self.holders[memory] -= 1
         if not self.holders[memory]:
             self.level -= self.sizes[memory]
 
-    def uses(self, temporary: int) -> None:
+    def need(self, temporary: int) -> None:
         """Need temporary bytes for a moment."""
-        if self.level + temporary > self.most:
-            self.most = self.level + temporary
+        if self.level + temporary > self.highest:
+            self.highest = self.level + temporary
+
+
+def _filled(count: int, number: int) -> list[int]:
+    """A list with a number so many times."""
+    return [number] * count
 
 
 def plain_peak(step: Step, saves: bool = True) -> int:
     """Peak bytes of the step without recomputation. `saves`: with the tensors that autograd saves."""
-    memories = _Levels(step.memories)
-    for event, what in step.events:
-        if event == _HOLD or (event == _SAVE and saves):
-            memories.hold(what if event == _HOLD else step.saved[what].memory)
-        elif event == _LET or (event == _RELEASE and saves):
-            memories.let(what if event == _LET else step.saved[what].memory)
+    levels = _Levels(step.memories)
+    for event, number in step.events:
+        if event == _HOLD:
+            levels.hold(number)
+        elif event == _LET:
+            levels.release(number)
+        elif event == _SAVE and saves:
+            levels.hold(step.saved[number].memory)
+        elif event == _RELEASE and saves:
+            levels.release(step.saved[number].memory)
         elif event == _BUSY:
-            memories.uses(what)
-    return memories.most
+            levels.need(number)
+    return levels.highest
 
 
 def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
     """See `Simulation.run`."""
     simulation = Simulation(step)
-    return simulation.run(simulation.led(kept))
+    return simulation.run(simulation.extended(kept))
 
 
 class Simulation:
@@ -77,247 +88,294 @@ class Simulation:
         self.seconds = [value.seconds for value in step.values]  # to compute each
         self.leaders = [number if value.leader < 0 else value.leader for number, value in enumerate(step.values)]
         self.inputs = [step.values[leader].inputs for leader in self.leaders]
-        self.together: dict[int, list[int]] = {}  # leader -> all values that its recipe computes
+        self.members: dict[int, list[int]] = {}  # leader -> all values that its recipe computes
         for number, leader in enumerate(self.leaders):
-            self.together.setdefault(leader, []).append(number)
-        self.groups = [(leader, numbers) for leader, numbers in self.together.items() if len(numbers) > 1]
-        self.consumers = [0] * len(step.values)  # operations
+            self.members.setdefault(leader, []).append(number)
+        self.groups = [(leader, members) for leader, members in self.members.items() if len(members) > 1]
+        self.consumers = _filled(len(step.values), 0)  # operations
         self.sign_consumers: dict[int, tuple[int, int]] = {}  # value -> number of sign consumers, bytes of the mask
-        for saved in step.saved:
-            if saved.value >= 0:
-                self.consumers[saved.value] += 1
-            if saved.signs:
-                number, _ = self.sign_consumers.get(saved.value, (0, 0))
-                self.sign_consumers[saved.value] = number + 1, saved.signs
-        self.kept_in = [value.memory for value in step.values]
+        for save in step.saved:
+            if save.value >= 0:
+                self.consumers[save.value] += 1
+            if save.signs:
+                count, _ = self.sign_consumers.get(save.value, (0, 0))
+                self.sign_consumers[save.value] = count + 1, save.signs
+        self.kept_memories = [value.memory for value in step.values]
         # The memories of the program, of each value if it is computed, and of its sign mask.
         signs = [self.sign_consumers.get(number, (0, 0))[1] for number in range(len(step.values))]
         self.sizes = [*step.memories, *(value.bytes for value in step.values), *signs]
         # Each event, its number, and the value that is saved. Later events in memories without values are merged into
         # it: their peak, and the level after them, in bytes above the level before.
         self.events = [(_BUSY, 0, -1, 0, 0)]
-        self.at = [0]  # for each, the event of the step at which it has the most bytes
+        self.peak_events = [0]  # for each, the event of the step at which it has the most bytes
         self.forward = 0  # the event at which the forward pass has ended
         self._note_events()
 
     def _note_events(self) -> None:
-        alone, shared, before = _Levels(self.step.memories), {*self.kept_in}, 0
-        for now, (event, what) in enumerate(self.step.events):
-            if now == self.step.forward:
-                self.forward, before, alone.most = len(self.events), alone.level, alone.level
-                self.events += [(_BUSY, 0, -1, 0, 0)] * 2
-                self.at += [now] * 2
-            value = self.step.saved[what].value if event in (_SAVE, _READ, _RELEASE) else -1
-            if value >= 0 or event == _PASS or (event in (_HOLD, _LET) and what in shared):
-                before = alone.most = alone.level
-                self.events.append((int(event), what, value, 0, 0))
-                self.at.append(now)
+        alone = _Levels(self.step.memories)
+        with_values = {*self.kept_memories}
+        level_before = 0
+        for index, (event, number) in enumerate(self.step.events):
+            if index == self.step.forward:
+                self.forward = len(self.events)
+                level_before = alone.level
+                alone.highest = alone.level
+                self.events += [(_BUSY, 0, -1, 0, 0), (_BUSY, 0, -1, 0, 0)]
+                self.peak_events += [index, index]
+            value = self.step.saved[number].value if event in (_SAVE, _READ, _RELEASE) else -1
+            if value >= 0 or event == _PASS or (event in (_HOLD, _LET) and number in with_values):
+                level_before = alone.level
+                alone.highest = alone.level
+                self.events.append((int(event), number, value, 0, 0))
+                self.peak_events.append(index)
             else:
-                most = alone.most
-                if event in (_HOLD, _LET, _BUSY):
-                    (alone.uses if event == _BUSY else alone.hold if event == _HOLD else alone.let)(what)
-                self.at[-1] = now if alone.most > most else self.at[-1]
-                self.events[-1] = *self.events[-1][:3], alone.most - before, alone.level - before
+                highest_before = alone.highest
+                if event == _BUSY:
+                    alone.need(number)
+                elif event == _HOLD:
+                    alone.hold(number)
+                elif event == _LET:
+                    alone.release(number)
+                if alone.highest > highest_before:
+                    self.peak_events[-1] = index
+                self.events[-1] = *self.events[-1][:3], alone.highest - level_before, alone.level - level_before
 
     def run(self, kept: Sequence[bool]) -> Outcome:
         """The memory and time of the step if it keeps these values, and recomputes others as `Value.get` does.
 
-        `kept`: for each value, after `led`; True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`.
+        `kept`: for each value, after `extended`; True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`.
         """
         return Run(self, kept).outcome()
 
     def peak_of(self, kept: Sequence[bool]) -> str:
         """The call and the module at the peak of a choice."""
-        levels = self.run(self.led(kept)).levels
-        event = self.at[levels.index(max(levels))]
+        levels = self.run(self.extended(kept)).levels
+        event = self.peak_events[levels.index(max(levels))]
         return next((place for end, place in self.step.places if end > event), "the end of the backward pass")
 
-    def led(self, kept: Sequence[bool]) -> list[bool]:
-        """Extend the choice for each leader to all values that its recipe computes; cut chains as the recorder does."""
-        found = [kept[leader] for leader in self.leaders]
-        if found.count(False) > LONGEST_PLANNED:
-            depths = [0] * len(found)
-            for number, is_kept in enumerate(found):
-                if not is_kept:
-                    depths[number] = 1 + max([depths[i] for i in self.inputs[number]], default=0)
-                    if depths[number] > LONGEST_PLANNED and self.step.values[number].kind == Kind.FREE:
-                        for one in self.together[self.leaders[number]]:
-                            found[one], depths[one] = True, 0
-        return found
+    def extended(self, kept: Sequence[bool]) -> list[bool]:
+        """The choice for each leader, for all values that its recipe computes. Chains are cut as by the recorder."""
+        extended = [kept[leader] for leader in self.leaders]
+        if extended.count(False) > LONGEST_PLANNED:
+            self._cut_chains(extended)
+        return extended
+
+    def _cut_chains(self, kept: list[bool]) -> None:
+        """Keep values where too many recipes would follow one another."""
+        depths = _filled(len(kept), 0)
+        for number in range(len(kept)):
+            if not kept[number]:
+                depths[number] = 1 + max([depths[i] for i in self.inputs[number]], default=0)
+                if depths[number] > LONGEST_PLANNED and self.step.values[number].kind == Kind.FREE:
+                    for member in self.members[self.leaders[number]]:
+                        kept[member] = True
+                        depths[member] = 0
 
 
 class Run(_Levels):
     """A simulation of one choice."""
 
-    def __init__(self, whole: Simulation, kept: Sequence[bool]):
-        super().__init__(whole.sizes)
-        self.whole, self.step, self.kept = whole, whole.step, kept
-        count, end = len(kept), len(whole.events)
-        self.leaders, self.inputs, self.consumers = whole.leaders, whole.inputs, list(whole.consumers)
+    def __init__(self, simulation: Simulation, kept: Sequence[bool]):
+        super().__init__(simulation.sizes)
+        self.simulation = simulation
+        self.step = simulation.step
+        self.kept = kept
+        self.leaders = simulation.leaders
+        self.inputs = simulation.inputs
+        self.consumers = list(simulation.consumers)
+        count = len(kept)
         for number in reversed(range(count)):  # a value's inputs have smaller numbers
             if not kept[number] and number == self.leaders[number]:
-                if any([self.consumers[one] for one in whole.together[number]]):
+                if any([self.consumers[member] for member in simulation.members[number]]):
                     for i in self.inputs[number]:
                         self.consumers[i] += 1
-        self.computed_in = len(self.step.memories)  # the first memory of computed values
-        self.of_signs = self.computed_in + count  # the first memory of sign masks
-        self.kept_in = list(whole.kept_in)
+        self.first_computed_memory = len(self.step.memories)
+        self.first_sign_memory = self.first_computed_memory + count
+        self.kept_memories = list(simulation.kept_memories)
         # The memory of a value while it is kept or computed; -1: it has to be computed.
-        self.place = list(whole.kept_in)
+        self.memories = list(simulation.kept_memories)
         for number in range(count):
             if not kept[number]:
-                self.place[number] = -1
-            elif number in whole.sign_consumers and whole.sign_consumers[number][0] == self.consumers[number]:
-                self.kept_in[number] = self.of_signs + number
-        self.needs = [0] * count  # consumers that may still read it
-        self.wanted = [0] * count  # of a leader: how many values that its recipe computes have such consumers
-        self.reads = [0] * count  # how often each was read in this backward pass
-        self.using: dict[int, int] = {}  # number of a save -> the memory in which an operation that is running reads it
-        self.born, self.first, self.last = [end] * count, [end] * count, [-1] * count
-        self.runs = [0] * count  # of the recipe of each leader
-        self.now = 0  # number of the event
+                self.memories[number] = -1
+            elif number in simulation.sign_consumers:
+                if simulation.sign_consumers[number][0] == self.consumers[number]:
+                    self.kept_memories[number] = self.first_sign_memory + number
+        self.consumers_left = _filled(count, 0)  # consumers that may still read each value
+        self.members_needed = _filled(count, 0)  # of a leader: values of its recipe that have such consumers
+        self.read_counts = _filled(count, 0)  # how often each was read in this backward pass
+        self.memories_in_use: dict[int, int] = {}  # number of a save -> where a running operation reads it
+        end = len(simulation.events)
+        self.needed_from = _filled(count, end)
+        self.first_read = _filled(count, end)
+        self.last_read = _filled(count, -1)
+        self.run_counts = _filled(count, 0)  # of the recipe of each leader
+        self.event_number = 0
 
     def outcome(self) -> Outcome:
-        levels, needs, kept, using = [], self.needs, self.kept, self.using
-        is_whole = [kept[one] and self.kept_in[one] < self.of_signs for one in range(len(kept))]
-        for now, (event, what, value, most, change) in enumerate(self.whole.events):
-            self.now, self.most = now, self.level
+        levels = self._run()
+        for (
+            leader,
+            members,
+        ) in self.simulation.groups:  # a leader's entries stand for all values that its recipe computes
+            self.consumers[leader] = sum([self.consumers[member] for member in members])
+            self.needed_from[leader] = min([self.needed_from[member] for member in members])
+            self.first_read[leader] = min([self.first_read[member] for member in members])
+            self.last_read[leader] = max([self.last_read[member] for member in members])
+        seconds = sum(map(mul, self.run_counts, self.simulation.seconds))
+        reads = self.consumers, self.needed_from, self.first_read, self.last_read
+        return Outcome(max(levels), seconds, levels, *reads)
+
+    def _run(self) -> list[int]:
+        """Run all events. Returns the most bytes during each."""
+        levels = []
+        consumers_left = self.consumers_left
+        first_sign_memory = self.first_sign_memory
+        is_whole = [
+            is_kept and memory < first_sign_memory
+            for is_kept, memory in zip(self.kept, self.kept_memories, strict=True)
+        ]
+        for index, (event, number, value, most, change) in enumerate(self.simulation.events):
+            self.event_number = index
+            self.highest = self.level
             if event == _SAVE:
-                if needs[value]:
-                    needs[value] += 1
+                if consumers_left[value]:
+                    consumers_left[value] += 1
                 else:
-                    self._need(value)
+                    self._need_value(value)
             elif event == _READ:
                 if is_whole[value]:
-                    self.last[value], self.first[value] = now, min(now, self.first[value])
+                    self.last_read[value] = index
+                    self.first_read[value] = min(index, self.first_read[value])
                 else:
-                    self._read(what, value)
+                    self._read(number, value)
             elif event == _RELEASE:
-                if needs[value] > 1 and what not in using:
-                    needs[value] -= 1
+                if consumers_left[value] > 1 and number not in self.memories_in_use:
+                    consumers_left[value] -= 1
                 else:
-                    self._release(what, value)
+                    self._drop(number, value)
             elif event == _HOLD:
-                self.hold(what)
+                self.hold(number)
             elif event == _LET:
-                self.let(what)
+                self.release(number)
             elif event == _PASS:
-                self._pass_ends()
+                self._end_pass()
             level = self.level + most
-            levels.append(level if level > self.most else self.most)
+            levels.append(level if level > self.highest else self.highest)
             self.level += change
-        consumers, born, first, last = found = [self.consumers, self.born, self.first, self.last]
-        for leader, numbers in self.whole.groups:  # a leader's entries stand for all values that its recipe computes
-            consumers[leader] = sum([consumers[one] for one in numbers])
-            born[leader], first[leader] = min([born[one] for one in numbers]), min([first[one] for one in numbers])
-            last[leader] = max([last[one] for one in numbers])
-        return Outcome(max(levels), sum(map(mul, self.runs, self.whole.seconds)), levels, *found)
+        return levels
 
-    def _need(self, number: int) -> None:
+    def _need_value(self, number: int) -> None:
         """Count a new consumer of a value. If it is the first, the recipe now reads its inputs: count it there, too."""
         pending = [number]
         while pending:
-            one = pending.pop()
-            self.needs[one] += 1
-            if self.needs[one] > 1:
+            value = pending.pop()
+            self.consumers_left[value] += 1
+            if self.consumers_left[value] > 1:
                 continue
-            if self.now < self.born[one]:
-                self.born[one] = self.now
-            if self.kept[one]:
-                self.hold(self.kept_in[one])
+            if self.event_number < self.needed_from[value]:
+                self.needed_from[value] = self.event_number
+            if self.kept[value]:
+                self.hold(self.kept_memories[value])
             else:
-                leader = self.leaders[one]
-                self.wanted[leader] += 1
-                if self.wanted[leader] == 1:
+                leader = self.leaders[value]
+                self.members_needed[leader] += 1
+                if self.members_needed[leader] == 1:
                     pending += self.inputs[leader]
 
-    def _release(self, save: int, number: int) -> None:
+    def _drop(self, save: int, number: int) -> None:
         """Autograd drops a saved tensor, and with the last one whatever remains of its value and recipe."""
-        if save in self.using:
-            self.let(self.using.pop(save))
+        if save in self.memories_in_use:
+            self.release(self.memories_in_use.pop(save))
         pending = [number]
         while pending:
-            one = pending.pop()
-            self.needs[one] -= 1
-            if self.needs[one]:
+            value = pending.pop()
+            self.consumers_left[value] -= 1
+            if self.consumers_left[value]:
                 continue
-            if self.kept[one]:
-                self.let(self.kept_in[one])
+            if self.kept[value]:
+                self.release(self.kept_memories[value])
             else:
-                leader = self.leaders[one]
-                self._forget(one)
-                self.wanted[leader] -= 1
-                if not self.wanted[leader]:
+                leader = self.leaders[value]
+                self._forget(value)
+                self.members_needed[leader] -= 1
+                if not self.members_needed[leader]:
                     pending += self.inputs[leader]
 
     def _read(self, save: int, number: int) -> None:
         """The backward pass reads a saved tensor: it is kept, unpacked from a sign mask, or computed first."""
-        if save in self.using:  # read again: users' backward functions unpack saved tensors one by one
-            self.let(self.using.pop(save))
-        if self.kept_in[number] >= self.of_signs:
-            self._use(save, self.computed_in + number)
-            self.uses(self.step.saved[save].unpacking)
+        if save in self.memories_in_use:  # read again: users' backward functions unpack saved tensors one by one
+            self.release(self.memories_in_use.pop(save))
+        if self.kept_memories[number] >= self.first_sign_memory:
+            self._use(save, self.first_computed_memory + number)
+            self.need(self.step.saved[save].unpacking)
         elif not self.kept[number]:
-            pending = [number]
-            while pending:
-                inputs = self.inputs[pending[-1]]
-                missing = [] if self.place[pending[-1]] >= 0 else [i for i in inputs if self.place[i] < 0]
-                pending += reversed(missing)
-                if not missing and self.place[one := pending.pop()] < 0:
-                    self._compute(one)
-            self._use(save, self.place[number])
-        self._count(number)
+            self._compute_with_inputs(number)
+            self._use(save, self.memories[number])
+        self._count_read(number)
 
     def _use(self, save: int, memory: int) -> None:
         """An operation holds a saved tensor from reading to dropping it."""
-        self.using[save] = memory
+        self.memories_in_use[save] = memory
         self.hold(memory)
+
+    def _compute_with_inputs(self, number: int) -> None:
+        """Compute a value, and before it the inputs that are not there."""
+        pending = [number]
+        while pending:
+            value = pending[-1]
+            missing = [] if self.memories[value] >= 0 else [i for i in self.inputs[value] if self.memories[i] < 0]
+            pending += reversed(missing)
+            if not missing:
+                pending.pop()
+                if self.memories[value] < 0:
+                    self._compute(value)
 
     def _compute(self, number: int) -> None:
         """Run the call that computes a value. Other values that it computes are held if they are still to be read."""
         leader = self.leaders[number]
-        value, several = self.step.values[leader], self.whole.together[leader]
-        self.runs[leader] += 1
+        value = self.step.values[leader]
+        self.run_counts[leader] += 1
         if value.leader >= 0:
-            self.uses(value.busy)
-        for one in several:
-            if one == number or (self.place[one] < 0 and self.reads[one] < self.consumers[one]):
-                self._place(one)
+            self.need(value.busy)
+        for member in self.simulation.members[leader]:
+            is_unread = self.memories[member] < 0 and self.read_counts[member] < self.consumers[member]
+            if member == number or is_unread:
+                self._place(member)
         if value.leader < 0:
-            self.uses(value.busy)
+            self.need(value.busy)
         for i in self.inputs[number]:
-            self._count(i)
+            self._count_read(i)
 
     def _place(self, number: int) -> None:
         """Note where a value has been computed."""
         value = self.step.values[number]
-        shared = value.inputs[0] if value.overwrites and self._is_spare(value.inputs[0]) else value.alias
-        self.place[number] = self.place[shared] if shared >= 0 else self.computed_in + number
-        self.hold(self.place[number])
+        sharing = value.inputs[0] if value.overwrites and self._is_spare(value.inputs[0]) else value.alias
+        self.memories[number] = self.memories[sharing] if sharing >= 0 else self.first_computed_memory + number
+        self.hold(self.memories[number])
 
     def _is_spare(self, number: int) -> bool:
         """Whether a value is computed for a single consumer, in memory of its own."""
-        is_own = self.place[number] == self.computed_in + number and self.consumers[number] == 1
-        return is_own and self.step.values[number].is_fresh
+        is_alone = self.memories[number] == self.first_computed_memory + number and self.consumers[number] == 1
+        return is_alone and self.step.values[number].is_fresh
 
-    def _count(self, number: int) -> None:
+    def _count_read(self, number: int) -> None:
         """Count a read of a value; if it is computed, it is dropped after its last consumer."""
-        if self.last[number] < 0:
-            self.first[number] = self.now
-        self.last[number] = self.now
-        self.reads[number] += 1
-        if self.reads[number] >= self.consumers[number]:
+        if self.last_read[number] < 0:
+            self.first_read[number] = self.event_number
+        self.last_read[number] = self.event_number
+        self.read_counts[number] += 1
+        if self.read_counts[number] >= self.consumers[number]:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        if not self.kept[number] and self.place[number] >= 0:
-            self.let(self.place[number])
-            self.place[number] = -1
+        if not self.kept[number] and self.memories[number] >= 0:
+            self.release(self.memories[number])
+            self.memories[number] = -1
 
-    def _pass_ends(self) -> None:
+    def _end_pass(self) -> None:
         """Drop values computed for consumers that never came; another backward pass computes them again."""
-        while self.using:
-            self.let(self.using.popitem()[1])
+        while self.memories_in_use:
+            self.release(self.memories_in_use.popitem()[1])
         for number in range(len(self.kept)):
             self._forget(number)
-        self.reads = [0] * len(self.kept)
+        self.read_counts = _filled(len(self.kept), 0)

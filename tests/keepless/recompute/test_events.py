@@ -165,7 +165,7 @@ def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Eve
         parameter.grad = torch.zeros_like(parameter)
     step, saves = counted(network, x, passes)
     kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in step.values]
-    kept = Simulation(step).led(kept)
+    kept = Simulation(step).extended(kept)
     plan, noted = Choice(0, 0.0, tuple(kept)).plan(step), set[int]()
     recording = Advised(Advice(), ByPlan(plan), inputs=[x])
 

@@ -72,7 +72,7 @@ def best(step: Step) -> list[Choice]:
         kept = [value.kind == Kind.KEPT for value in values]
         for number, is_kept in zip(free, drawn, strict=True):
             kept[number] = is_kept
-        outcome = simulation.run(kept := simulation.led(kept))
+        outcome = simulation.run(kept := simulation.extended(kept))
         found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
     return pareto(found)
 
