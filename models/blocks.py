@@ -22,8 +22,8 @@ class Convolutions(NamedTuple):
     groups: int = 1  # of the 3x3 convolution of a bottleneck (ResNeXt's cardinality)
     dropout: float = 0.0  # probability of dropping a channel of the last convolution's input; 0 adds no layer
 
-    def made(self, *strides: int) -> list[nn.Conv2d]:
-        """The layers. `strides`: of the first convolution and of the second.
+    def build(self, *strides: int) -> list[nn.Conv2d]:
+        """Build the layers. `strides`: of the first convolution and of the second.
 
         ValueError if there are neither two nor three channels, or the groups do not fit.
         """
@@ -88,11 +88,11 @@ class IdentityResidualBlock(nn.Module):
 
 def preactivated(convs: Convolutions, norm_act: NormAct) -> nn.Sequential:
     """The convolutions of a pre-activation residual function, with norms between them; see `IdentityResidualBlock`."""
-    first, *others = convs.made(convs.stride, 1)
+    first, *later = convs.build(convs.stride, 1)
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=first)
-    for number, conv in enumerate(others, start=2):
+    for number, conv in enumerate(later, start=2):
         layers[f"bn{number}"] = norm_act(conv.in_channels)
-        if convs.dropout and conv is others[-1]:
+        if convs.dropout and conv is later[-1]:
             layers["dropout"] = nn.Dropout2d(convs.dropout)
         layers[f"conv{number}"] = conv
     return nn.Sequential(layers)
@@ -116,11 +116,11 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, convs: Convolutions, norm_act: NormAct):
         super().__init__()
-        made = convs.made(convs.stride, 1) if len(convs.channels) == 2 else convs.made(1, convs.stride)
+        conv_layers = convs.build(convs.stride, 1) if len(convs.channels) == 2 else convs.build(1, convs.stride)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        for number, conv in enumerate(made, start=1):
+        for number, conv in enumerate(conv_layers, start=1):
             layers[f"conv{number}"] = conv
-            options = {} if number < len(made) else {"activation": "identity"}
+            options = {} if number < len(conv_layers) else {"activation": "identity"}
             layers[f"bn{number}"] = norm_act(conv.out_channels, **options)
         self.convs = nn.Sequential(layers)
         self.proj_conv = convs.projection()
@@ -129,17 +129,18 @@ class ResidualBlock(nn.Module):
     @property
     def activation(self) -> Activation:
         """phi, read from the first norm, so that it follows changes of the norms' activation."""
-        first: Any = self.convs.bn1
-        return Activation(getattr(first, "activation", "identity"), getattr(first, "activation_param", 0.01))
+        norm: Any = self.convs.bn1
+        return Activation(getattr(norm, "activation", "identity"), getattr(norm, "activation_param", 0.01))
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride))."""
         shortcut = x
         if self.proj_conv is not None and self.proj_bn is not None:
             shortcut = self.proj_bn(self.proj_conv(x))
-        y, first = self.convs(x) + shortcut, self.convs.bn1
-        if isinstance(first, nn.Sequential):  # PyTorch's norm and phi, of `to_standard`
-            return first[1](y)
+        y = self.convs(x) + shortcut
+        first_norm = self.convs.bn1
+        if isinstance(first_norm, nn.Sequential):  # PyTorch's norm and phi, of `to_standard`
+            return first_norm[1](y)
         return activate_(self.activation, y)  # phi overwrites the sum, a new tensor
 
 

@@ -38,14 +38,14 @@ def correct_gradients(network: nn.Module, precision: str) -> list[str]:
     Returns the names of the convolutions that stay wrong: those with their own forward pass, with a padding mode other
     than zeros, or with padding given as a word.
     """
-    left = []
+    uncorrected = []
     for name in wrong_gradients(network, precision):
         module = network.get_submodule(name)
         if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
             module.__class__ = FromCopies
         elif not isinstance(module, FromCopies):
-            left.append(name)
-    return left
+            uncorrected.append(name)
+    return uncorrected
 
 
 class FromCopies(nn.Conv2d):
@@ -57,7 +57,8 @@ class FromCopies(nn.Conv2d):
         weight = self.weight
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight.to(dtype)
+            input = input.to(dtype)
+            weight = weight.to(dtype)
         result = _Convolution.apply(input, weight, self.stride, self.padding, self.dilation, self.groups)
         return result if self.bias is None else result + self.bias.to(result.dtype).view(-1, 1, 1)
 
@@ -77,16 +78,18 @@ class _Convolution(torch.autograd.Function):
         """The gradients of input and weight, each only if it is needed."""
         stride, padding, dilation, groups = ctx.geometry
 
-        def gradients(*tensors: Tensor, of: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
+        def gradients(*tensors: Tensor, output_mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
             geometry = (stride, padding, dilation, False, (0, 0), groups)
-            return torch.ops.aten.convolution_backward(*tensors, None, *geometry, of)
+            return torch.ops.aten.convolution_backward(*tensors, None, *geometry, output_mask)
 
-        given = (gradient, *ctx.saved_tensors)
-        of_input, *_ = gradients(*given, of=(True, False, False)) if ctx.needs_input_grad[0] else (None,)
+        operands = (gradient, *ctx.saved_tensors)
+        input_gradient = None
+        if ctx.needs_input_grad[0]:
+            input_gradient, *_ = gradients(*operands, output_mask=(True, False, False))
         # Two strides of a depthwise weight fit both formats: `contiguous` would not change them.
-        copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in given)
         if not ctx.needs_input_grad[1]:
-            return of_input, *[None] * 5
-        _, of_weight, _ = gradients(*copies, of=(False, True, False))
-        laid_out = torch.empty_like(given[2]).copy_(of_weight)  # as the weight, which DDP's buckets expect
-        return of_input, laid_out, None, None, None, None
+            return input_gradient, None, None, None, None, None
+        copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in operands)
+        _, weight_gradient, _ = gradients(*copies, output_mask=(False, True, False))
+        laid_out = torch.empty_like(operands[2]).copy_(weight_gradient)  # as the weight, which DDP's buckets expect
+        return input_gradient, laid_out, None, None, None, None

@@ -23,17 +23,17 @@ class Forward:
     memory_advice: str = ""  # the end of a message about an evaluation that needs too much memory
 
     def __call__(
-        self, images: Tensor, at: tuple[int, int] | None = None, antialias: bool = True, **options: Any
+        self, images: Tensor, size: tuple[int, int] | None = None, antialias: bool = True, **options: Any
     ) -> Tensor:
         """Logits of RGB images, or of another C, (N, C, H, W) with values 0-255, on any device.
 
-        Images move to the network's device in their own dtype, usually uint8. If `at` is given, they are resized to
-        this (H, W) bilinearly; with `antialias`, images that shrink are smoothed like Pillow's. `options` go to the
-        network.
+        Images move to the network's device in their own dtype, usually uint8. They are resized bilinearly to `size`,
+        an (H, W), if it is given; with `antialias`, images that shrink are smoothed like Pillow's. `options` go to
+        the network.
         """
         inputs = self.normalised(images)
-        if at not in (None, tuple(images.shape[-2:])):
-            inputs = F.interpolate(inputs, at, mode="bilinear", antialias=antialias)
+        if size not in (None, tuple(images.shape[-2:])):
+            inputs = F.interpolate(inputs, size, mode="bilinear", antialias=antialias)
             inputs = inputs.contiguous(memory_format=self.memory_format)
         with self.autocast():
             return self.network(inputs, **options)
@@ -43,10 +43,10 @@ class Forward:
         images = images.to(self.mean.device, non_blocking=True)
         return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
 
-    def check_scores(self, unscored: int, total: int, of: str) -> None:
-        """FloatingPointError if some pixels or images (`of`) have no finite score: their class would be arbitrary."""
+    def check_scores(self, unscored: int, total: int, noun: str) -> None:
+        """FloatingPointError if some have no finite score: their class would be arbitrary. `noun`: pixels or images."""
         if unscored:
-            raise FloatingPointError(f"{unscored:,} of {total:,} {of} have no finite score; {self.overflow_advice}")
+            raise FloatingPointError(f"{unscored:,} of {total:,} {noun} have no finite score; {self.overflow_advice}")
 
     def through(self, network: nn.Module) -> "Forward":
         """A copy with another network."""

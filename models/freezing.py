@@ -31,13 +31,14 @@ def freeze(network: nn.Module, trained: Collection[str], body: bool, norms: str)
         return
     modules = [module for part in parts for module in part.modules()]
     with_statistics = [module for module in modules if "running_mean" in module._buffers]
-    found = [*with_statistics, *(module for module in modules if isinstance(module, nn.GroupNorm | nn.LayerNorm))]
-    if not with_statistics and (norms == "statistics" or not found):
+    without_statistics = [module for module in modules if isinstance(module, nn.GroupNorm | nn.LayerNorm)]
+    if not with_statistics and (norms == "statistics" or not without_statistics):
         raise ValueError(f"frozen_norms={norms}: the body has no norms with running statistics; leave it out")
     for norm in with_statistics:
         setattr(norm, _STAYS, True)
-    for norm in found if norms == "all" else ():
-        norm.requires_grad_(False)
+    if norms == "all":
+        for norm in (*with_statistics, *without_statistics):
+            norm.requires_grad_(False)
 
 
 def training_mode(network: nn.Module) -> None:

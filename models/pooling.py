@@ -51,25 +51,28 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, stride: int, padding: int) -> Tensor:
-        z, places = torch.ops.aten.max_pool2d_with_indices.default(x, [size] * 2, [stride] * 2, [padding] * 2)
+        window = ([size, size], [stride, stride], [padding, padding])
+        z, places = torch.ops.aten.max_pool2d_with_indices.default(x, *window)
         width = x.shape[3]
         offsets = places.sub_(_corners(z, width, stride, padding)).int()  # row * width + column, in the window
         offsets.sub_(offsets.div(width, rounding_mode="trunc").mul_(width - size))  # row * size + column
         ctx.save_for_backward(offsets.to(torch.uint8))
         is_channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         ctx.memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
-        ctx.shape, ctx.window = x.shape, (size, stride, padding)
+        ctx.shape = x.shape
+        ctx.window = window
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        (inside,), (size, stride, padding), width = ctx.saved_tensors, ctx.window, ctx.shape[3]
+        (positions,) = ctx.saved_tensors
+        (size, _), (stride, _), (padding, _) = ctx.window
+        width = ctx.shape[3]
         cells = torch.arange(size, device=dz.device)
-        offsets = (cells.unsqueeze(1) * width + cells).flatten().index_select(0, inside.flatten().int())
+        offsets = (cells.unsqueeze(1) * width + cells).flatten().index_select(0, positions.flatten().int())
         places = offsets.view(dz.shape).add_(_corners(dz, width, stride, padding))
-        form = torch.empty(ctx.shape, dtype=dz.dtype, device=dz.device, memory_format=ctx.memory_format)
-        window = [size] * 2, [stride] * 2, [padding] * 2
-        dx = torch.ops.aten.max_pool2d_with_indices_backward.default(dz, form, *window, [1, 1], False, places)
+        x = torch.empty(ctx.shape, dtype=dz.dtype, device=dz.device, memory_format=ctx.memory_format)  # only its layout
+        dx = torch.ops.aten.max_pool2d_with_indices_backward.default(dz, x, *ctx.window, [1, 1], False, places)
         return dx, None, None, None
 
 

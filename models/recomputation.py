@@ -90,7 +90,9 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str, ends: Sequenc
     del x  # to free it after its last use
     checkpoints = recompute != "none" and torch.is_grad_enabled()
     length = round(math.sqrt(len(blocks))) or 1 if recompute == "sqrt" else 1
-    begin, results, versions = 0, [], []
+    begin = 0
+    results = []
+    versions = []
     for end in [len(blocks)] if ends is None else ends:
         for start in range(begin, end, length):
             part = blocks[start : min(start + length, end)]
@@ -104,9 +106,11 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str, ends: Sequenc
 
 
 def _versions(tensors: Tensors) -> list[int]:
-    """How often each was written to; in inference mode, compiled code and symbolic traces nobody counts."""
-    counts = not torch.compiler.is_compiling() and all(isinstance(x, Tensor) and not x.is_inference() for x in tensors)
-    return [tensor._version for tensor in tensors] if counts else []
+    """How often each was written to; nothing in inference mode, compiled code and symbolic traces: nobody counts."""
+    if torch.compiler.is_compiling():
+        return []
+    is_counted = all(isinstance(tensor, Tensor) and not tensor.is_inference() for tensor in tensors)
+    return [tensor._version for tensor in tensors] if is_counted else []
 
 
 def _run(blocks: Sequence[Block], *tensors: Tensor) -> Tensors:
@@ -121,13 +125,13 @@ def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
         return checkpoint(partial(_run, blocks), *tensors, use_reentrant=False)
     parts = [part for block in blocks for part in ([block] if isinstance(block, nn.Module) else block.args)]
     modules = [part for part in parts if isinstance(part, nn.Module)]
-    repeated = False
+    is_repetition = False
 
     def run(*tensors: Tensor) -> Tensors:
         """Only the first run updates running statistics."""
-        nonlocal repeated
-        context = statistics_kept(*modules) if repeated else nullcontext()
-        repeated = True
+        nonlocal is_repetition
+        context = statistics_kept(*modules) if is_repetition else nullcontext()
+        is_repetition = True
         with context:
             return _run(blocks, *tensors)
 

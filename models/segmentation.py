@@ -1,6 +1,7 @@
 """A segmentation network: body, head and a classifier per feature cell."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +66,9 @@ class SegmentationNetwork(nn.Module):
             )
         self.cls = nn.Conv2d(channels, classes, 1)
         self.classes = classes
-        if self.grid % self.stride or self.grid % self._of_body:
+        if self.grid % self.stride or self.grid % self._body_stride:
             raise ValueError(
-                f"{type(head).__name__} has cells of {self.stride} pixels after a body of {self._of_body}: "
+                f"{type(head).__name__} has cells of {self.stride} pixels after a body of {self._body_stride}: "
                 f"expected one to divide the other"
             )
         initialise(self.cls)
@@ -75,17 +76,17 @@ class SegmentationNetwork(nn.Module):
     @property
     def stride(self) -> int:
         """Pixels that a cell of the logits covers along each side."""
-        own = getattr(self.head, "output_stride", None) or self._read_by(self.head)[0].stride
-        assert isinstance(own, int), own
-        return own
+        stride = getattr(self.head, "output_stride", None) or self._read_by(self.head)[0].stride
+        assert isinstance(stride, int), stride
+        return stride
 
     @property
     def grid(self) -> int:
         """Pixels that a cell of the logits or of the body covers, whichever is larger: sides become multiples."""
-        return max(self.stride, self._of_body)
+        return max(self.stride, self._body_stride)
 
     @property
-    def _of_body(self) -> int:
+    def _body_stride(self) -> int:
         assert isinstance(self.body.output_stride, int), self.body.output_stride
         return self.body.output_stride
 
@@ -97,8 +98,10 @@ class SegmentationNetwork(nn.Module):
     @property
     def auxiliaries(self) -> list[nn.Module]:
         """The modules that make further logits in training."""
-        own = getattr(self.head, "auxiliary", None)
-        return [*own] if isinstance(own, nn.ModuleList) else [own] if isinstance(own, nn.Module) else []
+        auxiliary = getattr(self.head, "auxiliary", None)
+        if isinstance(auxiliary, nn.ModuleList):
+            return [*auxiliary]
+        return [auxiliary] if isinstance(auxiliary, nn.Module) else []
 
     @property
     def unread(self) -> str:
@@ -117,21 +120,23 @@ class SegmentationNetwork(nn.Module):
         Of several views of an image, the logits are the logarithms of the mean probabilities. ValueError: the head's
         result is no class of each pixel. (On CUDA, an id that is none fails an assertion.)
         """
-        own: Any = getattr(self.head, "decide", None)
-        if own is None:
+        decide: Any = getattr(self.head, "decide", None)
+        if decide is None:
             return scores.argmax(dim=1)
-        ids = own(scores)
+        ids = decide(scores)
         if torch.compiler.is_compiling():  # a program for all sizes
             return ids
-        shape, whose = (len(scores), *scores.shape[2:]), f"the head's {type(self.head).__name__}.decide returned"
+        shape = (len(scores), *scores.shape[2:])
+        returned = f"the head's {type(self.head).__name__}.decide returned"
         if not isinstance(ids, Tensor) or ids.shape != shape or ids.is_floating_point() or ids.is_complex():
-            found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"{whose} {found}: expected whole numbers {shape}, the class of each pixel")
-        known, about = ((ids >= 0) & (ids < self.classes)).all(), f"ids other than 0 to {self.classes - 1}"
+            actual = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"{returned} {actual}: expected whole numbers {shape}, the class of each pixel")
+        is_valid = ((ids >= 0) & (ids < self.classes)).all()
+        message = f"{returned} ids other than 0 to {self.classes - 1}"
         if ids.is_cuda:
-            assert_on_device(known, f"{whose} {about}")
-        elif not known:
-            raise ValueError(f"{whose} {about}")
+            assert_on_device(is_valid, message)
+        elif not is_valid:
+            raise ValueError(message)
         return ids
 
     def _read_by(self, module: nn.Module) -> list[Feature]:
@@ -149,37 +154,42 @@ class SegmentationNetwork(nn.Module):
             cells: in eval mode too, the logits of the cells, at least in float32.
         """
         stride = None if upsampling == STRETCHED else self.stride
-        auxiliary = self.auxiliaries if self.training else []
-        others: tuple[Output, ...] = ()
-        if not auxiliary and not hasattr(self.head, "reads"):
-            logits = self._classified(self.head(self.body(images if stride is None else _padded(images, self.grid))))
+        grid = None if stride is None else self.grid
+        size = images.shape[2:]
+        auxiliaries = self.auxiliaries if self.training else []
+        auxiliary_outputs: tuple[Output, ...] = ()
+        if not auxiliaries and not hasattr(self.head, "reads"):
+            logits = self._classified(self.head(self.body(_padded(images, grid))))
         else:
-            logits, others = self._of_several(images if stride is None else _padded(images, self.grid), auxiliary)
+            logits, auxiliary_outputs = self._logits_of_several(_padded(images, grid), auxiliaries)
         if stride is not None:
-            logits = self._cut(logits, images.shape[2:], stride, self.head)
+            logits = self._cut(logits, size, stride, self.head)
         if self.training:
-            others = tuple(
-                one._replace(logits=self._cut(one.logits, images.shape[2:], one.stride, of))
-                for one, of in zip(others, auxiliary, strict=True)
+            auxiliary_outputs = tuple(
+                output._replace(logits=self._cut(output.logits, size, output.stride, module))
+                for output, module in zip(auxiliary_outputs, auxiliaries, strict=True)
             )
-            return Outputs(Output(logits, self.stride), others)
+            return Outputs(Output(logits, self.stride), auxiliary_outputs)
         if logits.dtype.itemsize < 4:
             logits = logits.float()  # in 16 bits, interpolated logits of two classes are often equal
-        return logits if cells else upsampled(logits, images.shape[2:], stride)
+        return logits if cells else upsampled(logits, size, stride)
 
-    def _of_several(self, images: Tensor, auxiliary: Sequence[nn.Module]) -> tuple[Tensor, tuple[Output, ...]]:
-        """The logits of a head that reads several features, or that has auxiliary ones; and the latter's."""
-        read: list[list[Feature]] = [self._read_by(module) for module in (self.head, *auxiliary)]
-        names = [feature.name for features in read for feature in features]
+    def _logits_of_several(self, images: Tensor, auxiliaries: Sequence[nn.Module]) -> tuple[Tensor, tuple[Output, ...]]:
+        """The logits of a head that reads several features or has `auxiliaries`; and the outputs of these."""
+        features_by_module: list[list[Feature]] = [self._read_by(module) for module in (self.head, *auxiliaries)]
+        names = [feature.name for features in features_by_module for feature in features]
         (last,) = features_read(self.body, (-1,), "")
-        maps = iter([self.body(images)] * len(names) if {*names} == {last.name} else self.body(images, names))
-        own, *further = [[next(maps) for _ in features] for features in read]
-        logits = self._classified(self.head(own if hasattr(self.head, "reads") else own[0]))
-        others = []
-        for module, features, (first, *_) in zip(auxiliary, further, read[1:], strict=True):
+        if {*names} == {last.name}:
+            maps: Iterator[Tensor] = repeat(self.body(images))
+        else:
+            maps = iter(self.body(images, names))
+        head_features, *auxiliary_features = [[next(maps) for _ in features] for features in features_by_module]
+        logits = self._classified(self.head(head_features if hasattr(self.head, "reads") else head_features[0]))
+        outputs = []
+        for module, features, (first, *_) in zip(auxiliaries, auxiliary_features, features_by_module[1:], strict=True):
             weight: Any = module.loss_weight
-            others.append(Output(module(features), first.stride, weight))
-        return logits, tuple(others)
+            outputs.append(Output(module(features), first.stride, weight))
+        return logits, tuple(outputs)
 
     def _classified(self, features: Tensor) -> Tensor:
         """ValueError: the head's result has other channels than its out_channels."""
@@ -188,15 +198,16 @@ class SegmentationNetwork(nn.Module):
             raise ValueError(f"{type(self.head).__name__} returned {features.shape[1]} channels: {expected}")
         return self.cls(features)
 
-    def _cut(self, logits: Tensor, size: Sequence[int], stride: int, of: nn.Module | None) -> Tensor:
+    def _cut(self, logits: Tensor, size: Sequence[int], stride: int, module: nn.Module | None) -> Tensor:
         """Logits of padded images, cut to the cells of images of `size`. ValueError: they have other cells."""
         if stride == self.grid:  # nothing to cut
             return logits
         padded = tuple(rounded_up(side, self.grid) // stride for side in size)
         if not torch.compiler.is_compiling() and tuple(logits.shape[2:]) != padded:
             raise ValueError(
-                f"{type(of).__name__} has {logits.shape[2]}x{logits.shape[3]} cells for images of {size[0]}x{size[1]} "
-                f"pixels: expected {padded[0]}x{padded[1]}, as those of the first feature that it reads"
+                f"{type(module).__name__} has {logits.shape[2]}x{logits.shape[3]} cells for images of "
+                f"{size[0]}x{size[1]} pixels: expected {padded[0]}x{padded[1]}, as those of the first feature that it "
+                f"reads"
             )
         height, width = (rounded_up(side, stride) // stride for side in size)
         if padded == (height, width) and not torch.compiler.is_exporting():  # a program is for all sizes
@@ -204,27 +215,30 @@ class SegmentationNetwork(nn.Module):
         return logits[..., :height, :width]
 
 
-def features_read(body: Any, reads: Sequence[int], by: str) -> list[Feature]:
+def features_read(body: Any, reads: Sequence[int], reader: str) -> list[Feature]:
     """The features of a body that `reads` names.
 
     Each entry is a stride, of which the last such feature is taken, or below 0 a place from the end: -1 is the last.
-    ValueError, naming what reads it (`by`): the body lacks one. A body without `feature_info` has its result alone.
+    ValueError, naming the `reader`: the body lacks one. A body without `feature_info` has its result alone.
     """
-    if not isinstance(reads, Sequence) or not all(type(each) is int and each for each in reads) or not reads:
+    if not isinstance(reads, Sequence) or not all(type(read) is int and read for read in reads) or not reads:
         raise ValueError(
-            f"{by} has reads={reads!r}: expected strides above 0, or places from the end below 0, such as (4, -1)"
+            f"{reader} has reads={reads!r}: expected strides above 0, or places from the end below 0, such as (4, -1)"
         )
     channels = getattr(body, "out_channels", 0)  # which only heads that are yet to be built need
-    known = getattr(body, "feature_info", None) or (Feature("last", channels, body.output_stride),)
-    found = []
-    for each in reads:
-        fitting = [feature for feature in known if feature.stride == each] or [*known[each:][:1]] * (each < 0)
-        if not fitting or each < -len(known):
-            listed = ", ".join(f"{feature.name} (stride {feature.stride})" for feature in known)
-            what = f"features of stride {each}" if each > 0 else f"the feature at place {each} from the end"
-            raise ValueError(f"{by} reads {what}, which {type(body).__name__} lacks: it has {listed}")
-        found.append(fitting[-1])
-    return found
+    features = getattr(body, "feature_info", None) or (Feature("last", channels, body.output_stride),)
+    chosen = []
+    for read in reads:
+        if read > 0:
+            candidates = [feature for feature in features if feature.stride == read]
+        else:
+            candidates = [features[read]] if -len(features) <= read < 0 else []
+        if not candidates:
+            listed = ", ".join(f"{feature.name} (stride {feature.stride})" for feature in features)
+            description = f"features of stride {read}" if read > 0 else f"the feature at place {read} from the end"
+            raise ValueError(f"{reader} reads {description}, which {type(body).__name__} lacks: it has {listed}")
+        chosen.append(candidates[-1])
+    return chosen
 
 
 def upsampled(logits: Tensor, size: Sequence[int], stride: int | None) -> Tensor:
@@ -247,12 +261,14 @@ def rounded_up(side: int, stride: int) -> int:
     return (side + stride - 1) // stride * stride
 
 
-def _padded(images: Tensor, stride: int) -> Tensor:
-    """Images (N, C, H, W) up to multiples of `stride` pixels: their last rows and columns are repeated.
+def _padded(images: Tensor, stride: int | None) -> Tensor:
+    """Images (N, C, H, W) up to multiples of `stride` pixels: their last rows and columns are repeated. None: as is.
 
     Zeros score the same within the noise of a training (docs/results/camvid.md, "Images of any size"). Without padding,
     networks that pad like TensorFlow shift: their padding depends on the size.
     """
+    if stride is None:
+        return images
     height, width = images.shape[2:]
     below, right = -height % stride, -width % stride
     if torch.compiler.is_exporting():  # a program for all sizes cannot ask whether there is a remainder
@@ -260,6 +276,6 @@ def _padded(images: Tensor, stride: int) -> Tensor:
         return padded[..., : rounded_up(height, stride), : rounded_up(width, stride)]
     if not below and not right:
         return images
-    last = images.is_contiguous(memory_format=torch.channels_last)
+    is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
     padded = F.pad(images, (0, right, 0, below), mode="replicate")  # on CUDA never in channels_last
-    return padded.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return padded.contiguous(memory_format=torch.channels_last if is_channels_last else torch.contiguous_format)

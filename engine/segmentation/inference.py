@@ -128,7 +128,7 @@ def predict(
     where = f"while {what} of {height}x{width} pixels {was} evaluated. {forward.memory_advice}"
     with memory_errors(where), torch.inference_mode():
         if views.is_single_pass(size) and values <= _MOST_SCORES:
-            parts = iter([forward(images, at=size, antialias=views.antialias, **views.options())])
+            parts = iter([forward(images, size=size, antialias=views.antialias, **views.options())])
         elif views.is_single_pass(size) and views.upsampling == EXACT:
             parts = _own_scores(forward, images, size, views)
         else:
@@ -160,7 +160,7 @@ def _at_own_size(scores: Tensor, top: int, size: tuple[int, int], own_size: tupl
 
 def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
     """Logits (N, classes, rows, W) of a single pass at `size`, some rows at a time, bitwise the network's own."""
-    cells = forward(images, at=size, antialias=views.antialias, cells=True)
+    cells = forward(images, size=size, antialias=views.antialias, cells=True)
     (count, classes, height, width), (_, stride, _) = cells.shape, resolution(forward)
     rows = max(1, _SCORES_AT_ONCE // (count * classes * width * stride**2))  # of cells
     for top in range(0, height, rows):

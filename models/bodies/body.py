@@ -62,9 +62,11 @@ class Body(nn.Module):
     @property
     def feature_info(self) -> tuple[Feature, ...]:
         """See the attributes. ValueError: a subclass has no stages, and neither `maps` nor `forward`."""
-        own = type(self)
-        if not self._feature_info and own.forward is Body.forward and own.maps is Body.maps:
-            raise ValueError(f"{own.__name__} has neither forward() nor maps(), and notes no stages: see note_stages()")
+        body = type(self)
+        if not self._feature_info and body.forward is Body.forward and body.maps is Body.maps:
+            raise ValueError(
+                f"{body.__name__} has neither forward() nor maps(), and notes no stages: see note_stages()"
+            )
         return self._feature_info or (Feature("last", self.out_channels, self.output_stride),)
 
     def note_stages(self, stem_stride: int, channels: Iterable[int], strides: Iterable[int]) -> None:
@@ -82,12 +84,12 @@ class Body(nn.Module):
         if features is None:
             (last,) = self.maps(images, [len(self.feature_info)])
             return self.classified(last)
-        known = [feature.name for feature in self.feature_info]
-        if not features or {*features} - {*known}:
-            raise ValueError(f"features={tuple(features)}: {type(self).__name__} has {', '.join(known)}")
-        ends = sorted({known.index(name) + 1 for name in features})
+        names = [feature.name for feature in self.feature_info]
+        if not features or {*features} - {*names}:
+            raise ValueError(f"features={tuple(features)}: {type(self).__name__} has {', '.join(names)}")
+        ends = sorted({names.index(name) + 1 for name in features})
         maps = dict(zip(ends, self.maps(images, ends), strict=True))
-        return tuple(maps[known.index(name) + 1] for name in features)
+        return tuple(maps[names.index(name) + 1] for name in features)
 
     def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
         """The features with these numbers, counted from 1, ascending: of the stages, up to the last of `ends`.

@@ -34,7 +34,8 @@ class DenseModule(nn.Module):
 
     def __init__(self, in_channels: int, layers: int, *, growth: int, norm_act: NormAct, dilation: int = 1):
         super().__init__()
-        self.convs1, self.convs3 = nn.ModuleList(), nn.ModuleList()
+        self.convs1 = nn.ModuleList()
+        self.convs3 = nn.ModuleList()
         middle = BOTTLENECK * growth
         for channels in range(in_channels, in_channels + layers * growth, growth):
             conv1 = nn.Conv2d(channels, middle, 1, bias=False)
@@ -53,8 +54,8 @@ class DenseModule(nn.Module):
 
         A checkpointed layer saves only x_j, so a module's bytes grow in proportion to its layers.
         """
-        starts = [transition] + [None] * (len(self.convs1) - 1)
-        return [partial(_layer, *parts) for parts in zip(starts, self.convs1, self.convs3, strict=True)]
+        pairs = zip(self.convs1, self.convs3, strict=True)
+        return [partial(_layer, None if index else transition, *convs) for index, convs in enumerate(pairs)]
 
 
 class DenseNet(Body):
@@ -89,7 +90,8 @@ class DenseNet(Body):
         strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=stem_norm, in_channels=in_channels)
-        in_channels, widths = stem_channels, []
+        in_channels = stem_channels
+        widths = []
         for number, (layers, (stride, dilation)) in enumerate(zip(structure, strides, strict=True), start=2):
             if number > 2:
                 self.add_module(f"tra{number - 1}", _transition(in_channels, stride, norm_act))
@@ -108,7 +110,7 @@ class DenseNet(Body):
         transitions = [None, *(getattr(self, f"tra{number}") for number in range(2, self.stages + 1))]
         pairs: Any = zip(transitions, self.stage_modules(), strict=True)
         if self.recompute == "none":
-            return [[partial(chain, *(each for each in pair if each is not None))] for pair in pairs]
+            return [[partial(chain, *(module for module in pair if module is not None))] for pair in pairs]
         return [module.layers(transition) for transition, module in pairs]
 
 

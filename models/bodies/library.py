@@ -27,8 +27,8 @@ from models.recomputation import chain, run_blocks
 LIBRARY_ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU}
 SIDE = 64  # pixels of the example that a new body runs on
 _HEADS = ("avgpool", "classifier", "fc", "flatten", "head", "heads")  # of torchvision's networks
-_OF_THE_LAYER = ("num_features", "eps", "affine", "track_running_stats", "activation", "activation_param")
-_OF_THE_CONVOLUTION = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+_KEPT_NORM_OPTIONS = ("num_features", "eps", "affine", "track_running_stats", "activation", "activation_param")
+_CONVOLUTION_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 _EXPECTED = "expected a network of convolutions, such as resnet50 or convnext_tiny"
 _RELU = partial(ABN, activation="relu")
 
@@ -77,7 +77,7 @@ class LibraryBody(Body):
         instead: str = "use ABN",
     ):
         super().__init__()
-        here = torch.empty(0)
+        default_tensor = torch.empty(0)  # on the default device, perhaps fake
         # Constructors and examples compute with values, which fake and meta tensors lack.
         with with_dispatch_modes_off(), torch.device("cpu"):
             layers = make(network) if in_channels == 3 else make(network, in_channels=in_channels)
@@ -87,7 +87,8 @@ class LibraryBody(Body):
             for name, layer in layers.items():
                 self.add_module(name, layer)
             self.order = tuple(layers)
-            self.classifier, self.rounds_up = None, True
+            self.classifier = None
+            self.rounds_up = True
             channels, self.output_stride = self._dilate(torch.zeros(1, in_channels, SIDE, SIDE), output_stride, network)
             try:  # one pixel more leaves a remainder at every stride
                 with torch.no_grad():
@@ -101,10 +102,10 @@ class LibraryBody(Body):
             self.add_classifier(channels, classes)
             if self.classifier is not None:
                 initialise(self.classifier)
-        if type(here) is not Tensor or here.is_meta:
+        if type(default_tensor) is not Tensor or default_tensor.is_meta:
             self._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         else:
-            self.to(here.device)
+            self.to(default_tensor.device)
 
     def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
         """See `Body.maps`. ValueError: a later part writes over one of them."""
@@ -114,8 +115,8 @@ class LibraryBody(Body):
         chosen = [self._ends[end - 1] for end in ends]
         between = pairwise([0, *(end for end, _ in chosen)])  # numbers of parts
         segments = [partial(self._run_parts, begin, end) for begin, end in between]
-        found = [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
-        return [x.movedim(-1, 1) if is_last else x for x, (_, is_last) in zip(found, chosen, strict=True)]
+        features = [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
+        return [x.movedim(-1, 1) if is_last else x for x, (_, is_last) in zip(features, chosen, strict=True)]
 
     def _run_parts(self, begin: int, end: int, x: Tensor) -> Tensor:
         """Run parts from `begin` to `end`. Layers before the first block and after the last are never checkpointed.
@@ -127,21 +128,21 @@ class LibraryBody(Body):
         blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
         # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
         cuts = [min(max(cut, begin), end) for cut in (blocks[0], *(index + 1 for index in blocks))]
-        units = [partial(chain, *parts[one:other]) for one, other in pairwise(cuts) if one < other]
+        units = [partial(chain, *parts[start:stop]) for start, stop in pairwise(cuts) if start < stop]
         ((x,),) = run_blocks(units, chain(*parts[begin : cuts[0]], x), self.recompute)
         return chain(*parts[cuts[-1] : end], x)
 
     def _whole(self, begin: int, end: int) -> list[nn.Module]:
         """Parts from `begin` to `end`; all of a module's are the module, so that its hooks fire."""
-        found: list[nn.Module] = []
+        modules: list[nn.Module] = []
         index = 0
         for name in self.order:
             module = getattr(self, name)
             parts = [part for _, part in _parts(name, module)]
             is_whole = begin <= index and index + len(parts) <= end
-            found += [module] if is_whole else parts[max(begin - index, 0) : max(end - index, 0)]
+            modules += [module] if is_whole else parts[max(begin - index, 0) : max(end - index, 0)]
             index += len(parts)
-        return found
+        return modules
 
     def parts(self) -> list[nn.Module]:
         """The blocks, and the single layers before and after them, in the order in which they run."""
@@ -155,18 +156,20 @@ class LibraryBody(Body):
     def _dilate(self, x: Tensor, output_stride: int, network: str) -> tuple[int, int]:
         """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride.
 
-        Sets `feature_info`: features, which no part after them overwrites, the numbers of parts where they end, and
-        whether they are maps (N, H, W, C).
+        Sets `feature_info` (features, which no part after them overwrites), and `_ends`: the numbers of parts where
+        they end, and whether they are (N, H, W, C).
         """
-        dilation, pooling = 1, ""
+        dilation = 1
+        pooling = ""  # the type of the first part that strides and cannot be dilated
         names = [name for name, _ in self.named_parts()]
         features: list[Feature] = []
         self._ends: list[tuple[int, bool]] = []
 
-        def note(end: int, own: Tensor) -> None:
-            name, y = _name_of_feature(names[end - 1], names, features), _channels_first(own)
+        def note(end: int, output: Tensor) -> None:
+            name = _name_of_feature(names[end - 1], names, features)
+            y = _channels_first(output)
             features.append(Feature(name, y.shape[1], SIDE // y.shape[-1]))
-            self._ends.append((end, y is not own))
+            self._ends.append((end, y is not output))
 
         try:
             for index, part in enumerate(self.eval().parts()):
@@ -178,19 +181,26 @@ class LibraryBody(Body):
                 if dilation * stride > 1:
                     _dilate(part, x, dilation, stride)
                     try:
-                        y, dilation = part(x), dilation * stride
+                        y = part(x)
+                        dilation *= stride
                     except RuntimeError:  # its shortcut pools, and still strides
                         pooling = pooling or type(part).__name__
                 if SIDE > output_stride * _cells(y):
                     pooling = pooling or type(part).__name__
                 x = y
             note(len(names), x)
-            channels, cells, self._feature_info = features[-1].channels, _cells(x), tuple(features)
+            cells = _cells(x)
         except Exception as error:  # a module may raise anything
             raise ValueError(
                 f"{network} does not run its {', '.join(self.order)} one after the other ({type(error).__name__}): "
                 f"{_EXPECTED}"
             ) from error
+        self._feature_info = tuple(features)
+        self._check_strides(network, cells, pooling, output_stride)
+        return features[-1].channels, SIDE // cells
+
+    def _check_strides(self, network: str, cells: int, pooling: str, output_stride: int) -> None:
+        """ValueError: an image does not end in a whole number of cells, or `pooling`, a type, cannot be dilated."""
         stride, remainder = divmod(SIDE, cells)
         if remainder:
             raise ValueError(f"{network} has {cells} cells for {SIDE} pixels: expected a network that halves exactly")
@@ -205,7 +215,6 @@ class LibraryBody(Body):
                 f"{network} cannot be dilated to output_stride={output_stride}, because its {pooling} strides without "
                 f"a convolution: give output_stride={stride}{ours}"
             )
-        return channels, stride
 
 
 def _of_torchvision(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
@@ -228,13 +237,15 @@ def _of_timm(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
 
     name, _, tag = re.sub("^(hf[-_]hub:)?timm/", "", network).partition(".")
     _check_name(name, timm.list_models(), "timm")
-    known = timm.list_pretrained(f"{name}.*")
-    if network not in (name, *known):
-        last = f"; body.last={tag} ends with a part of it" * bool(tag and f"{name}.{tag}" not in known)
-        raise ValueError(f"network={network}: expected {name}{last}, or with a tag of its weights: {', '.join(known)}")
+    tagged_names = timm.list_pretrained(f"{name}.*")
+    if network not in (name, *tagged_names):
+        advice = f"; body.last={tag} ends with a part of it" if tag and f"{name}.{tag}" not in tagged_names else ""
+        tags = ", ".join(tagged_names)
+        raise ValueError(f"network={network}: expected {name}{advice}, or with a tag of its weights: {tags}")
     try:
         whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,), in_chans=in_channels).eval()
-        layers, example = dict(whole.named_children()), torch.ones(1, in_channels, SIDE, SIDE)
+        layers = dict(whole.named_children())
+        example = torch.ones(1, in_channels, SIDE, SIDE)
         with torch.no_grad():
             *_, features = whole(example)
             if not torch.equal(chain(*layers.values(), example), features):
@@ -249,41 +260,44 @@ def _of_timm(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
 
 def _exchange_input(network: nn.Module, in_channels: int) -> None:
     """Exchange the first convolution, of three channels, for one of `in_channels` with the same options."""
-    found = ((name, each) for name, each in network.named_modules() if isinstance(each, nn.Conv2d))
-    name, old = next(found)
-    own: dict[str, Any] = {option: getattr(old, option) for option in _OF_THE_CONVOLUTION}
-    new = nn.Conv2d(in_channels, old.out_channels, bias=old.bias is not None, **own)
-    initialise(new)
-    network.set_submodule(name, new)
+    convs = ((name, module) for name, module in network.named_modules() if isinstance(module, nn.Conv2d))
+    name, conv = next(convs)
+    options: dict[str, Any] = {option: getattr(conv, option) for option in _CONVOLUTION_OPTIONS}
+    new_conv = nn.Conv2d(in_channels, conv.out_channels, bias=conv.bias is not None, **options)
+    initialise(new_conv)
+    network.set_submodule(name, new_conv)
 
 
-torchvision_body, timm_body = partial(LibraryBody, make=_of_torchvision), partial(LibraryBody, make=_of_timm)
+torchvision_body = partial(LibraryBody, make=_of_torchvision)
+timm_body = partial(LibraryBody, make=_of_timm)
 
 
-def _up_to(layers: Mapping[str, nn.Module], last: str, of: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """The layers up to the part `last`, and the names of the parts after it. `of` begins messages."""
+def _up_to(layers: Mapping[str, nn.Module], last: str, subject: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+    """The layers up to the part `last`, and the names of the parts after it. `subject` begins messages."""
     first, _, inner = last.partition(".")
     if first not in layers:
-        raise ValueError(f"{of} has no such part; expected one of {', '.join(layers)}, or a part of these")
+        raise ValueError(f"{subject} has no such part; expected one of {', '.join(layers)}, or a part of these")
     names = list(layers)
     end = names.index(first)
-    kept, behind = {name: layers[name] for name in names[:end]}, names[end + 1 :]
+    kept = {name: layers[name] for name in names[:end]}
+    later_names = names[end + 1 :]
     part = layers[first]
     if inner:
         children = dict(part.named_children()) if type(part) is nn.Sequential else {}
-        below, others = _up_to(children, inner, of)
-        part, behind = nn.Sequential(OrderedDict(below)), [f"{first}.{name}" for name in others] + behind
-    return kept | {first: part}, tuple(behind)
+        kept_children, later_children = _up_to(children, inner, subject)
+        part = nn.Sequential(OrderedDict(kept_children))
+        later_names = [f"{first}.{name}" for name in later_children] + later_names
+    return kept | {first: part}, tuple(later_names)
 
 
-def _check_name(network: str, known: Sequence[str], library: str) -> None:
-    if network not in known:
-        nearest = ", ".join(difflib.get_close_matches(network, known, n=5, cutoff=0))
+def _check_name(network: str, names: Sequence[str], library: str) -> None:
+    if network not in names:
+        nearest = ", ".join(difflib.get_close_matches(network, names, n=5, cutoff=0))
         raise ValueError(f"network={network}: {library} has no such network; the nearest are {nearest}")
 
 
 def _channels_first(square: Tensor) -> Tensor:
-    """The map of a square image as (N, C, H, W); Swin's are (N, H, W, C)."""
+    """The features of a square image as (N, C, H, W); Swin's are (N, H, W, C)."""
     return square.movedim(-1, 1) if square.shape[1] == square.shape[2] != square.shape[-1] else square
 
 
@@ -297,14 +311,15 @@ def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     if not in_order or not any(child._modules for child in children):
         return [(name, module)]
-    return [part for own, child in module.named_children() for part in _parts(f"{name}.{own}", child)]
+    return [part for child_name, child in module.named_children() for part in _parts(f"{name}.{child_name}", child)]
 
 
 def _name_of_feature(part: str, names: Sequence[str], earlier: Sequence[Feature]) -> str:
     """The name of the largest module that ends with a part and has no earlier feature."""
-    while parent := part.rpartition(".")[0]:
+    while "." in part:
+        parent = part.rpartition(".")[0]
         *_, last = (name for name in names if name.startswith((f"{part}.", f"{parent}.")))
-        if not f"{last}.".startswith(f"{part}.") or any(each.name.startswith(f"{parent}.") for each in earlier):
+        if not f"{last}.".startswith(f"{part}.") or any(feature.name.startswith(f"{parent}.") for feature in earlier):
             break
         part = parent
     return part
@@ -327,25 +342,25 @@ def _dilate(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
     for conv in cells:
         if stride > 1:
             conv.stride = (1, 1)
-        by = dilation * min(stride, max(1, round(x.shape[-1] / cells[conv])))
+        factor = dilation * min(stride, max(1, round(x.shape[-1] / cells[conv])))
         if any(side % 2 == 0 for side in conv.kernel_size):
             conv.padding = "same"
         elif not isinstance(conv.padding, str):
-            conv.padding = tuple(by * padding for padding in conv.padding)
-        conv.dilation = tuple(by * own for own in conv.dilation)
+            conv.padding = tuple(factor * padding for padding in conv.padding)
+        conv.dilation = tuple(factor * spacing for spacing in conv.dilation)
 
 
 def _exchange_activations(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
     """Replace ReLUs and ReLU6s by the activation that `norm_act` gives its norms. Returns remarks."""
-    norm: Any = norm_act(1)
+    template: Any = norm_act(1)
     replaced: list[str] = []
-    for parent in list(body.modules()) if norm.activation != "relu" else ():
+    for parent in list(body.modules()) if template.activation != "relu" else ():
         for name, child in parent.named_children():
             if type(child) in (nn.ReLU, nn.ReLU6):
-                activation = LIBRARY_ACTIVATIONS[norm.activation](norm.activation_param, inplace=child.inplace)
+                activation = LIBRARY_ACTIVATIONS[template.activation](template.activation_param, inplace=child.inplace)
                 setattr(parent, name, activation)
                 replaced.append(type(child).__name__)
-    new = f"{norm.activation}({norm.activation_param})"
+    new = f"{template.activation}({template.activation_param})"
     return tuple(
         f"{count} {kind}s became {new}, so trained weights only start there"
         for kind, count in Counter(replaced).items()
@@ -361,23 +376,27 @@ class _WithActivation(ABN):
         return self.act(super().forward(x))
 
 
-def _exchange_norms(body: LibraryBody, norm_act: NormAct, own_momentum: bool, of: str, instead: str) -> tuple[str, ...]:
+def _exchange_norms(
+    body: LibraryBody, norm_act: NormAct, own_momentum: bool, network: str, instead: str
+) -> tuple[str, ...]:
     """Replace batch normalisations by norms with the options of `norm_act`'s, see `LibraryBody`. Returns remarks."""
-    made = norm_act(1)
-    if type(made) not in (ABN, InPlaceABN):
-        raise ValueError(f"norm_act made a {type(made).__name__}: a network of another library needs ABN or InPlaceABN")
-    kept = {*_OF_THE_LAYER, *(["momentum"] if own_momentum else [])}
+    template = norm_act(1)
+    if type(template) not in (ABN, InPlaceABN):
+        kind = type(template).__name__
+        raise ValueError(f"norm_act made a {kind}: a network of another library needs ABN or InPlaceABN")
+    kept = {*_KEPT_NORM_OPTIONS, *(["momentum"] if own_momentum else [])}
 
     def options(cls: type[nn.Module]) -> dict[str, Any]:
-        return {name: getattr(made, name) for name in inspect.signature(cls).parameters if name not in kept}
+        return {name: getattr(template, name) for name in inspect.signature(cls).parameters if name not in kept}
 
     remarks: tuple[str, ...] = ()
-    if isinstance(made, InPlaceABN):
+    if isinstance(template, InPlaceABN):
         reports: list[ConversionReport] = []
         to_inplace(body, report=reports.append)
-        replaced, norms = len(reports[0].replaced), len(reports[0].replaced) + len(reports[0].kept)
+        replaced = len(reports[0].replaced)
+        norms = replaced + len(reports[0].kept)
         if not replaced:
-            raise ValueError(f"{of} has no norm that can be in place: {instead}")
+            raise ValueError(f"{network} has no norm that can be in place: {instead}")
         remarks = (f"{replaced} of {norms} norms are in place; elsewhere it would be wrong or save nothing",)
     for parent in list(body.modules()):
         for name, norm in parent.named_children():

@@ -48,10 +48,11 @@ class ResNet(Body):
         strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=not preactivation, in_channels=in_channels)
-        widths, kind = [stem_channels], IdentityResidualBlock if preactivation else ResidualBlock
+        widths = [stem_channels]
+        block = partial(IdentityResidualBlock if preactivation else ResidualBlock, norm_act=norm_act)
         for index, (blocks, (stride, dilation)) in enumerate(zip(structure, strides, strict=True)):
             convs = Convolutions(widths[-1], [c * 2**index for c in base_channels], stride, dilation, groups)
-            self.add_module(f"mod{index + 2}", residual_stage(partial(kind, norm_act=norm_act), convs, blocks))
+            self.add_module(f"mod{index + 2}", residual_stage(block, convs, blocks))
             widths.append(convs.channels[-1])
         self.bn_out = norm_act(widths[-1]) if preactivation else None
         self.note_stages(STEM_STRIDES[stem], widths[1:], (stride for stride, _ in strides))

@@ -78,7 +78,10 @@ class RevNet(Body):
         """See `Body.maps`."""
         if not self.reversible:
             return super().maps(images, ends)
-        blocks, begin, maps, x = self.reversible_blocks, 0, [], images
+        blocks = self.reversible_blocks
+        x = images
+        maps = []
+        begin = 0
         for number in ends:
             # Blocks after the stages up to this one. The chain goes on from what was returned, which it does not free.
             end = len(blocks) - sum(map(len, self.stage_modules()[number:]))

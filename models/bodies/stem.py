@@ -73,7 +73,8 @@ def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: i
             f"stem of stride {stem_stride}; 8 is usual for segmentation, 32 for classification"
         )
     stages = []
-    reached, dilation = stem_stride, 1
+    reached = stem_stride
+    dilation = 1
     for stride in strides:
         if reached < output_stride:
             reached *= stride

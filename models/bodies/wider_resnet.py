@@ -54,7 +54,8 @@ class WiderResNet(Body):
             if len(values) != 6:
                 raise ValueError(f"{name}={tuple(values)}: expected six values, for mod2 … mod7")
         pooled, strides = _downsampling(downsampling, output_stride)
-        self.stages, self.output_stride = 6, output_stride
+        self.stages = 6
+        self.output_stride = output_stride
         self.mod1 = nn.Sequential(OrderedDict(conv1=nn.Conv2d(in_channels, stem_channels, 3, padding=1, bias=False)))
         in_channels = stem_channels
         stages = zip(structure, channels, strides, dropout, strict=True)
@@ -75,9 +76,9 @@ class WiderResNet(Body):
         """See `Body.stage_units`."""
         stages: list[list[Block]] = []
         for number, stage in enumerate(self.stage_modules(), start=2):
-            first, *others = units_of(stage, self.recompute)
+            first, *later_units = units_of(stage, self.recompute)
             pool = getattr(self, f"pool{number}", None)
-            stages.append([first if pool is None else partial(chain, pool, first), *others])
+            stages.append([first if pool is None else partial(chain, pool, first), *later_units])
         return stages
 
 

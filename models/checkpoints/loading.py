@@ -67,18 +67,18 @@ def load_by_name(
 
     ValueError: the tensors do not fit; the network is unchanged.
     """
-    own = network.state_dict()
-    tensors, spread = _spread(own, _named_as_in(own, tensors), channels)
-    reasons = {key: _reason_to_skip(key, tensor, own) or skip(key, tensor) for key, tensor in tensors.items()}
+    state = network.state_dict()
+    tensors, spread = _spread(state, _named_as_in(state, tensors), channels)
+    reasons = {key: _reason_to_skip(key, tensor, state) or skip(key, tensor) for key, tensor in tensors.items()}
     skipped = {key: reason for key, reason in reasons.items() if reason is not None}
     wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
 
-    new = [key for key in own if key not in wanted]
+    new = [key for key in state if key not in wanted]
     with_head = any(key.startswith("head.") for key in wanted)
-    misfits = [f"{key} has no place in the network" for key in wanted if key not in own]
+    misfits = [f"{key} has no place in the network" for key in wanted if key not in state]
     for key, tensor in wanted.items():
-        if key in own and own[key].shape != tensor.shape:
-            misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
+        if key in state and state[key].shape != tensor.shape:
+            misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(state[key])} in the network")
     # The counts are used only without momentum; older programs did not save them.
     needed = (
         key for key in new if is_of_body(key) or (with_head and key.startswith("head.") and not is_auxiliary(key))
@@ -86,12 +86,13 @@ def load_by_name(
     misfits += [f"{key} is not in the file" for key in needed if not key.endswith("num_batches_tracked")]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
-    if broken := not_finite(wanted):
+    broken = not_finite(wanted)
+    if broken:
         raise ValueError(
             f"{name} has infinite or NaN weights: {listed(broken)}. It was saved after an overflow, or is damaged: "
             f"give an earlier checkpoint, or copy it again"
         )
-    network.load_state_dict({**own, **wanted})
+    network.load_state_dict({**state, **wanted})
     return Loaded(source, list(wanted), skipped, new, (*remarks, *spread))
 
 
@@ -154,17 +155,25 @@ def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[di
     names share; tensors with another prefix are left out. So is the counter of AveragedModel. `parts`: first parts of
     names that belong to the network.
     """
-    found = {tuple(name.split(".")): tensor for name, tensor in tensors.items() if not name.endswith("n_averaged")}
-    taken = [wrapper for wrapper in WRAPPERS if any(wrapper in name for name in found)]
-    plain = {tuple(part for part in name if part not in WRAPPERS): tensor for name, tensor in found.items()}
-    found, taken = (plain, taken) if len(plain) == len(found) else (found, [])
-    prefix = _prefix([*found], parts)
-    taken += [".".join(prefix)] * bool(prefix)
-    below = {".".join(name[len(prefix) :]): t for name, t in found.items() if name[: len(prefix)] == prefix}
-    others = [".".join(name) for name in found if name[: len(prefix)] != prefix]
-    remarks = [f"names without {', '.join(f'{part}.' for part in taken)}, which other programs add"] * bool(taken)
-    remarks += [f"EMA weights, of {'.'.join(prefix)}"] * any(map(_is_average, prefix))
-    remarks += [f"skipped {listed(others)}: not below {'.'.join(prefix)}"] * bool(others)
+    paths = {tuple(name.split(".")): tensor for name, tensor in tensors.items() if not name.endswith("n_averaged")}
+    removed = [wrapper for wrapper in WRAPPERS if any(wrapper in path for path in paths)]
+    plain_paths = {tuple(part for part in path if part not in WRAPPERS): tensor for path, tensor in paths.items()}
+    if len(plain_paths) == len(paths):
+        paths = plain_paths
+    else:  # two names would be the same
+        removed = []
+    prefix = _prefix([*paths], parts)
+    if prefix:
+        removed.append(".".join(prefix))
+    below = {".".join(path[len(prefix) :]): t for path, t in paths.items() if path[: len(prefix)] == prefix}
+    unrelated = [".".join(path) for path in paths if path[: len(prefix)] != prefix]
+    remarks = []
+    if removed:
+        remarks.append(f"names without {', '.join(f'{part}.' for part in removed)}, which other programs add")
+    if any(map(_is_average, prefix)):
+        remarks.append(f"EMA weights, of {'.'.join(prefix)}")
+    if unrelated:
+        remarks.append(f"skipped {listed(unrelated)}: not below {'.'.join(prefix)}")
     return below, tuple(remarks)
 
 
@@ -176,7 +185,7 @@ def _prefix(names: Sequence[tuple[str, ...]], parts: Collection[str]) -> tuple[s
     ahead = Counter(
         tuple(takewhile(lambda part: part not in parts, name)) for name in names if not {*name}.isdisjoint(parts)
     )
-    prefixes = sorted(ahead.items(), key=lambda entry: (entry[1], any(map(_is_average, entry[0]))))
+    prefixes = sorted(ahead.items(), key=lambda pair: (pair[1], any(map(_is_average, pair[0]))))
     for prefix, count in prefixes[-1:]:
         if 2 * count >= sum(name[: len(prefix)] == prefix for name in names):
             return prefix
@@ -199,20 +208,20 @@ def is_of_classifier(name: str) -> bool:
     return name.startswith("cls.") or "classifier" in name.split(".")
 
 
-def _named_as_in(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _named_as_in(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Add or remove the prefix of a body in a whole network."""
-    if tensors.keys() & own.keys():
+    if tensors.keys() & state.keys():
         return dict(tensors)
     of_whole = any(name.startswith(("body.", "head.", "cls.")) for name in tensors)
-    if _has_body(own) and not of_whole:
+    if _has_body(state) and not of_whole:
         return {f"body.{name}": tensor for name, tensor in tensors.items()}
-    if not _has_body(own) and of_whole:
+    if not _has_body(state) and of_whole:
         return {name.removeprefix("body."): tensor for name, tensor in tensors.items()}
     return dict(tensors)
 
 
 def _spread(
-    own: Mapping[str, Tensor], tensors: dict[str, Tensor], channels: int
+    state: Mapping[str, Tensor], tensors: dict[str, Tensor], channels: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Spread a convolution of three input channels over those of the network's, as timm does. Returns remarks too.
 
@@ -222,7 +231,7 @@ def _spread(
     of_images = []
     for name, tensor in tensors.items() if channels != 3 else ():
         expected = (*tensor.shape[:1], channels, *tensor.shape[2:])  # (out, channels, h, w)
-        if tensor.ndim == 4 and tensor.shape[1] == 3 and name in own and own[name].shape == expected:
+        if tensor.ndim == 4 and tensor.shape[1] == 3 and name in state and state[name].shape == expected:
             of_images.append(name)
     for name in of_images:
         weights = tensors[name]
@@ -239,11 +248,11 @@ def _has_body(names: Mapping[str, Tensor]) -> bool:
     return any(name.startswith("body.") for name in names)
 
 
-def _reason_to_skip(name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> str | None:
-    if name in own:
-        if is_of_classifier(name) and tensor.ndim and own[name].ndim and len(tensor) != len(own[name]):
-            return f"for {len(tensor)} classes: expected {len(own[name])}"
-    elif _has_body(own):
+def _reason_to_skip(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> str | None:
+    if name in state:
+        if is_of_classifier(name) and tensor.ndim and state[name].ndim and len(tensor) != len(state[name]):
+            return f"for {len(tensor)} classes: expected {len(state[name])}"
+    elif _has_body(state):
         if name.startswith("body.classifier."):
             return "it classifies whole images"
         if is_auxiliary(name):

@@ -43,10 +43,10 @@ def timm_tags(network: str) -> dict[Normalisation, list[str]]:
     """The tags of timm's weights of a plain name by their normalisation; none of NAME.TAG."""
     import timm
 
-    found: dict[Normalisation, list[str]] = {}
+    tags: dict[Normalisation, list[str]] = {}
     for name in timm.list_pretrained(f"{network}.*") if "." not in network else ():
-        found.setdefault(timm_normalisation(name), []).append(name.partition(".")[2])
-    return found
+        tags.setdefault(timm_normalisation(name), []).append(name.partition(".")[2])
+    return tags
 
 
 def timm_metadata(path: Path, content: object) -> Normalisation | None:
@@ -54,35 +54,37 @@ def timm_metadata(path: Path, content: object) -> Normalisation | None:
 
     ValueError: what they state is none.
     """
-    args, where = content.get("args") if isinstance(content, dict) else None, path
-    given = vars(args) if isinstance(args, Namespace) else {}
-    stated: Any = {key: value for key, value in given.items() if value is not None}
+    args = content.get("args") if isinstance(content, dict) else None
+    arguments = vars(args) if isinstance(args, Namespace) else {}
+    source = path
+    stated: Any = {key: value for key, value in arguments.items() if value is not None}
     with suppress(OSError, ValueError, KeyError, TypeError):  # as on the Hub
-        beside = path.parent / "config.json"
-        stated, where = json.loads(beside.read_text("utf-8"))["pretrained_cfg"], beside
+        config_path = path.parent / "config.json"
+        stated = json.loads(config_path.read_text("utf-8"))["pretrained_cfg"]
+        source = config_path
     texts: dict[str, Any] = {}
     if path.suffix == SAFETENSORS:
         with suppress(OSError, ValueError), open(path, "rb") as file:  # its header's size, and the header, of texts
             texts = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
             texts |= {key: json.loads(texts[key]) for key in _VALUES if key in texts}
     merged: dict[str, Any] = {}
-    for each in (stated, texts, texts.get("pretrained_cfg", {})):
-        if not isinstance(each, dict):
-            raise ValueError(f"{where}: pretrained_cfg={each}: expected a mapping with mean and std")
-        merged |= each
+    for values in (stated, texts, texts.get("pretrained_cfg", {})):
+        if not isinstance(values, dict):
+            raise ValueError(f"{source}: pretrained_cfg={values}: expected a mapping with mean and std")
+        merged |= values
     if {"mean", "std"} & merged.keys():
-        mean, std = (_of_channels(where, key, merged.get(key)) for key in Normalisation._fields)
+        mean, std = (_of_channels(source, key, merged.get(key)) for key in Normalisation._fields)
         return Normalisation(mean, std)
     return timm_normalisation(str(merged["model"])) if "." in str(merged.get("model", "")) else None
 
 
-def _of_channels(where: Path, key: str, values: Any) -> tuple[float, ...]:
+def _of_channels(source: Path, key: str, values: Any) -> tuple[float, ...]:
     """Numbers that a file states for the channels. ValueError: they are none, or a deviation is not above 0."""
     numbers = values if isinstance(values, list | tuple) else ()
     least = 0 if key == "mean" else sys.float_info.min
-    if not numbers or not all(type(each) in (int, float) and least <= each < math.inf for each in numbers):
-        above = ", above 0" * (key == "std")
-        raise ValueError(f"{where} states {key}={values}: expected a number for each channel{above}")
+    if not numbers or not all(type(number) in (int, float) and least <= number < math.inf for number in numbers):
+        above = ", above 0" if key == "std" else ""
+        raise ValueError(f"{source} states {key}={values}: expected a number for each channel{above}")
     return tuple(numbers)
 
 
@@ -91,27 +93,27 @@ def downloaded(library: str, network: str) -> Path:
 
     ValueError: there are no such weights, or they cannot be downloaded.
     """
-    where = f"the weights of {network}"
+    source = f"the weights of {network}"
     try:
         if library == "torchvision":
             from torchvision import models
 
-            where = models.get_model_weights(network).DEFAULT.url
+            source = models.get_model_weights(network).DEFAULT.url
         else:
             import timm
             from huggingface_hub import hf_hub_download
 
             config: Any = timm.get_pretrained_cfg(network, allow_unregistered=False)
-            where = config.url or f"{config.hf_hub_id}/model.safetensors"
+            source = config.url or f"{config.hf_hub_id}/model.safetensors"
             if not config.url:
                 return Path(hf_hub_download(config.hf_hub_id, "model.safetensors"))
-        path = Path(torch.hub.get_dir(), "checkpoints", where.rpartition("/")[2])
+        path = Path(torch.hub.get_dir(), "checkpoints", source.rpartition("/")[2])
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(where, str(path))
+            torch.hub.download_url_to_file(source, str(path))
         return path
     except Exception as error:  # of two libraries and the network
         raise ValueError(
-            f"{where} cannot be downloaded ({error or type(error).__name__}): fetch it elsewhere and give "
+            f"{source} cannot be downloaded ({error or type(error).__name__}): fetch it elsewhere and give "
             f"the file instead"
         ) from error

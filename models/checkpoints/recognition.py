@@ -25,15 +25,12 @@ def recognised(tensors: Mapping[str, Tensor]) -> Architecture:
     ValueError if no body of `models.bodies` has these tensors.
     """
     stem = tensors.get("mod1.conv1.weight")
-    blocks = {  # or layers: (2, "block1"), … in mod2, mod3, …
-        (int(match[1]), match[2])
-        for name in tensors
-        if (match := re.match(r"mod([2-9])\.(block\d+|convs1\.\d+)\.", name))
-    }
+    matches = (re.match(r"mod([2-9])\.(block\d+|convs1\.\d+)\.", name) for name in tensors)
+    blocks = {(int(match[1]), match[2]) for match in matches if match}  # or layers: (2, "block1"), … in mod2, mod3, …
     structure = [count for _, count in sorted(Counter(stage for stage, _ in blocks).items())]
     if stem is None or stem.ndim != 4 or not structure:
-        found = ", ".join(list(tensors)[:3]) or "nothing"
-        raise ValueError(f"expected tensors such as mod1.conv1.weight and mod2.…, found {found}")
+        actual = ", ".join(list(tensors)[:3]) or "nothing"
+        raise ValueError(f"expected tensors such as mod1.conv1.weight and mod2.…, found {actual}")
     fc = tensors.get("classifier.fc.weight")
     try:
         kind, options = _body(tensors)

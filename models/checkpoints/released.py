@@ -59,8 +59,14 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
     """
     path = Path(path)
     file = weights_in(read(path, str(path)), path, str(path), scale, otherwise="released")
-    source, advice = f"{path} (released)", f"The file holds {recognised(body_of(file.tensors))}"
-    return load_by_name(network, file.converted(), source=source, name=str(path), advice=advice, remarks=file.remarks)
+    return load_by_name(
+        network,
+        file.converted(),
+        source=f"{path} (released)",
+        name=str(path),
+        advice=f"The file holds {recognised(body_of(file.tensors))}",
+        remarks=file.remarks,
+    )
 
 
 def read(path: Path, name: str, advice: str | None = None) -> object:
@@ -91,39 +97,39 @@ def weights_in(
     """
     if scale not in (None, *SCALES):
         raise ValueError(f"{key}={scale}: expected one of {', '.join(SCALES)}")
-    tensors, of_names = _tensors(content, name)
-    entry = released_file(path)
-    if entry is not None and scale not in (None, entry.scale):
-        raise ValueError(f"{key}={scale} is wrong for {name}, {entry}; leave it out, or give {key}={entry.scale}")
-    taken = entry.scale if entry else scale or otherwise
-    if taken is None:
+    tensors, name_remarks = _tensors(content, name)
+    released = released_file(path)
+    if released is not None and scale not in (None, released.scale):
+        raise ValueError(f"{key}={scale} is wrong for {name}, {released}; leave it out, or give {key}={released.scale}")
+    used_scale = released.scale if released else scale or otherwise
+    if used_scale is None:
         raise ValueError(
             f"{name} is none of the released files, so its scales are not known: give {key}=released if it is of a "
             f"network with the release's in-place or synchronised layers (scale |weight| + eps), or {key}=raw with "
             f"its standard layers (scale weight)"
         )
     counted = [tensor for tensor in tensors if tensor.endswith("num_batches_tracked")]
-    if taken == "released" and counted:
+    if used_scale == "released" and counted:
         raise ValueError(
             f"{name} has {listed(counted)}, which the release's in-place layers lack: give {key}=raw if it is of a "
             f"network with standard batch normalisation"
         )
-    meaning = "|weight| + eps" if taken == "released" else "weight"
-    why = f"it is {entry}" if entry else f"as {key} says" if scale else "the default for other files"
-    remark = f"norms scale by {meaning} ({taken}): {why}"
-    return ReleasedWeights(tensors, taken, (remark, *of_names))
+    meaning = "|weight| + eps" if used_scale == "released" else "weight"
+    why = f"it is {released}" if released else f"as {key} says" if scale else "the default for other files"
+    remark = f"norms scale by {meaning} ({used_scale}): {why}"
+    return ReleasedWeights(tensors, used_scale, (remark, *name_remarks))
 
 
 def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of either layout under our names, and remarks about them. ValueError for another layout."""
-    state, averaged = state_dict_in(content)
-    remarks = dict.fromkeys(averaged)  # each once
+    state, average_remarks = state_dict_in(content)
+    remarks = dict.fromkeys(average_remarks)  # each once
 
     def renamed(tensors: Mapping) -> dict[str, Tensor]:
         """Names without wrappers' prefixes (the release writes module.) and without the old level."""
-        own = {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
-        names, of_names = unwrapped(own, PARTS)
-        remarks.update(dict.fromkeys(of_names))
+        unprefixed = {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
+        names, wrapper_remarks = unwrapped(unprefixed, PARTS)
+        remarks.update(dict.fromkeys(wrapper_remarks))
         return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}
 
     if isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in PARTS):
@@ -131,10 +137,10 @@ def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
     elif isinstance(state, Mapping):
         state = renamed(state)
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        found = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
+        actual = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
         raise ValueError(
             f"{name} does not have the layout of the release: expected a dictionary with state_dict, which holds "
-            f"tensors, or one dictionary for each of {', '.join(PARTS)}; found {found}"
+            f"tensors, or one dictionary for each of {', '.join(PARTS)}; found {actual}"
         )
     try:
         recognised(body_of(state))

@@ -20,8 +20,8 @@ class ReleasedFile(NamedTuple):
 
     def __str__(self) -> str:
         kind = {"imagenet": "ImageNet top-1/top-5", "vistas": "Mapillary Vistas (test) mIoU"}[self.data]
-        scores = ", ".join(f"{view} {'/'.join(f'{score:.2f}' for score in each)}" for view, each in self.scores.items())
-        return f"the released {self.network}, norm {self.norm}: {kind} {scores}"
+        scores = [f"{view} {'/'.join(f'{score:.2f}' for score in pair)}" for view, pair in self.scores.items()]
+        return f"the released {self.network}, norm {self.norm}: {kind} {', '.join(scores)}"
 
 
 def _imagenet(network: str, md5: str, *top1_top5: float, norm: str = "inplace") -> ReleasedFile:
@@ -58,4 +58,4 @@ def released_file(path: Path) -> ReleasedFile | None:
     with open(path, "rb") as file:
         while chunk := file.read(2**20):
             md5.update(chunk)
-    return next((entry for entry in RELEASED_FILES if entry.md5 == md5.hexdigest()), None)
+    return next((file for file in RELEASED_FILES if file.md5 == md5.hexdigest()), None)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 SAFETENSORS = ".safetensors"
 _CHECKPOINT = "checkpoint"  # in the metadata of a file: the parts of a checkpoint that are no tensors, as JSON
-_NETWORK, _OTHERS = "network", "tensors"  # the part whose tensors have their own names; the names of others
+_NETWORK = "network"  # the part whose tensors have their own names
+_TENSOR_PARTS = "tensors"  # beside the parts: the names of those that are tensors
 
 
 def safetensors_for(name: str) -> Any:
@@ -29,25 +30,27 @@ def safetensors_for(name: str) -> Any:
 
 def as_safetensors(content: Mapping[str, Any], written_by: str) -> bytes:
     """A file of a state dict, or of a checkpoint: its network by name, all that is no tensor in the metadata."""
-    metadata, tensors = {"format": "pt", "written_by": written_by}, {**content}
+    metadata = {"format": "pt", "written_by": written_by}
+    tensors = {**content}
     if _NETWORK in content:
-        others = {name: part for name, part in content.items() if isinstance(part, Tensor)}
-        rest = {name: part for name, part in content.items() if name not in (_NETWORK, *others)}
-        metadata[_CHECKPOINT] = json.dumps({**rest, _OTHERS: [*others]})
-        tensors = {**content[_NETWORK], **others}
-    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    return safetensors_for(f"a file of {SAFETENSORS}").torch.save(own, metadata)
+        tensor_parts = {name: part for name, part in content.items() if isinstance(part, Tensor)}
+        plain_parts = {name: part for name, part in content.items() if name not in (_NETWORK, *tensor_parts)}
+        metadata[_CHECKPOINT] = json.dumps({**plain_parts, _TENSOR_PARTS: [*tensor_parts]})
+        tensors = {**content[_NETWORK], **tensor_parts}
+    copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    return safetensors_for(f"a file of {SAFETENSORS}").torch.save(copies, metadata)
 
 
 def _of_safetensors(path: Path, package: Any) -> dict[str, Any]:
     """The tensors in a file, or the checkpoint that `as_safetensors` made of it."""
     with package.safe_open(path, "pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata() or {}
     if _CHECKPOINT not in metadata:
         return tensors
     parts = json.loads(metadata[_CHECKPOINT])
-    others = {name: tensors.pop(name) for name in parts.pop(_OTHERS)}
-    return {**parts, **others, _NETWORK: tensors}
+    tensor_parts = {name: tensors.pop(name) for name in parts.pop(_TENSOR_PARTS)}
+    return {**parts, **tensor_parts, _NETWORK: tensors}
 
 
 def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
@@ -71,11 +74,13 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise almost anything
-        if kind := _other_kind(path):
+        kind = _other_kind(path)
+        if kind:
             raise ValueError(f"{name} is {kind}, not a checkpoint: expected {expected}") from error
-        if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"GLOBAL (\S+)", str(error))):
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and match:
             raise ValueError(
-                f"{name} contains more than tensors and plain containers ({found[1]}): not loaded, because it could "
+                f"{name} contains more than tensors and plain containers ({match[1]}): not loaded, because it could "
                 f"run code. If you trust it, load it once with torch.load(FILE, weights_only=False) and save only its "
                 f"tensors"
             ) from error
@@ -109,7 +114,7 @@ def _check_bytes(path: Path) -> None:
     """Verify the checksums that torch.save writes and torch.load ignores. ValueError names the bad part."""
     with zipfile.ZipFile(path) as archive:
         wrong = archive.testzip()
-        folders = [entry.filename for entry in archive.infolist() if entry.external_attr & 0x10]
+        folders = [part.filename for part in archive.infolist() if part.external_attr & 0x10]
     if wrong is not None:
         raise ValueError(f"its part {wrong} has a wrong checksum")
     if folders:  # attributes have no checksum, and torch.load would return uninitialised memory

@@ -42,12 +42,13 @@ def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     ValueError if the state dict is not of such a network of torchvision or timm.
     """
-    resnet, densenet = ("layer1.0.conv1.weight" in state, "features.conv0.weight" in state)
-    if not resnet and not densenet:
-        found = ", ".join(list(state)[:3]) or "nothing"
-        raise ValueError(f"expected a state dict of a ResNet, ResNeXt or DenseNet, found {found}")
+    is_resnet = "layer1.0.conv1.weight" in state
+    is_densenet = "features.conv0.weight" in state
+    if not is_resnet and not is_densenet:
+        actual = ", ".join(list(state)[:3]) or "nothing"
+        raise ValueError(f"expected a state dict of a ResNet, ResNeXt or DenseNet, found {actual}")
     tensors = dict(state)
-    for pattern, replacement in _RESNET if resnet else _DENSENET:
+    for pattern, replacement in _RESNET if is_resnet else _DENSENET:
         tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
     return tensors
 
@@ -62,7 +63,8 @@ def from_library(
     """
     remarks: tuple[str, ...] = ()
     if "_conv_stem.weight" in state:
-        state, remarks = _from_efficientnet_pytorch(state, names), ("names of EfficientNet-PyTorch",)
+        state = _from_efficientnet_pytorch(state, names)
+        remarks = ("names of EfficientNet-PyTorch",)
     parts = {name.partition(".")[0] for name in names}
     renamed = {}
     for name, tensor in state.items():
