@@ -139,23 +139,23 @@ class ByStorage(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self.found: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
+        self.by_address: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
 
     def get(self, storage: torch.UntypedStorage) -> T | None:
-        reference, known = self.found.get(address(storage), (None, None))
+        reference, known = self.by_address.get(address(storage), (None, None))
         return known if reference is not None and reference() is storage else None
 
     def put(self, storage: torch.UntypedStorage, known: T) -> T:
-        self.found[address(storage)] = weakref.ref(storage), known
+        self.by_address[address(storage)] = weakref.ref(storage), known
         return known
 
     def pop(self, storage: torch.UntypedStorage) -> T | None:
         known = self.get(storage)
-        self.found.pop(address(storage), None)
+        self.by_address.pop(address(storage), None)
         return known
 
     def clear(self) -> None:
-        self.found.clear()
+        self.by_address.clear()
 
 
 class Gone(weakref.ref[Any]):

@@ -230,7 +230,7 @@ class Saved:
 
     def __init__(self, value: Value, memories: ByStorage[Memory], tensor: Tensor):
         """`memories`: all of the pass; the tensor's is added if it is new."""
-        storage, known = tensor.untyped_storage(), memories.found  # in place of `get` and `put`, which are calls
+        storage, known = tensor.untyped_storage(), memories.by_address  # in place of `get` and `put`, which are calls
         of = known[place] if (place := address(storage)) in known else None
         if of is None or of[0]() is not storage:
             of = known[place] = weakref.ref(storage), Memory()

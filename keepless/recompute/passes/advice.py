@@ -36,18 +36,19 @@ _GROWS = 4  # advice grows to at most about so many times the sites of its first
 class Site:
     """A place in the program where a function is called."""
 
-    __slots__ = ("advice", "before", "function", "most", "next", "number", "others", "parameter", "row", "writes")
+    __slots__ = ("advice", "before", "branches", "function", "most", "next", "number", "parameter", "row", "writes")
 
     def __init__(self, function: Callable[..., Any] | None, row: Row, number: int, before: int, parameter: int = 0):
         self.function: Any = function
-        self.row, self.writes = row, row.writes
+        self.row = row
+        self.writes = row.writes
         self.number = number  # order in the first pass
         self.before = before  # the nodes that autograd had made before it, and the calls that had cut the graph
         self.parameter = parameter  # the id of the first one that it reads (programs may swap them: no reference)
         self.advice = UNKNOWN
         self.most = -1  # bytes of counted results up to its own that a pass may make; -1: not known yet
         self.next: Site = self  # the one that has come next
-        self.others: dict[Any, Site] | None = None  # others that have come next, by their functions
+        self.branches: dict[Any, Site] | None = None  # others that have come next, by their functions
 
 
 NOWHERE = -1  # number of sites without a place: see `Advice.flat`
@@ -71,37 +72,41 @@ class Advice:
         self.nodes = self.end = self.results = 0
         self.more_nodes = 0  # of calls that were added later
 
-    def sought(self, at: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
-        """The site of a call that does not come next: others may be missing, or new."""
+    def sought(self, last_site: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
+        """The site of a call that does not come next: other calls may be missing, or new."""
         parameter = parameter_of(args)
-        other = None if at.others is None else at.others.get(function)
-        if other is not None and other.parameter == parameter:
-            return other
+        branch = None if last_site.branches is None else last_site.branches.get(function)
+        if branch is not None and branch.parameter == parameter:
+            return branch
         site = self.readers.get(parameter)
         if site is not None and site.function == function:
             return site
-        if other is not None:
-            return other
-        site = at.next
+        if branch is not None:
+            return branch
+        site = last_site.next
         for _ in range(_NEAR):
             site = site.next
             if site.function == function:
                 return site
         return None
 
-    def added(self, at: Site, function: Callable[..., Any], row: Row, args: tuple[Any, ...], before: int) -> Site:
+    def added(
+        self, last_site: Site, function: Callable[..., Any], row: Row, args: tuple[Any, ...], before: int
+    ) -> Site:
         """A new site after another one. `before`: see `Site.before`; of use in the first pass alone."""
-        number, before = (self.count, before) if self.is_new else (at.number, at.next.before)
-        site = Site(function, row, number, before, parameter_of(args))
-        site.next = at.next
-        site.advice |= 0 if self.is_new else ADDED
-        site.most = -1 if self.is_new else int(MORE * self.results)  # instead of calls that are missing
+        if self.is_new:
+            site = Site(function, row, self.count, before, parameter_of(args))
+        else:
+            site = Site(function, row, last_site.number, last_site.next.before, parameter_of(args))
+            site.advice |= ADDED
+            site.most = int(MORE * self.results)  # instead of calls that are missing
+        site.next = last_site.next
         if not self.is_new and self.count > _GROWS * self.first:
             return site  # forgotten
-        if self.is_new or at.advice & UNKNOWN:
-            at.next = site
+        if self.is_new or last_site.advice & UNKNOWN:
+            last_site.next = site
         else:
-            at.others = {**(at.others or {}), function: site}
+            last_site.branches = {**(last_site.branches or {}), function: site}
         if site.parameter:
             self.readers.setdefault(site.parameter, site)
         self.count += 1
@@ -110,12 +115,14 @@ class Advice:
 
 def derived_from(arguments: Sequence[Any], argument: object) -> int:
     """The bits for copies of an argument: see `DERIVE`."""
-    return sum([DERIVE << n for n, one in enumerate(arguments[:MOST_DERIVED]) if one is argument and one is not None])
+    if argument is None:
+        return 0
+    return sum([DERIVE << n for n, candidate in enumerate(arguments[:MOST_DERIVED]) if candidate is argument])
 
 
 def parameter_of(args: tuple[Any, ...]) -> int:
     """The id of the first parameter that a call reads; 0 if it reads none."""
-    for one in args:
-        if isinstance(one, nn.Parameter):
-            return id(one)
+    for argument in args:
+        if isinstance(argument, nn.Parameter):
+            return id(argument)
     return 0

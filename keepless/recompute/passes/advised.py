@@ -33,17 +33,28 @@ from .learning import drops_outside, note_of
 from .plan import MORE, ByPlan, Flag
 from .recipes import DEEPEST, give_planned, give_recipe, how_to_repeat, read_result_instead
 from .recording import SETS_DATA, Recording, saved_tensors_hooks
-from .registry import DERIVING
+from .registry import DERIVING, NOT_KNOWN
 from .report import KeptTensor
 
 _SHARE = 4  # a pass leaves its plan if more than one call in so many is new; missing calls do not count
 _SEQUENCES = frozenset([list, tuple])
-HOOKS, DROP, SIGNS, KEEP = bits.HOOKS, bits.DROP, bits.SIGNS, bits.KEEP  # names of a module itself are found faster
-MEMORY, COUNT, FLAT = bits.MEMORY, bits.COUNT, bits.FLAT
-_ASKED, _SAVES = bits.RULES | bits.UNKNOWN, HOOKS | DROP
-_BUSY, _AFTERWARDS, _DERIVED = ~COUNT, KEEP | COUNT, bits.ANY_DERIVED
-strided, Parameter = torch.strided, nn.Parameter
-_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+# Names of a module itself are found faster.
+HOOKS = bits.HOOKS
+DROP = bits.DROP
+SIGNS = bits.SIGNS
+KEEP = bits.KEEP
+MEMORY = bits.MEMORY
+COUNT = bits.COUNT
+FLAT = bits.FLAT
+_BY_RULES = bits.RULES | bits.UNKNOWN
+_SAVES = HOOKS | DROP
+_BUSY = ~COUNT
+_AFTERWARDS = KEEP | COUNT
+_DERIVED = bits.ANY_DERIVED
+strided = torch.strided
+Parameter = nn.Parameter
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Advised(Recording):
@@ -64,9 +75,12 @@ class Advised(Recording):
         slack: int = 0,
     ):
         super().__init__(policy, inputs=inputs, frame=frame)
-        self.advice, self.earlier, self.slack = advice, earlier, slack
-        self.is_first, self.flat = advice.is_new, advice.flat
-        self.at: Site = advice.root  # of the last call
+        self.advice = advice
+        self.earlier = earlier
+        self.slack = slack
+        self.is_first = advice.is_new
+        self.flat = advice.flat
+        self.last_site: Site = advice.root  # of the last call
         self.leaves = False  # too many calls are new for the plan to hold: record the rest of the pass
         self.is_learnable = True
         self.has_strayed = False  # some calls were not in the first pass
@@ -79,14 +93,15 @@ class Advised(Recording):
         self.unknown: list[Site] = []
         # The running call
         self.site: Site = END
-        self.saves: list[Tensor] = []  # leaves that it has saved, such as parameters
-        self.own: list[tuple[Tensor, Value]] = []  # saved tensors that may be its result, and values
-        self.given: tuple[Any, ...] = ()  # its arguments
+        self.saved_leaves: list[Tensor] = []  # such as parameters
+        self.result_candidates: list[tuple[Tensor, Value]] = []  # saved tensors that may be its result, and values
+        self.arguments: tuple[Any, ...] = ()
 
     def __enter__(self) -> "Advised":
         super().__enter__()
-        self.known.log.is_on = self.is_first  # else `earlier` says what is kept
-        self.packing, self.find = self.pack, AdvisedFinder(self.known, self.saves)  # made once
+        self.registry.log.is_on = self.is_first  # else `earlier` says what is kept
+        self.packing = self.pack  # a bound method, made once
+        self.find = AdvisedFinder(self.registry, self.saved_leaves)
         return self
 
     def start_hooks(self) -> None:
@@ -94,26 +109,27 @@ class Advised(Recording):
             super().start_hooks()
 
     def forget(self, has_raised: bool) -> None:
-        self.nodes = next_node_number() - self.known.start
+        self.nodes = next_node_number() - self.registry.start
         if not self.is_first:
             self._jump_to(END)
         super().forget(has_raised)
         if not (self.is_first or self.leaves):
             self.kept = [*self.earlier, *self.kept]
-        self.at, self.flat = END, {}  # after Ctrl-C, it may still see calls
+        self.last_site = END  # after Ctrl-C, it may still see calls
+        self.flat = {}
         self.__dict__.pop("packing", None)  # PyTorch holds it, and so this object, as long as the graph
-        self.saves.clear()
-        self.own.clear()
-        self.given = ()
+        self.saved_leaves.clear()
+        self.result_candidates.clear()
+        self.arguments = ()
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if _is_compiling():
             return function(*args, **(kwargs or {}))
         has_place = _is_grad_enabled()
-        site = self.at.next if has_place else self.flat.get(function, END)
+        site = self.last_site.next if has_place else self.flat.get(function, END)
         if site.function is function and (not types or PLAIN.issuperset(types)):
             if has_place:
-                self.at = site
+                self.last_site = site
             if not (site.advice & _BUSY or site.writes) and not (kwargs and "out" in kwargs):
                 result = function(*args, **kwargs) if kwargs else function(*args)
                 if site.advice:
@@ -138,10 +154,10 @@ class Advised(Recording):
             return result
         if not _is_grad_enabled():
             return self.advised(self.flat.setdefault(function, Site(function, row, NOWHERE, 0)), function, args, kwargs)
-        at, site = self.at, None
+        site: Site | None = None
         if not (self.is_first or self.leaves):
-            site = self.advice.sought(at, function, args)
-            if site is None or site.number < at.number:
+            site = self.advice.sought(self.last_site, function, args)
+            if site is None or site.number < self.last_site.number:
                 self.differences += 1
                 if self.policy is not None and self.differences == 1:
                     self.policy.leave()
@@ -150,10 +166,11 @@ class Advised(Recording):
                 self._jump_to(site)
         if site is None or self.leaves:
             self.is_seen = self.is_seen or (not self.is_first and function in self.flat)  # it may have had no gradient
-            site = self.advice.added(at, function, row, args, next_node_number() - self.known.start + self.cuts)
+            before = next_node_number() - self.registry.start + self.cuts
+            site = self.advice.added(self.last_site, function, row, args, before)
         if self.leaves:
             site.next = END
-        self.at = site
+        self.last_site = site
         return self.advised(site, function, args, kwargs)
 
     def _jump_to(self, site: Site) -> None:
@@ -161,8 +178,9 @@ class Advised(Recording):
 
         A missing cut counts, too, because what follows has a longer graph, though it makes no more nodes.
         """
-        end, following = self.advice.end, self.at.next
-        self.skipped += (end if site is END else site.before) - (end if following is END else following.before)
+        next_site = self.last_site.next
+        made_before = self.advice.end if site is END else site.before
+        self.skipped += made_before - (self.advice.end if next_site is END else next_site.before)
 
     def advised(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
@@ -171,7 +189,7 @@ class Advised(Recording):
             self.has_strayed = True
         saves = advice & _SAVES
         if (
-            advice & _ASKED
+            advice & _BY_RULES
             or (kwargs and "out" in kwargs)
             or saves
             and (
@@ -193,11 +211,11 @@ class Advised(Recording):
             if advice & DROP:
                 self._drop(site, args, kwargs, result)
             if advice & MEMORY:
-                self.known.note_made((*args, *kwargs.values()), result, site)
+                self.registry.note_made((*args, *kwargs.values()), result, site)
         if advice & _AFTERWARDS:
-            if advice & KEEP and isinstance(result, Tensor) and not self.known.may_change_unseen(result):
-                if self.known.find(result) is None:
-                    self.known.kept_later(result)
+            if advice & KEEP and isinstance(result, Tensor) and not self.registry.may_change_unseen(result):
+                if self.registry.find(result) is None:
+                    self.registry.kept_later(result)
             if advice & COUNT:
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
                     self.results += result.nbytes
@@ -212,16 +230,16 @@ class Advised(Recording):
         if type(result) is Tensor:
             if result.layout is strided:
                 self.results += result.nbytes
-                if self.at.advice & FLAT and result.requires_grad and not self.is_first:
+                if self.last_site.advice & FLAT and result.requires_grad and not self.is_first:
                     self.is_seen = True
                     if self.elsewhere is None:
                         self.hold_elsewhere(0, result.nbytes)
-                        self.at = END
-                if self.results > self.at.most:
-                    self._exceeds(self.at, result.nbytes)
+                        self.last_site = END
+                if self.results > self.last_site.most:
+                    self._exceeds(self.last_site, result.nbytes)
         elif isinstance(result, (tuple, list)):
-            for one in result:
-                self.count(one)
+            for part in result:
+                self.count(part)
 
     def _exceeds(self, site: Site, size: int) -> None:
         """Results so far take more bytes than in the first pass: hold the rest elsewhere. The first pass notes them.
@@ -232,13 +250,14 @@ class Advised(Recording):
             site.most = int(MORE * self.results)
         elif self.elsewhere is None and self.results > site.most + self.slack:
             self.hold_elsewhere(self.results - site.most, size)
-            self.at = END  # no further call has a site
+            self.last_site = END  # no further call has a site
 
     # Calls about which the rules decide
 
     def _by_rules(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(function, site.row, args, kwargs)
-        call.site, call.is_advised = site, not site.advice & bits.UNKNOWN
+        call.site = site
+        call.is_advised = not site.advice & bits.UNKNOWN
         result = self.ask(call)
         if site.advice & bits.UNKNOWN and site.advice & bits.ADDED:
             self.advice.more_nodes += next_node_number() - call.first_node
@@ -246,33 +265,38 @@ class Advised(Recording):
 
     def ask(self, call: Call) -> Any:
         """Let the rules decide about a call, with hooks around it."""
-        known = self.known
+        registry = self.registry
         if not call.is_advised:
-            known.note_memories()
+            registry.note_memories()
         if self.hooks is not None or not (current_hooks() is None and hooks_are_allowed()):
             return self.by_rules(call)
-        was_on, ours = known.log.is_on, saved_tensors_hooks(known.pack, unpack)
-        self.hooks, known.log.is_on = ours, not call.is_advised
+        hooks = saved_tensors_hooks(registry.pack, unpack)
+        was_on = registry.log.is_on
+        self.hooks = hooks
+        registry.log.is_on = not call.is_advised
         try:
-            ours.__enter__()  # inside the try, because Ctrl-C may come right after it
+            hooks.__enter__()  # inside the try, because Ctrl-C may come right after it
             return self.by_rules(call)
         finally:
-            ours.__exit__()
-            self.hooks, known.log.is_on = None, was_on
+            hooks.__exit__()
+            self.hooks = None
+            registry.log.is_on = was_on
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         if not call.is_advised:
             super().decide(rule, call, result)
             return
-        known, advice = self.known, call.site.advice
+        registry = self.registry
+        advice = call.site.advice
         if self.policy is None:
-            if advice & DROP and (again := how_to_repeat(known, rule, call, result)) is not None:
-                give_recipe(known, again, call, result, DEEPEST)
+            again = how_to_repeat(registry, rule, call, result) if advice & DROP else None
+            if again is not None:
+                give_recipe(registry, again, call, result, DEEPEST)
             return
         planned = (Flag.AGAIN if advice & DROP else 0) | (Flag.MASK if advice & bits.MASK else 0)
-        own = give_planned(known, planned, rule, call, result, DEEPEST) or known.find(result)
-        if own is not None or call.replaceable:  # otherwise it is kept once a recipe reads it
-            read_result_instead(known, call, result, own or known.keep(result))
+        value = give_planned(registry, planned, rule, call, result, DEEPEST) or registry.find(result)
+        if value is not None or call.replaceable:  # otherwise it is kept once a recipe reads it
+            read_result_instead(registry, call, result, value or registry.keep(result))
 
     def concluded(self, call: Call, result: Any, is_hidden: bool = False) -> None:
         """Note what a call teaches about which nothing was known."""
@@ -289,10 +313,12 @@ class Advised(Recording):
         self.unknown.append(site)
         is_view = isinstance(result, Tensor) and result._is_view()
         if isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
-            self.cuts += torch.is_grad_enabled() and any([one.requires_grad for one in tensors_in(call.arguments)])
-        if self.known.by_plan and not is_view and (self.is_first or call.packed or call.recipes):
+            inputs = tensors_in(call.arguments)
+            self.cuts += torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs])
+        if self.registry.by_plan and not is_view and (self.is_first or call.packed or call.recipes):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
-        if (note := note_of(call, result, self.known.find)) is not None:
+        note = note_of(call, result, self.registry.find)
+        if note is not None:
             self.notes.append(note)
 
     def learn(self, fits: bool) -> None:
@@ -302,11 +328,13 @@ class Advised(Recording):
         """
         advice = self.advice
         if self.is_first:
-            advice.has_hooks = drops_outside(self.known.saved_outside)
-            advice.nodes, advice.end = self.nodes, self.nodes + self.cuts
+            advice.has_hooks = drops_outside(self.registry.saved_outside)
+            advice.nodes = self.nodes
+            advice.end = self.nodes + self.cuts
             scale = 1 / self.growth if 0 < self.growth < 1 else 1.0  # as many bytes as planned are within the budget
             advice.results = int(scale * self.results)
-            site, most = advice.root.next, 0
+            most = 0
+            site = advice.root.next
             while site is not END:
                 most = site.most = max(int(scale * site.most), most)
                 site = site.next
@@ -315,8 +343,10 @@ class Advised(Recording):
         for decide in [] if fits and self.is_first else self.notes:
             decide()
         if advice.is_new:
-            advice.is_new, advice.first = False, advice.count
-        self.notes, self.unknown = [], []
+            advice.is_new = False
+            advice.first = advice.count
+        self.notes = []
+        self.unknown = []
 
     @property
     def has_followed(self) -> bool:
@@ -338,10 +368,13 @@ class Advised(Recording):
     # Calls that drop their results, or save dropped tensors
 
     def _with_hooks(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.site, self.given = site, args
+        self.site = site
+        self.arguments = args
         if site.advice & _DERIVED:
-            self.known.call = call = Call(function, site.row, args, kwargs)
-            call.site, call.is_advised, call.overwrites = site, True, bool(site.writes)
+            self.registry.call = call = Call(function, site.row, args, kwargs)
+            call.site = site
+            call.is_advised = True
+            call.overwrites = bool(site.writes)
         try:
             push_hooks(self.packing, unpack)  # inside the try, because Ctrl-C may come right after it
             result = function(*args, **kwargs)
@@ -356,64 +389,73 @@ class Advised(Recording):
             pop_hooks()
             return result
         finally:
-            self.given, self.known.call = (), None
+            self.arguments = ()
+            self.registry.call = None
         return function(*args, **kwargs)  # hooks are disabled
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""
-        known, site = self.known, self.site
+        registry = self.registry
+        site = self.site
         if type(tensor) is Parameter or type(tensor._base) is Parameter:
             if site.advice & DROP:
-                self.saves.append(tensor)
+                self.saved_leaves.append(tensor)
             return Kept(tensor, None, detaches=False)
-        if known.exposed.found and known.may_change_unseen(tensor):
-            return known.packed(tensor)
-        one, value = known.found.get(id(tensor)), None
-        if one is not None and one[0]() is tensor and one[1] == tensor._version:
-            value = one[2]
-        elif not tensor.requires_grad:
-            if (tensor.ndim > 1 or tensor.numel() >= known.short) and not known.is_simple(tensor):
-                known.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
-            return Kept(tensor, None, detaches=False)
-        elif self._may_be_derived(tensor):
-            value = known.derived(tensor)
-        advice = site.advice
-        if value is not None:
-            if type(value.source) is not Kept:  # else `KnownValues.give` detaches the recipes' one
-                return Saved(value, known.memories, tensor)
-        elif advice & SIGNS and (value := known.sign_mask(tensor, site.row.positive)) is not None:
-            return Saved(value, known.memories, tensor)
-        # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
-        for given in self.given[1:] if site.writes else self.given:
-            if given is tensor or (type(given) in _SEQUENCES and any([part is tensor for part in given])):
-                if advice & DROP and tensor.is_leaf:
-                    self.saves.append(tensor)
+        if registry.exposed.by_address and registry.may_change_unseen(tensor):
+            return registry.packed(tensor)
+        reference, version, value = registry.value_by_id.get(id(tensor), NOT_KNOWN)
+        if value is None or reference() is not tensor or version != tensor._version:
+            value = None
+            if not tensor.requires_grad:
+                if (tensor.ndim > 1 or tensor.numel() >= registry.short) and not registry.is_simple(tensor):
+                    registry.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
                 return Kept(tensor, None, detaches=False)
-        if value is None and advice & DROP and is_ordinary(tensor):
-            value = self.own[-1][1] if self.own and self.own[-1][0] is tensor else Value(None)  # it is saved twice
-            self.own.append((tensor, value))
-            return Saved(value, known.memories, tensor)
-        return Kept(tensor, None)
+            if self._may_be_derived(tensor):
+                value = registry.derived(tensor)
+        advice = site.advice
+        is_kept = value is not None and type(value.source) is Kept  # its `Kept` may be detached, for recipes
+        if value is None and advice & SIGNS:
+            value = registry.sign_mask(tensor, site.row.positive)
+        if value is not None and not is_kept:
+            return Saved(value, registry.memories, tensor)
+        # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
+        for argument in self.arguments[1:] if site.writes else self.arguments:
+            if argument is tensor or (type(argument) in _SEQUENCES and any([part is tensor for part in argument])):
+                if advice & DROP and tensor.is_leaf:
+                    self.saved_leaves.append(tensor)
+                return Kept(tensor, None, detaches=False)
+        if is_kept or not (advice & DROP and is_ordinary(tensor)):
+            return Kept(tensor, None)
+        last_tensor, value = self.result_candidates[-1] if self.result_candidates else (None, None)
+        if value is None or last_tensor is not tensor:  # otherwise it is saved twice
+            value = Value(None)
+        self.result_candidates.append((tensor, value))
+        return Saved(value, registry.memories, tensor)
 
     def _may_be_derived(self, tensor: Tensor) -> bool:
         """Whether a saved tensor may be computed from a dropped base, by its node, or from an argument of the call."""
-        if (one := self.known.found.get(id(tensor._base))) is not None:
-            return type(one[2].source) is not Kept
+        _, _, base_value = self.registry.value_by_id.get(id(tensor._base), NOT_KNOWN)
+        if base_value is not None:
+            return type(base_value.source) is not Kept
         return bool(self.site.advice & _DERIVED) or type(tensor.grad_fn) in DERIVING
 
     def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may write over tensors."""
-        known, find = self.known, self.find
+        registry = self.registry
+        find = self.find
         target: Any = args[0] if args else None
-        is_dropped, is_noted, version = False, True, 0
+        is_dropped = False
+        is_noted = True
+        version = 0
         if type(target) in PLAIN and is_ordinary(target):
-            if is_dropped := bool(site.advice & DROP) and torch.is_grad_enabled():
-                find.before = known.find(target)
+            is_dropped = bool(site.advice & DROP) and torch.is_grad_enabled()
+            if is_dropped:
+                find.before = registry.find(target)
                 if find.before is None and (target._base is not None or type(target.grad_fn) in DERIVING):
-                    find.before = known.derived(target)
+                    find.before = registry.derived(target)
                 version = target._version + 1
             if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
-                is_noted = known.is_read(target, find.before if is_dropped else known.find(target))
+                is_noted = registry.is_read(target, find.before if is_dropped else registry.find(target))
         writes = self.begin_writing(function, args, kwargs) if is_noted else []
         try:
             result = (
@@ -422,7 +464,7 @@ class Advised(Recording):
             if is_dropped and result is target and result._version == version:
                 find.is_noted = is_noted
                 self._drop(site, args, kwargs, result, is_written=True)
-            elif self.saves or self.own:
+            elif self.saved_leaves or self.result_candidates:
                 self._keep_own()
         finally:
             find.before = None
@@ -434,55 +476,60 @@ class Advised(Recording):
         self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, is_written: bool = False
     ) -> None:
         """Give the result of a call a recipe, made by its rule from the arguments of this very call."""
-        known, rule, find = self.known, site.row.again, self.find
-        if known.dead:
-            known.settle_gone()
+        registry = self.registry
+        find = self.find
+        rule = site.row.again
+        if registry.dead:
+            registry.settle_gone()
         if (
             type(result) in PLAIN
             and rule is not None
             and result.layout is strided
             and not result.is_nested
-            and (result.grad_fn is not None or known.may_drop(site.row, args, result))
+            and (result.grad_fn is not None or registry.may_drop(site.row, args, result))
         ):
-            find.result, again = result, None
+            find.result = result
+            again = None
             try:
                 again = rule(find, args, kwargs, result)
             except NotRepeated:
                 pass
-            find.result = find.held = None
+            find.result = find.node_packs = None
             if (
                 again is not None
                 and not again.draws
                 and (again.fresh or is_written or not _is_among(result, args, kwargs))
             ):
                 value = None
-                for tensor, one in self.own:  # autograd holds it already
-                    value = one if tensor is result else value
+                for tensor, saved_value in self.result_candidates:  # autograd holds it already
+                    value = saved_value if tensor is result else value
                 recipe = Recipe(again, result, value is not None)
                 if recipe.depth <= DEEPEST:
                     if value is None:
                         value = Value(recipe)
                     else:
                         value.source = recipe
-                    if known.exposed.found:
-                        known.remember(result, value)
+                    if registry.exposed.by_address:
+                        registry.remember(result, value)
                     else:
-                        known.found[id(result)] = ref(result), result._version, value
-        if self.saves or self.own:
+                        registry.value_by_id[id(result)] = ref(result), result._version, value
+        if self.saved_leaves or self.result_candidates:
             self._keep_own()
 
     def _keep_own(self) -> None:
         """Keep what a call has saved that is not its result."""
-        for tensor, value in self.own:
+        for tensor, value in self.result_candidates:
             value.source = value.source or Kept(tensor, None)
-        self.saves.clear()
-        self.own.clear()
+        self.saved_leaves.clear()
+        self.result_candidates.clear()
 
 
 def _is_among(result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any([one is result for one in (*args, *kwargs.values())])
+    return any([argument is result for argument in (*args, *kwargs.values())])
 
 
-def _is_number(one: object) -> bool:
-    """Whether a tensor is a whole number of its own, such as a count of minibatches: no recipe reads it."""
-    return isinstance(one, Tensor) and one.dtype is torch.int64 and not one.ndim and one._base is None
+def _is_number(argument: object) -> bool:
+    """Whether an argument is a whole number in a tensor, such as a count of minibatches: no recipe reads it."""
+    if not isinstance(argument, Tensor) or argument.dtype is not torch.int64:
+        return False
+    return not argument.ndim and argument._base is None

@@ -21,7 +21,7 @@ from .registry import DERIVING, checkpointed_output, is_parameter
 class _Pack(NamedTuple):
     """A saved tensor."""
 
-    held: Any  # by autograd: a reference to a `Saved`, or None
+    reference: Any  # to the `Saved` that autograd holds, or None
     is_result: bool
     is_known: bool  # it, or its base, had a value already
     derived: int  # the bits of the argument of which it is a copy, made inside the call; 0: it is none
@@ -34,13 +34,16 @@ def note_of(call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> 
 
     It holds neither tensors nor values, as the pass goes on. None: there is nothing to note.
     """
-    found, found_base, is_special = None, None, False
+    value = None
+    base_value = None
+    is_special = False
     if isinstance(result, Tensor) and not result.is_nested:
-        found, found_base = find(result), None if result._base is None else find(result._base)
+        value = find(result)
+        base_value = None if result._base is None else find(result._base)
         node = node_of(result)
         # Without advice, a recipe would not read the result itself, but what it is computed from, or a copy.
         is_special = result._base is not None or node is None or type(node) in DERIVING
-    if not (call.packed or call.recipes or found is not None):
+    if not (call.packed or call.recipes or value is not None):
         return None
     packs = [
         _Pack(
@@ -53,24 +56,30 @@ def note_of(call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> 
         )
         for tensor, saved, is_known in call.packed
     ]
-    held = packs_of(node_of(result)) if isinstance(result, Tensor) else ()
-    parameters = [one for one, _, _ in call.packed if one.requires_grad and (one.is_leaf or is_parameter(one))]
-    hides = not all([any([one is other for other in held]) for one in parameters])  # its result's node does not say so
+    node_packs = packs_of(node_of(result)) if isinstance(result, Tensor) else ()
+    tensors = [tensor for tensor, _, _ in call.packed]
+    parameters = [tensor for tensor in tensors if tensor.requires_grad and (tensor.is_leaf or is_parameter(tensor))]
+    # The node of its result does not say that the call has saved a parameter.
+    hides = not all([any([parameter is pack for pack in node_packs]) for parameter in parameters])
     recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]  # of what it saves inside
     needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
-    site, planned, own_of, base_of_own = call.site, call.planned, _reference(found), _reference(found_base)
+    site = call.site
+    planned = call.planned
+    value_reference = _reference(value)
+    base_reference = _reference(base_value)
 
     def decide() -> None:
-        own, base = own_of(), base_of_own()
-        makes = [is_inside for one, is_inside in recipes if (made := one()) is not None and _is_read(made, own)]
+        result_value = value_reference()
+        base = base_reference()
+        makes = [is_inside for recipe, is_inside in recipes if _is_read(recipe(), result_value)]
         advice = bits.DROP if makes else 0
         if makes and (needs_rules or any(makes)):
             advice |= bits.RULES
-        if base is not None and base is not own and isinstance(base.source, Recipe) and base.consumers:
+        if base is not None and base is not result_value and isinstance(base.source, Recipe) and base.consumers:
             advice |= bits.RULES
         for pack in packs:
-            advice |= _about(pack, own)
-        if is_special and own is not None and type(own.source) is Kept and own.may_be_read():
+            advice |= _bits_of(pack, result_value)
+        if is_special and result_value is not None and type(result_value.source) is Kept and result_value.may_be_read():
             advice |= bits.KEEP
         if makes and planned is not None:
             is_masked = site.row.mask is not None  # then what it saves inside, the mask, has a recipe of its own
@@ -85,12 +94,14 @@ def _reference(value: Any) -> Any:
     return (lambda: None) if value is None else weakref.ref(value)
 
 
-def _about(pack: _Pack, own: Value | None) -> int:
-    """What is worth doing for a saved tensor. `own`: the value of the call's result."""
-    if pack.held is None or (saved := pack.held()) is None:
+def _bits_of(pack: _Pack, result_value: Value | None) -> int:
+    """What is worth doing for a saved tensor. `result_value`: that of the call's result."""
+    saved = None if pack.reference is None else pack.reference()
+    if saved is None:
         return bits.RULES if pack.is_shape else 0
-    value, source = saved.value, saved.value.source
-    if value is own and not pack.is_result:  # the result serves in its place
+    value = saved.value
+    source = value.source
+    if value is result_value and not pack.is_result:  # the result serves in its place
         return bits.RULES | pack.derived
     if pack.derived and (not _is_kept_view(value) or base_of(value).may_be_read()):
         return bits.HOOKS | pack.derived
@@ -98,13 +109,17 @@ def _about(pack: _Pack, own: Value | None) -> int:
         return bits.HOOKS | bits.SIGNS
     if _is_kept_view(value):  # recipes read it uncopied, because autograd holds it
         return bits.HOOKS if pack.is_flat and base_of(value).may_be_read() else 0
-    return bits.HOOKS if value is own or pack.is_known or source.function is checkpointed_output else bits.RULES
+    return (
+        bits.HOOKS if value is result_value or pack.is_known or source.function is checkpointed_output else bits.RULES
+    )
 
 
-def _is_read(recipe: Recipe, own: Value | None) -> bool:
+def _is_read(recipe: Recipe | None, result_value: Value | None) -> bool:
     """Whether a recipe computes something that is read."""
-    values = [one() for one in recipe.outputs] if recipe.outputs else [own]
-    return any([one is not None and one.source is recipe and one.consumers for one in values])
+    if recipe is None:
+        return False
+    values = [reference() for reference in recipe.outputs] if recipe.outputs else [result_value]
+    return any([value is not None and value.source is recipe and value.consumers for value in values])
 
 
 def base_of(value: Value) -> Value:
@@ -123,5 +138,5 @@ def drops_outside(saved: Sequence[Any]) -> bool:
 
     `saved`: references to what autograd holds for tensors saved there.
     """
-    held = [one.value for one in (reference() for reference in saved) if one is not None]
-    return any([not _is_kept_view(value) or base_of(value).may_be_read() for value in held])
+    values = [save.value for save in (reference() for reference in saved) if save is not None]
+    return any([not _is_kept_view(value) or base_of(value).may_be_read() for value in values])

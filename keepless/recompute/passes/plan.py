@@ -46,7 +46,8 @@ class ByPlan:
     """
 
     def __init__(self, plan: Plan | None = None, slack: int = 0) -> None:
-        self.plan, self.slack = plan, slack  # no plan once a call has differed from it; bytes: see `Signature.slack`
+        self.plan = plan  # None once a call has differed from it
+        self.slack = slack  # bytes: see `Signature.slack`
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
         self.end = plan.bytes if plan is not None and plan.calls else sys.maxsize  # bytes of all planned results
@@ -63,7 +64,8 @@ class ByPlan:
         """
         self.call += 1
         self.total += bytes
-        planned, most = None, self.end
+        planned = None
+        most = self.end
         if self.plan is not None and self.call < len(self.plan.calls):
             planned, most = self.plan.calls[self.call]
         most = most if planned == function else self.end

@@ -17,15 +17,16 @@ from ..held.values import Again, Recipe, Value, kept_bytes_below
 from ..table.rules import NotRepeated, Rule
 from .finders import MUCH, AdvisedFinder, Finder
 from .plan import ByPlan, Flag
-from .registry import KnownValues
+from .registry import Registry
 
 # The longest chains of recipes without and with a plan, as recursion computes them; then a result is kept.
-LONGEST, LONGEST_PLANNED = 12, 200
+LONGEST = 12
+LONGEST_PLANNED = 200
 STATE_BYTES = torch.default_generator.get_state().nbytes  # of the CPU's generators
 DEEPEST = 250  # recipes in a chain, which call each other: views and casts may lengthen it
 
 
-def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again | None:
+def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) -> Again | None:
     """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5); if not, sets `call.why`.
 
     With a plan, recipes may read any tensor that the forward pass has made, and rule 5 does not apply. Nor does it
@@ -33,15 +34,16 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
     """
     try:
         if call.is_advised:
-            saves = [one for one, kept, _ in call.packed if isinstance(kept, Kept)]
-            again = rule(AdvisedFinder(known, saves, result, call.before), call.args, call.kwargs, result)
+            saved_leaves = [tensor for tensor, kept, _ in call.packed if isinstance(kept, Kept)]
+            again = rule(AdvisedFinder(registry, saved_leaves, result, call.before), call.args, call.kwargs, result)
         else:
-            find = Finder(known, call, result)
+            find = Finder(registry, call, result)
             again = rule(find, call.args, call.kwargs, result)
             alone = find.alone
-            if not known.by_plan:
+            if not registry.by_plan:
                 alone += kept_bytes_below(find.unread, only_unread=True)
-                if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > MUCH * find.room:
+                inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
+                if kept_bytes_below(inputs) > MUCH * find.room:
                     raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
             if alone > find.room:
                 raise NotRepeated("smaller than what would be kept for it")
@@ -56,7 +58,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
     return again
 
 
-def give_recipe(known: KnownValues, again: Again, call: Call, result: Tensor, longest: int = LONGEST) -> Value | None:
+def give_recipe(registry: Registry, again: Again, call: Call, result: Tensor, longest: int = LONGEST) -> Value | None:
     """Give the result of a call, and what it has saved inside, a recipe, and return the result's value.
 
     None if the chain of recipes would be too long. With a plan, such calls always run again with gradients, as in the
@@ -66,46 +68,50 @@ def give_recipe(known: KnownValues, again: Again, call: Call, result: Tensor, lo
     if recipe.depth > longest:
         call.why = f"{longest} recipes in a row"
         return None
-    whole = call.row.mask is None and (call.row.inside if known.by_plan else bool(call.inside))
+    whole = call.row.mask is None and (call.row.inside if registry.by_plan else bool(call.inside))
     if whole:
         recipe = of_inside(again, call, result)
     else:
         call.recipes.append((recipe, again))
-    own = known.find(result)
-    if own is None:
-        own = known.remember(result, Value(recipe))
+    value = registry.find(result)
+    if value is None:
+        value = registry.remember(result, Value(recipe))
     else:  # the call has saved its own result
-        own.become(recipe)
+        value.become(recipe)
     if whole:
-        recipe.outputs = [*recipe.outputs, weakref.ref(own)]
+        recipe.outputs = [*recipe.outputs, weakref.ref(value)]
     for saved in call.replaceable:
-        saved.read_instead(own)
+        saved.read_instead(value)
     if result._base is not None:
-        _give_base_recipe(known, call, result, result._base, own)
-    return own
+        _give_base_recipe(registry, call, result, result._base, value)
+    return value
 
 
-def _give_base_recipe(known: KnownValues, call: Call, result: Tensor, base: Tensor, own: Value) -> None:
-    """Give the base of a result a recipe: `F.instance_norm`, for example, returns a view of all that it makes."""
-    if base.numel() != result.numel() or base.dtype != result.dtype or not known.is_made(base):
+def _give_base_recipe(registry: Registry, call: Call, result: Tensor, base: Tensor, value: Value) -> None:
+    """Give the base of a result a recipe: `F.instance_norm`, for example, returns a view of all that it makes.
+
+    `value`: the result's.
+    """
+    if base.numel() != result.numel() or base.dtype != result.dtype or not registry.is_made(base):
         return
     if not (base.is_contiguous() and result.is_contiguous()):
         return
-    is_new = not own.reads_storage(address(base.untyped_storage())) if call.overwrites else call.has_made(base)
+    is_new = not value.reads_storage(address(base.untyped_storage())) if call.overwrites else call.has_made(base)
     if not is_new:  # a view of an argument
         return
-    recipe, value = Recipe(Again(Tensor.view, (own, base.shape)), base), known.find(base)
-    if value is None:
-        known.remember(base, Value(recipe))
-    elif isinstance(value.source, Kept):
-        value.become(recipe)
+    recipe = Recipe(Again(Tensor.view, (value, base.shape)), base)
+    base_value = registry.find(base)
+    if base_value is None:
+        registry.remember(base, Value(recipe))
+    elif isinstance(base_value.source, Kept):
+        base_value.become(recipe)
 
 
-def leave_own_inside(known: KnownValues, call: Call, result: Tensor) -> None:
+def drop_foreign_parts(registry: Registry, call: Call, result: Tensor) -> None:
     """Leave in `call.inside` only tensors that the call itself has made, but not its result or much smaller tensors."""
-    given = {known.place(one) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
+    places = {registry.place(tensor) for tensor in (*tensors_in(call.arguments), result) if is_ordinary(tensor)}
     call.inside = [
-        part for part in call.inside if part.value.storage not in given and MUCH * part.value.bytes > result.nbytes
+        part for part in call.inside if part.value.storage not in places and MUCH * part.value.bytes > result.nbytes
     ]
 
 
@@ -114,7 +120,7 @@ def of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
     needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
     saves = {part.number: part.is_base for part in call.inside}
-    forms = [(one.shape, one.dtype, one.stride()) for one in originals]
+    forms = [(original.shape, original.dtype, original.stride()) for original in originals]
     function: Any = partial(_run_again, again.function, needs_grad, saves, forms)
     recipe = Recipe(again._replace(function=function, can_overwrite=False), originals[0])
     recipe.outputs = [weakref.ref(part.value) for part in call.inside]
@@ -124,42 +130,45 @@ def of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     return recipe
 
 
-def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, result: Tensor) -> None:
+def decide_by_plan(registry: Registry, policy: ByPlan, rule: Rule, call: Call, result: Tensor) -> None:
     """Decide by a plan whether the result of a call, and what it has saved inside, get recipes."""
     flag = policy.next_flag(call.function, result.nbytes)
     call.planned = Flag.AGAIN | Flag.MASK if flag is None else flag  # if no plan matches this call
-    own = give_planned(known, call.planned, rule, call, result, LONGEST if flag is None else LONGEST_PLANNED)
-    if (own := own or known.find(result)) is None and result.grad_fn is None:
-        return  # kept only once a recipe reads it: nothing else says when it is freed
-    own = own or known.keep(result)
-    own.number = policy.call
-    read_result_instead(known, call, result, own, serves=policy.plan is None or not policy.plan.fits)
+    longest = LONGEST if flag is None else LONGEST_PLANNED
+    value = give_planned(registry, call.planned, rule, call, result, longest) or registry.find(result)
+    if value is None:
+        if result.grad_fn is None:
+            return  # kept only once a recipe reads it: nothing else says when it is freed
+        value = registry.keep(result)
+    value.number = policy.call
+    read_result_instead(registry, call, result, value, serves=policy.plan is None or not policy.plan.fits)
 
 
 def give_planned(
-    known: KnownValues, planned: int, rule: Rule, call: Call, result: Tensor, longest: int
+    registry: Registry, planned: int, rule: Rule, call: Call, result: Tensor, longest: int
 ) -> Value | None:
     """Give a result and what its call has saved inside recipes, if that is planned. Returns the result's value."""
     row = call.row
-    again = how_to_repeat(known, rule, call, result) if planned & Flag.AGAIN else None
+    again = how_to_repeat(registry, rule, call, result) if planned & Flag.AGAIN else None
     if row.mask is not None and call.inside and planned & Flag.MASK:
-        if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
+        mask = how_to_repeat(registry, row.mask, call, result)
+        if mask is not None:
             of_inside(mask, call, None)
-    return None if again is None else give_recipe(known, again, call, result, longest)
+    return None if again is None else give_recipe(registry, again, call, result, longest)
 
 
-def read_result_instead(known: KnownValues, call: Call, result: Tensor, own: Value, serves: bool = True) -> None:
-    """Read a kept result in place of saved arguments, if it `serves`, and of its base. `own`: its value.
+def read_result_instead(registry: Registry, call: Call, result: Tensor, value: Value, serves: bool = True) -> None:
+    """Read a kept result in place of saved arguments, if it `serves`, and of its base. `value`: the result's.
 
     The program may overwrite it, as PyTorch alone does not read it: then it is copied, as for a recipe.
     """
     for saved in call.replaceable if serves else ():
-        saved.read_instead(own)
-        own.recipes += (weakref.ref(saved),)
+        saved.read_instead(value)
+        value.recipes += (weakref.ref(saved),)
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
-        of_base = known.find(base) or known.keep(base)  # other views of it are recomputed from this
-        of_base.number = own.number
+        base_value = registry.find(base) or registry.keep(base)  # other views of it are recomputed from this
+        base_value.number = value.number
 
 
 def _run_again(
@@ -170,7 +179,7 @@ def _run_again(
     `saves`: the numbers of these among all that it saves, and whether they are views of what is wanted. `forms`: the
     shape, dtype and strides of each tensor to return.
     """
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     number = -1
 
     def pack(tensor: Tensor) -> None:
@@ -178,16 +187,16 @@ def _run_again(
         number += 1
         if number in saves:
             base = tensor._base if saves[number] else None
-            found.append((tensor if base is None else base).detach())
+            parts.append((tensor if base is None else base).detach())
 
-    given = [
-        one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
-        for one, needs in zip(arguments, needs_grad, strict=True)
+    leaves = [
+        argument.detach().requires_grad_(needs) if isinstance(argument, Tensor) else argument
+        for argument, needs in zip(arguments, needs_grad, strict=True)
     ]
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda packed: packed):  # nothing is unpacked
-        result = function(*given)
-    tensors = [*found, result.detach()][: len(forms)]
-    if [(one.shape, one.dtype) for one in tensors] != [form[:2] for form in forms]:
+        result = function(*leaves)
+    tensors = [*parts, result.detach()][: len(forms)]
+    if [(tensor.shape, tensor.dtype) for tensor in tensors] != [form[:2] for form in forms]:
         raise RuntimeError(
             f"{function} has run again for the backward pass, and has saved other tensors than in the forward "
             f"pass: with a budget, a function must do the same each time it runs"
@@ -198,8 +207,9 @@ def _run_again(
 def note_random(call: Call) -> None:
     """Note the state of the generator, if a call will draw from it."""
     draws = call.row.draws
-    if draws is not None and draws(call.args, call.kwargs) and (given := tensors_in(call.arguments)):
-        call.random = random_state(given[0])
+    inputs = tensors_in(call.arguments) if draws is not None and draws(call.args, call.kwargs) else ()
+    if inputs:
+        call.random = random_state(inputs[0])
 
 
 def _drawn_again(generator: torch.Generator, state: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -23,7 +23,7 @@ Rule 9. A value belongs to one version of a tensor. Before a call that may overw
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
     If the program reads or sets `.data` of a tensor that the pass has made, or gets it as an array, its memory is saved
-    as in PyTorch, recipes that have read it get copies, and no other one reads it (`KnownValues.expose`).
+    as in PyTorch, recipes that have read it get copies, and no other one reads it (`Registry.expose`).
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors. No generator is left before its end while a pass is recorded
@@ -65,7 +65,7 @@ An example, and what autograd holds for each tensor:
     out = F.conv2d(z, weight2)                # nothing here saves it: freed when the program drops it
 
 In step 1 the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`). When `F.silu` saves y, autograd holds
-this value (`KnownValues.packed`), and y is freed with the program's last name for it. In the backward pass, the second
+this value (`Registry.packed`), and y is freed with the program's last name for it. In the backward pass, the second
 convolution asks `Saved.get` for z, whose recipe reads y: `Value.get` computes y from x and the statistics, and holds it
 for SiLU, its other consumer. At the end of step 1 the recipes have consumers, so the advice is "drop the norm's
 result", and "set hooks around SiLU, and drop its result". In step 5 the norm's rule makes y's recipe from this step's
@@ -107,8 +107,8 @@ from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
 from ..table.writes import may_overwrite, overwritten
 from .plan import ByPlan
-from .recipes import decide_by_plan, give_recipe, how_to_repeat, leave_own_inside, note_random
-from .registry import KnownValues
+from .recipes import decide_by_plan, drop_foreign_parts, give_recipe, how_to_repeat, note_random
+from .registry import Registry
 from .report import KeptTensor
 
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -140,7 +140,8 @@ class Recording(TorchFunctionMode):
         beyond: int | None = None,
     ):
         super().__init__()
-        self.policy, self.beyond = policy, beyond
+        self.policy = policy
+        self.beyond = beyond
         self.sees_calls = sees_calls
         self.copy_parameters = copy_parameters
         self.inputs = inputs
@@ -158,22 +159,24 @@ class Recording(TorchFunctionMode):
         self.fluctuation = 0  # bytes of its results beyond those planned, when it began to hold them elsewhere
 
     def __enter__(self) -> "Recording":
-        self.known = self.registry()
-        self.inputs, self.modes, self.mode = (), dispatch_modes_on(), changing_mode()
+        self.registry = self.new_registry()
+        self.inputs = ()
+        self.modes = dispatch_modes_on()
+        self.mode = changing_mode()
         self.start_hooks()
         self.is_mode = self.sees_calls or bool(self.around)  # around: for the first call after Ctrl-C
         if self.is_mode:
             super().__enter__()
         return self
 
-    def registry(self) -> KnownValues:
+    def new_registry(self) -> Registry:
         """The registry of the pass that begins."""
         outer = current_hooks() if self.beyond is None else Elsewhere(self.beyond).hooks
-        return KnownValues(self.inputs, outer, self.copy_parameters, self.policy is not None)
+        return Registry(self.inputs, outer, self.copy_parameters, self.policy is not None)
 
     def start_hooks(self) -> None:
         self.around = hooks_around()
-        self.hooks = saved_tensors_hooks(self.known.pack if self.sees_calls else self._pack_unless_abandoned, unpack)
+        self.hooks = saved_tensors_hooks(self.registry.pack if self.sees_calls else self._pack_unless_abandoned, unpack)
         self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -189,14 +192,15 @@ class Recording(TorchFunctionMode):
 
     def forget(self, has_raised: bool) -> None:
         """Release the recording's tensors; autograd holds the ones it needs."""
-        self.known.clear(has_raised)
-        self.kept = self.known.log.kept() if self.policy is None else self.known.log.kept(self.policy.why_kept)
+        self.registry.clear(has_raised)
+        self.kept = self.registry.log.kept() if self.policy is None else self.registry.log.kept(self.policy.why_kept)
         self.frame = None
 
     def is_abandoned(self) -> bool:
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
         if not is_running(self.frame):
-            self.abandoned, self.frame = True, None  # first, because this mode sees the functions that `forget` calls
+            self.abandoned = True  # first, because this mode sees the functions that `forget` calls
+            self.frame = None
             self.forget(has_raised=True)
         if self.abandoned and self.hooks is not None:
             hooks = current_hooks()
@@ -232,13 +236,14 @@ class Recording(TorchFunctionMode):
         if not self.sees_calls:
             self.is_abandoned()
             return function(*args, **kwargs)
-        row, are_plain = row_of(function), PLAIN.issuperset(types)
+        row = row_of(function)
+        are_plain = PLAIN.issuperset(types)
         if row.only_asks and are_plain and not self.around:
             return function(*args, **kwargs)
         if self.is_abandoned() or (row.only_asks and are_plain):
             return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
-            return self._seen_inside(partial(_asked, types), function, args, kwargs)
+            return self._seen_inside(partial(_dispatched, types), function, args, kwargs)
         if row.is_opened and are_plain:
             return self._seen_inside(body(function), *args, **kwargs)
         return self.record(function, row, are_plain, args, kwargs)
@@ -249,13 +254,13 @@ class Recording(TorchFunctionMode):
     def by_rules(self, call: Call) -> Any:
         """Run a call, and let the rules decide about it."""
         function, args, kwargs = call.function, call.args, call.kwargs
-        self.known.settle_gone()
+        self.registry.settle_gone()
         if function in EXPOSE:
             if is_ordinary(args[0]):
-                self.known.expose(args[0])
+                self.registry.expose(args[0])
             return function(*args, **kwargs)
         if function == SETS_DATA and is_ordinary(args[0]):
-            self.known.give(*args)
+            self.registry.before_setting_data(*args)
         if not may_overwrite(function, args, kwargs):
             return self.run(call)
         call.overwrites = True
@@ -267,19 +272,20 @@ class Recording(TorchFunctionMode):
 
     def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
         """Before a call that may write over tensors: copy what recipes read from their memory."""
-        known, writes = self.known, []
-        known.note_memories()
-        for tensor in map(unwrapped, overwritten(function, args, kwargs)):
-            if known.may_change_unseen(tensor):  # no recipe reads it
-                continue
-            if (write := before_overwriting(tensor, known.memories, known.outer)) is not None:
-                writes.append(write)
-        return writes
+        registry = self.registry
+        registry.note_memories()
+        tensors = [unwrapped(tensor) for tensor in overwritten(function, args, kwargs)]
+        writes = [
+            before_overwriting(tensor, registry.memories, registry.outer)
+            for tensor in tensors
+            if not registry.may_change_unseen(tensor)  # no recipe reads it
+        ]
+        return [write for write in writes if write is not None]
 
     def end_writing(self, writes: list[Overwriting]) -> None:
         for write in writes:
-            if after_overwriting(write, self.known.memories):
-                self.known.forget(write.storage)
+            if after_overwriting(write, self.registry.memories):
+                self.registry.forget(write.storage)
 
     def _seen_inside(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function, and see the ones that it calls."""
@@ -291,34 +297,38 @@ class Recording(TorchFunctionMode):
 
     def run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""
-        known, function = self.known, call.function
+        registry = self.registry
+        function = call.function
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
-        needs_grad, is_wrapped = torch.is_grad_enabled(), transform_level() is not None
+        needs_grad = torch.is_grad_enabled()
+        is_wrapped = transform_level() is not None
         mode = self.mode if dispatch_modes_on() == self.modes else changing_mode()
         is_hidden = is_wrapped or mode is not None or not self.is_innermost()
         if is_hidden or not needs_grad:
             result = function(*call.args, **call.kwargs)
-            known.note_made(call.arguments, result, call.site or True)
+            registry.note_made(call.arguments, result, call.site or True)
             if mode is not None:
                 self._refuse(call, result, mode)
             elif needs_grad:
-                own = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
-                known.unseen = "torch.vmap" if is_wrapped else own
+                hooks = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
+                registry.unseen = "torch.vmap" if is_wrapped else hooks
             self.concluded(call, result, is_hidden and needs_grad)
             return result
-        target, version = None, 0
+        target = None
+        version = 0
         if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
             target = call.args[0]
-            version, call.before = target._version, known.value_of(target)
-        known.log.function = function
-        if known.by_plan:
+            version = target._version
+            call.before = registry.value_of(target)
+        registry.log.function = function
+        if registry.by_plan:
             note_random(call)
-        known.call = call
+        registry.call = call
         try:
             result = function(*call.args, **call.kwargs)
             self._conclude(call, result, target, version)
         finally:
-            known.call = known.log.function = None
+            registry.call = registry.log.function = None
         return result
 
     def concluded(self, call: Call, result: Any, is_hidden: bool = False) -> None:
@@ -326,38 +336,40 @@ class Recording(TorchFunctionMode):
 
     def _refuse(self, call: Call, result: Any, mode: type) -> None:
         """Keep what a call has returned under a mode that may change it, and note whether it would be recomputed."""
-        known, row = self.known, call.row
-        for one in tensors_in(result):
-            if known.is_made(one) and known.find(one) is None:
-                known.keep(one)
-        rule = row.again if known.by_plan or not row.is_slow else None
-        if known.refused is None and rule is not None and isinstance(result, Tensor) and known.is_made(result):
-            if how_to_repeat(known, rule, call, result) is not None:
-                known.refused = mode
+        registry = self.registry
+        row = call.row
+        for tensor in tensors_in(result):
+            if registry.is_made(tensor) and registry.find(tensor) is None:
+                registry.keep(tensor)
+        rule = row.again if registry.by_plan or not row.is_slow else None
+        if registry.refused is None and rule is not None and isinstance(result, Tensor) and registry.is_made(result):
+            if how_to_repeat(registry, rule, call, result) is not None:
+                registry.refused = mode
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
         """Decide about a call's result. `target`: an argument that it may have overwritten; `version`: before that."""
-        row, known = call.row, self.known
-        rule = row.again if known.by_plan or not row.is_slow else None
+        row = call.row
+        registry = self.registry
+        rule = row.again if registry.by_plan or not row.is_slow else None
         if (
             rule is not None
             and isinstance(result, Tensor)
             and is_ordinary(result)
-            and known.may_drop(row, call.arguments, result)
+            and registry.may_drop(row, call.arguments, result)
         ):
             if call.inside:
-                leave_own_inside(known, call, result)
+                drop_foreign_parts(registry, call, result)
             is_written = result is target and result._version == version + 1
             if is_written or not (call.overwrites or id(result) in map(id, call.arguments)):
                 self.decide(rule, call, result)
         else:
             call.why = "only a budget repeats it" if row.is_slow else ""
-        known.note_made(call.arguments, result, call.site or True)
+        registry.note_made(call.arguments, result, call.site or True)
         if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
-            known.log.explain(result, known.find(result), call.why)
+            registry.log.explain(result, registry.find(result), call.why)
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not (value.sign_consumers or value.source.is_modified()):
-                value.source = Kept(tensor, known.outer)
+                value.source = Kept(tensor, registry.outer)
         self.concluded(call, result)
 
     def hold_elsewhere(self, excess: int, size: int) -> None:
@@ -366,8 +378,10 @@ class Recording(TorchFunctionMode):
         To drop all of it would help little, because the backward pass would make it again. `excess`: bytes of results
         beyond those planned so far. `size`: of the last one.
         """
-        self.elsewhere, self.excess, self.fluctuation = Elsewhere(), max(excess, _MEETING * size), excess
-        self.known.outer = self.elsewhere.hooks
+        self.elsewhere = Elsewhere()
+        self.excess = max(excess, _MEETING * size)
+        self.fluctuation = excess
+        self.registry.outer = self.elsewhere.hooks
 
     @property
     def growth(self) -> float:
@@ -381,20 +395,23 @@ class Recording(TorchFunctionMode):
             if self.policy is not None:
                 self.policy.total += result.nbytes
         elif self.policy is not None:
-            decide_by_plan(self.known, self.policy, rule, call, result)
+            decide_by_plan(self.registry, self.policy, rule, call, result)
             if self.policy.excess:
                 self.hold_elsewhere(self.policy.excess, result.nbytes)
-        elif (again := how_to_repeat(self.known, rule, call, result)) is not None:
-            give_recipe(self.known, again, call, result)
+        else:
+            again = how_to_repeat(self.registry, rule, call, result)
+            if again is not None:
+                give_recipe(self.registry, again, call, result)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
-        return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)
+        return Kept(tensor, None) if self.is_abandoned() else self.registry.pack(tensor)
 
 
-def _asked(types: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatched(types: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dispatch a call to tensor subclasses."""
     for kind in types:
-        if (result := kind.__torch_function__(function, types, args, kwargs)) is not NotImplemented:
+        result = kind.__torch_function__(function, types, args, kwargs)
+        if result is not NotImplemented:
             return result
     return NotImplemented
 
@@ -407,25 +424,25 @@ def may_differ_when_repeated(arguments: Any) -> bool:
     """
     if current_hooks() is None:
         return False
-    return not subclasses_are_asked() or any([adds_metadata(type(one)) for one in tensors_in(arguments)])
+    return not subclasses_are_asked() or any([adds_metadata(type(tensor)) for tensor in tensors_in(arguments)])
 
 
 def hooks_around() -> list[Hooks]:
     """The saved-tensor hooks that are set, innermost first."""
-    found: list[Hooks] = []
+    around: list[Hooks] = []
     try:
         while (hooks := current_hooks()) is not None:
-            found.append(hooks)
+            around.append(hooks)
             pop_hooks()
     finally:
-        for pack, unpack_by in reversed(found):
+        for pack, unpack_by in reversed(around):
             push_hooks(pack, unpack_by)
-    return found
+    return around
 
 
 def is_ours(hooks: Hooks) -> bool:
     """Whether these saved-tensor hooks are ours: of a recorded pass, or of a counted step."""
-    return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
+    return isinstance(getattr(hooks[0], "__self__", None), (Recording, Registry))
 
 
 set_aside_while_disabled(is_ours)

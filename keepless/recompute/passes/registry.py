@@ -46,10 +46,11 @@ _SHORT = 2**12  # entries: with a plan, vectors from this size on get values
 # it has at most this many times the bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
 DERIVING = {node_class(BatchNormActivation), SYNCHRONISED}  # nodes from which the values of results are derived
-_NONE: Any = (None, 0, None)
+NOT_KNOWN: Any = (None, 0, None)  # in place of a tensor's reference, version and value
+NO_MEMORY: Any = (None, None)
 
 
-class KnownValues:
+class Registry:
     """Registry of one forward pass: each living tensor's value, and the values kept in each storage.
 
     Its subclass `Trace` numbers the values of a counted step, by the same rules. `outer`: the saved-tensor hooks around
@@ -67,7 +68,8 @@ class KnownValues:
     ):
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
-        self.outer, self.copy_parameters = outer, copy_parameters
+        self.outer = outer
+        self.copy_parameters = copy_parameters
         self.by_plan = by_plan
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
         self.short = _SHORT if self.by_plan else sys.maxsize
@@ -76,10 +78,10 @@ class KnownValues:
         self.call: Call | None = None  # the running one
         # A tensor's value, by its id, with a weak reference to the tensor and its version. The sign mask that advice
         # makes of it has the key (id, function), because other consumers need the tensor itself.
-        self.found: dict[Any, tuple[weakref.ref[Tensor], int, Value]] = {}
+        self.value_by_id: dict[Any, tuple[weakref.ref[Tensor], int, Value]] = {}
         self.memories: ByStorage[Memory] = ByStorage()
         self.unnoted: list[Value | Kept] = []  # kept by advice, or parameters of recipes, and not yet in `memories`
-        self.dead: list[Gone] = []  # those references in `found` whose tensors are freed
+        self.dead: list[Gone] = []  # those references in `value_by_id` whose tensors are freed
         self.signs: list[weakref.ref[Value]] = []  # values with sign consumers, in the order of these saves
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their sites, or True
@@ -91,36 +93,48 @@ class KnownValues:
     def clear(self, has_raised: bool = False) -> None:
         """The forward pass has ended; if by an error, perhaps a checkpoint's, whose hooks take no more tensors."""
         for reference in [] if has_raised else self.signs:
-            if (value := reference()) is not None:
+            value = reference()
+            if value is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
-        self.found, self.unnoted, self.dead, self.signs, self.gone = {}, [], [], [], []
+        self.value_by_id = {}
+        self.unnoted = []
+        self.dead = []
+        self.signs = []
+        self.gone = []
         self.exposed = ByStorage()
-        for known in (self.memories, self.without_gradient):
-            known.clear()
+        self.memories.clear()
+        self.without_gradient.clear()
         self.outer = None
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         value = self.find(tensor)
-        if value is None and not tensor.is_leaf and (found := self._derivation(tensor)) is not None:
-            value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
-        return value
+        if value is not None or tensor.is_leaf:
+            return value
+        derivation = self._derivation(tensor)
+        if derivation is None:
+            return None
+        value = Value(Recipe(derivation, tensor)) if isinstance(derivation, Again) else derivation
+        return self.remember(tensor, value)
 
     def derived(self, tensor: Tensor) -> Value | None:
-        """`value_of` for calls with advice: faster if the tensor is a view of one in `found`."""
+        """`value_of` for calls with advice: faster if the tensor is a view of one in `value_by_id`."""
         base = tensor._base
-        one = None if base is None else self.found.get(id(base))
-        if base is None or one is None or one[0]() is not base or one[1] != tensor._version:
+        if base is None:
             return self.value_of(tensor)
-        if (form := form_of(tensor, base)) is None:
+        reference, version, base_value = self.value_by_id.get(id(base), NOT_KNOWN)
+        if base_value is None or reference() is not base or version != tensor._version:
+            return self.value_of(tensor)
+        form = form_of(tensor, base)
+        if form is None:
             return None
-        value = Value(Recipe(Again(view, (one[2], *form)), tensor))
-        self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value
+        value = Value(Recipe(Again(view, (base_value, *form)), tensor))
+        self.value_by_id[id(tensor)] = weakref.ref(tensor), tensor._version, value
         return value
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
-        reference, version, value = self.found.get(id(tensor), _NONE)
+        reference, version, value = self.value_by_id.get(id(tensor), NOT_KNOWN)
         is_known = value is not None and reference() is tensor and version == tensor._version - overwrites
         return value if is_known else None
 
@@ -137,8 +151,9 @@ class KnownValues:
             return True
         if not (self.by_plan and row.is_slow and torch.is_grad_enabled()) or result.is_inference():
             return False
-        given = tensors_in(arguments)
-        return any([isinstance(one, nn.Parameter) for one in given]) and not any([one.requires_grad for one in given])
+        tensors = tensors_in(arguments)
+        reads_parameter = any([isinstance(tensor, nn.Parameter) for tensor in tensors])
+        return reads_parameter and not any([tensor.requires_grad for tensor in tensors])
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this forward pass."""
@@ -149,18 +164,18 @@ class KnownValues:
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its current version, unless its values may change unseen."""
-        if not (self.exposed.found and self.may_change_unseen(tensor)):
-            self.found[id(tensor)] = Gone(tensor, self.dead, id(tensor)), tensor._version, value
+        if not (self.exposed.by_address and self.may_change_unseen(tensor)):
+            self.value_by_id[id(tensor)] = Gone(tensor, self.dead, id(tensor)), tensor._version, value
         return value
 
     def keep(self, tensor: Tensor) -> Value:
         """Keep a tensor, and remember its value."""
         storage = tensor.untyped_storage()
         stays = is_parameter(tensor) or (tensor.is_leaf and tensor.requires_grad)
-        own = 0 if stays else storage.nbytes()
-        # In place of a tensor of the pass without a gradient, an alias: `found` would keep it alive to the pass's end.
+        bytes = 0 if stays else storage.nbytes()
+        # An alias of a tensor that the pass has made without a gradient, which would live until its end otherwise.
         is_alias = not (stays or tensor.requires_grad) and bool(self.without_gradient.get(storage))
-        value = Value(self.kept(tensor.detach() if is_alias else tensor, None), address(storage), own)
+        value = Value(self.kept(tensor.detach() if is_alias else tensor, None), address(storage), bytes)
         value.why = self.log.why(tensor)
         if self.outer is not None:
             if self.call is not None:  # the running call may still get a recipe
@@ -174,30 +189,33 @@ class KnownValues:
         """`keep` for calls with advice: its memory is noted only before a call that writes, or rules ask."""
         value = Value(Kept(tensor, None, detaches=False))
         self.unnoted.append(value)
-        self.found[id(tensor)] = weakref.ref(tensor), tensor._version, value
+        self.value_by_id[id(tensor)] = weakref.ref(tensor), tensor._version, value
         return value
 
     def sign_mask(self, tensor: Tensor, positive: Positive | None) -> Value | None:
         """The value of a saved tensor of which only the sign mask is kept; None if there can be none."""
         if positive is None or not is_ordinary(tensor):
             return None
-        one = self.found.get(key := (id(tensor), positive))
-        if one is None or one[0]() is not tensor or one[1] != tensor._version:
-            one = self.found[key] = weakref.ref(tensor), tensor._version, Value(Signs(tensor, positive, None))
-        return one[2]
+        key = id(tensor), positive
+        reference, version, value = self.value_by_id.get(key, NOT_KNOWN)
+        if value is None or reference() is not tensor or version != tensor._version:
+            value = Value(Signs(tensor, positive, None))
+            self.value_by_id[key] = weakref.ref(tensor), tensor._version, value
+        return value
 
     def note_memories(self) -> None:
         """Note the memories of what recipes read: before a call that writes, and before rules ask what is kept."""
         while self.unnoted:
-            one = self.unnoted.pop()
-            kept: Any = one.source if isinstance(one, Value) else one
+            value = self.unnoted.pop()
+            kept: Any = value.source if isinstance(value, Value) else value
             try:
                 storage = kept.packed.untyped_storage()
             except NotImplementedError:  # sparse
                 continue
-            if isinstance(one, Value):
-                one.storage, one.bytes = address(storage), storage.nbytes()
-            self._note_kept(one, storage)
+            if isinstance(value, Value):
+                value.storage = address(storage)
+                value.bytes = storage.nbytes()
+            self._note_kept(value, storage)
 
     def stays(self, tensor: Tensor) -> Kept:
         """A tensor that stays where it is, such as a parameter, for a recipe: copied before a call writes over it.
@@ -208,19 +226,19 @@ class KnownValues:
         self.unnoted.append(kept)
         return kept
 
-    def give(self, tensor: Tensor, other: Tensor) -> None:
-        """`.data = …` will give a tensor the memory of another, but no new version."""
+    def before_setting_data(self, tensor: Tensor, source: Tensor) -> None:
+        """`tensor.data = source` will give a tensor the memory of another, but no new version."""
         self.read_as_pytorch(tensor)
         if self.is_made(tensor):
-            self.read_as_pytorch(other)
-            self.exposed.put(other.untyped_storage(), True)
+            self.read_as_pytorch(source)
+            self.exposed.put(source.untyped_storage(), True)
 
     def expose(self, tensor: Tensor) -> None:
         """The program gets access to a made tensor's memory that changes no version, as `.data` and `.numpy()` do."""
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter) or self.exposed.get(storage):
             return
-        if self._known_in(storage) or self.is_made(tensor) or self.has_made(tensor):
+        if self._tensors_in(storage) or self.is_made(tensor) or self.has_made(tensor):
             self.exposed.put(storage, True)
             self.read_as_pytorch(tensor)
 
@@ -228,30 +246,35 @@ class KnownValues:
         """Let autograd read what it has saved of a tensor's memory from there. Recipes get copies."""
         self.note_memories()
         storage = tensor.untyped_storage()
-        if (memory := self.memories.get(storage)) is not None:
+        memory = self.memories.get(storage)
+        if memory is not None:
             self.read_memory(memory, tensor)
             before_overwriting(tensor, self.memories, self.outer)
         self.forget(storage)
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:
         """Let autograd read what it has saved of a memory from the memory itself. `tensor`: is in it."""
-        for saved, one in memory.take_saves():
-            saved.read_memory(one, tensor, self.outer)
+        for saved, saved_tensor in memory.take_saves():
+            saved.read_memory(saved_tensor, tensor, self.outer)
 
     def forget(self, storage: UntypedStorage) -> None:
         """The tensors in a storage have other values now, though in the same version."""
-        for key in self._known_in(storage):
-            del self.found[key]
+        for key in self._tensors_in(storage):
+            del self.value_by_id[key]
 
-    def _known_in(self, storage: UntypedStorage) -> dict[Any, Tensor]:
-        """The tensors in a storage whose values are known, by their keys in `found`."""
-        known = {key: tensor for key, (reference, *_) in self.found.items() if (tensor := reference()) is not None}
+    def _tensors_in(self, storage: UntypedStorage) -> list[Any]:
+        """The keys in `value_by_id` of the tensors in a storage."""
         place = address(storage)
-        return {key: one for key, one in known.items() if is_ordinary(one) and address(one.untyped_storage()) == place}
+        tensor_by_key = {key: reference() for key, (reference, *_) in self.value_by_id.items()}
+        return [
+            key
+            for key, tensor in tensor_by_key.items()
+            if tensor is not None and is_ordinary(tensor) and address(tensor.untyped_storage()) == place
+        ]
 
     def may_change_unseen(self, tensor: Tensor) -> bool:
         """Whether a tensor has no version, or the program may change its memory without a new one."""
-        return not is_ordinary(tensor) or bool(self.exposed.found and self.exposed.get(tensor.untyped_storage()))
+        return not is_ordinary(tensor) or bool(self.exposed.by_address and self.exposed.get(tensor.untyped_storage()))
 
     def copied(self, tensor: Tensor) -> Value:
         """Keep a copy of a tensor for a recipe, as the tensor may change."""
@@ -277,45 +300,54 @@ class KnownValues:
 
     def _note_kept(self, value: Value | Kept, storage: UntypedStorage) -> None:
         """Note that a value, or a tensor that recipes read, is kept in a storage."""
-        known, place = self.memories.found, address(storage)  # in place of `get` and `put`, which are calls
-        of = known[place] if place in known else None
-        if of is None or of[0]() is not storage:
-            of = known[place] = weakref.ref(storage), Memory()
-        of[1].values += (weakref.ref(value),)
+        by_address = self.memories.by_address  # in place of `get` and `put`, which are calls
+        place = address(storage)
+        reference, memory = by_address[place] if place in by_address else NO_MEMORY
+        if memory is None or reference() is not storage:
+            memory = Memory()
+            by_address[place] = weakref.ref(storage), memory
+        memory.values += (weakref.ref(value),)
 
     def _derivation(self, tensor: Tensor) -> Again | Value | None:
         """How to recompute a tensor that is no call's result, or the value of another tensor that equals it."""
         node: Any = tensor.grad_fn
-        found: Again | Value | None = None
         if not self.is_made(tensor):
-            pass
-        elif tensor._is_view():
-            found = self._of_base(tensor)
-        elif self.exposed.found and self.may_change_unseen(tensor):
-            pass
-        elif is_node(node):
-            if node.strategy.recompute_output and isinstance(node.output_version, type):
-                self.refused = node.output_version
-            elif node.strategy.recompute_output and tensor._version == node.output_version:
-                saved = [Kept(one, None) if isinstance(one, Tensor) else one for one in packed_by_function(node)]
-                if not all([hasattr(one, "get") for one in saved]):  # hooks of the program have packed them
-                    saved = []
-                x = self._argument_in(saved[0]) if saved else None
-                if x is not None or not saved:
-                    found = Again(checkpointed_output, (node, x, saved[1:], self.exposed))
-        elif tensor._version == 0:
-            if type(node) is SYNCHRONISED:
-                if (mode := changing_mode()) is not None:
-                    self.refused = mode
-                    return None
-                found = self._of_synchronised_norm(node, packed_by_function(node))
-            elif self.call is not None:
-                found = self._of_copied_argument(tensor, node, self.call)
-        return found
+            return None
+        if tensor._is_view():
+            return self._of_base(tensor)
+        if self.exposed.by_address and self.may_change_unseen(tensor):
+            return None
+        if is_node(node):
+            return self._of_our_norm(node, tensor) if node.strategy.recompute_output else None
+        if tensor._version != 0:
+            return None
+        if type(node) is SYNCHRONISED:
+            mode = changing_mode()
+            if mode is None:
+                return self._of_synchronised_norm(node, packed_by_function(node))
+            self.refused = mode
+            return None
+        return None if self.call is None else self._of_copied_argument(tensor, node, self.call)
+
+    def _of_our_norm(self, node: Any, tensor: Tensor) -> Again | None:
+        """The output of a norm that computes it again in its own backward pass, such as `CheckpointedABN`."""
+        if isinstance(node.output_version, type):
+            self.refused = node.output_version
+        if tensor._version != node.output_version:
+            return None
+        packs = [Kept(pack, None) if isinstance(pack, Tensor) else pack for pack in packed_by_function(node)]
+        if not all([hasattr(pack, "get") for pack in packs]):  # hooks of the program have packed them
+            return Again(checkpointed_output, (node, None, (), self.exposed))
+        x = self._argument_in(packs[0]) if packs else None
+        if x is None and packs:
+            return None
+        return Again(checkpointed_output, (node, x, packs[1:], self.exposed))
 
     def _of_base(self, tensor: Tensor) -> Again | Value | None:
         base = tensor._base
-        if base is None or (form := form_of(tensor, base)) is None or (value := self.value_of(base)) is None:
+        form = None if base is None else form_of(tensor, base)
+        value = None if base is None or form is None else self.value_of(base)
+        if base is None or form is None or value is None:
             return None
         # Tensor subclasses return views of whole results, but not when a checkpoint repeats the pass, which must save
         # the same tensors.
@@ -324,7 +356,8 @@ class KnownValues:
 
     def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
         """The output of `nn.SyncBatchNorm`. Its node saves all but the bias, which is found only if it is trained."""
-        x, (weight, mean, invstd) = self._argument_in(packed[0]), map(saved_value, packed[1:4])
+        x = self._argument_in(packed[0])
+        weight, mean, invstd = map(saved_value, packed[1:4])
         bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
         if bias is None or not all([isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)]):
             return None
@@ -332,16 +365,16 @@ class KnownValues:
 
     def _argument_in(self, packed: Any) -> Any:
         """What a recipe reads for an argument that a norm's node holds; None if its values may change unseen."""
-        found = saved_value(packed)
-        kept = found.source if isinstance(found, Value) else found
+        value = saved_value(packed)
+        kept = value.source if isinstance(value, Value) else value
         if type(kept) is not Kept or kept.hooks is not None:
-            return found
-        if self.exposed.found and self.may_change_unseen(kept.packed):
+            return value
+        if self.exposed.by_address and self.may_change_unseen(kept.packed):
             return None
-        if found is kept:
-            found = Value(kept)
-            self.unnoted.append(found)
-        return found
+        if value is kept:
+            value = Value(kept)
+            self.unnoted.append(value)
+        return value
 
     def _of_copied_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | Value | None:
         """A copy of an argument, made inside the running call: cast by autocast, reshaped by matrix products, or made
@@ -354,23 +387,24 @@ class KnownValues:
         if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:
             return None
         value = self._smaller_value_of(argument, tensor)
-        found: Again | Value | None
+        derivation: Again | Value | None
         if argument.dtype != tensor.dtype:
-            found = None if value is None or is_reshaped else Again(Tensor.to, (value, tensor.dtype))
+            derivation = None if value is None or is_reshaped else Again(Tensor.to, (value, tensor.dtype))
         elif is_reshaped:
-            found = None if value is None else Again(Tensor.reshape, (value, tensor.shape))
+            derivation = None if value is None else Again(Tensor.reshape, (value, tensor.shape))
         else:
-            found = self.kept_in_copy(value, argument, tensor)
-        if found is not None:
+            derivation = self.kept_in_copy(value, argument, tensor)
+        if derivation is not None:
             call.copied[id(tensor)] = argument
-        return found
+        return derivation
 
     def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Again | Value:
         """The value of a copy. If nothing else keeps the argument, it is kept in the copy instead.
 
         Kernels round otherwise for other strides, so argument and copy are each restored with their own.
         """
-        is_fixed, is_alike = value is not None and self.is_fixed(value, argument), copy.stride() == argument.stride()
+        is_fixed = value is not None and self.is_fixed(value, argument)
+        is_alike = copy.stride() == argument.stride()
         if value is None or is_fixed or (value.unread and not is_alike and self.call and self.call.overwrites):
             kept = self.keep(copy)
             if is_alike:
@@ -382,7 +416,8 @@ class KnownValues:
         if not is_alike:
             return Again(laid_out, (value, copy.stride()))
         if value.unread:
-            value.source, value.storage = self.kept(copy, None), self.place(copy)
+            value.source = self.kept(copy, None)
+            value.storage = self.place(copy)
             self._note_kept(value, copy.untyped_storage())
         return value
 
@@ -406,7 +441,7 @@ class KnownValues:
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
         if self.call is not None:
-            is_known = id(tensor) in self.found or id(tensor._base) in self.found
+            is_known = id(tensor) in self.value_by_id or id(tensor._base) in self.value_by_id
             saved = self.packed(tensor)
             self.call.packed.append((tensor, saved, is_known))
             return saved
@@ -419,7 +454,8 @@ class KnownValues:
     def packed(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """See `pack`."""
         call = self.call or Call(type(None), Row(), (), {})  # outside of calls: an empty one
-        row, call.saves = call.row, call.saves + 1
+        call.saves += 1
+        row = call.row
         if self.outer is None and self.is_simple(tensor):
             return self.kept(tensor, None)
         if not is_ordinary(tensor):
@@ -442,9 +478,10 @@ class KnownValues:
         Recipes read copies of these. So they need not notice when batch norms update running statistics, or views. The
         network's inputs have values.
         """
-        base, size = tensor._base, tensor.numel()
+        base = tensor._base
         if not tensor.is_leaf:
             return isinstance(base, nn.Parameter)
+        size = tensor.numel()
         if isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and size < self.short):
             return True
         is_of_vector = base is not None and base.ndim < 2 and base.numel() < self.short_rows
@@ -460,21 +497,25 @@ class KnownValues:
 
     def _saved(self, tensor: Tensor, call: Call) -> Saved:
         """What autograd holds for a tensor with a value."""
-        value, row = self.value_of(tensor), call.row
+        row = call.row
+        value = self.value_of(tensor)
         if value is None:
             value = self._keep_with_base(tensor, call)
         elif not value.consumers and value.unread:
             self.log.keep(value, tensor)
         base = tensor._base
-        if base is not None and (of_base := self.find(base)) is not None and of_base is not value:
-            if not of_base.consumers and isinstance(of_base.source, Kept):
-                self.log.keep(of_base, base)  # the view is computed from it
+        base_value = None if base is None else self.find(base)
+        if base is not None and base_value is not None and base_value is not value:
+            if not base_value.consumers and isinstance(base_value.source, Kept):
+                self.log.keep(base_value, base)  # the view is computed from it
         saved = Saved(value, self.memories, tensor)
         serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
         if serves and (self.by_plan or isinstance(value.source, Recipe)):
             call.replaceable.append(saved)
         elif row.positive is not None and value.positive in (None, row.positive):
-            saved.reads_signs, value.positive, value.stream = True, row.positive, current_stream(tensor)
+            saved.reads_signs = True
+            value.positive = row.positive
+            value.stream = current_stream(tensor)
             value.sign_consumers += 1
             self.signs.append(weakref.ref(value))
         return saved
@@ -491,19 +532,19 @@ class KnownValues:
             call.inside.append(Inside(value, call.saves - 1, is_base))
         if not is_base:
             return value
-        found = self.value_of(tensor)
-        if found is None:  # a view that cannot be made again, such as a conjugate
-            found = self.keep(tensor)
-            self.log.keep(found, tensor)
-        return found
+        view_value = self.value_of(tensor)
+        if view_value is None:  # a view that cannot be made again, such as a conjugate
+            view_value = self.keep(tensor)
+            self.log.keep(view_value, tensor)
+        return view_value
 
     def settle_gone(self) -> None:
         """Forget tensors that have been freed. If a consumer needs only their signs, `settle` their values."""
         while self.dead:
             reference = self.dead.pop()
-            known, _, value = self.found.get(reference.event, _NONE)
-            if known is reference:
-                del self.found[reference.event]
+            last_reference, _, value = self.value_by_id.get(reference.event, NOT_KNOWN)
+            if last_reference is reference:
+                del self.value_by_id[reference.event]
                 if value.sign_consumers:
                     self.gone.append(value)
         if self.gone:
@@ -516,8 +557,9 @@ class KnownValues:
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
             if not self.without_gradient.get(storage):
-                given = filter(is_ordinary, tensors_in(arguments))
-                if all([self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)]):
+                inputs = filter(is_ordinary, tensors_in(arguments))
+                shared = [tensor for tensor in inputs if address(tensor.untyped_storage()) == address(storage)]
+                if all([self.is_made(tensor) for tensor in shared]):
                     self.without_gradient.put(storage, maker)
 
     def has_made(self, tensor: Tensor) -> bool:
@@ -536,12 +578,12 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def checkpointed_output(node: Any, x: Tensor | None, others: Sequence[Any], exposed: ByStorage[bool]) -> Tensor:
+def checkpointed_output(node: Any, x: Tensor | None, vectors: Sequence[Any], exposed: ByStorage[bool]) -> Tensor:
     """The output of a checkpointed norm.
 
-    `x`: its argument; None if hooks of the program have packed it. `others`: what else the node has saved.
+    `x`: its argument; None if hooks of the program have packed it. `vectors`: what else the node has saved.
     `exposed`: of the pass. If it is not empty, the node may read another argument.
     """
-    if x is not None and (exposed.found or not packed_by_function(node)):  # or a backward pass has freed what it saved
-        return recompute_output(node, [x, *[one.get() for one in others]])
+    if x is not None and (exposed.by_address or not packed_by_function(node)):  # a backward pass has freed them
+        return recompute_output(node, [x, *[vector.get() for vector in vectors]])
     return recompute_output(node)

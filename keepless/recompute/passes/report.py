@@ -58,7 +58,7 @@ class Log:
         # Each with the address and bytes of its storage, the name of the node that made it, the function that reads it,
         # and the module that calls this.
         self.entries: list[tuple[weakref.ref[Any], int, int, str, Any, Any]] = []
-        self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
+        self.without_value: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.function: Callable[..., Any] | None = None  # the one that is running
         self.is_on = True
         self.reasons: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # why results of calls are kept, by their ids
@@ -74,30 +74,36 @@ class Log:
         return why if reference is not None and reference() is tensor else ""
 
     def keep(self, value: Any, tensor: Tensor) -> None:
-        node, base = tensor.grad_fn, tensor._base
+        node = tensor.grad_fn
+        base = tensor._base
         if not self.is_on or (base is not None and isinstance(base, nn.Parameter)):
             return
         if node is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
             return
-        name, storage = "input" if node is None else type(node).__name__, tensor.untyped_storage()
+        name = "input" if node is None else type(node).__name__
+        storage = tensor.untyped_storage()
         entry = (weakref.ref(value), address(storage), storage.nbytes(), name, self.function, calling_module())
         self.entries.append(entry)
 
     def keep_other(self, kept: Kept, tensor: Tensor) -> None:
         """Note a kept tensor that has no value, if it is a tensor subclass."""
         if self.is_on and type(tensor) not in PLAIN and not tensor.is_nested:
-            size, name = tensor.numel() * tensor.itemsize, getattr(self.function, "__name__", "")
-            entry = KeptTensor(size, type(tensor).__name__, name, calling_module(), "a subclass of tensors")
-            self.others.append((weakref.ref(kept), entry))
+            size = tensor.numel() * tensor.itemsize
+            reader = getattr(self.function, "__name__", "")
+            kept_tensor = KeptTensor(size, type(tensor).__name__, reader, calling_module(), "a subclass of tensors")
+            self.without_value.append((weakref.ref(kept), kept_tensor))
 
     def kept(self, planned: Callable[[Any], str] | None = None) -> list[KeptTensor]:
         """The tensors kept at the end of the forward pass, one per storage. Empties the log.
 
         `planned`: why a plan keeps a value. Without a plan, the rules have noted why they do.
         """
-        found: dict[int | Signs, KeptTensor] = {}
-        entries, others = self.entries, self.others
-        self.entries, self.others, self.reasons = [], [], {}
+        kept_tensors: dict[int | Signs, KeptTensor] = {}
+        entries = self.entries
+        subclasses = [kept_tensor for reference, kept_tensor in self.without_value if reference() is not None]
+        self.entries = []
+        self.without_value = []
+        self.reasons = {}
         for reference, storage, size, made_by, function, module in entries:
             value = reference()
             if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
@@ -105,19 +111,22 @@ class Log:
             kept_for = getattr(function, "__name__", "")
             key: int | Signs = storage
             if isinstance(value.source, Signs):  # the tensor is freed, and others may have got its address
-                size, kept_for, key = value.source.bytes, f"signs for {kept_for}", value.source
+                size = value.source.bytes
+                kept_for = f"signs for {kept_for}"
+                key = value.source
             made_by = made_by.partition("Backward")[0]
             why = "made without a gradient" if made_by == "input" else value.why or "no rule repeats it"
             why = why if planned is None else planned(value)
-            found.setdefault(key, KeptTensor(size, made_by, kept_for, module, why))
-        return [*found.values(), *(entry for reference, entry in others if reference() is not None)]
+            kept_tensors.setdefault(key, KeptTensor(size, made_by, kept_for, module, why))
+        return [*kept_tensors.values(), *subclasses]
 
 
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:
     """One line for each kind of tensor."""
     names = {id(module): name for name, module in network.named_modules()}
-    sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    sizes_by_kind: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for tensor in kept:
         module = names.get(id(tensor.module and tensor.module()), "")
-        sizes[tensor.made_by, tensor.kept_for, module, tensor.why].append(tensor.bytes)
-    return Report(sorted((Line(sum(found), len(found), *key) for key, found in sizes.items()), reverse=True))
+        sizes_by_kind[tensor.made_by, tensor.kept_for, module, tensor.why].append(tensor.bytes)
+    lines = [Line(sum(sizes), len(sizes), *kind) for kind, sizes in sizes_by_kind.items()]
+    return Report(sorted(lines, reverse=True))

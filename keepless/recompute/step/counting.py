@@ -391,7 +391,7 @@ class Recorded(Recording):
         super().__exit__(*error)
         self.counting.leaves_forward()
 
-    def registry(self) -> Counting:
+    def new_registry(self) -> Counting:
         return self.counting
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:

@@ -17,7 +17,7 @@ from ..held.signs import unpacking_bytes
 from ..held.values import Again, Memory, Recipe, Saved, Value
 from ..passes.plan import Flag
 from ..passes.recipes import STATE_BYTES, how_to_repeat
-from ..passes.registry import KnownValues
+from ..passes.registry import Registry
 from ..table.rules import Rule, mask_needs_only_shape
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
@@ -65,7 +65,7 @@ def ends_watch(method: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-class Trace(KnownValues):
+class Trace(Registry):
     """Registry of the values that a step could keep or recompute, found as a recorder with a plan finds them.
 
     Here values that could be recomputed count as kept. A subclass notes allocations and operators. `made_here`: the

@@ -30,7 +30,7 @@ def sites_of(advice: Advice) -> list[Site]:
         site = pending.pop()
         if id(site) not in found:
             found[id(site)] = site
-            pending += [site.next, *(site.others or {}).values()]
+            pending += [site.next, *(site.branches or {}).values()]
     return [site for site in found.values() if site.function is not None]
 
 

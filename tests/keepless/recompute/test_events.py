@@ -17,7 +17,7 @@ from keepless.recompute.passes.advice import Advice
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.passes.plan import ByPlan
 from keepless.recompute.passes.recording import Recording
-from keepless.recompute.passes.registry import KnownValues
+from keepless.recompute.passes.registry import Registry
 from keepless.recompute.step.counting import Counting, Recorded
 from keepless.recompute.step.dry import differentiable
 from keepless.recompute.step.search import Choice
@@ -87,7 +87,7 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
     `numbered`: gets what autograd holds after the forward pass, and returns the numbers.
     """
     noted, packed, numbers, made = list[Event](), list[Any](), {}, MadeTensors()
-    get, compute, pack = Saved.get, Recipe.computed, KnownValues.packed
+    get, compute, pack = Saved.get, Recipe.computed, Registry.packed
 
     def note(what: str, one: Any, source: Any, *names: Any) -> None:
         base = source.inputs[0].source if isinstance(source, Recipe) and source.function is view else source
@@ -108,7 +108,7 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saved, "get", noted_get)
         patch.setattr(Recipe, "computed", noted_compute)
-        patch.setattr(KnownValues, "packed", lambda *args: packed.append(pack(*args)) or packed[-1])
+        patch.setattr(Registry, "packed", lambda *args: packed.append(pack(*args)) or packed[-1])
         torch.manual_seed(1)
         with made, by:
             outputs = network(x)
