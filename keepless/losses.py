@@ -11,6 +11,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .torch_internals import FakeTensor
 
+__all__ = ["mean_of_largest", "upsampled_cross_entropy"]
+
 _TILE_BYTES = {"cpu": 2**20}  # of interpolated logits: about a core's cache
 _OTHER_TILE_BYTES = 2**26  # on other devices, for few launches
 

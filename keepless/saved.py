@@ -124,14 +124,6 @@ def has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-def size_text(count: int) -> str:
-    """Bytes in readable form, such as 1.50 GiB, 20.0 MiB or 0.5 KiB."""
-    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
-        if count >= size:
-            return f"{count / size:.{digits}f} {unit}"
-    return f"{count / 2**10:.1f} KiB"
-
-
 class ByStorage(Generic[T]):
     """A mapping from storages that exist. Entries of freed ones are not found, even if their address is reused.
 

@@ -1,4 +1,4 @@
-"""All private parts of PyTorch and Triton that keepless uses.
+"""All private parts of PyTorch and Triton that keepless uses. The training has others: `models/private_torch.py`.
 
 Tested with torch 2.11.0 and 2.14.1, each with its own Triton. If a part is missing:
 
@@ -65,8 +65,6 @@ try:
         int(getattr(SDPBackend, backend)): getattr(torch._C, f"_get_{name}_sdp_enabled")
         for name, backend in _backend_names.items()
     }
-    ASSERT_SCALAR = torch.ops.aten._assert_scalar.default  # a guard of exported programs
-    ITEM = torch.ops.aten._local_scalar_dense.default  # `tensor.item()`
     # Whether a tensor has a storage; sparse and batched ones have none.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
     # How many objects of C++ and Python hold a storage, by its address.
@@ -505,26 +503,6 @@ def engine_adds() -> bool:
     return backward_runs() and (frame is None or frame.f_code.co_name == "_engine_run_backward")
 
 
-# For the training code and the benchmarks around this package
-
-# The Euclidean norms of many tensors, as scalars, by few kernels.
-norms_of: Callable[[list], tuple[Tensor, ...]] = torch._foreach_norm
-
-
-def move_towards(tensors: list[Tensor], ends: list[Tensor], share: Tensor | float) -> None:
-    """tensors += share * (ends - tensors), in place, by few kernels.
-
-    `share`: a number, or a scalar in float64 on their device, which costs a temporary copy of all tensors on CUDA.
-    """
-    if isinstance(share, Tensor) and share.is_cuda:  # a list of shares would launch a kernel for each tensor
-        steps = list(torch._foreach_sub(ends, tensors))
-        torch._foreach_mul_(steps, share.to(steps[0].dtype))
-        torch._foreach_add_(tensors, steps)
-    else:
-        shares = [share.to(tensor.dtype) for tensor in tensors] if isinstance(share, Tensor) else share
-        torch._foreach_lerp_(tensors, ends, shares)
-
-
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Context in which Python's garbage collector does not run by itself."""
@@ -535,26 +513,3 @@ def without_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-@contextmanager
-def capturing(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph]:
-    """Context that captures a CUDA graph. If that fails, memory, random numbers and the current stream are as before.
-
-    PyTorch alone, if the capture cannot be ended, leaves `stream` current, the generator in its capture, and the
-    graph's pool in use.
-    """
-    graph, pool, device = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_device()
-    generator, before = torch.cuda.default_generators[device], torch.cuda.current_stream()
-    drawn = generator.clone_state()
-    try:
-        # Other threads, which pin memory for the loader or write checkpoints, may go on.
-        with without_collection(), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-            yield graph
-    except BaseException:
-        torch.cuda.set_stream(before)
-        generator.graphsafe_set_state(drawn)
-        with suppress(RuntimeError):  # the capture was ended, and the graph will release its pool
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
-        raise

@@ -1,6 +1,8 @@
-"""Parse sizes such as 6GiB, and shares such as 50%."""
+"""Parse and write sizes such as 6GiB, and parse shares such as 50%."""
 
 import re
+
+__all__ = ["UNITS", "bytes_of", "share_of", "size_text"]
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS = {unit.lower(): factor for unit, factor in UNITS.items()}  # the case of a unit does not change its meaning
@@ -19,3 +21,11 @@ def share_of(text: str) -> float | None:
     """The share in a text such as 50% or 0.5; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *%|(\d?\.\d+)", text.strip(), re.ASCII)
     return match and (float(match[1]) / 100 if match[1] else float(match[2]))
+
+
+def size_text(count: int) -> str:
+    """Bytes in readable form, such as 1.50 GiB, 20.0 MiB or 0.5 KiB."""
+    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}"
+    return f"{count / 2**10:.1f} KiB"

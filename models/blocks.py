@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from keepless.norms.backends.activations import Activation, activate_
+from keepless.norms import Activation, activate_
 
 # Number of channels -> norm followed by an activation, for (N, C, H, W); with activation="identity" only the norm.
 NormAct = Callable[..., nn.Module]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from keepless.torch_internals import transform_level
+from models.private_torch import transform_level
 
 
 class MaxPool2d(nn.MaxPool2d):

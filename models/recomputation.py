@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, recompute_activations
-from keepless.norms.statistics import statistics_kept
-from keepless.torch_internals import is_capturing
+from keepless.norms import statistics_kept
 
 BLOCKS = ("none", "blocks", "sqrt")
 RECOMPUTE = ("none", "activations", *BLOCKS[1:])
@@ -136,4 +135,5 @@ def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
             return _run(blocks, *tensors)
 
     # A generator cannot be read while a CUDA graph is captured; nothing draws there: `trainer.capture` has checked it.
-    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=not is_capturing())
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=not is_captured)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from keepless.torch_internals import assert_on_device
 from models.bodies.body import Feature
 from models.initialisation import initialise
+from models.private_torch import assert_on_device
 
 EXACT, STRETCHED = UPSAMPLINGS = ("exact", "stretched")
 

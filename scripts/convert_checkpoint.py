@@ -40,8 +40,8 @@ from engine.schema.keys import key
 from engine.schema.network import BatchNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
-from keepless.norms.conversion_report import listed
 from models.checkpoints import released
+from models.checkpoints.loading import listed
 from models.checkpoints.torch_files import SAFETENSORS, safetensors_for
 
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"

@@ -29,7 +29,7 @@ from engine.schema.keys import CHOICES, check_values, groups_of
 from engine.schema.memory import deductions
 from engine.schema.training import TrainingRun
 from engine.training import planner
-from keepless.saved import size_text
+from keepless.units import size_text
 from scripts.reports import papers
 
 FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3

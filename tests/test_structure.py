@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import importlib
 import itertools
 import os
 import sys
@@ -25,6 +26,18 @@ MAY_IMPORT = {
 }  # nothing but tests imports `benchmarks` and `tools`
 # It is installed without the rest: triton is optional.
 KEEPLESS_IMPORTS = {"torch", "triton", "keepless"} | sys.stdlib_module_names
+# Its face: the modules whose `__all__` the other rooms of the product may import.
+KEEPLESS_FACE = ("keepless", "keepless.fit", "keepless.losses", "keepless.norms", "keepless.units")
+# What they import besides: (file, module of keepless) -> why it is not public.
+KEEPLESS_INSIDE = {
+    ("engine/training/build.py", "keepless.norms.backends.compiled"): "the message names the asking key of ours",
+    ("engine/training/planner.py", "keepless.made_tensors"): "bytes of tensors are counted as in `keepless.fit`",
+    ("engine/training/planner.py", "keepless.recompute.signatures.plans"): "the fewest bytes that a budget may have",
+    ("engine/training/planner.py", "keepless.recompute.step.costs"): "ranks estimate times for the same device",
+    ("engine/training/planner.py", "keepless.saved"): "bytes saved for backward, which plan_memory prints",
+    ("models/bodies/library.py", "keepless.conversion.replacements"): "norms of libraries, replaced as in `to_inplace`",
+    ("models/private_torch.py", "keepless.torch_internals"): "a context around captures, which keepless has as well",
+}
 # The rooms of the engine that may know the schema; the others take explicit arguments.
 KNOWS_SCHEMA = {"configuration", "assemble", "checkpoint", "training", "prediction"}
 
@@ -81,6 +94,19 @@ def test_imports_point_down():
                 wrong.append((source.name, name))
     advice = "move what they need to a lower room, or take it as an argument (CONTRIBUTING.md, 'Map of the code')"
     assert not wrong, f"{wrong}: these files may not import these names: {advice}"
+
+
+def test_the_product_imports_keepless_by_its_face():
+    """Benchmarks and tools are left out: they measure the inside."""
+    face = {f"{module}.{name}" for module in KEEPLESS_FACE for name in importlib.import_module(module).__all__}
+    inside = set()
+    for source in sources("", *MAY_IMPORT.keys() - {"keepless"}):
+        for name in source.imported - face:
+            if name.startswith("keepless."):
+                inside.add((source.name, name.rpartition(".")[0]))
+    advice = "make it public with a docstring, or move it to the room that needs it; if neither, list it with a reason"
+    assert inside == KEEPLESS_INSIDE.keys(), f"{inside ^ KEEPLESS_INSIDE.keys()}: {advice}"
+    assert len(inside) <= 12
 
 
 def imports_among(files: dict[str, Source]) -> Iterator[tuple[str, str]]:

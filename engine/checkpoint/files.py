@@ -19,10 +19,9 @@ from datasets.class_names import check_order
 from engine.process.console import logger
 from engine.process.output_files import NO_INODES, NO_ROOM, explained, partial_file, partial_path
 from engine.schema.training import OF_OTHERS
-from keepless.norms.conversion_report import listed
-from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files
-from models.checkpoints.loading import is_auxiliary, not_finite
+from models.checkpoints.loading import is_auxiliary, listed, not_finite
+from models.private_torch import tree_leaves
 
 FORMAT = "inplace-abn/2"
 RESTORE = "Restore the file from a copy"

@@ -22,7 +22,7 @@ from engine.schema.keys import (
     without_interpolation,
 )
 from engine.schema.training import TrainingRun
-from keepless.torch_internals import tree_map
+from models.private_torch import tree_map
 
 
 class PluginsNeeded(ValueError):

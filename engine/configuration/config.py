@@ -15,7 +15,7 @@ from engine.schema.keys import (
 )
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
-from keepless.torch_internals import tree_map
+from models.private_torch import tree_map
 
 RUNS: dict[str, type[TrainingRun]] = {run.task: run for run in (SegmentationRun, ClassificationRun)}
 Schema = TypeVar("Schema", bound=Keys)

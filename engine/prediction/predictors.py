@@ -17,8 +17,8 @@ from engine.process.allocations import memory_errors, return_freed_memory
 from engine.process.transfers import HostCopy
 from engine.segmentation import inference
 from engine.segmentation.batches import AtOnce
-from keepless.torch_internals import FakeTensor, assert_on_device
 from models.forward import Forward
+from models.private_torch import FakeTensor, assert_on_device
 
 Picture = np.ndarray | Image.Image | str | Path
 TRIMMED_EVERY = 8  # changes of image size; trimming takes a few milliseconds

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
 from engine.prediction.predictors import Predictor
-from keepless.torch_internals import ASSERT_SCALAR, NormBase
+from models.private_torch import ASSERT_SCALAR, NormBase
 from models.segmentation import SegmentationNetwork, rounded_up
 
 _EXAMPLE = 2, 72, 88  # N, H, W

@@ -15,7 +15,7 @@ from datasets import ClassificationDataset, SegmentationDataset
 from engine.process.console import table_of
 from engine.process.output_files import write_file
 from engine.records.provenance import provenance
-from keepless.torch_internals import tree_map
+from models.private_torch import tree_map
 
 Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from engine.schema.additions import Plugins, Score
 from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, is_absent, key, several
 from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
-from keepless.norms.backends.activations import ACTIVATIONS
+from keepless.norms import ACTIVATIONS
 from models.segmentation import EXACT, UPSAMPLINGS
 
 OVERLAP = 0.25

@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
 from typing_extensions import dataclass_transform
 
-from keepless.torch_internals import tree_leaves
+from models.private_torch import tree_leaves
 
 LONGEST_NAME = 255  # bytes, of Linux's filesystems
 # Larger values are mistakes.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.schema.keys import key
-from keepless.fit.device import CONTEXT, FRAGMENTATION, WORKSPACE
+from keepless.fit import CONTEXT, FRAGMENTATION, WORKSPACE
 from keepless.units import UNITS, bytes_of
 
 NCCL = "0.2GiB"  # its buffers, with several devices

@@ -6,8 +6,7 @@ from typing import Any, ClassVar, TypeVar
 from omegaconf import MISSING
 
 from engine.schema.keys import choice, key
-from keepless.norms.backends import BACKENDS
-from keepless.norms.backends.activations import Activation, check_activation
+from keepless.norms import BACKENDS, Activation, check_activation
 from models.bodies.stem import STEM_STRIDES
 from models.checkpoints.published import HALF, IMAGENET, OF_TENSORFLOW, Normalisation, timm_normalisation
 from models.freezing import FROZEN_NORMS

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from engine.process.allocations import is_out_of_memory
 from engine.process.console import logger
 from engine.process.distributed import World
-from keepless.torch_internals import before_capture, capturing, without_collection
+from keepless import before_capture
+from models.private_torch import capturing, without_collection
 
 MicroBatch = Callable[[Tensor, Tensor], Tensor]  # images, labels -> the loss, after its backward pass
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]

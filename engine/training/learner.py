@@ -16,11 +16,10 @@ from torch.nn.utils import clip_grads_with_norm_
 from engine.process.console import logger
 from engine.training.capture import CapturedMicroBatches, MicroBatch, NotCaptured
 from engine.training.saved_moments import check_scaler, load_moments
-from keepless.norms.conversion_report import listed
-from keepless.torch_internals import move_towards, norms_of, tree_leaves
-from models.checkpoints.loading import not_finite
+from models.checkpoints.loading import listed, not_finite
 from models.forward import Forward
 from models.freezing import training_mode
+from models.private_torch import move_towards, norms_of, tree_leaves
 
 PLAIN = {Tensor, bool, int, float, str, type(None)}
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large

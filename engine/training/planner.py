@@ -32,14 +32,14 @@ from engine.training import advice
 from engine.training.build import learner_of, why_eager
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
-from keepless import report
-from keepless.fit.sizes import largest
-from keepless.fit.step_memory import CountedStep, PlannedStep, StepMemory
+from keepless import before_capture, plan, report
+from keepless.fit import CountedStep, PlannedStep, StepMemory, largest
 from keepless.made_tensors import bytes_of_tensors
-from keepless.recompute.signatures.plans import FEWEST, plan
+from keepless.recompute.signatures.plans import FEWEST
 from keepless.recompute.step.costs import times_of
-from keepless.saved import kept_bytes, size_text
-from keepless.torch_internals import ITEM, FakeTensorMode, TorchDispatchMode, before_capture, tree_map
+from keepless.saved import kept_bytes
+from keepless.units import size_text
+from models.private_torch import ITEM, FakeTensorMode, TorchDispatchMode, tree_map
 
 Config = TypeVar("Config", bound=TrainingRun)
 

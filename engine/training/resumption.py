@@ -25,7 +25,7 @@ from engine.process.distributed import launched
 from engine.process.stopping import Preempted
 from engine.schema.keys import CHOICES, chosen, groups_of
 from engine.schema.training import TrainingRun
-from keepless.torch_internals import tree_leaves
+from models.private_torch import tree_leaves
 
 NETWORK = ("norm", "body", "head")
 # The groups whose choices compute what is compared of a step.

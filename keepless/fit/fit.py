@@ -11,8 +11,8 @@ from ..inputs import check_has_forward, check_module, check_one_example, is_numb
 from ..recompute.signatures.plans import FEWEST, arguments_of
 from ..recompute.step.costs import times_of
 from ..recompute.step.dry import on_copy
-from ..saved import size_text
 from ..torch_internals import ASKS_FOR_VALUES
+from ..units import size_text
 from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors, optimizer_bytes
 from .sizes import growth
 from .steps import CHECKPOINTED, PLAIN, PLANNED, RECOMPUTED, Steps, Way, size_of

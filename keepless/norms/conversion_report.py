@@ -1,7 +1,6 @@
 """Report of a conversion: which layers were replaced, and which were not and why."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SHOWN_NAMES = 4  # listed per reason
@@ -22,14 +21,10 @@ class ConversionReport:
             lines.append(f"{title}: {len(entries)}")
             for text in dict.fromkeys(entries.values()):
                 names = [name or "(the module itself)" for name, value in entries.items() if value == text]
-                lines += [f"  {len(names)} x {text}", f"      {listed(names)}"]
+                hidden = len(names) - SHOWN_NAMES
+                shown = ", ".join(names[:SHOWN_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
+                lines += [f"  {len(names)} x {text}", f"      {shown}"]
         return "\n".join(lines)
-
-
-def listed(entries: Sequence[str], separator: str = ", ") -> str:
-    """The first entries, and the number of further ones."""
-    more = f" and {len(entries) - SHOWN_NAMES} more" if len(entries) > SHOWN_NAMES else ""
-    return separator.join(entries[:SHOWN_NAMES]) + more
 
 
 def log_report(report: ConversionReport) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..recompute.signatures.plans import Budget, checked
-from ..saved import size_text
+from ..units import size_text
 
 _MORE = 1.01  # a peak may be so many times the budget: allocators round
 _BEYOND = 4  # prepared steps may differ by so many times the noise, of which there are four samples

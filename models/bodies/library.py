@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from keepless import ABN, InPlaceABN
-from keepless.conversion.convert import to_inplace
+from keepless import ABN, InPlaceABN, to_inplace
 from keepless.conversion.replacements import like, own_activation
-from keepless.norms.conversion_report import ConversionReport
-from keepless.torch_internals import with_dispatch_modes_off
+from keepless.norms import ConversionReport
 from models.blocks import NormAct
 from models.bodies.body import Body, Feature
 from models.initialisation import initialise
+from models.private_torch import with_dispatch_modes_off
 from models.recomputation import chain, run_blocks
 
 LIBRARY_ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU}

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from keepless.norms.conversion_report import listed
-from keepless.torch_internals import tree_leaves
+from models.private_torch import tree_leaves
+
+SHOWN_NAMES = 4  # of all tensors or layers that a message is about
 
 # What DataParallel, torch.compile, checkpointing of activations, FSDP and Lightning's Fabric put into names.
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
@@ -38,6 +39,13 @@ class Loaded(NamedTuple):
         if self.new:
             lines.append(f"  new {listed(self.new)}")
         return "\n".join(lines)
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names, and the number of further ones."""
+    text = separator.join(names[:SHOWN_NAMES])
+    hidden = len(names) - SHOWN_NAMES
+    return f"{text} and {hidden} more" if hidden > 0 else text
 
 
 def load_by_name(

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from keepless import from_released
-from keepless.norms.conversion_report import listed
 from models.checkpoints import torch_files
-from models.checkpoints.loading import Loaded, load_by_name, state_dict_in, unwrapped
+from models.checkpoints.loading import Loaded, listed, load_by_name, state_dict_in, unwrapped
 from models.checkpoints.recognition import body_of, recognised
 from models.checkpoints.released_files import released_file
 

@@ -1,12 +1,9 @@
-"""PyTorch's private parts: used in one file, each with an answer for versions that do not have it."""
+"""PyTorch's private parts: used in two files, each with an answer for versions that do not have it."""
 
 import ast
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -17,8 +14,7 @@ import keepless
 from keepless import recompute_activations
 from keepless.recompute.passes import finders
 from keepless.saved import kept_bytes
-from keepless.torch_internals import capturing, move_towards, unpack
-from tests.cuda import NEEDS_CUDA
+from keepless.torch_internals import unpack
 
 FOLDER = Path(keepless.__file__).parent
 REPOSITORY = FOLDER.parent
@@ -42,11 +38,12 @@ def private_parts(tree: ast.AST) -> set[str]:
     return names
 
 
-def test_private_parts_are_used_in_one_file():
+def test_private_parts_are_used_in_two_files():
     """The whole repository is searched, entries included."""
     files = [*REPOSITORY.glob("*.py"), *(file for folder in PRODUCT for file in (REPOSITORY / folder).rglob("*.py"))]
     found = {file: private_parts(ast.parse(file.read_text())) for file in files}
     assert {"_has_storage", "_autograd", "_pytree"} <= found.pop(FOLDER / "torch_internals.py")
+    assert {"_foreach_norm", "_pytree"} <= found.pop(REPOSITORY / "models" / "private_torch.py")
     found[REPOSITORY / "datasets" / "workers.py"] -= OF_DATASETS
     assert {file.name: names - COMMON - OF_PYTHON for file, names in found.items() if names - COMMON - OF_PYTHON} == {}
 
@@ -78,45 +75,6 @@ def test_what_a_node_does_not_show_is_kept(monkeypatch):
     assert few_bytes < more_bytes <= all_bytes
     for found in (again, unseen):
         assert all(map(torch.equal, found, plain))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_many_tensors_move_towards_others_as_each_does(device, dtype):
-    torch.manual_seed(0)
-    starts, ends = ([torch.randn(n, dtype=dtype, device=device) for n in (1, 7, 1000)] for _ in range(2))
-    for share in (0.1, 0.001, 0.0):
-        moved = [start.clone() for start in starts]
-        move_towards(moved, ends, torch.tensor(share, dtype=torch.float64, device=device))
-        expected = [torch.lerp(start, end, share) for start, end in zip(starts, ends, strict=True)]
-        torch.testing.assert_close(moved, expected, rtol=0, atol=0 if device == "cpu" else 4 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_after_a_failed_capture_the_device_is_as_before(monkeypatch, ends):
-    """PyTorch leaves the stream, the generator and the pool in the capture if it cannot end it."""
-    device = Mock(name="device")
-    device.clone_state.return_value, device.pool.return_value, device.current.return_value = "state", "pool", "before"
-    device.end_pool.side_effect = RuntimeError("not currently recording") if ends else None
-
-    @contextmanager
-    def graph(*_: object, **__: object) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if not ends:
-                raise RuntimeError("the capture cannot be ended")
-
-    found = {"CUDAGraph": object, "graph": graph, "default_generators": [device], "current_device": lambda: 0}
-    found |= {"graph_pool_handle": device.pool, "current_stream": device.current, "set_stream": device.set_stream}
-    for name, value in found.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    for name, value in {"_cuda_endAllocateToPool": device.end_pool, "_cuda_releasePool": device.release}.items():
-        monkeypatch.setattr(torch._C, name, value, raising=False)
-    with pytest.raises(ValueError if ends else RuntimeError), capturing(None):
-        raise ValueError("of a module")
-    after = [call.set_stream("before"), call.graphsafe_set_state("state"), call.end_pool(0, "pool")]
-    assert device.mock_calls[-4 + ends :] == after + [call.release(0, "pool")] * (not ends)
 
 
 def test_compiled_autograd_does_not_trace_what_unpacks_tensors():

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...inputs import check_module, check_one_example, shown
-from ...saved import size_text
 from ...torch_internals import tree_map, warn
-from ...units import UNITS, bytes_of, share_of
+from ...units import UNITS, bytes_of, share_of, size_text
 from ..passes.plan import MORE, Plan
 from ..passes.recording import Recording
 from ..step.dry import rehearsed_step, text_of

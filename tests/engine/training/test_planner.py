@@ -16,7 +16,7 @@ from engine.schema.training import TrainingRun
 from engine.training import loop, planner
 from keepless.fit.step_memory import PlannedStep
 from keepless.recompute.step import costs
-from keepless.saved import size_text
+from keepless.units import size_text
 from scripts import plan_memory
 from tests import runs, trees
 

@@ -18,7 +18,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import Loss, rehearsed_step
 from keepless.recompute.step.search import frontier
 from keepless.recompute.step.simulation import plain_peak
-from keepless.saved import size_text
+from keepless.units import size_text
 from tests.keepless.recompute.ahead import After, attempts, pair, plan_next_step, plans_of
 from tests.keepless.recompute.networks import blocks
 

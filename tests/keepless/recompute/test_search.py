@@ -16,7 +16,7 @@ from keepless.recompute.step.dry import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice, frontier, pareto, segmented
 from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
 from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue
-from keepless.saved import size_text
+from keepless.units import size_text
 from tests.keepless.recompute.ahead import peak_of, plans_of, step
 from tests.keepless.recompute.networks import blocks
 
