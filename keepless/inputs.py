@@ -15,21 +15,21 @@ Network = TypeVar("Network", bound=nn.Module)  # the type of a module that a fun
 _WITHOUT_PARTS = frozenset([int, float, bool, str, type(None)])
 
 
-def tensors_in(thing: Any) -> list[Tensor]:
+def tensors_in(argument: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples, dictionaries and dataclasses."""
-    if isinstance(thing, Tensor):
-        return [thing]
-    kind = type(thing)
+    if isinstance(argument, Tensor):
+        return [argument]
+    kind = type(argument)
     if kind is tuple or kind is list or kind is dict:  # the usual case, ten times as fast as a tree walk
-        return [tensor for part in (thing.values() if kind is dict else thing) for tensor in tensors_in(part)]
+        return [tensor for part in (argument.values() if kind is dict else argument) for tensor in tensors_in(part)]
     if kind in _WITHOUT_PARTS:
         return []
-    leaves = tree_leaves(thing)
-    if len(leaves) != 1 or leaves[0] is not thing:
+    leaves = tree_leaves(argument)
+    if len(leaves) != 1 or leaves[0] is not argument:
         return tensors_in(leaves)
-    if not is_dataclass(thing) or isinstance(thing, type):
+    if not is_dataclass(argument) or isinstance(argument, type):
         return []
-    return [tensor for field in fields(thing) for tensor in tensors_in(getattr(thing, field.name, None))]
+    return [tensor for field in fields(argument) for tensor in tensors_in(getattr(argument, field.name, None))]
 
 
 def check_module(value: object, receiver: str) -> None:
@@ -42,9 +42,9 @@ def check_module(value: object, receiver: str) -> None:
         )
 
 
-def check_one_example(after: object, receiver: str) -> None:
+def check_one_example(next_argument: object, receiver: str) -> None:
     """Raise ValueError if the argument after the example is a tensor, or holds one: it is another input."""
-    if tensors_in(after):
+    if tensors_in(next_argument):
         raise ValueError(
             f"{receiver} got a tensor after the example: give several inputs as a tuple, {receiver}(network, (x, y), …)"
         )
@@ -67,11 +67,11 @@ def check_has_forward(network: nn.Module, receiver: str) -> None:
 
 def parts_with_forward(network: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     """The outermost modules inside a network that have a forward pass of their own, by name."""
-    found: dict[str, nn.Module] = {}
+    parts: dict[str, nn.Module] = {}
     for name, child in network.named_children():
         path = f"{prefix}{name}"
-        found |= {path: child} if _has_forward(child) else parts_with_forward(child, f"{path}.")
-    return found
+        parts |= {path: child} if _has_forward(child) else parts_with_forward(child, f"{path}.")
+    return parts
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -58,8 +58,8 @@ def copied(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
     size = tensor.untyped_storage().nbytes()
     if size >= tensor.nbytes:
-        other = tensor.clone()
-        return other if other.stride() == tensor.stride() else laid_out(other, tensor.stride())
+        copy = tensor.clone()
+        return copy if copy.stride() == tensor.stride() else laid_out(copy, tensor.stride())
     whole = tensor.as_strided((size // tensor.itemsize,), (1,), 0)
     return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -84,10 +84,10 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     dimensions = zip(tensor.stride(), stride, tensor.shape, strict=True)
     if all([ours == wanted or size == 1 for ours, wanted, size in dimensions]):
         return tensor
-    other = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     once = tuple([slice(0, 1) if step == 0 else slice(None) for step in stride])  # of what is expanded
-    other[once].copy_(tensor[once])
-    return other
+    copy[once].copy_(tensor[once])
+    return copy
 
 
 def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
@@ -98,11 +98,14 @@ def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
 
 def wait_for(stream: torch.cuda.Stream | None, *tensors: Any) -> None:
     """Let the current stream read tensors of another one: an operation's backward pass runs on its forward stream."""
-    if stream is not None and (present := torch.cuda.current_stream(stream.device)) != stream:
-        present.wait_stream(stream)
+    if stream is None:
+        return
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        current.wait_stream(stream)
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_cuda:
-                tensor.record_stream(present)  # otherwise its memory could be reused too early
+                tensor.record_stream(current)  # otherwise its memory could be reused too early
 
 
 def autocast_as(autocast: tuple[bool, torch.dtype | None], device: str) -> AbstractContextManager:
@@ -134,17 +137,17 @@ class ByStorage(Generic[T]):
         self.by_address: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
 
     def get(self, storage: torch.UntypedStorage) -> T | None:
-        reference, known = self.by_address.get(address(storage), (None, None))
-        return known if reference is not None and reference() is storage else None
+        reference, value = self.by_address.get(address(storage), (None, None))
+        return value if reference is not None and reference() is storage else None
 
-    def put(self, storage: torch.UntypedStorage, known: T) -> T:
-        self.by_address[address(storage)] = weakref.ref(storage), known
-        return known
+    def put(self, storage: torch.UntypedStorage, value: T) -> T:
+        self.by_address[address(storage)] = weakref.ref(storage), value
+        return value
 
     def pop(self, storage: torch.UntypedStorage) -> T | None:
-        known = self.get(storage)
+        value = self.get(storage)
         self.by_address.pop(address(storage), None)
-        return known
+        return value
 
     def clear(self) -> None:
         self.by_address.clear()
@@ -155,11 +158,11 @@ class Gone(weakref.ref[Any]):
 
     __slots__ = ("event",)
 
-    def __new__(cls, one: Any, events: list[Any], event: Any) -> "Gone":
-        return super().__new__(cls, one, events.append)
+    def __new__(cls, referent: Any, events: list[Any], event: Any) -> "Gone":
+        return super().__new__(cls, referent, events.append)
 
-    def __init__(self, one: Any, events: list[Any], event: Any) -> None:
-        super().__init__(one, events.append)  # type: ignore[call-arg]  # as weakref.KeyedRef does
+    def __init__(self, referent: Any, events: list[Any], event: Any) -> None:
+        super().__init__(referent, events.append)  # type: ignore[call-arg]  # as weakref.KeyedRef does
         self.event = event
 
 
@@ -177,7 +180,8 @@ class Kept:
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, detaches: bool = True):
         """`detaches`: from its graph, with which an operation's own output would keep itself alive."""
-        self.version, self.hooks = tensor._version, hooks
+        self.version = tensor._version
+        self.hooks = hooks
         if type(tensor) not in PLAIN and adds_metadata(type(tensor)):
             with without_subclasses():
                 tensor = tensor.detach()
@@ -201,13 +205,14 @@ class Kept:
         counter = self.packed if self.hooks is None else self.counter
         return counter is not None and bool(counter._version != self.version)
 
-    def original(self, other: Tensor) -> Tensor:
-        """The tensor, made from `other`, which shares its memory; a checkpoint's hook would run its part again."""
+    def original(self, sharing: Tensor) -> Tensor:
+        """The tensor, made from one that shares its memory; a checkpoint's hook would run its part again."""
         if self.hooks is None:
             return self.get()
         dtype, shape, stride, offset = self.place
         with torch.no_grad():
-            return torch.empty(0, dtype=dtype, device=other.device).set_(other.untyped_storage(), offset, shape, stride)
+            empty = torch.empty(0, dtype=dtype, device=sharing.device)
+            return empty.set_(sharing.untyped_storage(), offset, shape, stride)
 
     def is_freed(self) -> bool:
         """Whether the original's memory is gone: the hooks have put the values elsewhere."""
@@ -234,11 +239,11 @@ def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
         raise modified(name, tensor, tensor._version, version)
 
 
-def modified(name: str, tensor: Tensor, found: int, expected: int) -> RuntimeError:
+def modified(name: str, tensor: Tensor, version: int, expected: int) -> RuntimeError:
     shape = None if tensor.is_nested else tuple(tensor.shape)
     return RuntimeError(
         f"{name} of shape {shape} needed for the gradient was modified by an inplace operation: it is at "
-        f"version {found}, expected version {expected}"
+        f"version {version}, expected version {expected}"
     )
 
 
@@ -248,7 +253,10 @@ class ShapeOnly:
     __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
 
     def __init__(self, tensor: Tensor):
-        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
+        self.device = tensor.device
 
     def get(self) -> Tensor:
         """A tensor with arbitrary values. The same strides select the same algorithm."""
@@ -261,21 +269,21 @@ def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ())
     Tensors may be fake. The storages of the tensors `without`, e.g. parameters, are left out; so is what autograd has
     already dropped, e.g. between two reversible modules.
     """
-    saved: list[weakref.ref[Tensor]] = []
+    references: list[weakref.ref[Tensor]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        one = tensor.detach()  # with its graph, an operation's own output would keep itself alive
-        saved.append(weakref.ref(one))
-        return one
+        detached = tensor.detach()  # with its graph, an operation's own output would keep itself alive
+        references.append(weakref.ref(detached))
+        return detached
 
-    with saved_tensors_hooks(pack, lambda one: one):
+    with saved_tensors_hooks(pack, lambda packed: packed):
         result = forward()
     left_out = {address(tensor.untyped_storage()) for tensor in without}
-    found: dict[int, Tensor] = {}
-    for one in (reference() for reference in saved):
-        if one is not None and (storage := address(one.untyped_storage())) not in left_out:
-            found.setdefault(storage, one)
-    return result, list(found.values())
+    saved = [tensor for tensor in [reference() for reference in references] if tensor is not None]
+    by_address: dict[int, Tensor] = {}
+    for tensor in saved:
+        by_address.setdefault(address(tensor.untyped_storage()), tensor)
+    return result, [tensor for place, tensor in by_address.items() if place not in left_out]
 
 
 def kept_bytes(network: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:

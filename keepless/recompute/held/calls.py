@@ -24,7 +24,9 @@ class Call:
     """The running call of a function, and what autograd has saved in it. It holds tensors only while the call runs."""
 
     def __init__(self, function: Callable[..., Any], row: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.function, self.args, self.kwargs = function, args, kwargs
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
         self.row = row  # of the table of functions
         self.arguments = (*args, *kwargs.values()) if kwargs else args
         self.first_node = next_node_number()
@@ -51,8 +53,8 @@ class Call:
         if self.overwrites or node is None or node_number(node) < self.first_node:
             return False
         memory = address(base.untyped_storage())  # compared too: another thread's tensor may have a later node
-        given = filter(is_ordinary, tensors_in(self.arguments))
-        return memory not in [address(tensor.untyped_storage()) for tensor in given]
+        inputs = filter(is_ordinary, tensors_in(self.arguments))
+        return memory not in [address(tensor.untyped_storage()) for tensor in inputs]
 
     def room(self, result: Tensor) -> int:
         """Bytes that can be freed if the call is repeated in the backward pass."""
@@ -74,33 +76,38 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
 
     `memories`: of kept values. `outer`: hooks that get the copies.
     """
-    memory = memories.get(storage := tensor.untyped_storage())
-    known = [] if memory is None else filter(None, [reference() for reference in memory.values])
-    read: list[Any] = [one for one in known if _is_read_from(one, address(storage))]
-    if memory is None or not (memory.saves or read):
+    storage = tensor.untyped_storage()
+    memory = memories.get(storage)
+    if memory is None:
+        return None
+    values = filter(None, [reference() for reference in memory.values])
+    read: list[Any] = [value for value in values if _is_read_from(value, address(storage))]
+    if not (memory.saves or read):
         return None
     memories.pop(storage)
     write = Overwriting(tensor, storage, tensor._version, memory, {})
-    for one in read:
-        kept = one.source if isinstance(one, Value) else one
+    for value in read:
+        kept = value.source if isinstance(value, Value) else value
         if not isinstance(kept, Kept) or kept.is_modified():
             continue
         with torch.inference_mode(False), torch.no_grad():
             original = kept.original(tensor)
-            other = original.clone().requires_grad_(original.requires_grad and original.is_leaf)
-        if isinstance(one, Value):
-            write.originals[one] = kept
-            one.source, one.storage = Kept(other, outer), 0
+            copy = original.clone().requires_grad_(original.requires_grad and original.is_leaf)
+        if isinstance(value, Value):
+            write.originals[value] = kept
+            value.source = Kept(copy, outer)
+            value.storage = 0
         else:
-            one.packed, one.version = other, other._version
+            kept.packed = copy
+            kept.version = copy._version
     return write
 
 
-def _is_read_from(one: Value | Kept, storage: int) -> bool:
+def _is_read_from(value: Value | Kept, storage: int) -> bool:
     """Whether recipes may read a value or parameter from the storage with this address, and not from a copy."""
-    if isinstance(one, Value):
-        return one.storage == storage and one.may_be_read()
-    return address(one.packed.untyped_storage()) == storage
+    if isinstance(value, Value):
+        return value.storage == storage and value.may_be_read()
+    return address(value.packed.untyped_storage()) == storage
 
 
 def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
@@ -109,11 +116,12 @@ def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
     A tensor that `.data` has returned has a version of its own. If the call has written to such a tensor, autograd
     reads the memory, as PyTorch alone does, and the result is True.
     """
-    memory, originals = write.memory, write.originals
-    known: list[Any] = [reference() for reference in memory.values]
-    kept = [one.source for one in known if isinstance(one, Value) and one.storage and type(one.source) is Kept]
+    memory = write.memory
+    originals = write.originals
+    values = [value for value in [reference() for reference in memory.values] if isinstance(value, Value)]
+    sources: list[Any] = [value.source for value in values if value.storage and type(value.source) is Kept]
     was_written = write.tensor._version != write.version
-    is_unseen = was_written and any([not one.is_modified() for one in (*kept, *originals.values())])
+    is_unseen = was_written and any([not kept.is_modified() for kept in (*sources, *originals.values())])
     for saved, tensor in memory.take_saves() if was_written else ():
         if not is_unseen:
             saved.overwritten = True
@@ -123,8 +131,8 @@ def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
             saved.read_memory(tensor, write.tensor, None)
     if was_written and not is_unseen:
         return False
-    now = memories.get(write.storage) or memories.put(write.storage, memory)
-    if now is not memory:
-        now.values += memory.values
-        now.saves += memory.saves
+    new_memory = memories.get(write.storage) or memories.put(write.storage, memory)
+    if new_memory is not memory:
+        new_memory.values += memory.values
+        new_memory.saves += memory.saves
     return is_unseen

@@ -18,7 +18,8 @@ SMALL = 2**12  # bytes: smaller tensors stay where they are
 _ALIGNED = 64  # bytes, as PyTorch's CPU allocator: kernels may round otherwise at other offsets
 _SEGMENTS = 2**20, 2**26  # bytes of the first segment of a file, and of the largest
 _SHARE = 0.5  # of the free host memory
-_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_MEMORY = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
 
 
 class Held(NamedTuple):
@@ -52,7 +53,8 @@ class Elsewhere:
         self.is_full = False  # a tensor has stayed where it was, because host memory had too little room
         self._file: int | None = None  # its descriptor, from the first tensor on
         self._end = 0  # bytes of the file
-        self._segment, self._free = memoryview(b""), 0  # of which so many bytes are taken
+        self._segment = memoryview(b"")
+        self._free = 0  # the offset of its first free byte
 
     @property
     def hooks(self) -> Hooks:
@@ -62,10 +64,10 @@ class Elsewhere:
     def _pack(self, tensor: Tensor) -> "Tensor | Held":
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
             return tensor
-        return self.held(tensor) or tensor.detach()
+        return self.hold(tensor) or tensor.detach()
 
-    def held(self, tensor: Tensor) -> Held | None:
-        """A copy of a tensor; None if it has to stay where it is, such as a small one, or if there is no room."""
+    def hold(self, tensor: Tensor) -> Held | None:
+        """Copy a tensor; None if it has to stay where it is, such as a small one, or if there is no room."""
         if not is_ordinary(tensor) or isinstance(tensor, FakeTensor) or tensor.nbytes < SMALL:
             return None  # sparse tensors have no `nbytes`
         if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
@@ -99,16 +101,18 @@ class Elsewhere:
         """No more tensors come."""
         if self._file is not None:
             self._closes()
-        self._file, self._segment = None, memoryview(b"")
+        self._file = None
+        self._segment = memoryview(b"")
 
     def _reserved(self, size: int, offset: int) -> memoryview | None:
         """So many bytes of the file, which begin at an address with this remainder; None if there is no room."""
         begin = -(-(self._free - offset) // _ALIGNED) * _ALIGNED + offset
         if begin + size > len(self._segment):
-            segment, begin = self._new_segment(size + offset), offset
+            segment = self._new_segment(size + offset)
             if segment is None:
                 return None
             self._segment = segment
+            begin = offset
         self._free = begin + size
         return self._segment[begin : begin + size]
 
@@ -152,8 +156,8 @@ def free_host_bytes() -> int:
     lines = _MEMORY.read_text().splitlines() if _MEMORY.exists() else []
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     try:
-        limit, taken = (_GROUP / "memory.max").read_text(), (_GROUP / "memory.current").read_text()
-        free += [int(limit) - int(taken)]
+        limit = int((_GROUP / "memory.max").read_text())
+        free.append(limit - int((_GROUP / "memory.current").read_text()))
     except (OSError, ValueError):  # there is no limit
         pass
     return min(free, default=2**63) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -31,8 +31,8 @@ def pack_signs(tensor: Tensor, positive_of: Positive) -> Tensor:
     """The sign mask, uint8 ((count + 7) // 8,). `positive_of`: one of the functions above."""
     values = tensor if _is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
     count = values.numel()
-    found = positive_of(values).as_strided((count,), (1,))
-    eights = F.pad(found, (0, -count % 8)).view(torch.int64) if count % 8 else found.view(torch.int64)
+    mask = positive_of(values).as_strided((count,), (1,))
+    eights = F.pad(mask, (0, -count % 8)).view(torch.int64) if count % 8 else mask.view(torch.int64)
     return eights.mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
@@ -66,7 +66,8 @@ class Signs:
     __slots__ = ("bits", "like", "stream")
 
     def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
-        self.like, self.stream = ShapeOnly(tensor), current_stream(tensor)
+        self.like = ShapeOnly(tensor)
+        self.stream = current_stream(tensor)
         with torch.inference_mode(False), torch.no_grad(), without_function_modes():  # perhaps in a later call's modes
             self.bits = Kept(pack_signs(tensor.detach(), positive_of), hooks)
 

@@ -53,7 +53,7 @@ class _BackwardPass(threading.local):
     """The backward pass that this thread runs, and the values that hold tensors during it."""
 
     number = -1
-    held: list[weakref.ref["Value"]] = []  # noqa: RUF012  # replaced before it is changed
+    holders: list[weakref.ref["Value"]] = []  # noqa: RUF012  # replaced before it is changed
 
 
 _pass = _BackwardPass()
@@ -82,7 +82,8 @@ class Value:
     def __init__(self, source: "Kept | Recipe | Signs | None", storage: int = 0, bytes: int = 0):
         self.source = source  # None: the call that makes it, by advice, is still running
         if storage or bytes:
-            self.storage, self.bytes = storage, bytes
+            self.storage = storage
+            self.bytes = bytes
 
     @property
     def unread(self) -> bool:
@@ -108,11 +109,12 @@ class Value:
 
     def become(self, recipe: "Recipe") -> None:
         """From now on this recipe computes it: drop the tensor, or the recipe before."""
-        before, self.source = self.source, recipe
+        previous_source = self.source
+        self.source = recipe
         if self.consumers:
             recipe.count(1)
-            if isinstance(before, Recipe):
-                before.count(-1)
+            if isinstance(previous_source, Recipe):
+                previous_source.count(-1)
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
         """Keep only a sign mask if no consumer needs more; otherwise give the tensor to the outer hooks.
@@ -128,7 +130,8 @@ class Value:
             assert self.positive is not None
             tensor = kept.get()
             wait_for(self.stream, tensor)  # it is packed during a later call, perhaps on another stream
-            self.source, self.storage = Signs(tensor, self.positive, hooks), 0
+            self.source = Signs(tensor, self.positive, hooks)
+            self.storage = 0
         elif hooks is not None:
             self.source = Kept(kept.get(), hooks)
         return True
@@ -140,7 +143,7 @@ class Value:
         while values:
             value = values.pop()
             if isinstance(value.source, Recipe):
-                values += [other for other in value.source.inputs if other not in seen]
+                values += [read for read in value.source.inputs if read not in seen]
                 seen.update(value.source.inputs)
             elif value.storage == storage and not (isinstance(value.source, Kept) and value.source.is_freed()):
                 return True  # otherwise another tensor has got its address
@@ -157,16 +160,17 @@ class Value:
             if self.left == 0:
                 self.tensor = None
             return tensor
-        if type(source := self.source) is Recipe:
-            given = [*source.arguments]
-            is_over = source.can_overwrite and type(given[0]) is Value and given[0].is_spare
-            for position, one in enumerate(given):  # one frame of Python for each recipe of a chain, which may be long
-                if type(one) is Value:
-                    kept = one.source
-                    given[position] = kept.get() if type(kept) is Kept and kept.hooks is None else one.get()
-                elif type(one) is Kept:
-                    given[position] = one.get()
-            tensor = source.computed(self, given, is_over)
+        source = self.source
+        if type(source) is Recipe:
+            arguments = [*source.arguments]
+            is_over = source.can_overwrite and type(arguments[0]) is Value and arguments[0].is_spare
+            for position, argument in enumerate(arguments):  # one frame of Python for each recipe of a long chain
+                if type(argument) is Value:
+                    kept = argument.source
+                    arguments[position] = kept.get() if type(kept) is Kept and kept.hooks is None else argument.get()
+                elif type(argument) is Kept:
+                    arguments[position] = argument.get()
+            tensor = source.computed(self, arguments, is_over)
         else:
             assert isinstance(source, (Kept, Signs))
             tensor = source.get()
@@ -178,14 +182,18 @@ class Value:
 
     def hold(self, tensor: Tensor, consumers: int) -> None:
         """Hold a tensor until so many consumers have read it, or the backward pass ends."""
-        if consumers < 1 or (number := backward_number()) == -1:
+        number = -1 if consumers < 1 else backward_number()
+        if number == -1:
             return
         if number != _pass.number:
-            _pass.number, _pass.held = number, []
-            at_end_of_backward(partial(_release, _pass.held))
-        self.tensor, self.version, self.left = tensor, tensor._version, consumers
+            _pass.number = number
+            _pass.holders = []
+            at_end_of_backward(partial(_release, _pass.holders))
+        self.tensor = tensor
+        self.version = tensor._version
+        self.left = consumers
         self.stream = current_stream(tensor) if tensor.is_cuda else None
-        _pass.held.append(weakref.ref(self))  # weak, because values hold what they are computed from
+        _pass.holders.append(weakref.ref(self))  # weak, because values hold what they are computed from
 
 
 def _release(holders: list[weakref.ref[Value]]) -> None:
@@ -217,8 +225,12 @@ class Memory:
 
     def take_saves(self) -> list[tuple["Saved", Tensor | None]]:
         """Each saved object of this memory, once, with its tensor, which is None if it was freed."""
-        saves, self.saves = self.saves, ()
-        return [(saved, tensor()) for one, tensor in saves if (saved := one()) is not None]
+        saves = [(saved_reference(), tensor_reference()) for saved_reference, tensor_reference in self.saves]
+        self.saves = ()
+        return [(saved, tensor) for saved, tensor in saves if saved is not None]
+
+
+NO_MEMORY: Any = (None, None)  # in place of a storage's reference and memory
 
 
 class Saved:
@@ -230,14 +242,18 @@ class Saved:
 
     def __init__(self, value: Value, memories: ByStorage[Memory], tensor: Tensor):
         """`memories`: all of the pass; the tensor's is added if it is new."""
-        storage, known = tensor.untyped_storage(), memories.by_address  # in place of `get` and `put`, which are calls
-        of = known[place] if (place := address(storage)) in known else None
-        if of is None or of[0]() is not storage:
-            of = known[place] = weakref.ref(storage), Memory()
-        of[1].saves += ((weakref.ref(self), weakref.ref(tensor)),)
-        self.value, before = value, value.consumers
-        value.consumers = before + 1
-        if not before and type(value.source) is Recipe:
+        storage = tensor.untyped_storage()
+        by_address = memories.by_address  # in place of `get` and `put`, which are calls
+        place = address(storage)
+        reference, memory = by_address[place] if place in by_address else NO_MEMORY
+        if memory is None or reference() is not storage:
+            memory = Memory()
+            by_address[place] = weakref.ref(storage), memory
+        memory.saves += ((weakref.ref(self), weakref.ref(tensor)),)
+        self.value = value
+        is_first = not value.consumers
+        value.consumers += 1
+        if is_first and type(value.source) is Recipe:
             value.source.count(1)
 
     def read_instead(self, value: Value) -> None:
@@ -250,15 +266,16 @@ class Saved:
 
     def read_memory(self, tensor: Tensor | None, sharing: Tensor, hooks: Hooks | None) -> None:
         """Read the saved tensor itself from now on, as PyTorch alone does. `sharing`: another one in its memory."""
-        source, is_held = self.value.source, False
+        source = self.value.source
+        is_held = False
         if type(source) is Kept:
             is_held = is_elsewhere(source.hooks)
             if (source.hooks is not None and not is_held) or source.is_modified():
                 return  # hooks of the program have got it, or it is refused
         hooks = None if is_elsewhere(hooks) else hooks
         if tensor is not None:  # the result of the operation itself is detached, as it would keep itself alive
-            is_own = any([one is self for one in packed_in(tensor.grad_fn)])
-            source = Kept(tensor, hooks, detaches=is_own)
+            is_result = any([pack is self for pack in packed_in(tensor.grad_fn)])
+            source = Kept(tensor, hooks, detaches=is_result)
         elif type(source) is Kept and is_held:
             source = Kept(source.original(sharing), hooks)
         elif type(source) is not Kept:  # it is freed, and made from the other one
@@ -266,7 +283,9 @@ class Saved:
                 *_, shape, stride, offset = source.arguments
             else:
                 like = self.value.get()
-                shape, stride, offset = like.shape, like.stride(), 0
+                shape = like.shape
+                stride = like.stride()
+                offset = 0
             source = Kept(sharing.detach().as_strided(shape, stride, offset), hooks)
         self.read_instead(Value(source))
 
@@ -296,29 +315,33 @@ class Recipe:
         `wanted`: the value that it computes has consumers already.
         """
         self.function, self.arguments, self.fresh, self.can_overwrite, _ = again
-        self.dtype, self.stride = like.dtype, like.stride()
+        self.dtype = like.dtype
+        self.stride = like.stride()
         if again.function is not view and (not like.is_cpu or is_any_autocast_enabled()):
             self.device = like.device.type if has_autocast(like.device.type) else "cpu"
-            self.autocast, self.stream = autocast_of(self.device), current_stream(like)
+            self.autocast = autocast_of(self.device)
+            self.stream = current_stream(like)
         if wanted:
             self.wanted = 1
-        depth, readers = 0, (weakref.ref(self),)
+        depth = 0
+        readers = (weakref.ref(self),)
         for value in again.arguments:
             if type(value) is Value:
-                if type(source := value.source) is not Recipe:
+                source = value.source
+                if type(source) is not Recipe:
                     value.recipes += readers
                 elif source.depth > depth:
                     depth = source.depth
                 if wanted:  # `Value.count`
-                    before = value.consumers
-                    value.consumers = before + 1
-                    if not before and type(source) is Recipe:
+                    is_first = not value.consumers
+                    value.consumers += 1
+                    if is_first and type(source) is Recipe:
                         source.count(1)
         self.depth = 1 + depth
 
     @property
     def inputs(self) -> list[Value]:
-        return [one for one in self.arguments if type(one) is Value]
+        return [argument for argument in self.arguments if type(argument) is Value]
 
     def count(self, change: int) -> None:
         """Count a value that gets its first consumer (1) or loses its last (-1). Without any, inputs lose one."""
@@ -328,7 +351,8 @@ class Recipe:
             for value in self.arguments:  # `Value.count`
                 if type(value) is Value:
                     value.consumers = consumers = value.consumers + change
-                    if consumers == turning and type(source := value.source) is Recipe:
+                    source = value.source
+                    if consumers == turning and type(source) is Recipe:
                         source.count(change)
 
     def computed(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:
@@ -347,11 +371,12 @@ class Recipe:
             result = result if result.dtype is self.dtype else result.to(self.dtype)
             return result if result.stride() == self.stride else laid_out(result, self.stride)
         for reference, tensor in zip(self.outputs, result, strict=True):
-            if (other := reference()) is value:
-                found = tensor
-            elif other is not None and other.tensor is None and other.source is self:
-                other.hold(tensor, other.consumers)
-        return found
+            output = reference()
+            if output is value:
+                wanted_tensor = tensor
+            elif output is not None and output.tensor is None and output.source is self:
+                output.hold(tensor, output.consumers)
+        return wanted_tensor
 
 
 def saved_value(packed: Any) -> Any:

@@ -120,7 +120,7 @@ class Counting(Trace):
         elif key in self._copies:
             held = self._copies[key]
         else:
-            held = self._copies[key] = self.elsewhere.held(tensor)
+            held = self._copies[key] = self.elsewhere.hold(tensor)
             if self.elsewhere.is_full:
                 raise RuntimeError(
                     "host memory has no room for what a watched step saves: recompute_activations(…, example=…) plans "
