@@ -27,7 +27,8 @@ from ...torch_internals import (
 
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
 _BEGINS = "keepless: an operator begins"  # an event in the profile
-_SHORT, _AGAIN = 2e-4, 3  # a shorter operator (in seconds) is timed so many times more, as it is more easily disturbed
+_SHORT = 2e-4  # seconds: a shorter operator is timed more often, as it is more easily disturbed
+_AGAIN = 3  # so many times more
 _REPEATED = 32  # calls that `host_seconds` times at once
 # PyTorch counts the operations only of CUDA's flash attention; the CPU's operators begin with the same arguments.
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -64,8 +65,8 @@ class TensorSpec(NamedTuple):
     def tensor(self) -> Tensor:
         """A tensor of ones; of zeros if it holds integers, which may be indices."""
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        whole = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
-        return whole.as_strided(self.shape, self.stride)
+        entries = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
+        return entries.as_strided(self.shape, self.stride)
 
 
 class Operator(NamedTuple):
@@ -77,23 +78,24 @@ class Operator(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        parts = (one if type(one) is tuple else (one,) for one in self.arguments)
-        return computing_device(one for part in parts for one in part if isinstance(one, TensorSpec))
+        leaves = (leaf for part in self.arguments for leaf in (part if type(part) is tuple else (part,)))
+        return computing_device(leaf for leaf in leaves if isinstance(leaf, TensorSpec))
 
     def run(self) -> Callable[[], Any]:
         """A function that makes the call on tensors of ones, allocated here."""
-        given = [_made(one) for one in self.arguments]
+        arguments = [_allocated(argument) for argument in self.arguments]
         if self.function is torch.ops.aten.linalg_matrix_exp.default:  # it takes more memory for larger norms
-            given[0].mul_(0.01 / given[0].shape[-1])
-        unnamed = len(given) - len(self.names)
-        named = dict(zip(self.names, given[unnamed:], strict=True))
-        return lambda: self.function(*given[:unnamed], **named)
+            arguments[0].mul_(0.01 / arguments[0].shape[-1])
+        args = arguments[: len(arguments) - len(self.names)]
+        kwargs = dict(zip(self.names, arguments[len(args) :], strict=True))
+        return lambda: self.function(*args, **kwargs)
 
 
-def _made(one: Any) -> Any:
-    if type(one) is tuple:
-        return [_made(part) for part in one]
-    return one.tensor() if isinstance(one, TensorSpec) else one
+def _allocated(argument: Any) -> Any:
+    """An argument with tensors of ones in place of `TensorSpec`s."""
+    if type(argument) is tuple:
+        return [_allocated(part) for part in argument]
+    return argument.tensor() if isinstance(argument, TensorSpec) else argument
 
 
 def operator_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Operator | None:
@@ -104,26 +106,26 @@ def operator_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     if function.namespace != "aten":
         return None
     arguments = []
-    for one in (*args, *kwargs.values()):
-        found = tuple(map(spec_of, one)) if isinstance(one, (list, tuple)) else spec_of(one)
-        if found is NotImplemented or (type(found) is tuple and NotImplemented in found):
+    for argument in (*args, *kwargs.values()):
+        spec = tuple(map(spec_of, argument)) if isinstance(argument, (list, tuple)) else spec_of(argument)
+        if spec is NotImplemented or (type(spec) is tuple and NotImplemented in spec):
             return None
-        arguments.append(found)
+        arguments.append(spec)
     return Operator(function, tuple(arguments), tuple(kwargs))
 
 
-def spec_of(one: Any) -> Any:
+def spec_of(argument: Any) -> Any:
     """A tensor's `TensorSpec`, or a constant. NotImplemented: no ordinary tensor, or a generator (it would advance)."""
-    if not isinstance(one, Tensor):
-        return NotImplemented if isinstance(one, torch.Generator) else one
-    if not is_ordinary(one):
+    if not isinstance(argument, Tensor):
+        return NotImplemented if isinstance(argument, torch.Generator) else argument
+    if not is_ordinary(argument):
         return NotImplemented
-    return TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device)
+    return TensorSpec(tuple(argument.shape), argument.stride(), argument.dtype, argument.device)
 
 
 def computing_device(tensors: "Iterable[Tensor | TensorSpec]") -> torch.device:
     """The first device of real tensors that is not the CPU; the CPU if there is none."""
-    devices = (one.device for one in tensors if not isinstance(one, FakeTensor))
+    devices = (tensor.device for tensor in tensors if not isinstance(tensor, FakeTensor))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
@@ -136,9 +138,9 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        bytes_before = torch.cuda.memory_allocated(device)
         step()
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - bytes_before
     return _peaks_on_cpu(step)[0]
 
 
@@ -151,14 +153,15 @@ def _peaks_on_cpu(step: Callable[[], object]) -> list[int]:
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()
     events = [event for event in profile.kineto_results.events() if event.name() in ("[memory]", _BEGINS)]
-    peaks, held = [0], 0
+    peaks = [0]
+    level = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == _BEGINS:
-            held = 0
+            level = 0
             peaks.append(0)
         else:
-            held += event.nbytes()
-            peaks[-1] = max(peaks[-1], held)
+            level += event.nbytes()
+            peaks[-1] = max(peaks[-1], level)
     return peaks
 
 
@@ -179,35 +182,50 @@ def measure(operators: Iterable[Operator]) -> None:
 
     An operator that fails on ones, such as a Cholesky decomposition, costs nothing; one out of memory is tried again.
     """
-    new = [one for one in dict.fromkeys(operators) if one not in _costs]
-    with _measured({one.device for one in new}):
-        ran: dict[Operator, tuple[int, float]] = {}  # bytes of results, and seconds
-        if on_cpu := [one for one in new if one.device.type == "cpu"]:
-            peaks = _peaks_on_cpu(lambda: ran.update(_run_marked(on_cpu)))
-            for (one, (size, seconds)), peak in zip(ran.items(), peaks[1::2], strict=True):
-                _costs[one] = Cost(min(seconds, _first[one][1]), max(0, peak - size))
-        for one in (one for one in new if one.device.type != "cpu"):
-            if (call := _warmed(one)) is not None:
-                results: list[Any] = []
-                peak = peak_bytes(lambda c=call, r=results: r.append(c()), one.device)  # type: ignore[misc]
-                seconds = min(seconds_of(call, one.device)[1], _first[one][1])
-                _costs[one] = Cost(seconds, max(0, peak - sum(part.nbytes for part in tensors_in(results))))
+    new = [operator for operator in dict.fromkeys(operators) if operator not in _costs]
+    with _measured({operator.device for operator in new}):
+        _measure_on_cpu([operator for operator in new if operator.device.type == "cpu"])
+        for operator in new:
+            if operator.device.type != "cpu":
+                _measure_on_device(operator)
+
+
+def _measure_on_cpu(operators: Sequence[Operator]) -> None:
+    """Note the costs of operators, from one profile of all."""
+    if not operators:
+        return
+    runs: dict[Operator, tuple[int, float]] = {}  # bytes of results, and seconds
+    peaks = _peaks_on_cpu(lambda: runs.update(_run_marked(operators)))
+    for (operator, (size, seconds)), peak in zip(runs.items(), peaks[1::2], strict=True):
+        _costs[operator] = Cost(min(seconds, _first[operator][1]), max(0, peak - size))
+
+
+def _measure_on_device(operator: Operator) -> None:
+    """Note the cost of an operator that does not run on the CPU."""
+    call = _warmed(operator)
+    if call is None:
+        return
+    results: list[Any] = []
+    peak = peak_bytes(lambda: results.append(call()), operator.device)
+    seconds = min(seconds_of(call, operator.device)[1], _first[operator][1])
+    _costs[operator] = Cost(seconds, max(0, peak - sum(tensor.nbytes for tensor in tensors_in(results))))
 
 
 def _run_marked(operators: Iterable[Operator]) -> Iterator[tuple[Operator, tuple[int, float]]]:
     """Run each operator between two events `_BEGINS`; yields the bytes of its results, and its seconds."""
-    for one in operators:
-        if (call := _warmed(one)) is not None:
+    for operator in operators:
+        call = _warmed(operator)
+        if call is not None:
             with torch.profiler.record_function(_BEGINS):
                 pass
-            result, seconds = seconds_of(call, one.device)
+            result, seconds = seconds_of(call, operator.device)
             with torch.profiler.record_function(_BEGINS):
                 pass
-            size = sum(part.nbytes for part in tensors_in(result))
+            size = sum(tensor.nbytes for tensor in tensors_in(result))
             del result
             for _ in range(_AGAIN if seconds < _SHORT else 0):
-                seconds = min(seconds, seconds_of(call, one.device)[1])
-            yield one, (size, seconds)
+                seconds = min(seconds, seconds_of(call, operator.device)[1])
+            yield operator, (size, seconds)
 
 
 def _warmed(operator: Operator) -> Callable[[], Any] | None:
@@ -279,8 +297,8 @@ def _synchronised(call: Callable[[], Any], device: torch.device) -> tuple[Any, f
 def _launch_seconds(device: torch.device) -> float:
     """Seconds to launch one kernel and wait for it, an overhead that consecutive kernels do not have."""
     with without_function_modes():
-        one = torch.zeros((), device=device)
-        return min(_synchronised(one.zero_, device)[1] for _ in range(10))
+        number = torch.zeros((), device=device)
+        return min(_synchronised(number.zero_, device)[1] for _ in range(10))
 
 
 @cache
@@ -295,22 +313,23 @@ def host_seconds() -> float:
         return seconds_of(lambda: torch.autograd.grad(y.sum(), x), torch.device("cpu"))[1]
 
     with torch.enable_grad(), without_dispatch_modes(), without_function_modes():
-        again, plain = (min(chain(one) for _ in range(5)) for one in (_once_more, lambda one: one))
-    return max(again - plain, 0.0) / _REPEATED
+        repeating, plain = (min(chain(unpack) for _ in range(5)) for unpack in (_sine, lambda tensor: tensor))
+    return max(repeating - plain, 0.0) / _REPEATED
 
 
-def _once_more(tensor: Tensor) -> Tensor:
+def _sine(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.sin(tensor)
 
 
 def work_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
     """Bytes that an operator reads and writes, and its multiplications and additions; zeros if it makes only a view."""
-    made, packet = tensors_in(result), function.overloadpacket
-    if not made or function.is_view or "empty" in packet.__name__:
+    results = tensors_in(result)
+    packet = function.overloadpacket
+    if not results or function.is_view or "empty" in packet.__name__:
         return 0, 0
     operations = flop_registry.get(_COUNTED_AS.get(packet.__name__, packet), lambda *_, **__: 0)
-    moved = sum(one.nbytes for one in [*tensors_in((args, kwargs)), *made] if is_ordinary(one))
+    moved = sum(tensor.nbytes for tensor in [*tensors_in((args, kwargs)), *results] if is_ordinary(tensor))
     return moved, operations(*args, **kwargs, out_val=result)
 
 
@@ -320,11 +339,11 @@ _stands_for: ContextVar[torch.device | None] = ContextVar("stands_for", default=
 @contextmanager
 def times_of(device: str) -> Iterator[None]:
     """Context in which calls on fake tensors are timed as on this device, not their own; "meta": a typical GPU."""
-    before = _stands_for.set(torch.device(device))
+    token = _stands_for.set(torch.device(device))
     try:
         yield
     finally:
-        _stands_for.reset(before)
+        _stands_for.reset(token)
 
 
 def seconds_for(moved: int, operations: int, result: "Tensor | TensorSpec") -> float:
@@ -346,7 +365,8 @@ def _rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     dtype = dtype if dtype.is_floating_point else torch.float32
     with without_dispatch_modes(), without_function_modes(), torch.no_grad():
         source = torch.zeros(size, dtype=torch.uint8, device=device)
-        target, square = torch.empty_like(source), torch.zeros(width, width, dtype=dtype, device=device)
+        target = torch.empty_like(source)
+        square = torch.zeros(width, width, dtype=dtype, device=device)
         copying = seconds_again(lambda: target.copy_(source), device)
         multiplying = seconds_again(lambda: square @ square, device)
     return 2 * size / max(copying, 1e-9), 2 * width**3 / max(multiplying, 1e-9)

@@ -77,65 +77,67 @@ class Counting(Trace):
     sets_gradients_aside = True
 
     def __init__(self, inputs: Sequence[Tensor], measures: bool, kind: "type[Allocations] | None" = None) -> None:
-        self.made = (kind or Allocations)(self)
-        super().__init__(inputs, self.made.memory)
+        self.allocations = (kind or Allocations)(self)
+        super().__init__(inputs, self.allocations.memory)
         self.measures = measures
-        self.called: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
+        self.call_starts: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
         self.places: list[tuple[int, Any, Any]] = []  # operators: number of events at their end, function and module
         self.elsewhere = Elsewhere()
         self._copies: dict[Any, Held | None] = {}  # by the places of their tensors, in the forward pass
         self._packs: dict[int, list[weakref.ref[Any]]] = {}  # by the numbers of their memories, in the forward pass
         self._exposed: set[int] = set()  # memories that the program may change unseen
         self.gradient_bytes = 0
-        self.taken: set[int] = set()  # memories of gradients that a parameter has taken over
+        self.taken_over: set[int] = set()  # memories of gradients that a parameter has taken over
         self.arriving: dict[Tensor, tuple[Tensor | None, int | None, Any]] = {}  # parameters whose gradients come now
         self._comes: list[tuple[int, tuple[Event, int]]] = []  # see `Step.coming`; the first number: an event
         self._ends: list[int] = []  # memories of gradients that stay, if they come
 
     def leaves_forward(self) -> None:
-        self.called.append((next_node_number(), "the loss", None))
-        self._copies, self._packs = {}, {}
+        self.call_starts.append((next_node_number(), "the loss", None))
+        self._copies = {}
+        self._packs = {}
 
     # Saved tensors
 
     def pack(self, tensor: Tensor) -> Any:
-        with without_function_modes(), self.made.off():
+        with without_function_modes(), self.allocations.off():
             return Kept(tensor, None) if self.is_over else _Packed(tensor, self)
 
     @ends_watch
     def note_saved(self, packed: "_Packed", tensor: Tensor) -> None:
-        packed.saved, packed.number = self.holds(packed, tensor)
+        packed.saved, packed.number = self.note_save(packed, tensor)
 
     @ends_watch
     def held_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | ShapeOnly | None:
         """What autograd will read in place of a tensor; None: it stays, as what existed before the step does."""
-        number = self.made.memory(tensor) if is_ordinary(tensor) else None
+        number = self.allocations.memory(tensor) if is_ordinary(tensor) else None
         if number is not None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
             return ShapeOnly(tensor)
         if number is None or number in self._exposed:
             return None
         key = number, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if tensor.nbytes < SMALL:
-            held: Held | None = Held(copied(tensor), tensor.shape, tensor.stride(), tensor.device)
+            copy: Held | None = Held(copied(tensor), tensor.shape, tensor.stride(), tensor.device)
         elif key in self._copies:
-            held = self._copies[key]
+            copy = self._copies[key]
         else:
-            held = self._copies[key] = self.elsewhere.hold(tensor)
+            copy = self._copies[key] = self.elsewhere.hold(tensor)
             if self.elsewhere.is_full:
                 raise RuntimeError(
                     "host memory has no room for what a watched step saves: recompute_activations(…, example=…) plans "
                     "by a dry step instead"
                 )
-        if held is not None:
+        if copy is not None:
             self._packs.setdefault(number, []).append(weakref.ref(packed))
-        return held
+        return copy
 
     def read_as_pytorch(self, tensor: Tensor) -> None:
         super().read_as_pytorch(tensor)
-        if (number := self.made.memory(tensor)) is not None:
-            self._exposed.add(number)
-            with self.made.off():
-                for packed in [reference() for reference in self._packs.pop(number, ())]:
+        memory = self.allocations.memory(tensor)
+        if memory is not None:
+            self._exposed.add(memory)
+            with self.allocations.off():
+                for packed in [reference() for reference in self._packs.pop(memory, ())]:
                     if packed is not None:
                         packed.read_memory(tensor)
 
@@ -157,7 +159,7 @@ class Counting(Trace):
     @ends_watch
     def gradient_comes(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None and is_ordinary(gradient):
-            self.arriving[parameter] = parameter.grad, self.made.memory(gradient), gradient.stride()
+            self.arriving[parameter] = parameter.grad, self.allocations.memory(gradient), gradient.stride()
             if self.sets_gradients_aside:
                 parameter.grad = None
 
@@ -170,35 +172,35 @@ class Counting(Trace):
         was_there = before is not None and not self.sets_gradients_aside
         if self.sets_gradients_aside:
             parameter.grad = before
-        copy = None if was_there or not is_ordinary(gradient) else self.made.memory(gradient)
+        copy = None if was_there or not is_ordinary(gradient) else self.allocations.memory(gradient)
         self.gradient_bytes += gradient.nbytes
         if memory is None or stride != gradient.stride() or not (was_there or copy == memory):
             self._note_copy(gradient, copy)
             return
-        self.made.note_operator(ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there
+        self.allocations.note_operator(ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there
         self.note_place(ADD)
         if was_there or self.sets_gradients_aside:
             self._ends.append(memory)
         else:
-            self.taken.add(memory)
+            self.taken_over.add(memory)
             self._comes.append((len(self.events), (Event.BUSY, 0)))
             self.events.append((Event.LET, memory))
 
     def _note_copy(self, gradient: Tensor, memory: int | None) -> None:
         """Note that autograd has copied a gradient, which it would add to one that is there, and holds the copy."""
-        begins = len(self.events)
+        begin = len(self.events)
         if memory is None:  # it was copied outside of all modes
             memory = len(self.sizes)
             self.sizes.append(gradient.nbytes)
             self.events.append((Event.BUSY, -1))
         else:
-            begins = self.events.index((Event.HOLD, memory))
-            self.events[begins] = Event.BUSY, -1
-            self.taken.add(memory)
-        self._comes.append((begins, (Event.HOLD, memory)))
+            begin = self.events.index((Event.HOLD, memory))
+            self.events[begin] = Event.BUSY, -1
+            self.taken_over.add(memory)
+        self._comes.append((begin, (Event.HOLD, memory)))
 
     def _coming(self, events: list[tuple[Event, int]]) -> list[tuple[int, tuple[Event, int]]]:
-        ends = {what: now for now, (event, what) in enumerate(events) if event == Event.LET}
+        ends = {memory: index for index, (event, memory) in enumerate(events) if event == Event.LET}
         return [*self._comes, *((ends[memory], (Event.BUSY, 0)) for memory in self._ends if memory in ends)]
 
     # The step
@@ -206,29 +208,28 @@ class Counting(Trace):
     def step(self, network: nn.Module) -> Step:
         """The step, once it has ended."""
         if self.measures:
-            measure(one.operator for one in self.ran if one.operator is not None)
-        events = [one.event if isinstance(one, Gone) else one for one in self.events]
-        for i, (event, what) in enumerate(events):
+            measure(ran.operator for ran in self.operators if ran.operator is not None)
+        events = [event.event if isinstance(event, Gone) else event for event in self.events]
+        for index, (event, number) in enumerate(events):
             if event == Event.BUSY:
-                ran = self.ran[what] if what >= 0 else None
-                cost = None if ran is None or ran.operator is None else cost_of(ran.operator)
-                events[i] = event, cost.temporaries if cost is not None else ran.temporaries if ran is not None else 0
+                events[index] = event, 0 if number < 0 else _temporaries(self.operators[number])
         coming = self._coming(events)
         host = host_seconds() if self.measures else 0.0
-        step = self.step_of(events, list(map(_seconds, self.ran)), [one.operations for one in self.ran], host)
+        operations = [ran.operations for ran in self.operators]
+        step = self.step_of(events, list(map(_seconds, self.operators)), operations, host)
         return step._replace(places=self._named(network), gradients=self.gradient_bytes, coming=coming)
 
     def note_temporary(self, size: int, like: Tensor) -> None:
         """Note so many bytes that are needed for a moment."""
-        self.events.append((Event.BUSY, len(self.ran)))
-        self.ran.append(RunOperator(None, 0, 0, spec_of(like), size))
+        self.events.append((Event.BUSY, len(self.operators)))
+        self.operators.append(RunOperator(None, 0, 0, spec_of(like), size))
 
     def note_place(self, function: Any) -> None:
         """Note where an operator has run: in the last call, or in the backward pass of the call that made the node."""
-        number = len(self.called)
+        number = len(self.call_starts)
         if backward_runs():
-            number = bisect_right(self.called, node_number(running_node()), key=itemgetter(0))
-        _, call, module = self.called[number - 1] if number else (0, function, None)
+            number = bisect_right(self.call_starts, node_number(running_node()), key=itemgetter(0))
+        _, call, module = self.call_starts[number - 1] if number else (0, function, None)
         self.places.append((len(self.events), call, module))
 
     def _named(self, network: nn.Module) -> list[tuple[int, str]]:
@@ -251,11 +252,11 @@ class _Packed(Kept):
         self.number = -1  # of the save
         self._counting = counting
         counting.note_saved(self, tensor)
-        held = counting.held_elsewhere(self, tensor)
-        if held is None:
+        copy = counting.held_elsewhere(self, tensor)
+        if copy is None:
             super().__init__(tensor, None)
         else:
-            super().__init__(tensor, (lambda _: held, lambda _: held.get()))
+            super().__init__(tensor, (lambda _: copy, lambda _: copy.get()))
             self._tensor = weakref.ref(tensor)
 
     def read_memory(self, sharing: Tensor) -> None:
@@ -268,10 +269,10 @@ class _Packed(Kept):
             super().__init__(tensor, None, detaches=is_own)
 
     def get(self) -> Tensor:
-        self._counting.reads(self.number)
+        self._counting.note_read(self.number)
         if self.hooks is None:
             return super().get()
-        with without_function_modes(), self._counting.made.off():
+        with without_function_modes(), self._counting.allocations.off():
             tensor = super().get()
         if self.counter is not None and self.counter._version != self.version:  # a copy may not be read either
             raise modified(self.name, tensor, self.counter._version, self.version)
@@ -281,6 +282,12 @@ class _Packed(Kept):
 def _seconds(ran: RunOperator) -> float:
     cost = None if ran.operator is None else cost_of(ran.operator)
     return seconds_for(ran.moved, ran.operations, ran.like) if cost is None else cost.seconds
+
+
+def _temporaries(ran: RunOperator) -> int:
+    """Temporary bytes."""
+    cost = None if ran.operator is None else cost_of(ran.operator)
+    return ran.temporaries if cost is None else cost.temporaries
 
 
 class Allocations(MadeTensors):
@@ -300,11 +307,12 @@ class Allocations(MadeTensors):
     @contextmanager
     def off(self) -> Any:
         """Context in which tensors do not count."""
-        before, self.is_off = self.is_off, True
+        was_off = self.is_off
+        self.is_off = True
         try:
             yield
         finally:
-            self.is_off = before
+            self.is_off = was_off
 
     def note(self, change: Change) -> None:
         super().note(change)
@@ -313,16 +321,19 @@ class Allocations(MadeTensors):
             self.memories.append(len(counting.sizes))
             counting.sizes.append(change.bytes)
             counting.events.append((Event.HOLD, self.memories[-1]))
-        elif (memory := self.memories[change.number]) in counting.taken:
-            counting.taken.discard(memory)
+            return
+        memory = self.memories[change.number]
+        if memory in counting.taken_over:
+            counting.taken_over.discard(memory)
         else:
             counting.events.append((Event.LET, memory))
 
     def take_back(self) -> Change:
         change = super().take_back()
-        events, hold = self.counting.events, (Event.HOLD, self.memories[change.number])
-        where = next(i for i in range(len(events) - 1, -1, -1) if events[i] == hold)
-        events[where] = Event.BUSY, -1
+        events = self.counting.events
+        hold = Event.HOLD, self.memories[change.number]
+        index = next(i for i in reversed(range(len(events))) if events[i] == hold)
+        events[index] = Event.BUSY, -1
         return change
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -338,43 +349,47 @@ class Allocations(MadeTensors):
 
     def call(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator. Fake results are replaced if real ones would have another shape or other strides."""
-        given, name = tensors_in((args, kwargs)), function.overloadpacket.__name__
-        is_fake = any(isinstance(one, FakeTensor) for one in given)
+        arguments = tensors_in((args, kwargs))
+        name = function.overloadpacket.__name__
+        is_fake = any(isinstance(argument, FakeTensor) for argument in arguments)
         if is_fake and name in _SLOW and self.counting.measures:
-            if (found := self._as_real(function, args, kwargs)) is not None:
-                return found
+            as_real = self._as_real(function, args, kwargs)
+            if as_real is not None:
+                return as_real
         result = function(*args, **kwargs)
         if not is_fake or function.is_view:
             return result
         if not self.counting.measures:
             return with_workspace(function, args, kwargs, result)
-        is_usual = all(one.is_contiguous() for one in given) and name not in WITH_WORKSPACE
-        if is_usual or torch.Tag.pointwise in function.tags or given[0] is result:
+        is_usual = all(argument.is_contiguous() for argument in arguments) and name not in WITH_WORKSPACE
+        if is_usual or torch.Tag.pointwise in function.tags or arguments[0] is result:
             return result
-        found = self._as_real(function, args, kwargs)
-        return result if found is None else found
+        as_real = self._as_real(function, args, kwargs)
+        return result if as_real is None else as_real
 
     def _as_real(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         """Fake tensors like the operator's results on real tensors; None if these are unknown."""
         operator = operator_of(function, args, kwargs)
         results = None if operator is None else results_of(operator)
+        if results is None:
+            return None
 
-        def fake(one: Any) -> Any:
-            return one.empty() if isinstance(one, TensorSpec) else one
+        def is_spec(leaf: Any) -> bool:
+            return isinstance(leaf, TensorSpec)
 
-        return None if results is None else tree_map(fake, results, is_leaf=lambda one: isinstance(one, TensorSpec))
+        return tree_map(lambda leaf: leaf.empty() if is_spec(leaf) else leaf, results, is_leaf=is_spec)
 
     def note_operator(self, function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note the costs of an operator that has run."""
-        made = [one for one in tensors_in(result) if is_ordinary(one)]
-        if not made or self._sum is not None:
+        results = [tensor for tensor in tensors_in(result) if is_ordinary(tensor)]
+        if not results or self._sum is not None:
             return
         moved, operations = work_of(function, args, kwargs, result)
         operator = operator_of(function, args, kwargs) if self.counting.measures and moved >= _SMALL else None
         temporaries = 0 if self.counting.measures else temporaries_of(function, args, kwargs)
         if operator is not None or temporaries:
-            self.counting.events.append((Event.BUSY, len(self.counting.ran)))
-        self.counting.ran.append(RunOperator(operator, moved, operations, spec_of(made[0]), temporaries))
+            self.counting.events.append((Event.BUSY, len(self.counting.operators)))
+        self.counting.operators.append(RunOperator(operator, moved, operations, spec_of(results[0]), temporaries))
 
 
 class Recorded(Recording):
@@ -399,12 +414,13 @@ class Recorded(Recording):
 
     def run(self, call: Call) -> Any:
         counting = self.counting
-        counting.called.append((call.first_node, call.function, calling_module()))
-        call.began, before = (len(counting.events), len(counting.ran)), len(counting.values)
+        counting.call_starts.append((call.first_node, call.function, calling_module()))
+        call.began = len(counting.events), len(counting.operators)
+        value_count = len(counting.values)
         result = super().run(call)
         target = call.args[0] if call.overwrites and call.args else None
         if isinstance(target, Tensor) and target.dim() and is_ordinary(target):  # scalars are counts
-            counting.note_overwritten(target, before)
+            counting.note_overwritten(target, value_count)
             is_view = isinstance(target, FakeTensor) and target._is_view()
             if is_view and torch.is_grad_enabled() and target.grad_fn is not None:
                 target.grad_fn.register_hook(_in_new_memory)
@@ -417,10 +433,12 @@ def _in_new_memory(results: Sequence[Tensor | None], gradients: Sequence[Tensor 
     With fake ones it returns a view of its gradient, which would then exist as long as the view.
     """
     with without_function_modes():
-        given = {address(one.untyped_storage()) for one in gradients if one is not None and is_ordinary(one)}
+        storages = {
+            address(tensor.untyped_storage()) for tensor in gradients if tensor is not None and is_ordinary(tensor)
+        }
         return tuple(
-            one.new_empty_strided(one.shape, one.stride())
-            if one is not None and is_ordinary(one) and address(one.untyped_storage()) in given
-            else one
-            for one in results
+            result.new_empty_strided(result.shape, result.stride())
+            if result is not None and is_ordinary(result) and address(result.untyped_storage()) in storages
+            else result
+            for result in results
         )

@@ -26,7 +26,7 @@ from ...torch_internals import (
     without_cached_weights,
 )
 from .counting import Counting, Recorded
-from .sharded import is_sharded, own_contents, without_fsdp2
+from .sharded import attributes_without_fsdp2, is_sharded, without_fsdp2
 from .step import Step
 from .trace import nodes_of
 
@@ -40,7 +40,7 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.forms = [(one.shape, one.stride(), one.dtype, one.device) for one in tensors]
+        ctx.forms = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
         return tensors[0].new_empty(0)
 
     @staticmethod
@@ -52,13 +52,13 @@ class Loss(torch.autograd.Function):
 
 def differentiable(outputs: object) -> list[Tensor]:
     """The outputs of a network where a backward pass starts. ValueError: no output needs a gradient."""
-    found = [one for one in tensors_in(outputs) if one.requires_grad]
-    if not found:
+    trained = [output for output in tensors_in(outputs) if output.requires_grad]
+    if not trained:
         raise ValueError(
             "no output of the network needs a gradient: train some of it, outside torch.no_grad(), and return tensors "
             "in lists, tuples, dictionaries or dataclasses"
         )
-    return backward_starts(found)
+    return backward_starts(trained)
 
 
 def counted_step(
@@ -78,24 +78,24 @@ def counted_step(
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     counting = Counting(inputs, measures or not is_fake)
     counting.copy_parameters = copy_parameters
-    without = [parameter for parameter in parameters if parameter.grad is None]
-    for parameter in without:
+    without_gradient = [parameter for parameter in parameters if parameter.grad is None]
+    for parameter in without_gradient:
         parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     handles = counting.watch_gradients(parameters)
     try:
-        with counting.made, Recorded(counting):
+        with counting.allocations, Recorded(counting):
             outputs = network(*args, **kwargs)
-        with counting.made:
+        with counting.allocations:
             counting.forward_ends(tensors_in(outputs))
             starts = differentiable(outputs)
-            losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
-            torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
+            losses = [start.square().mean() for start in starts] if counting.measures else [Loss.apply(*starts)]
+            torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
             del outputs, starts, losses
         return counting.step(network)
     finally:
         for handle in handles:
             handle.remove()
-        for parameter in without:
+        for parameter in without_gradient:
             parameter.grad = None
 
 
@@ -151,8 +151,8 @@ class _Dry(FakeTensorMode):
                 f"{function} reads a fake tensor, which code outside the network has kept in a dry step (of "
                 f"keepless.plan or keepless.fit): clear its caches, or call them in a program of their own"
             )
-        found = quick_fake(self, function, args, kwargs or {})
-        return super().__torch_dispatch__(function, types, args, kwargs) if found is NotImplemented else found
+        result = quick_fake(self, function, args, kwargs or {})
+        return super().__torch_dispatch__(function, types, args, kwargs) if result is NotImplemented else result
 
 
 class _Apart(TorchDispatchMode):
@@ -190,16 +190,16 @@ def on_copy(
             and tensors are real.
         Exception: whatever `run` raises.
     """
-    given = tensors_in((args, kwargs))
-    tensors = [*network.parameters(), *network.buffers(), *given]
+    inputs = tensors_in((args, kwargs))
+    tensors = [*network.parameters(), *network.buffers(), *inputs]
     fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
     mode: Any = nullcontext()
     if is_fake:
         mode = fakes[0].fake_mode if fakes else _Dry(allow_non_fake_inputs=True)
-    like = partial(_faked, mode) if is_fake else Tensor.clone
-    memo: dict[int, Any] = {
-        id(one): like(one.detach()).requires_grad_(one.requires_grad) for one in (tensors if is_fake else given)
-    }
+    copy_of = partial(_faked, mode) if is_fake else Tensor.clone
+    memo: dict[int, Any] = {}
+    for tensor in tensors if is_fake else inputs:
+        memo[id(tensor)] = copy_of(tensor.detach()).requires_grad_(tensor.requires_grad)
     for parameter in network.parameters() if is_fake else ():
         memo[id(parameter)] = nn.Parameter(memo[id(parameter)].detach(), parameter.requires_grad)
     sharded = without_fsdp2(network, mode, memo)
@@ -210,9 +210,9 @@ def on_copy(
     try:
         with with_dispatch_modes_off():
             copied = _copied(network, args, kwargs, sharded, parallel, memo)
-            for own, parameter in zip(copied[0].parameters(), network.parameters(), strict=True):
-                if own.is_leaf and own.grad_dtype != gradient_dtype(parameter):
-                    own.grad_dtype = gradient_dtype(parameter)
+            for new_parameter, parameter in zip(copied[0].parameters(), network.parameters(), strict=True):
+                if new_parameter.is_leaf and new_parameter.grad_dtype != gradient_dtype(parameter):
+                    new_parameter.grad_dtype = gradient_dtype(parameter)
             with _as_before(is_fake), without_cached_weights(), mode, _Apart(network):
                 return run(*copied)
     finally:
@@ -232,10 +232,10 @@ def _copied(
     """Copy a network and its arguments. RuntimeError if that is impossible."""
     try:
         for module, empty in sharded:
-            vars(empty).update(copy.deepcopy(own_contents(module), memo))
+            vars(empty).update(copy.deepcopy(attributes_without_fsdp2(module), memo))
         for module in parallel:
-            own = {name: vars(module)[name] for name in vars(nn.Module())}
-            vars(memo[id(module)]).update(copy.deepcopy(own, memo))
+            attributes = {name: vars(module)[name] for name in vars(nn.Module())}
+            vars(memo[id(module)]).update(copy.deepcopy(attributes, memo))
         return copy.deepcopy((network, args, kwargs), memo)
     except Exception as error:
         raise RuntimeError(f"the network cannot be copied for a dry step ({text_of(error)}); {_INSTEAD}") from error
@@ -258,9 +258,11 @@ def _as_before(is_fake: bool) -> Iterator[None]:
 
     Real weights of the copy are not cached: the cache would hold them until the program leaves autocast.
     """
-    caches, log = torch.is_autocast_cache_enabled(), logging.getLogger(FakeTensorMode.__module__)
+    caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(caches and (is_fake or not is_any_autocast_enabled()))
-    was_disabled, log.disabled = log.disabled, True
+    log = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled = log.disabled
+    log.disabled = True
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
             yield

@@ -26,7 +26,7 @@ def with_workspace(function: OpOverload, args: Sequence[Any], kwargs: dict[str, 
             f"{function} keeps a workspace whose size only real tensors tell, and it does not run on this machine's "
             f"{args[0].device}: count the step on the CPU, or on a machine that trains it"
         )
-    return tuple(one.new_empty(size) if one.dtype is torch.uint8 else one for one in result)
+    return tuple(tensor.new_empty(size) if tensor.dtype is torch.uint8 else tensor for tensor in result)
 
 
 def temporaries_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -46,12 +46,12 @@ def _extrapolated(operator: Operator | None, bytes_of: Callable[[Operator], int 
     steps, sequences = operator.arguments[0].shape[:2]
     if operator.device.type != "cpu" or max(steps, sequences) <= 2 * _SAMPLE:
         return bytes_of(operator)
-    first = steps > 2 * _SAMPLE
-    size = steps if first else sequences
-    small, large = (
-        _extrapolated(_resized(operator, *((few, sequences) if first else (steps, few))), bytes_of)
-        for few in (_SAMPLE, 2 * _SAMPLE)
-    )
+    is_long = steps > 2 * _SAMPLE
+    size = steps if is_long else sequences
+    samples = [
+        _resized(operator, *((count, sequences) if is_long else (steps, count))) for count in (_SAMPLE, 2 * _SAMPLE)
+    ]
+    small, large = (_extrapolated(sample, bytes_of) for sample in samples)
     return None if small is None or large is None else small + (large - small) * (size - _SAMPLE) // _SAMPLE
 
 
@@ -59,22 +59,27 @@ def _resized(operator: Operator, steps: int, sequences: int) -> Operator:
     """oneDNN's layer, forward or backward, on so many time steps and sequences."""
     shape: tuple[int, ...]
     arguments = list(operator.arguments)
-    for i, one in enumerate(arguments):
-        if isinstance(one, TensorSpec) and i not in range(1, 5):  # the weights
-            if one.dtype is torch.uint8:
-                forward, (reverse, *others, train, bidirectional, batches, first) = arguments[:7], arguments[13:-1]
-                given = (*forward, reverse, batches, *others, bidirectional, first, train)
-                shape = (_workspace(Operator(torch.ops.aten.mkldnn_rnn_layer.default, given, ())) or 0,)
+    for i, argument in enumerate(arguments):
+        if isinstance(argument, TensorSpec) and i not in range(1, 5):  # the weights
+            if argument.dtype is torch.uint8:
+                shape = (_workspace(_forward_of(arguments)) or 0,)
             else:
-                shape = (steps, sequences, one.shape[-1])[-len(one.shape) :]
+                shape = (steps, sequences, argument.shape[-1])[-len(argument.shape) :]
             stride = torch.empty(shape, device="meta").stride()
-            arguments[i] = one._replace(shape=shape, stride=stride)
+            arguments[i] = argument._replace(shape=shape, stride=stride)
     return operator._replace(arguments=tuple(arguments))
+
+
+def _forward_of(arguments: Sequence[Any]) -> Operator:
+    """oneDNN's forward layer, from the arguments of its backward pass."""
+    reverse, *sizes, train, bidirectional, batches, batch_first = arguments[13:-1]
+    forward = (*arguments[:7], reverse, batches, *sizes, bidirectional, batch_first, train)
+    return Operator(torch.ops.aten.mkldnn_rnn_layer.default, forward, ())
 
 
 def _workspace(operator: Operator) -> int | None:
     results = results_of(operator)
-    return None if results is None else sum(one.size for one in results if one.dtype is torch.uint8)
+    return None if results is None else sum(spec.size for spec in results if spec.dtype is torch.uint8)
 
 
 def _temporaries(operator: Operator) -> int | None:

@@ -35,24 +35,24 @@ def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[t
     Adds these objects to the memo, and whole parameters in the dtype in which FSDP2 gathers them.
     """
     fsdp = sys.modules.get(_FSDP)
-    sharded = [one for one in network.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
-    found: list[tuple[nn.Module, nn.Module]]
-    found = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
-    memo |= {id(module): own for module, own in found}
+    sharded = [module for module in network.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
+    pairs: list[tuple[nn.Module, nn.Module]]
+    pairs = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
+    memo |= {id(module): empty for module, empty in pairs}
     for module in sharded:  # inner ones last
         dtype = gathered_dtype(module)
-        for one in module.parameters():
-            if type(one.data) is not Tensor:  # the root's parameters may be gathered already
+        for parameter in module.parameters():
+            if type(parameter.data) is not Tensor:  # the root's parameters may be gathered already
                 with mode:
-                    whole = torch.empty(one.shape, dtype=dtype or one.dtype, device=one.device)
-                memo[id(one)] = nn.Parameter(whole, one.requires_grad)
-    return found
+                    whole = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=parameter.device)
+                memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+    return pairs
 
 
-def own_contents(module: nn.Module) -> dict[str, Any]:
+def attributes_without_fsdp2(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that FSDP2 has sharded, without FSDP2's state and hooks."""
-    hooks = "_forward_hooks", "_forward_pre_hooks"
-    own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
-    for name in hooks:
-        own[name] = OrderedDict((key, hook) for key, hook in own[name].items() if _FSDP not in hook.__module__)
-    return own
+    attributes = {name: value for name, value in vars(module).items() if "composable" not in str(name)}
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = attributes[name].items()
+        attributes[name] = OrderedDict((key, hook) for key, hook in hooks if _FSDP not in hook.__module__)
+    return attributes

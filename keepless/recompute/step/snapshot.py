@@ -25,16 +25,16 @@ class Snapshot:
         self.containers: dict[int, tuple[Any, Any]] = {}  # by id, each with a copy
         self.generators: dict[torch.Generator, Tensor] = {}
         tensors = {id(tensor): tensor for tensor in tensors_in(inputs)}
-        waiting: list[Any] = [vars(module) for module in network.modules()]
-        while waiting:
-            value = waiting.pop()
+        pending: list[Any] = [vars(module) for module in network.modules()]
+        while pending:
+            value = pending.pop()
             if isinstance(value, Tensor):
                 tensors[id(value)] = value
             elif isinstance(value, torch.Generator):
                 self.generators[value] = value.get_state()
             elif type(value) in _CONTAINERS and id(value) not in self.containers:
                 self.containers[id(value)] = value, value.copy()
-                waiting += value.values() if isinstance(value, dict) else value
+                pending += value.values() if isinstance(value, dict) else value
         self.gradients = [(tensor, tensor.grad) for tensor in tensors.values() if tensor.is_leaf]
         stored = [tensor for pair in self.gradients for tensor in pair if tensor is not None]
         if not has_values:
@@ -72,6 +72,6 @@ def _random_states() -> tuple[list[Tensor], Any, Any]:
 
 def random_state() -> Tensor:
     """The states of all global random generators as one tensor, to be compared."""
-    devices, *others = _random_states()
-    text = pickle.dumps([*(bytes(state.tolist()) for state in devices), *others])
+    devices, python, numpy = _random_states()
+    text = pickle.dumps([*(bytes(state.tolist()) for state in devices), python, numpy])
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -25,19 +25,21 @@ def stand_ins(network: nn.Module) -> Iterator[list[Tensor]]:
     DDP inside calls its module alone. At the end, buffers, attributes of modules and random states are as before, and
     so are the values of parameters that the forward pass has written over, as an embedding with `max_norm` does.
     """
-    before, others = Snapshot(network, (), has_values=False), dict[int, Tensor]()
+    before = Snapshot(network, (), has_values=False)
+    replacements: dict[int, Tensor] = {}  # by the ids of the parameters
     try:
         for module in network.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    vars(module)["_parameters"][name] = others.setdefault(id(parameter), _stand_in(parameter))
+                    vars(module)["_parameters"][name] = replacements.setdefault(id(parameter), _stand_in(parameter))
         for module in network.modules():
-            for held in [one for one in vars(module).values() if isinstance(one, list)]:  # such as an RNN's weights
-                held[:] = [others.get(id(one), one) for one in held]
+            for value in vars(module).values():
+                if isinstance(value, list):  # such as an RNN's weights
+                    value[:] = [replacements.get(id(member), member) for member in value]
             if isinstance(module, DistributedDataParallel):
                 vars(module)["forward"] = module.module.__call__
-        with _Unwritten(others.values()):
-            yield [other for other in others.values() if other.requires_grad]
+        with _Unwritten(replacements.values()):
+            yield [stand_in for stand_in in replacements.values() if stand_in.requires_grad]
     finally:
         before.restore()
 
@@ -52,25 +54,26 @@ class _Unwritten(TorchDispatchMode):
         self.copies: dict[int, torch.UntypedStorage] = {}  # of storages that were written over, by their addresses
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for place, name in written_arguments(function):
-            for one in tensors_in(args[place] if place < len(args) else (kwargs or {}).get(name)):
-                written = address(one.untyped_storage()) if is_ordinary(one) else 0
-                if written in self.storages and written not in self.copies:
-                    self.copies[written] = self.storages[written].clone()
+        for position, name in written_arguments(function):
+            argument = args[position] if position < len(args) else (kwargs or {}).get(name)
+            for tensor in filter(is_ordinary, tensors_in(argument)):
+                key = address(tensor.untyped_storage())
+                if key in self.storages and key not in self.copies:
+                    self.copies[key] = self.storages[key].clone()
         return function(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for written, before in self.copies.items():
-            self.storages[written].copy_(before)
+        for key, copied in self.copies.items():
+            self.storages[key].copy_(copied)
 
 
 def _stand_in(parameter: Tensor) -> Tensor:
     """Another parameter in the same memory."""
     if type(parameter) not in PLAIN:
         return copy.copy(parameter)
-    other = nn.Parameter(parameter.detach(), parameter.requires_grad)
-    vars(other).update({name: one for name, one in vars(parameter).items() if name != OPTIMIZERS})
+    stand_in = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    vars(stand_in).update({name: value for name, value in vars(parameter).items() if name != OPTIMIZERS})
     if parameter.is_leaf and parameter.grad_dtype != parameter.dtype:
-        other.grad_dtype = parameter.grad_dtype
-    return other
+        stand_in.grad_dtype = parameter.grad_dtype
+    return stand_in

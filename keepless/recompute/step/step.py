@@ -81,8 +81,8 @@ class Step(NamedTuple):
         Otherwise it is added to the one that is there, and freed.
         """
         events = list(self.events)
-        for now, event in self.coming:
-            events[now] = event
+        for index, event in self.coming:
+            events[index] = event
         return self._replace(events=events, coming=())
 
     def without_outputs(self) -> "Step":
@@ -90,43 +90,48 @@ class Step(NamedTuple):
 
         The loss drops them once it has its own gradients: when the backward pass first reads a tensor of the network.
         """
-        events, ends = self.events, [now for now, (event, _) in enumerate(self.events) if event == Event.PASS]
-        end = 1 + max(ends, default=-1)
-        first = next((now for now in range(self.forward, end) if events[now][0] == Event.READ), self.forward)
-        dropped = [one for one in events[end:] if one[0] == Event.LET]
-        others = [one for one in events[end:] if one[0] != Event.LET]
-        return self._replace(events=[*events[:first], *dropped, *events[first:end], *others])
+        events = self.events
+        passes = [index for index, (event, _) in enumerate(events) if event == Event.PASS]
+        end = 1 + max(passes, default=-1)
+        reads = (index for index in range(self.forward, end) if events[index][0] == Event.READ)
+        first_read = next(reads, self.forward)
+        drops = [event for event in events[end:] if event[0] == Event.LET]
+        rest = [event for event in events[end:] if event[0] != Event.LET]
+        return self._replace(events=[*events[:first_read], *drops, *events[first_read:end], *rest])
 
 
 def busy(events: Sequence[tuple[Event, int]], memories: Sequence[int]) -> int:
     """The peak during some events, in bytes above the level after them."""
     level = peak = 0
-    for event, what in events:
+    for event, number in events:
         if event == Event.BUSY:
-            peak = max(peak, level + what)
+            peak = max(peak, level + number)
         elif event == Event.HOLD:
-            level += memories[what]
+            level += memories[number]
             peak = max(peak, level)
         elif event == Event.LET:
-            level -= memories[what]
+            level -= memories[number]
     return peak - level
 
 
 def in_order(values: list[StepValue], saved: list[Save]) -> tuple[list[StepValue], list[Save]]:
     """Renumber the values so that inputs come first: what a call saves inside was noted before the call's inputs."""
-    new: dict[int, int] = {}
+    new_numbers: dict[int, int] = {}
     for number in range(len(values)):
         pending = [number]
         while pending:
-            missing = [i for i in values[pending[-1]].inputs if i not in new]
+            missing = [i for i in values[pending[-1]].inputs if i not in new_numbers]
             pending += missing
             if not missing:
-                new.setdefault(pending.pop(), len(new))
-    new[-1] = -1
+                new_numbers.setdefault(pending.pop(), len(new_numbers))
+    order = list(new_numbers)
+    new_numbers[-1] = -1
     ordered = [
         value._replace(
-            inputs=tuple(map(new.__getitem__, value.inputs)), alias=new[value.alias], leader=new[value.leader]
+            inputs=tuple(new_numbers[i] for i in value.inputs),
+            alias=new_numbers[value.alias],
+            leader=new_numbers[value.leader],
         )
-        for value in map(values.__getitem__, list(new)[:-1])
+        for value in map(values.__getitem__, order)
     ]
-    return ordered, [save._replace(value=new[save.value]) for save in saved]
+    return ordered, [save._replace(value=new_numbers[save.value]) for save in saved]

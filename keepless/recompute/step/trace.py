@@ -22,8 +22,8 @@ from ..table.rules import Rule, mask_needs_only_shape
 from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
 
-# CPU overhead of repeating a call, and of each save of a dropped tensor, in `host_seconds`.
-_REPEATS, _SAVES = 3, 2.5
+_REPEATS = 3  # CPU overhead of repeating a call, in `host_seconds`
+_SAVES = 2.5  # and of each save of a dropped tensor
 _OF_CHECKPOINT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which first runs without gradients
 
 
@@ -43,11 +43,11 @@ class _NotHeld(Kept):
 class _CallSpan(NamedTuple):
     """The events and operators of a call that has run."""
 
-    begin: int  # its events: from this number
-    end: int  # to this one, excluded
-    first: int  # its operators, likewise
-    last: int
-    besides: int = 0  # temporary bytes that these events do not show
+    first_event: int
+    end_event: int  # excluded
+    first_operator: int
+    end_operator: int
+    extra_bytes: int = 0  # temporary ones that these events do not show
 
 
 def ends_watch(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,17 +68,17 @@ def ends_watch(method: Callable[..., Any]) -> Callable[..., Any]:
 class Trace(Registry):
     """Registry of the values that a step could keep or recompute, found as a recorder with a plan finds them.
 
-    Here values that could be recomputed count as kept. A subclass notes allocations and operators. `made_here`: the
+    Here values that could be recomputed count as kept. A subclass notes allocations and operators. `step_memory`: the
     number of a tensor's memory; None if it existed before the step.
     """
 
     kept = _NotHeld
     is_over = False
 
-    def __init__(self, inputs: Sequence[Tensor], made_here: Callable[[Tensor], int | None]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], step_memory: Callable[[Tensor], int | None]) -> None:
         super().__init__(inputs, None, copy_parameters=False, by_plan=True)
         self.short_rows = 0  # statistics of rows have values
-        self.made_here = made_here
+        self.step_memory = step_memory
         self.sizes: list[int] = []  # bytes of each memory
         self.values: list[StepValue] = []
         self.saved: list[Save] = []
@@ -89,19 +89,20 @@ class Trace(Registry):
         self._pass: weakref.ref[Any] | None = None  # what the running backward pass calls at its end
         self.costly: list[tuple[int, _CallSpan]] = []  # values, and the calls that compute them
         self.open: list[Gone] = []  # saved tensors that autograd holds
-        self.ran: list[Any] = []  # operators, as the subclass notes them
-        self._before: ByStorage[int] = ByStorage()  # memories that existed before the step
+        self.operators: list[Any] = []  # that have run, as the subclass notes them
+        self._earlier_memories: ByStorage[int] = ByStorage()  # which existed before the step
 
     def place(self, tensor: Tensor) -> int:
         """The number of a tensor's memory. Not its address, which other memory gets once this is freed."""
-        if (number := self.made_here(tensor)) is not None:
-            return number
+        memory = self.step_memory(tensor)
+        if memory is not None:
+            return memory
         storage = tensor.untyped_storage()
-        found = self._before.get(storage)
-        if found is None:
-            found = self._before.put(storage, len(self.sizes))
+        memory = self._earlier_memories.get(storage)
+        if memory is None:
+            memory = self._earlier_memories.put(storage, len(self.sizes))
             self.sizes.append(0)
-        return found
+        return memory
 
     def fail(self, error: Exception) -> None:
         raise error
@@ -111,30 +112,30 @@ class Trace(Registry):
     def remember(self, tensor: Tensor, value: Value) -> Value:
         if value.number < 0:
             if isinstance(value.source, Recipe):
-                self._add(value, self._noted(Kind.DERIVED, tensor, _inputs(value.source)))
+                self._add(value, self._step_value(Kind.DERIVED, tensor, _inputs(value.source)))
             else:
-                self._add(value, self._noted(Kind.KEPT, tensor, ()))
+                self._add(value, self._step_value(Kind.KEPT, tensor, ()))
                 value.storage = self.place(tensor)
         return super().remember(tensor, value)
 
     def copied(self, tensor: Tensor) -> Value:
-        return self._own(min(tensor.untyped_storage().nbytes(), tensor.nbytes))
+        return self._kept_alone(min(tensor.untyped_storage().nbytes(), tensor.nbytes))
 
     def narrowed(self, indices: Tensor, dtype: torch.dtype) -> Value:
-        return self._own(dtype.itemsize * indices.numel())
+        return self._kept_alone(dtype.itemsize * indices.numel())
 
-    def _own(self, size: int) -> Value:
+    def _kept_alone(self, size: int) -> Value:
         """A value that is kept in memory of its own."""
         self.sizes.append(size)
         value = Value(_NotHeld(None, None), len(self.sizes) - 1, size)
         return self._add(value, StepValue(Kind.KEPT, value.storage, size, (), -1, -1))
 
-    def _add(self, value: Value, noted: StepValue) -> Value:
+    def _add(self, value: Value, step_value: StepValue) -> Value:
         value.number = len(self.values)
-        self.values.append(noted)
+        self.values.append(step_value)
         return value
 
-    def _noted(
+    def _step_value(
         self,
         kind: Kind,
         tensor: Tensor,
@@ -147,9 +148,11 @@ class Trace(Registry):
         memory = self.place(tensor)
         sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
         alias = -1 if again is not None and again.fresh else next(sharing, -1)
-        flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(inputs))
         size = 0 if alias >= 0 else max(tensor.nbytes, spec_of(tensor).size)
-        return StepValue(kind, memory, size, inputs, alias, call, is_fresh=flags[0], overwrites=flags[1], leader=leader)
+        value = StepValue(kind, memory, size, inputs, alias, call, leader=leader)
+        if again is None:
+            return value
+        return value._replace(is_fresh=again.fresh, overwrites=again.can_overwrite and bool(inputs))
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
         """As for the recorder, but a value that could be recomputed is fixed only once something has read it."""
@@ -160,41 +163,43 @@ class Trace(Registry):
         return is_kept and super().is_fixed(value, argument)
 
     def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Again | Value:
-        found = super().kept_in_copy(value, argument, copy)
-        if isinstance(found, Value):
-            self.values[found.number] = self.values[found.number]._replace(memory=self.place(copy))
-        return found
+        copied = super().kept_in_copy(value, argument, copy)
+        if isinstance(copied, Value):
+            self._change(copied.number, memory=self.place(copy))
+        return copied
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
         """Likewise; and if the value can be recomputed without this memory, the values in it always are from now on."""
-        memory, pending, lost = self.place(overwritten), [value.number], []
+        memory = self.place(overwritten)
+        pending = [value.number]
+        lost: list[int] = []
         while pending:
             number = pending.pop()
-            one = self.values[number]
-            if one.kind == Kind.KEPT and one.memory == memory:
+            step_value = self.values[number]
+            if step_value.kind == Kind.KEPT and step_value.memory == memory:
                 return True
-            if one.memory == memory or one.kind == Kind.DERIVED:
-                pending += one.inputs
-            if one.memory == memory and one.kind == Kind.FREE:
+            if step_value.memory == memory or step_value.kind == Kind.DERIVED:
+                pending += step_value.inputs
+            if step_value.memory == memory and step_value.kind == Kind.FREE:
                 lost.append(number)
         for number in lost:
-            self.values[number] = self.values[number]._replace(kind=Kind.OVERWRITTEN)
+            self._change(number, kind=Kind.OVERWRITTEN)
         return False
 
     @ends_watch
-    def note_overwritten(self, tensor: Tensor, before: int) -> None:
-        """Give values that recipes read from overwritten memory a copy. `before`: number of values before the call."""
-        memory, read = self.place(tensor), {i for one in self.values for i in one.inputs}
-        for number, one in enumerate(self.values[:before]):
-            if one.kind == Kind.KEPT and one.memory == memory and number in read:
-                self.sizes.append(one.bytes)
-                self.values[number] = one._replace(memory=len(self.sizes) - 1)
+    def note_overwritten(self, tensor: Tensor, value_count: int) -> None:
+        """Give values that recipes read from overwritten memory a copy. `value_count`: of values before the call."""
+        memory = self.place(tensor)
+        inputs = {number for value in self.values for number in value.inputs}
+        for number, value in enumerate(self.values[:value_count]):
+            if value.kind == Kind.KEPT and value.memory == memory and number in inputs:
+                self.sizes.append(value.bytes)
+                self._change(number, memory=len(self.sizes) - 1)
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:
         """Likewise: these values stay there."""
         for saved, _ in memory.take_saves():
-            number = saved.value.number
-            self.values[number] = self.values[number]._replace(kind=Kind.KEPT, inputs=())
+            self._change(saved.value.number, kind=Kind.KEPT, inputs=())
         self.note_overwritten(tensor, len(self.values))
 
     # Calls
@@ -207,97 +212,121 @@ class Trace(Registry):
         self.calls.append((call.function, self.total))
         again = how_to_repeat(self, rule, call, result)
         mask = how_to_repeat(self, call.row.mask, call, result) if call.row.mask is not None and call.inside else None
-        own = self.find(result) or self.keep(result)
+        value = self.find(result) or self.keep(result)
         parts = [part.value.number for part in call.inside]
-        dropped = self._held_in_call(call, parts)
-        ran = _CallSpan(call.began[0], len(self.events), call.began[1], len(self.ran))
-        self.events += dropped
-        if call.overwrites:  # it is repeated out of place; a part that it has overwritten is then laid out with gaps
-            has_gaps = spec_of(result).size > result.nbytes
-            ran = ran._replace(end=ran.begin, besides=result.nbytes if has_gaps else 0)
-        drawn = self._random_state(result) if any(one is not None and one.draws for one in (again, mask)) else ()
-        inputs = () if again is None else _inputs(again) + (drawn if again.draws else ())
+        span = self._span(call, parts, result)
+        draws = any(recipe is not None and recipe.draws for recipe in (again, mask))
+        state = self._random_state(result) if draws else ()
+        inputs = () if again is None else _inputs(again) + (state if again.draws else ())
         if again is None:
-            self.values[own.number] = self._noted(Kind.KEPT, result, (), number)
+            self.values[value.number] = self._step_value(Kind.KEPT, result, (), number)
         elif not parts or call.row.mask is not None:
-            self.values[own.number] = self._noted(Kind.FREE, result, inputs, number, again)
-            self.costly.append((own.number, ran))
-        else:
-            self.values[own.number] = self._noted(Kind.FREE, result, inputs, number, leader=parts[0])
-            self._inside(parts, inputs, Flag.AGAIN, number)
-            memories = {self.values[one].memory for one in (*parts, own.number)}  # it makes them all at once
-            self.costly.append((parts[0], ran._replace(besides=sum(self.sizes[one] for one in memories))))
+            self.values[value.number] = self._step_value(Kind.FREE, result, inputs, number, again)
+            self.costly.append((value.number, span))
+        else:  # it makes them all at once
+            self.values[value.number] = self._step_value(Kind.FREE, result, inputs, number, leader=parts[0])
+            self._note_inside(parts, inputs, Flag.AGAIN, number)
+            memories = {self.values[i].memory for i in (*parts, value.number)}
+            self.costly.append((parts[0], span._replace(extra_bytes=sum(self.sizes[memory] for memory in memories))))
         if mask is not None:
-            layout = sum(one.nbytes for one in tensors_in(call.arguments) if not mask_needs_only_shape(one))
-            self._inside(parts, _inputs(mask) + drawn, Flag.MASK, number)
-            self.costly.append((parts[0], ran._replace(end=ran.begin, besides=2 * result.nbytes + layout)))
+            arguments = tensors_in(call.arguments)
+            layout = sum(argument.nbytes for argument in arguments if not mask_needs_only_shape(argument))
+            self._note_inside(parts, _inputs(mask) + state, Flag.MASK, number)
+            span = span._replace(end_event=span.first_event, extra_bytes=2 * result.nbytes + layout)
+            self.costly.append((parts[0], span))
         for saved in call.replaceable:
-            saved.read_instead(own)
-            self.saved[saved.number] = self.saved[saved.number]._replace(value=own.number)
-        base = result._base
-        if base is not None and base.numel() == result.numel() and call.has_made(base):
-            if again is not None and base.is_contiguous() and result.is_contiguous():
-                self._read_instead_of_base(own, self.find(base))
-            self.remember(base, own)  # other views of it are recomputed from this
+            saved.read_instead(value)
+            self.saved[saved.number] = self.saved[saved.number]._replace(value=value.number)
+        self._give_base_value(value, again, call, result)
 
-    def _read_instead_of_base(self, own: Value, of_base: Value | None) -> None:
+    def _span(self, call: Call, parts: list[int], result: Tensor) -> _CallSpan:
+        """The events and operators of a call that has just run. What a recorder holds to its end is let go behind."""
+        first_event, first_operator = call.began
+        dropped = self._take_drops(first_event, parts)
+        span = _CallSpan(first_event, len(self.events), first_operator, len(self.operators))
+        self.events += dropped
+        if not call.overwrites:
+            return span
+        # It is repeated out of place. A part that it has overwritten is then laid out with gaps.
+        has_gaps = spec_of(result).size > result.nbytes
+        return span._replace(end_event=first_event, extra_bytes=result.nbytes if has_gaps else 0)
+
+    def _give_base_value(self, value: Value, again: Again | None, call: Call, result: Tensor) -> None:
+        """If a result is a view of all that its call has made, other views of its base are recomputed from it."""
+        base = result._base
+        if base is None or base.numel() != result.numel() or not call.has_made(base):
+            return
+        if again is not None and base.is_contiguous() and result.is_contiguous():
+            self._read_instead_of_base(value, self.find(base))
+        self.remember(base, value)
+
+    def _read_instead_of_base(self, value: Value, base_value: Value | None) -> None:
         """What a call has saved as the base of its result is computed from the result."""
-        if of_base is None or of_base is own or self.values[of_base.number].kind != Kind.KEPT:
+        if base_value is None or base_value is value or self.values[base_value.number].kind != Kind.KEPT:
             return
         for number, save in enumerate(self.saved):
-            if save.value == of_base.number:
-                self.saved[number] = save._replace(value=own.number)
-                own.count(1)
+            if save.value == base_value.number:
+                self.saved[number] = save._replace(value=value.number)
+                value.count(1)
 
-    def _held_in_call(self, call: Call, parts: list[int]) -> list[tuple[Event, int] | Gone]:
+    def _take_drops(self, first_event: int, parts: list[int]) -> list[tuple[Event, int] | Gone]:
         """Take out of the events that a call drops what it saves inside: a recorder holds that until the call ends."""
-        held, begin = {(Event.LET, self.values[one].memory) for one in parts}, call.began[0]
-        events = self.events[begin:]
-        self.events[begin:] = [one for one in events if one not in held]
-        return [one for one in events if one in held]
+        drops = {(Event.LET, self.values[number].memory) for number in parts}
+        events = self.events[first_event:]
+        self.events[first_event:] = [event for event in events if event not in drops]
+        return [event for event in events if event in drops]
 
     def _random_state(self, result: Tensor) -> tuple[int, ...]:
         """The state of the generator, which a recipe that draws again holds. On CUDA it is in host memory."""
-        return () if result.is_cuda else (self._own(STATE_BYTES).number,)
+        return () if result.is_cuda else (self._kept_alone(STATE_BYTES).number,)
 
-    def _inside(self, parts: list[int], inputs: tuple[int, ...], flag: int, number: int) -> None:
+    def _note_inside(self, parts: list[int], inputs: tuple[int, ...], flag: int, call: int) -> None:
         """Note that what a call has saved inside can be recomputed; the first of these values has the costs."""
-        for part in parts:
-            self.values[part] = self.values[part]._replace(
-                kind=Kind.FREE, inputs=inputs, call=number, leader=parts[0], flag=flag
-            )
+        for number in parts:
+            self._change(number, kind=Kind.FREE, inputs=inputs, call=call, leader=parts[0], flag=flag)
+
+    def _change(self, number: int, **fields: Any) -> None:
+        """Change fields of a value of the step."""
+        self.values[number] = self.values[number]._replace(**fields)
 
     # Saved tensors
 
-    def holds(self, packed: Any, tensor: Tensor) -> tuple[Saved | Kept | ShapeOnly, int]:
+    def note_save(self, packed: Any, tensor: Tensor) -> tuple[Saved | Kept | ShapeOnly, int]:
         """Autograd holds `packed` for a tensor. Returns what a recorder gives it, and the number of the save, or -1."""
-        saved, call = self.packed(tensor), self.call
+        saved = self.packed(tensor)
         if self.forward < 0 and backward_runs():  # saved by a backward pass, for another one through it
             self.unseen = "torch.autograd.grad with create_graph=True (second derivatives)"
         if isinstance(saved, _NotHeld):
-            if is_ordinary(tensor) and not (tensor.requires_grad and call is not None):
-                memory = self.place(tensor)
-                self.events.append((Event.HOLD, memory))
-                self.open.append(Gone(packed, self.events, (Event.LET, memory)))
+            if is_ordinary(tensor) and not (tensor.requires_grad and self.call is not None):
+                self._note_held(packed, Event.HOLD, Event.LET, self.place(tensor))
             return saved, -1
-        number, signs, unpacking = len(self.saved), 0, 0
+        number = len(self.saved)
+        signs = 0
+        unpacking = 0
         if isinstance(saved, Saved):
-            value, saved.number = saved.value.number, number
+            value = saved.value.number
+            saved.number = number
             if saved.reads_signs and not tensor._is_view():  # else its base is saved
-                signs, unpacking = -(-tensor.numel() // 8), unpacking_bytes(tensor)
+                signs = -(-tensor.numel() // 8)
+                unpacking = unpacking_bytes(tensor)
         else:  # only a shape: an empty tensor is made for its consumer
             value = len(self.values)
-            self.values.append(self._noted(Kind.DERIVED, tensor, ()))
-        self.saved.append(Save(value, signs, self.place(tensor), -1 if call is None else len(self.calls), unpacking))
-        self.events.append((Event.SAVE, number))
-        self.open.append(Gone(packed, self.events, (Event.RELEASE, number)))
+            self.values.append(self._step_value(Kind.DERIVED, tensor, ()))
+        call = -1 if self.call is None else len(self.calls)
+        self.saved.append(Save(value, signs, self.place(tensor), call, unpacking))
+        self._note_held(packed, Event.SAVE, Event.RELEASE, number)
         return saved, number
 
+    def _note_held(self, packed: Any, begin: Event, end: Event, number: int) -> None:
+        """Note that something is held from now on, until autograd drops `packed`."""
+        self.events.append((begin, number))
+        self.open.append(Gone(packed, self.events, (end, number)))
+
     @ends_watch
-    def reads(self, save: int) -> None:
+    def note_read(self, save: int) -> None:
         """Note that the backward pass reads what autograd holds."""
         if save >= 0 and backward_runs():
-            self.enters_pass()
+            self.enter_pass()
             self.events.append((Event.READ, save))
 
     @property
@@ -305,11 +334,12 @@ class Trace(Registry):
         """Whether a backward pass is running. One that raises an error drops its callbacks."""
         return self._pass is not None and self._pass() is not None
 
-    def enters_pass(self) -> None:
+    def enter_pass(self) -> None:
         """A backward pass is running."""
         if not self.in_pass:
-            at_end_of_backward(end := self.backward_ends)
-            self._pass = weakref.ref(end)
+            callback = self.backward_ends
+            at_end_of_backward(callback)
+            self._pass = weakref.ref(callback)
 
     def backward_ends(self) -> None:
         self._pass = None
@@ -327,26 +357,27 @@ class Trace(Registry):
         self, events: list[tuple[Event, int]], seconds: Sequence[float], operations: Sequence[int], host: float
     ) -> Step:
         """The step with these events, whose operators took these seconds. `host`: see `host_seconds`."""
-        leaders = [number if one.leader < 0 else one.leader for number, one in enumerate(self.values)]
-        saves = Counter(leaders[one.value] for one in self.saved if one.value >= 0)
-        hosts = [host * (_REPEATS + _SAVES * saves[number]) for number in range(len(self.values))]
-        for number, ran in self.costly:
-            self.values[number] = self.values[number]._replace(
-                seconds=sum(seconds[ran.first : ran.last]) + hosts[number],
-                operations=sum(operations[ran.first : ran.last]),
-                busy=max(0, busy(events[ran.begin : ran.end], self.sizes) + ran.besides),
+        leaders = [number if value.leader < 0 else value.leader for number, value in enumerate(self.values)]
+        save_counts = Counter(leaders[save.value] for save in self.saved if save.value >= 0)
+        host_costs = [host * (_REPEATS + _SAVES * save_counts[number]) for number in range(len(self.values))]
+        for number, span in self.costly:
+            self._change(
+                number,
+                seconds=sum(seconds[span.first_operator : span.end_operator]) + host_costs[number],
+                operations=sum(operations[span.first_operator : span.end_operator]),
+                busy=max(0, busy(events[span.first_event : span.end_event], self.sizes) + span.extra_bytes),
             )
-        for number, one in enumerate(self.values):
-            if one.kind == Kind.DERIVED:
-                self.values[number] = one._replace(seconds=hosts[number])
+        for number, value in enumerate(self.values):
+            if value.kind == Kind.DERIVED:
+                self._change(number, seconds=host_costs[number])
         values, saved = in_order(self.values, self.saved)
-        found = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)
-        return found._replace(seconds=sum(seconds), operations=sum(operations))
+        step = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)
+        return step._replace(seconds=sum(seconds), operations=sum(operations))
 
 
-def _inputs(again: Again | Recipe) -> tuple[int, ...]:
+def _inputs(recipe: Again | Recipe) -> tuple[int, ...]:
     """The numbers of the values among a recipe's arguments."""
-    return tuple(one.number for one in again.arguments if isinstance(one, Value))
+    return tuple(argument.number for argument in recipe.arguments if isinstance(argument, Value))
 
 
 def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
@@ -356,6 +387,6 @@ def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
     while pending:
         node = pending.pop()
         yield node
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        pending += new
+        next_nodes = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        seen |= next_nodes
+        pending += next_nodes

@@ -54,8 +54,10 @@ class Watch(Counting):
     def end(self, state: State) -> None:
         """Stop watching. What is freed from now on is no event."""
         if not self.is_over:
-            self.state, self.is_over, self.events = state, True, list(self.events)
-            self.made.references.clear()
+            self.state = state
+            self.is_over = True
+            self.events = list(self.events)
+            self.allocations.references.clear()
             for handle in self._handles:
                 handle.remove()
             self._handles = []
@@ -72,7 +74,7 @@ class Watch(Counting):
             self.note_temporary(_LOSS * start.nbytes, start)
         nodes = [node for node in nodes_of(tensors) if type(node).__name__ != "AccumulateGrad"]
         nodes = [node for node in nodes if node_number(node) >= self.start]
-        memories = [self.made.memory(tensor) for tensor in tensors if is_ordinary(tensor)]
+        memories = [self.allocations.memory(tensor) for tensor in tensors if is_ordinary(tensor)]
         self.outputs = {number for number in memories if number is not None}
         self._handles = [node.register_prehook(self._node_runs) for node in nodes]
         self._handles += self.watch_gradients(network.parameters())
@@ -88,12 +90,12 @@ class Watch(Counting):
         """Before a node runs: see what it does. The engine drops this mode after the node, and its additions."""
         if torch.is_grad_enabled():  # it makes a graph of its own, as for a penalty on gradients
             return
-        self.enters_pass()
-        if self.made not in dispatch_modes():
-            push_dispatch_mode(self.made)
+        self.enter_pass()
+        if self.allocations not in dispatch_modes():
+            push_dispatch_mode(self.allocations)
         for gradient in gradients:
-            if gradient is not None and is_ordinary(gradient) and self.made.number(gradient) is None:
-                self.made.add(gradient.untyped_storage())
+            if gradient is not None and is_ordinary(gradient) and self.allocations.number(gradient) is None:
+                self.allocations.add(gradient.untyped_storage())
 
     def gradient_comes(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if self.in_pass:
@@ -159,7 +161,7 @@ class Watched(Recorded):
 
     def __enter__(self) -> "Watched":
         # Entering the mode would set a flag of all threads, for which compiled blocks are skipped.
-        push_dispatch_mode(self.counting.made)
+        push_dispatch_mode(self.counting.allocations)
         super().__enter__()
         return self
 
@@ -169,15 +171,16 @@ class Watched(Recorded):
 
     def forget(self, has_raised: bool) -> None:
         super().forget(has_raised)
-        here = "held elsewhere: this step is watched"
-        self.kept = [one if one.made_by == "input" else one._replace(why=here) for one in self.kept]
+        why = "held elsewhere: this step is watched"
+        self.kept = [row if row.made_by == "input" else row._replace(why=why) for row in self.kept]
 
     def _leave_mode(self) -> None:
-        if dispatch_modes()[-1:] == [self.counting.made]:
+        if dispatch_modes()[-1:] == [self.counting.allocations]:
             pop_dispatch_mode()
 
     def is_abandoned(self) -> bool:
-        if is_abandoned := super().is_abandoned():  # by Ctrl-C
+        is_abandoned = super().is_abandoned()
+        if is_abandoned:  # by Ctrl-C
             self._leave_mode()
             self.counting.end(State.LOST)
         return is_abandoned

@@ -147,9 +147,9 @@ def backward(outputs: Any, passes: int) -> None:
 def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]]:
     counting = Counted(x)
     torch.manual_seed(1)
-    with counting.made, Recorded(counting):
+    with counting.allocations, Recorded(counting):
         outputs = network(x)
-    with counting.made:
+    with counting.allocations:
         counting.forward_ends(tensors_in(outputs))
         backward(outputs, passes)
         del outputs
