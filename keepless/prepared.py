@@ -35,7 +35,7 @@ from .torch_internals import (
 
 def recompute_activations(
     network: Network,
-    *others: object,
+    *unnamed: object,
     checkpointed_only: bool = False,
     budget: Budget | None = None,
     example: Any = None,
@@ -87,9 +87,9 @@ def recompute_activations(
             network does not run on it.
         TypeError: an option is given without its name.
     """
-    if others:
-        given = f'"{others[0]}"' if isinstance(others[0], str) else others[0]
-        raise TypeError(f"recompute_activations takes its options by name: write budget={given}")
+    if unnamed:
+        option = f'"{unnamed[0]}"' if isinstance(unnamed[0], str) else unnamed[0]
+        raise TypeError(f"recompute_activations takes its options by name: write budget={option}")
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
     if any(map(is_lazy, network.parameters())):
@@ -173,14 +173,15 @@ def recomputing() -> Iterator[None]:
 
 
 def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
-    apart = [module for module in network.modules() if isinstance(module, tuple(RUN_AGAIN))]
-    return [network, *(branch for module in apart for branch in module.children())]
+    couplings = [module for module in network.modules() if isinstance(module, tuple(RUN_AGAIN))]
+    return [network, *(branch for coupling in couplings for branch in coupling.children())]
 
 
 def _take_off(module: nn.Module) -> None:
     """Remove our hooks from a module."""
-    if (ours := _hooks_of(module, "undo")) is not None:
-        ours.stop_awaiting()
+    hooks = _hooks_of(module, "undo")
+    if hooks is not None:
+        hooks.stop_awaiting()
     for registered in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in registered.items() if _is_ours(hook)]:
             del registered[key]
@@ -192,8 +193,8 @@ def _take_off(module: nn.Module) -> None:
 def _hooks_of(network: nn.Module, receiver: str) -> "_Hooks | None":
     """Our hooks on a network. ValueError if it is not a module: see `check_module`."""
     check_module(network, receiver)
-    ours: list[Any] = [hook for hook in network._forward_hooks.values() if _is_ours(hook)]
-    return ours[0].__self__ if ours else None
+    methods: list[Any] = [hook for hook in network._forward_hooks.values() if _is_ours(hook)]
+    return methods[0].__self__ if methods else None
 
 
 def _is_ours(hook: Any) -> bool:
@@ -225,7 +226,8 @@ class _Hooks:
     """Module hooks that record a forward pass."""
 
     def __init__(self, checkpointed_only: bool, signatures: Signatures):
-        self.checkpointed_only, self.signatures = checkpointed_only, signatures
+        self.checkpointed_only = checkpointed_only
+        self.signatures = signatures
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
         self.plan: Plan | None = None  # of the last forward pass
         self.awaited: RemovableHandle | None = None  # a parameter's hook, until the module is called
@@ -254,9 +256,9 @@ class _Hooks:
                 if not self.is_compiled:
                     _warn_if_parts_are_called(prepared)
 
-        parameter = next((one for one in network.parameters() if one.requires_grad), None)
-        if parameter is not None:
-            self.awaited = parameter.register_post_accumulate_grad_hook(see)
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        if trained:
+            self.awaited = trained[0].register_post_accumulate_grad_hook(see)
 
     def stop_awaiting(self) -> None:
         if self.awaited is not None:
@@ -280,7 +282,8 @@ class _Hooks:
         is_unsafe = not self.checkpointed_only and may_differ_when_repeated((args, kwargs))
         if _can_record() and not is_unsafe:
             if self.checkpointed_only:
-                inputs, has_shards = tensors_in((args, kwargs)), is_sharded(module)
+                inputs = tensors_in((args, kwargs))
+                has_shards = is_sharded(module)
                 recording = Recording(sees_calls=False, copy_parameters=has_shards, inputs=inputs, frame=frame)
             else:
                 recording = self.signatures.recording(module, args, kwargs, frame)
@@ -346,7 +349,8 @@ def _say_that_the_compiler_decides(_: object) -> None:
 
 
 def _warn_of_compiled_parts(network: nn.Module) -> None:
-    if names := [name for name, module in network.named_modules() if is_compiled(module)]:
+    names = [name for name, module in network.named_modules() if is_compiled(module)]
+    if names:
         warn(_COMPILED.format(f"torch.compile ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"))
 
 
@@ -379,6 +383,6 @@ def _is_recorded() -> bool:
     """Whether a recording is active, with no other hooks inside it. One that follows a script may have none itself."""
     hooks = current_hooks()
     if hooks is None:
-        recording = next((one.recording for one in reversed(_open.passes) if one.recording is not None), None)
-        return recording is not None and recording.hooks is None and not recording.abandoned
+        recordings = [forward_pass.recording for forward_pass in _open.passes if forward_pass.recording is not None]
+        return bool(recordings) and recordings[-1].hooks is None and not recordings[-1].abandoned
     return is_ours(hooks)

@@ -67,7 +67,7 @@ class Finder:
             registry.log.keep(kept, tensor)
         return kept
 
-    def each(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def values_of(self, tensors: Sequence[Tensor]) -> list[Any]:
         return [self(tensor, may_keep=True) for tensor in tensors]
 
     def _available(self, tensor: Tensor) -> Value | None:
@@ -106,7 +106,7 @@ class AdvisedFinder(Finder):
         self.node_packs: Sequence[Any] | None = None  # what the result's node holds, once somebody asks
         self.is_noted = True  # something is saved or kept in the memory of what the call has written over
 
-    def each(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def values_of(self, tensors: Sequence[Tensor]) -> list[Any]:
         value_by_id = self.registry.value_by_id  # the usual case here, as there may be many
         values: list[Any] = []
         for tensor in tensors:

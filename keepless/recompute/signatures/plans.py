@@ -28,29 +28,31 @@ _NEAR = 1.02  # search again without the outputs if the lowest peak is then at m
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
 _SHARE_OF_TIME = 0.02  # plans that are only faster are made while planning has taken at most this share of the time
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
+_NEXT = "the next one is planned anew"
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def _pauses_are_explained() -> Iterator[None]:
     """Context of planning. If it takes over two seconds, a logged warning says why the training waits."""
-    began = time.perf_counter()
-    said = threading.Timer(_PAUSE, _log.warning, ["planning the step within its budget: this may take a few seconds"])
-    said.daemon = True
-    said.start()
+    start = time.perf_counter()
+    timer = threading.Timer(_PAUSE, _log.warning, ["planning the step within its budget: this may take a few seconds"])
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        said.cancel()
-        if (seconds := time.perf_counter() - began) > _PAUSE:
+        timer.cancel()
+        seconds = time.perf_counter() - start
+        if seconds > _PAUSE:
             _log.warning("planned in %.1f s", seconds)
 
 
 class Plans(NamedTuple):
     """The plans for one size of inputs."""
 
-    there: Plan  # for passes before which parameters have gradients, to which theirs are added
-    coming: Plan | None  # for passes before which none has; the same object if it makes no difference
+    accumulating: Plan  # for passes before which parameters have gradients, to which new ones are added
+    coming: Plan  # for passes before which none has, as gradients come; the same object if it makes no difference
 
 
 class Planner:
@@ -59,77 +61,86 @@ class Planner:
     clock = staticmethod(time.perf_counter)
 
     def __init__(self, budget: float | int, strict: bool = False):
-        self.budget, self.strict = budget, strict
-        self.began, self.spent = self.clock(), 0.0  # seconds: when the training began, and spent on planning
-        self._said: set[str] = set()  # subjects of the warnings given so far
+        self.budget = budget
+        self.strict = strict
+        self.start = self.clock()  # of the training, in seconds
+        self.seconds = 0.0  # spent on planning
+        self._subjects: set[str] = set()  # of the warnings so far
 
     @_pauses_are_explained()
-    def plan(self, module: nn.Module, watch: Watch) -> Plans | None:
+    def plans_of_watch(self, module: nn.Module, watch: Watch) -> Plans | None:
         """The plans of passes like one whose step was watched; None if there can be none."""
-        began = self.clock()
+        start = self.clock()
         try:
-            return self.planned(module, watch.step(module))
+            return self.plans_of(module, watch.step(module))
         except Exception as error:  # what operators do on tensors of ones, for instance
-            self.say_that_it_fails(error)
+            self.warn_of_failure(error)
             return None
         finally:
-            self.spent += self.clock() - began
+            self.seconds += self.clock() - start
 
     def is_cheap(self) -> bool:
         """Whether planning has taken little of the training so far."""
-        return self.spent <= _SHARE_OF_TIME * (self.clock() - self.began)
+        return self.seconds <= _SHARE_OF_TIME * (self.clock() - self.start)
 
-    def say_that_it_fails(self, error: Exception) -> None:
+    def warn_of_failure(self, error: Exception) -> None:
         text = "no plan can be made, so what a step saves beyond its budget is held elsewhere"
         if isinstance(self.budget, float):
             text = "no plan can be made, so steps recompute what is cheap, and may exceed the budget"
-        self.miss("fails", f"{text}: {text_of(error)}")
+        self.warn_of_excess("fails", f"{text}: {text_of(error)}")
 
-    def say_that_it_grew(self, plan: Plan, recording: Recording) -> None:
+    def warn_of_growth(self, plan: Plan, recording: Recording) -> None:
         """Warn about a pass that has made more than the planned one, unless it was within the budget all the same."""
-        again = "the next one is planned anew"
         if recording.elsewhere is None:
             text = "a step with more results for its backward pass than planned may have exceeded its budget"
-            self.miss("longer", f"{text}: {again}")
-        elif isinstance(self.budget, int) and (peak := plan.peak + recording.excess) > MORE * self.budget:
+            self.warn_of_excess("longer", f"{text}: {_NEXT}")
+            return
+        if not isinstance(self.budget, int):
+            return
+        peak = plan.peak + recording.excess
+        if peak > MORE * self.budget:
             text = f"a step may have taken up to {size_text(peak)}, more than its budget of {size_text(self.budget)}"
-            self.miss(f"up to {size_text(peak)}", f"{text}, because its results were larger than planned: {again}")
-        elif isinstance(self.budget, int):
-            self.say("grew", f"a step with larger results than planned has held what it saved elsewhere: {again}")
+            text = f"{text}, because its results were larger than planned: {_NEXT}"
+            self.warn_of_excess(f"up to {size_text(peak)}", text)
+        else:
+            self.warn_once("grew", f"a step with larger results than planned has held what it saved elsewhere: {_NEXT}")
 
-    def miss(self, subject: str, message: str) -> None:
+    def warn_of_excess(self, subject: str, message: str) -> None:
         """Warn once about a budget that a step may exceed. RuntimeError instead, if the user wants no such step."""
         if self.strict:
             raise RuntimeError(f"{message} (strict=True)")
-        self.say(subject, message)
+        self.warn_once(subject, message)
 
-    def say(self, subject: str, message: str) -> None:
+    def warn_once(self, subject: str, message: str) -> None:
         """Warn once about each subject."""
-        if subject not in self._said:
-            self._said.add(subject)
+        if subject not in self._subjects:
+            self._subjects.add(subject)
             warn(message)
 
-    def planned(self, module: nn.Module, step: Step) -> Plans:
+    def plans_of(self, module: nn.Module, step: Step) -> Plans:
         """The plans of a step: for passes before which parameters have gradients, and before which none has.
 
         Where gradients come during the pass, activations may use their room until then. A budget in bytes is beside
         gradients; a share is of all that the baseline takes, with the gradients that come.
         """
         step = step._replace(coming=()) if is_sharded(module) else step
-        is_share = isinstance(self.budget, float)
-        there, choice = _within(step, _limit(self.budget, step))
-        coming, found = there, choice
+        plan, choice = _within(step, _limit(self.budget, step))
+        coming_plan = plan
+        coming_choice = choice
         if step.coming:
-            comes, gradients = step.as_gradients_come(), step.gradients
-            coming, found = _within(comes, _limit(self.budget, comes, gradients), 0 if is_share else gradients, choice)
+            coming_step = step.as_gradients_come()
+            limit = _limit(self.budget, coming_step, step.gradients)
+            beside = 0 if isinstance(self.budget, float) else step.gradients
+            coming_plan, coming_choice = _within(coming_step, limit, beside, choice)
+            if (coming_plan.flags, coming_plan.fits, coming_plan.remarks) == (plan.flags, plan.fits, plan.remarks):
+                coming_plan = plan
         _log.info(
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more; with gradients that come %s, for %.1f ms",
             len(step.calls),
             *(size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
-            *(size_text(found.peak), found.seconds * 1e3),
+            *(size_text(coming_choice.peak), coming_choice.seconds * 1e3),
         )
-        is_same = (coming.flags, coming.fits, coming.remarks) == (there.flags, there.fits, there.remarks)
-        return Plans(there, there if is_same else coming)
+        return Plans(plan, coming_plan)
 
 
 def _limit(budget: float | int, step: Step, gradients: int = 0) -> int:
@@ -140,65 +151,80 @@ def _limit(budget: float | int, step: Step, gradients: int = 0) -> int:
     return budget + gradients if isinstance(budget, int) else int(budget * plain_peak(step))
 
 
-def _within(step: Step, limit: int, beside: int = 0, known: Choice | None = None) -> tuple[Plan, Choice]:
+def _within(step: Step, limit: int, beside: int = 0, first_choice: Choice | None = None) -> tuple[Plan, Choice]:
     """The plan of a step within a limit, with remarks if it may exceed it, and the plan's choice.
 
-    `beside`: bytes of gradients, which the user's budget does not count. `known`: a choice to begin with.
+    `beside`: bytes of gradients, which the user's budget does not count. `first_choice`: the search begins with it.
     """
-    calls, budget, counted = step.calls, limit - beside, step
-    remarks: list[tuple[str, str]] = []
-    if plain_peak(step) > limit and not any(value.kind == Kind.FREE for value in step.values):
+    plain = plain_peak(step)
+    if plain > limit and not any(value.kind == Kind.FREE for value in step.values):
         kept = (True,) * len(step.values)
         text = (
-            f"a budget of {size_text(budget)} changes nothing, because no result of this network can be "
+            f"a budget of {size_text(limit - beside)} changes nothing, because no result of this network can be "
             f"recomputed; most is kept at {Simulation(step).peak_of(kept)}: train it without a budget, on a "
             f"smaller batch or shorter inputs"
         )
-        remarks.append((text, text))
-        return Plan(calls, bytes(len(calls)), remarks=remarks), Choice(plain_peak(step), 0.0, kept)
-    step, choice = _chosen(counted, limit, known)
-    least, held = choice.peak - beside, simulate(counted, choice.kept).peak - beside
-    if least <= budget + _BLOCK < held and step is not counted:
+        return Plan(step.calls, bytes(len(step.calls)), remarks=[(text, text)]), Choice(plain, 0.0, kept)
+    chosen_step, choice = _chosen(step, limit, first_choice)
+    plan = choice.plan(chosen_step)
+    remarks = _remarks(step, chosen_step, choice, limit - beside, beside)
+    peak = plan.plain if plan.plain <= limit else plan.peak  # see `Plan.fits`
+    return replace(plan, peak=peak, remarks=remarks), choice
+
+
+def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside: int) -> list[tuple[str, str]]:
+    """The subjects and texts of warnings about a choice. `chosen_step`: see `_chosen`; `beside`: see `_within`."""
+    remarks: list[tuple[str, str]] = []
+    least = choice.peak - beside
+    peak_with_outputs = simulate(step, choice.kept).peak - beside
+    if least <= budget + _BLOCK < peak_with_outputs and chosen_step is not step:
         text = (
             f"this step is within {size_text(budget)} only if the program drops the network's outputs before the "
-            f"backward pass: while it has a name for them, the peak is {size_text(held)}"
+            f"backward pass: while it has a name for them, the peak is {size_text(peak_with_outputs)}"
         )
         remarks.append((text, text))
     if least > budget + _BLOCK:
-        texts = size_text(budget), size_text(least)
-        if texts[0] == texts[1]:
-            texts = f"{budget:,} bytes", f"{least:,} bytes"
-        place = Simulation(counted).peak_of(choice.kept)
-        peak = f"the lowest peak is {texts[1]}, which is used; it is at {place}"
-        text = f"no plan keeps this step within {texts[0]}: {peak}"
+        sizes = size_text(budget), size_text(least)
+        if sizes[0] == sizes[1]:
+            sizes = f"{budget:,} bytes", f"{least:,} bytes"
+        place = Simulation(step).peak_of(choice.kept)
+        peak = f"the lowest peak is {sizes[1]}, which is used; it is at {place}"
+        text = f"no plan keeps this step within {sizes[0]}: {peak}"
         remarks.append((text, text))
-    if step.unseen:
+    if chosen_step.unseen:
         text = (
-            f"a part of the network's forward pass is not planned, because it runs under {step.unseen}: remove "
+            f"a part of the network's forward pass is not planned, because it runs under {chosen_step.unseen}: remove "
             f"that, or give a smaller budget, because a step may exceed this one"
         )
-        remarks.append((step.unseen, text))
-    plan, plain = replace(choice.plan(step), remarks=remarks), plain_peak(step)
-    return replace(plan, peak=plain) if plain <= limit else plan, choice  # see `Plan.fits`
+        remarks.append((chosen_step.unseen, text))
+    return remarks
 
 
-def _chosen(step: Step, limit: int, known: Choice | None) -> tuple[Step, Choice]:
+def _chosen(step: Step, limit: int, first_choice: Choice | None) -> tuple[Step, Choice]:
     """A step and its best choice.
 
     It holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
     met with them, they are left out; if it is out of reach without them too, the choice with the lowest peak stays.
     """
-    if (choice := _best(step, limit, known)).peak <= limit:
+    choice = _best(step, limit, first_choice)
+    if choice.peak <= limit:
         return step, choice
-    dropped = step.without_outputs()
-    least = simulate(dropped, choice.kept).peak
-    return dropped, choice._replace(peak=least) if least > _NEAR * limit else _best(dropped, limit, known)
+    shorter = step.without_outputs()
+    least = simulate(shorter, choice.kept).peak
+    if least > _NEAR * limit:
+        return shorter, choice._replace(peak=least)
+    return shorter, _best(shorter, limit, first_choice)
 
 
-def _best(step: Step, limit: int, known: Choice | None) -> Choice:
-    """The fastest choice within a limit, or the one with the lowest peak. `known`: see `frontier`."""
-    choices = frontier(step, limit, start=None if known is None else known.kept)
-    return next((choice for choice in choices if choice.peak <= limit), choices[-1])
+def _best(step: Step, limit: int, first_choice: Choice | None) -> Choice:
+    """The fastest choice within a limit, or the one with the lowest peak. `first_choice`: see `_within`."""
+    choices = frontier(step, limit, start=None if first_choice is None else first_choice.kept)
+    return _fastest(choices, limit) or choices[-1]
+
+
+def _fastest(choices: Sequence[Choice], limit: int) -> Choice | None:
+    """The fastest choice within a limit. `choices`: as `frontier` sorts them."""
+    return next((choice for choice in choices if choice.peak <= limit), None)
 
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -212,15 +238,15 @@ def checked(budget: object) -> float | int:
 
     Floats such as `0.8 * free_bytes` are rounded down, and NumPy's numbers are taken too.
     """
-    given: object = budget
+    number: object = budget
     if isinstance(budget, str):
-        given = bytes_of(budget) or share_of(budget)
-    if isinstance(given, Real) and not isinstance(given, bool):
-        number = float(given)
-        if FEWEST <= number < math.inf:
-            return int(number)
-        if 0 < number <= 1 and not isinstance(given, Integral):
-            return number
+        number = bytes_of(budget) or share_of(budget)
+    if isinstance(number, Real) and not isinstance(number, bool):
+        amount = float(number)
+        if FEWEST <= amount < math.inf:
+            return int(amount)
+        if 0 < amount <= 1 and not isinstance(number, Integral):
+            return amount
     raise ValueError(
         f"budget={shown(budget)}: expected at least {FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
         f"{6 * 2**30}, or a share of the baseline's peak up to 1.0, such as 0.3 or '30%'"
@@ -249,12 +275,14 @@ class Frontier(NamedTuple):
         cells: list[tuple[str, ...]] = [("budget", "peak", "of plain", "kept", "operations", "time")]
         for row in self.rows:
             budget, peak, kept = map(size_text, (row.budget, row.peak, row.kept))
-            more = f"+{row.operations:.1%}", f"+{row.seconds:.1%}"
-            cells.append((budget, peak, f"{row.peak / self.plain:.2f}", kept, *more))
+            share = f"{row.peak / self.plain:.2f}"
+            cells.append((budget, peak, share, kept, f"+{row.operations:.1%}", f"+{row.seconds:.1%}"))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        comes = f"; beside it {size_text(self.gradients)} of gradients come" if self.gradients else ""
-        return "\n".join([f"plain: {size_text(self.plain)}; lowest budget: {size_text(self.least)}{comes}", *lines])
+        summary = f"plain: {size_text(self.plain)}; lowest budget: {size_text(self.least)}"
+        if self.gradients:
+            summary += f"; beside it {size_text(self.gradients)} of gradients come"
+        return "\n".join([summary, *lines])
 
 
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | None = None) -> Frontier:
@@ -287,32 +315,43 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
         checked(budget)  # raises before the step runs
     args, kwargs = tree_map(_apart, arguments_of(example))
     step = rehearsed_step(network, args, kwargs)
-    is_there = is_sharded(network) or any(one.grad is not None for one in network.parameters() if one.requires_grad)
-    comes = bool(step.coming) and not is_there
-    step, gradients = (step.as_gradients_come(), step.gradients) if comes else (step, 0)
+    gradients = 0
+    if step.coming and not _have_gradients(network):
+        gradients = step.gradients
+        step = step.as_gradients_come()
     limits = [_limit(checked(budget), step, gradients) for budget in (_SHARES if budgets is None else budgets)]
-    plain, simulation = plain_peak(step), Simulation(step)
     choices = frontier(step, budgets=limits)
     least = choices[-1].peak
     if budgets is None:
         limits = [limit for limit in limits if limit >= least] or [least]
+    simulation = Simulation(step)
     rows: list[BudgetRow] = []
     for limit in limits:
-        choice = next((choice for choice in choices if choice.peak <= limit), None)
+        choice = _fastest(choices, limit)
         if choice is not None and limit > gradients:
-            outcome = simulation.run(choice.kept)
-            needed = zip(step.values, choice.kept, outcome.consumers, strict=True)
-            again = sum(value.operations for value, is_kept, consumers in needed if consumers and not is_kept)
-            kept = outcome.levels[simulation.forward]
-            share = again / max(step.operations, 1)
-            row = BudgetRow(limit - gradients, choice.peak, kept, share, choice.seconds / step.seconds)
-            is_same = budgets is None and rows and rows[-1][1:] == row[1:]
-            rows = [*(rows[:-1] if is_same else rows), row]
+            row = _row(limit - gradients, step, choice, simulation)
+            if budgets is None and rows and rows[-1][1:] == row[1:]:
+                rows.pop()  # of a larger budget with the same plan
+            rows.append(row)
     if not rows:
         raise ValueError(
             f"budgets={budgets}: expected one of at least {size_text(least - gradients)}, the lowest that a plan keeps"
         )
-    return Frontier(plain, least - gradients, rows, gradients)
+    return Frontier(plain_peak(step), least - gradients, rows, gradients)
+
+
+def _have_gradients(network: nn.Module) -> bool:
+    """Whether parameters have gradients before a step. Gradients of sharded ones are not counted."""
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    return is_sharded(network) or any(parameter.grad is not None for parameter in trained)
+
+
+def _row(budget: int, step: Step, choice: Choice, simulation: Simulation) -> BudgetRow:
+    outcome = simulation.run(choice.kept)
+    values = zip(step.values, choice.kept, outcome.consumers, strict=True)
+    recomputed = sum(value.operations for value, is_kept, consumers in values if consumers and not is_kept)
+    kept = outcome.levels[simulation.forward]
+    return BudgetRow(budget, choice.peak, kept, recomputed / max(step.operations, 1), choice.seconds / step.seconds)
 
 
 def _apart(leaf: Any) -> Any:

@@ -57,9 +57,10 @@ class Signature:
     Without a budget, some passes are recorded by the rules whatever happened: see `must_be_recorded`.
     """
 
-    def __init__(self, kind: tuple[Any, ...], size: _Size, comes: bool = False) -> None:
-        self.kind, self.size = kind, size  # kind: what does not depend on the size
-        self.comes = comes  # only of passes before which no parameter has a gradient: see `Plans`
+    def __init__(self, kind: tuple[Any, ...], size: _Size, is_coming: bool = False) -> None:
+        self.kind = kind  # what does not depend on the size
+        self.size = size
+        self.is_coming = is_coming  # only of passes before which no parameter has a gradient: see `Plans`
         self.base = self  # the one of all passes with these inputs
         self.coming: Signature | None = None  # the one of such passes, if they follow another plan
         self.passes = self.attempts = 0
@@ -76,57 +77,72 @@ class Signature:
         self.is_far = False  # the plan was made for another size, and there may be a much faster one
         self.advice: Advice | None = None
         self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
-        # Without a budget: the most bytes of inputs of a pass that was recorded; the most nodes, and the functions, of
-        # passes that had calls which recorded ones lack; and whether the last pass had more nodes, or a new function.
-        self.bytes, self.nodes, self.later, self.lacks = 0, 0, frozenset[Any](), False
+        # Without a budget
+        self.bytes = 0  # the most bytes of inputs of a pass that was recorded
+        self.nodes = 0  # the most nodes of a pass that had a longer graph than recorded ones
+        self.functions = frozenset[Any]()  # of calls that recorded passes lack
+        self.is_unlike = False  # the last pass had more nodes, or a new function
 
-    def must_be_recorded(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the next pass is recorded by the rules anew, so that no unusual pass decides for long.
+    def must_be_recorded(self, bytes: int) -> bool:
+        """Whether the next pass, with inputs of so many bytes, is recorded by the rules: no unusual pass decides long.
 
         Passes k + 2**k are (3, 6, 11, 20, 37, …, so that what comes every second or fourth pass is not met alone); so
         are those with over twice the inputs of recorded ones, or after a pass with calls that these lack: of another
         function, or for a longer graph than any pass before.
         """
-        number, bytes = self.passes + 1, sum([one.nbytes for one in inputs if is_ordinary(one)])
+        number = self.passes + 1
         k = number.bit_length() - 1
-        if not (self.lacks or number == k + 2**k or bytes > 2 * self.bytes):
-            return False
-        self.lacks, self.bytes = False, max(self.bytes, bytes)
-        return True
+        return self.is_unlike or number == k + 2**k or bytes > 2 * self.bytes
 
-    def note_later(self, functions: Iterable[Any]) -> None:
+    def note_recorded(self, bytes: int) -> None:
+        """Note that the next pass, with inputs of so many bytes, is recorded."""
+        self.bytes = max(self.bytes, bytes)
+        self.is_unlike = False
+
+    def note_functions(self, functions: Iterable[Any]) -> None:
         """Note that a pass had calls of these functions that recorded ones lack."""
-        new = self.later.union(functions)
-        self.later, self.lacks = new, self.lacks or len(new) > len(self.later)
+        count = len(self.functions)
+        self.functions = self.functions.union(functions)
+        self.is_unlike = self.is_unlike or len(self.functions) > count
 
     def note_nodes(self, nodes: int) -> None:
         """Note that a pass had a longer graph than recorded ones."""
-        self.nodes, self.lacks = max(self.nodes, nodes), nodes > self.nodes
+        self.is_unlike = nodes > self.nodes
+        self.nodes = max(self.nodes, nodes)
 
     def attempt(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Let the next pass follow a plan, and learn advice unless there is some."""
-        self.plan, self.is_own, self.advice = plan, is_own and plan is not None, advice
-        self.is_due, self.is_far, self.is_new, self.attempts = False, False, True, self.attempts + 1
+        self.plan = plan
+        self.advice = advice
+        self.is_own = is_own and plan is not None
+        self.is_far = False
+        self.is_due = False
+        self.is_new = True
+        self.attempts += 1
         self.strays = 0
 
     def plan_passes(self, plans: Plans | None) -> None:
         """Give new plans to the passes."""
-        there, coming = (None, None) if plans is None else plans
-        self.attempt(there)
-        self.has_coming(None if coming is there else coming)
-        is_smaller = there is not None and there.bytes < MORE * self.larger
+        plan, coming_plan = (None, None) if plans is None else plans
+        self.attempt(plan)
+        self.set_coming(None if coming_plan is plan else coming_plan)
+        is_smaller = plan is not None and plan.bytes < MORE * self.larger
         self.is_due = is_smaller and self.tries < _TRIES
-        self.larger, self.tries = (self.larger, self.tries + 1) if self.is_due else (0, 0)
+        if self.is_due:
+            self.tries += 1
+        else:
+            self.larger = 0
+            self.tries = 0
 
     def borrow(self, lender: "Signature") -> None:
         """Follow the plan and the advice of another size."""
         self.attempt(lender.plan, is_own=False, advice=lender.advice)
         if lender.coming is not None:
-            self.has_coming(lender.coming.plan, is_own=False, advice=lender.coming.advice)
+            self.set_coming(lender.coming.plan, is_own=False, advice=lender.coming.advice)
 
-    def has_coming(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
+    def set_coming(self, plan: Plan | None, is_own: bool = True, advice: Advice | None = None) -> None:
         """Give passes before which no parameter has a gradient a plan of their own; None: they have none."""
-        self.coming = None if plan is None else Signature(self.kind, self.size, comes=True)
+        self.coming = None if plan is None else Signature(self.kind, self.size, is_coming=True)
         if self.coming is not None:
             self.coming.base = self
             self.coming.attempt(plan, is_own, advice)
@@ -172,7 +188,9 @@ def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
 
 
 class Signatures:
-    """The signatures of a prepared network's inputs. `budget`: as `checked` returns it. `strict`: see `Planner.miss`.
+    """The signatures of a prepared network's inputs.
+
+    `budget`: as `checked` returns it. `strict`: see `Planner.warn_of_excess`.
 
     Inputs of a new size borrow the plan and the advice of the smallest planned size that has at least their bytes. If
     it has over 1.5 times as many, they are watched once that is cheap. Larger inputs than any planned ones are watched,
@@ -180,44 +198,66 @@ class Signatures:
     """
 
     def __init__(self, budget: float | int | None = None, strict: bool = False) -> None:
-        self.budget, self.strict = budget, strict
-        self.known: list[Signature] = []  # the one used last comes last
+        self.budget = budget
+        self.strict = strict
+        self.recent: list[Signature] = []  # the one used last comes last
         self._planner = None if budget is None else Planner(budget, strict)
         self._parameters: list[Any] = []
         self._awaited: weakref.ref[_Backward] | None = None  # of the last pass before which no gradient was there
-        self._overlap = False  # several forward passes come before a backward pass
-        self._watched_sizes = self._passes_since = 0  # sizes that were watched, and passes since the last one
+        self._has_overlap = False  # several forward passes come before a backward pass
+        self._watched_sizes = 0
+        self._passes_since = 0  # a size was watched
 
     def recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Recording:
         """The context of the next forward pass, called by this frame: with advice, or by the rules alone."""
-        is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
-        inputs, has_shards = [*args] if is_simple else tensors_in((args, kwargs)), is_sharded(module)
+        is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same inputs
+        inputs = [*args] if is_simple else tensors_in((args, kwargs))
+        has_shards = is_sharded(module)
         if current_hooks() is not None:  # hooks around the network decide what is kept
             if self._planner is not None:
-                self._planner.say("hooks", _HOOKED)
+                self._planner.warn_once("hooks", _HOOKED)
             return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame)
-        for known in self.known if has_shards else ():  # planned before FSDP sharded the network
-            known.has_coming(None)
-        changes = (function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
-        known = self._signature(module, inputs, args, kwargs)
-        signature: Signature | None = known
-        if (planner := self._planner) is None:
-            if known.must_be_recorded(inputs) and not known.is_due:
-                known.advice, known.is_new = None, True
-            elif known.is_due:
-                known.attempt(None)
-        elif self._is_planned(module, known):
-            pass
-        elif changes or is_transformed((args, kwargs)) or not _learns(module, inputs):
-            signature = None
-        elif is_capturing():
-            planner.say("waits", "a CUDA graph is captured without a plan: run three steps before the capture")
-            signature = None
-        elif not known.awaits_backward():
-            return self._watched(known, module, inputs, frame)
-        return self._unwatched(signature and self._of_gradients(signature), inputs, frame, has_shards, bool(changes))
+        if has_shards:  # plans may have been made before FSDP sharded the network
+            for signature in self.recent:
+                signature.set_coming(None)
+        has_changing_mode = bool(function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
+        signature = self._signature(module, inputs, args, kwargs)
+        planner = self._planner
+        is_ignored = False
+        if planner is None:
+            self._renew_advice(signature, inputs)
+        else:
+            self._renew_plan(module, signature)
+            if not signature.is_due:
+                pass
+            elif has_changing_mode or is_transformed((args, kwargs)) or not _learns(module, inputs):
+                is_ignored = True
+            elif is_capturing():
+                planner.warn_once(
+                    "waits", "a CUDA graph is captured without a plan: run three steps before the capture"
+                )
+                is_ignored = True
+            elif not signature.awaits_backward():
+                return self._watched(signature, module, inputs, frame)
+        if is_ignored:
+            return self._unwatched(None, inputs, frame, has_shards, has_changing_mode)
+        if signature.coming is not None:
+            self._note_overlap()
+            if self._gradients_come():
+                signature = signature.coming
+        return self._unwatched(signature, inputs, frame, has_shards, has_changing_mode)
+
+    def _renew_advice(self, signature: Signature, inputs: Sequence[Tensor]) -> None:
+        """Without a budget: let the next pass be recorded and learned, if it has to be."""
+        bytes = sum([tensor.nbytes for tensor in inputs if is_ordinary(tensor)])
+        if signature.must_be_recorded(bytes):
+            signature.note_recorded(bytes)
+            signature.advice = None
+            signature.is_new = True
+        if signature.is_due:
+            signature.attempt(None)
 
     def _unwatched(
         self,
@@ -225,29 +265,37 @@ class Signatures:
         inputs: Sequence[Tensor],
         frame: FrameType,
         has_shards: bool,
-        changes: bool,
+        has_changing_mode: bool,
     ) -> Recording:
         """The context of a forward pass by the plan and the advice of its signature, or without one.
 
-        `changes`: a mode of the program may change what functions compute.
+        `has_changing_mode`: a mode of the program may change what functions compute.
         """
         planner = self._planner
         if planner is not None and signature is not None and signature.plan is None and not signature.is_due:
             beyond = self.budget if isinstance(self.budget, int) else None
             return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame, beyond=beyond)
-        policy = None if planner is None else ByPlan(*(() if signature is None else (signature.plan, signature.slack)))
+        policy = None
+        if planner is not None:
+            policy = ByPlan() if signature is None else ByPlan(signature.plan, signature.slack)
         recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
-        if signature is None or changes or is_capturing():
+        if signature is None or has_changing_mode or is_capturing():
             return recording
         if planner is not None and signature.is_new and signature.plan is not None:
             for remark in signature.plan.remarks:
-                planner.miss(*remark)
+                planner.warn_of_excess(*remark)
         signature.passes += 1
         if not (signature.is_due or has_shards or None in signature.kind[0]):
             if signature.advice is not None and not signature.is_new:
                 policy = policy and ByPlan()  # sites know what it has decided
-                earlier, slack = signature.kept, signature.slack
-                recording = Advised(signature.advice, policy, inputs=inputs, frame=frame, earlier=earlier, slack=slack)
+                recording = Advised(
+                    signature.advice,
+                    policy,
+                    inputs=inputs,
+                    frame=frame,
+                    earlier=signature.kept,
+                    slack=signature.slack,
+                )
             elif signature.advice is None and signature.is_new:
                 recording = Advised(Advice(), policy, inputs=inputs, frame=frame)
         recording.signature = signature
@@ -258,41 +306,42 @@ class Signatures:
     ) -> Signature:
         """The signature of these inputs, which becomes the last one used."""
         kind, size = self._described(module, inputs, args, kwargs)
-        for signature in self.known:
+        for signature in self.recent:
             if signature.kind == kind and signature.size == size:
                 break
         else:
             signature = Signature(kind, size)
-        if self.known[-1:] != [signature]:
+        if self.recent[-1:] != [signature]:
             self._use(signature)
         return signature
 
-    def _is_planned(self, module: nn.Module, signature: Signature) -> bool:
-        """Plan the steps that were watched. Returns whether the next pass of a signature follows a plan, or none."""
-        for known in self.known:
-            if known.watch is not None:
-                self._plan_watched(module, known, known.watch)
+    def _renew_plan(self, module: nn.Module, signature: Signature) -> None:
+        """Within a budget: plan the steps that were watched, and let the next pass of a signature borrow or be due."""
+        for watched in self.recent:
+            if watched.watch is not None:
+                self._plan_watched(module, watched, watched.watch)
         self._passes_since += 1
-        if signature.plan is None and signature.is_due and (lender := self._lender(signature)) is not None:
+        lender = self._lender(signature) if signature.plan is None and signature.is_due else None
+        if lender is not None:
             signature.borrow(lender)
             signature.is_far = not _is_near(signature, lender)
             self._use(lender)
             self._use(signature)
         elif signature.is_far and self._may_watch(signature):
             signature.is_due = True
-        return not signature.is_due
 
     def _may_watch(self, signature: Signature) -> bool:
         """Whether a size may be watched that follows, or could follow, the plan of another one."""
         assert self._planner is not None
         if self._planner.is_cheap():
             return True
-        is_largest = all(_bytes(other) < _bytes(signature) for other in self.known if other.is_own)
+        is_largest = all(_bytes(planned) < _bytes(signature) for planned in self.recent if planned.is_own)
         return is_largest and (self._watched_sizes < _MOST or self._passes_since >= _SELDOM)
 
     def _plan_watched(self, module: nn.Module, signature: Signature, watch: Watch) -> None:
         """Plan the passes of a signature, if the step that was watched has ended."""
-        assert self._planner is not None
+        planner = self._planner
+        assert planner is not None
         if watch.state is State.AWAITS and not watch.in_pass:
             if watch.has_backward:  # what is left of its graph will not run
                 watch.concludes()
@@ -303,13 +352,13 @@ class Signatures:
         # Measuring operators waits for the device, and ends a profiler.
         if watch.state is State.COUNTED and (is_capturing() or profiler_runs()):
             if not measures():
-                self._planner.say("waits", "a PyTorch profiler is running: the budget is planned once it has ended")
+                planner.warn_once("waits", "a PyTorch profiler is running: the budget is planned once it has ended")
             return
         signature.watch = None
         if watch.state is State.COUNTED:
-            signature.plan_passes(self._planner.plan(module, watch))
+            signature.plan_passes(planner.plans_of_watch(module, watch))
         elif watch.error is not None:
-            self._planner.say_that_it_fails(watch.error)
+            planner.warn_of_failure(watch.error)
             signature.plan_passes(None)
         else:
             signature.marker = _Backward()  # which no graph has: watch again after a pass with a backward pass
@@ -320,48 +369,49 @@ class Signatures:
         """The context of a forward pass whose step is watched."""
         tensors = [*module.parameters(), *inputs]
         has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
-        signature.watch, signature.marker = Watch(inputs, has_values), None
-        self._watched_sizes, self._passes_since = self._watched_sizes + 1, 0
+        signature.watch = Watch(inputs, has_values)
+        signature.marker = None
+        self._watched_sizes += 1
+        self._passes_since = 0
         recording = Watched(signature.watch, frame)
         recording.signature = signature
         return recording
 
-    def _of_gradients(self, one: Signature) -> Signature:
-        """The signature of the next pass, by the gradients before it."""
-        return one if one.coming is None or not self._gradients_come() else one.coming
+    def _note_overlap(self) -> None:
+        """Note whether an earlier pass still awaits its backward pass as the next one begins."""
+        awaited = None if self._awaited is None else self._awaited()
+        self._has_overlap = self._has_overlap or (awaited is not None and not awaited.has_begun)
 
     def _gradients_come(self) -> bool:
         """Whether each gradient of the next pass takes new memory, and stays there, as far as a parameter shows it.
 
         Not if it is there already, if DDP has memory for it, if an optimiser or post-accumulate hook may take it away,
-        or if an earlier pass still awaits its backward pass: then the gradients of both come once.
+        or if an earlier pass has awaited its backward pass: then the gradients of both come once.
         """
-        awaited = None if self._awaited is None else self._awaited()
-        self._overlap = self._overlap or (awaited is not None and not awaited.has_begun)
-        if self._overlap or may_have_buckets():
+        if self._has_overlap or may_have_buckets():
             return False
         for owner, name in self._parameters:
-            one = owner()._parameters[name]
-            if one.requires_grad:
-                is_taken = not one.is_leaf or post_accumulate_hooks(one) or OPTIMIZERS in one.__dict__
-                if is_taken or one.grad is not None:
+            parameter = owner()._parameters[name]
+            if parameter.requires_grad:
+                is_taken = not parameter.is_leaf or post_accumulate_hooks(parameter) or OPTIMIZERS in parameter.__dict__
+                if is_taken or parameter.grad is not None:
                     return False
         return True
 
-    def _use(self, one: Signature) -> None:
+    def _use(self, signature: Signature) -> None:
         """Make this the last one used. At most `_MOST` have a plan of their own, and as many have none."""
-        known = [*(other for other in self.known if other is not one), one]
+        recent = [*(earlier for earlier in self.recent if earlier is not signature), signature]
         for is_own in (False, True):  # a size that was watched gets its own later
-            alike = [other for other in known if other.is_own is is_own]
-            for other in alike[: max(0, len(alike) - _MOST)]:
-                known.remove(other)
-        self.known = known
+            alike = [earlier for earlier in recent if earlier.is_own is is_own]
+            for earlier in alike[: max(0, len(alike) - _MOST)]:
+                recent.remove(earlier)
+        self.recent = recent
 
     def _lender(self, signature: Signature) -> Signature | None:
         """The planned size whose plan and advice a new one is to borrow; None: it is to be watched."""
-        alike = [other for other in self.known if other.is_own and other.kind == signature.kind]
-        larger = [other for other in alike if _bytes(signature) <= _bytes(other)]
-        nearest = min(larger, key=_bytes, default=None) or max(alike, key=_bytes, default=None)
+        planned = [candidate for candidate in self.recent if candidate.is_own and candidate.kind == signature.kind]
+        larger = [candidate for candidate in planned if _bytes(signature) <= _bytes(candidate)]
+        nearest = min(larger, key=_bytes, default=None) or max(planned, key=_bytes, default=None)
         if nearest is None or _is_near(signature, nearest):
             return nearest
         return None if self._may_watch(signature) else nearest
@@ -372,7 +422,7 @@ class Signatures:
         if isinstance(recording, Watched):
             self._watched_pass_has_ended(module, recording, output)
             return
-        if signature is not None and (signature.comes or signature.is_due):
+        if signature is not None and (signature.is_coming or signature.is_due):
             self._await_backward(signature, output)
         has_followed = isinstance(recording, Advised) and recording.has_followed
         if signature is None or (has_followed and recording.elsewhere is None):
@@ -382,22 +432,24 @@ class Signatures:
             return
         if isinstance(recording, Advised) and recording.is_learnable:
             if self._planner is None and not recording.is_first:
-                signature.note_later([site.function for site in recording.unknown])
+                signature.note_functions([site.function for site in recording.unknown])
             if recording.is_first and has_diverged and self._planner is not None and signature.strays < _TRIES:
-                signature.strays, signature.kept = signature.strays + 1, recording.kept
+                signature.strays += 1
+                signature.kept = recording.kept
                 return  # a pass that follows the plan teaches more
             fits = signature.plan is not None and signature.plan.fits
             recording.learn(fits=fits and not has_diverged)
             signature.advice = recording.advice
         signature.kept = recording.kept
-        signature.is_new, self._parameters = False, []  # new calls may come with new parameters
+        signature.is_new = False
+        self._parameters = []  # new calls may come with new parameters
 
     def _await_backward(self, signature: Signature, output: object) -> None:
         """Let it be noted that the backward pass of an output has begun."""
         backward = _Backward()
         for node in [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]:
             node.register_prehook(backward)
-        if signature.comes:
+        if signature.is_coming:
             self._awaited = weakref.ref(backward)
         else:
             signature.marker = backward
@@ -414,7 +466,8 @@ class Signatures:
 
         Returns whether it has.
         """
-        planner, policy = self._planner, recording.policy
+        planner = self._planner
+        policy = recording.policy
         has_diverged = signature.plan is not None and policy is not None and policy.plan is None
         is_outdated = False
         if isinstance(recording, Advised) and not recording.is_first:
@@ -429,7 +482,7 @@ class Signatures:
             signature.base.is_due = True
             if signature.plan is not None:
                 signature.base.larger = signature.plan.bytes if recording.growth > MORE else 0
-                planner.say_that_it_grew(signature.plan, recording)
+                planner.warn_of_growth(signature.plan, recording)
         elif has_diverged:
             signature.base.is_due = planner.is_cheap()
         return has_diverged
@@ -459,7 +512,7 @@ class Signatures:
                     raise watch.error
                 else:
                     step = watch.step(module)
-            plans = self._planner.planned(module, step)
+            plans = self._planner.plans_of(module, step)
         except Exception as error:  # a network may raise anything
             raise ValueError(
                 f"a step with the example raises {type(error).__name__}: {error}; give an example that the network can "
@@ -471,22 +524,26 @@ class Signatures:
 
     def share(self) -> None:
         """Use the plans of rank 0 for the inputs on which it has planned the same calls."""
-        mine = {}
-        for one in self.known:
-            if one.plan is not None:
-                key = one.kind[:-1], one.size, tuple(total for _, total in one.plan.calls)
-                mine[key] = one, Plans(one.plan, one.plan if one.coming is None else one.coming.plan)
-        bare = {
-            key: [plan and replace(plan, calls=(), remarks=()) for plan in plans] for key, (_, plans) in mine.items()
-        }
-        theirs: list[Any] = [bare]
-        dist.broadcast_object_list(theirs)
-        for key in mine.keys() & theirs[0].keys():
-            if theirs[0][key] != bare[key]:
-                one, plans = mine[key]
-                there, coming = (plan and replace(plan, calls=plans.there.calls) for plan in theirs[0][key])
-                one.plan, one.advice, one.is_new = there, None, True
-                one.has_coming(None if coming == there else coming)
+        signatures: dict[Any, Any] = {}
+        shared = {}  # without calls, which are alike
+        for signature in self.recent:
+            plan = signature.plan
+            if plan is not None:
+                key = signature.kind[:-1], signature.size, tuple(total for _, total in plan.calls)
+                coming_plan = plan if signature.coming is None else signature.coming.plan
+                assert coming_plan is not None
+                signatures[key] = signature
+                shared[key] = [replace(bare, calls=(), remarks=()) for bare in (plan, coming_plan)]
+        received: list[Any] = [shared]
+        dist.broadcast_object_list(received)
+        for key in signatures.keys() & received[0].keys():
+            if received[0][key] != shared[key]:
+                signature = signatures[key]
+                plan, coming_plan = (replace(bare, calls=signature.plan.calls) for bare in received[0][key])
+                signature.plan = plan
+                signature.advice = None
+                signature.is_new = True
+                signature.set_coming(None if coming_plan == plan else coming_plan)
 
     def _described(
         self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -496,23 +553,24 @@ class Signatures:
         The kind holds all that plans depend on. It begins with the inputs' numbers of dimensions (None: a tensor for
         which there is no advice), and ends with the order of their strides, if there is a budget, and their devices.
         """
-        types = tuple([one.device.type for one in inputs])
-        ordinary = [] if self._planner is None else [one for one in inputs if is_ordinary(one)]
+        devices = tuple([tensor.device.type for tensor in inputs])
+        ordinary = [] if self._planner is None else [tensor for tensor in inputs if is_ordinary(tensor)]
         kind = (
-            tuple([one.dim() if type(one) in PLAIN and is_ordinary(one) else None for one in inputs]),
-            tuple([(one.dtype, one.requires_grad) for one in inputs]),
-            tuple([one if isinstance(one, _CHOICES) else ... for one in args]),
-            tuple([(name, one if isinstance(one, _CHOICES) else ...) for name, one in kwargs.items()]),
+            tuple([tensor.dim() if type(tensor) in PLAIN and is_ordinary(tensor) else None for tensor in inputs]),
+            tuple([(tensor.dtype, tensor.requires_grad) for tensor in inputs]),
+            tuple([argument if isinstance(argument, _CHOICES) else ... for argument in args]),
+            tuple([(name, argument if isinstance(argument, _CHOICES) else ...) for name, argument in kwargs.items()]),
             self._trained(module),
             module.training,
-            types,
-            is_any_autocast_enabled() and tuple([autocast_of(one) for one in types]),
+            devices,
+            is_any_autocast_enabled() and tuple([autocast_of(device) for device in devices]),
             tuple(map(_order, ordinary)),
-            tuple([one.device for one in inputs]),
+            tuple([tensor.device for tensor in inputs]),
         )
         if self._planner is None:
             return kind, ((), ())
-        return kind, (tuple([size for one in ordinary for size in one.shape]), tuple([one.nbytes for one in ordinary]))
+        dimensions = tuple([size for tensor in ordinary for size in tensor.shape])
+        return kind, (dimensions, tuple([tensor.nbytes for tensor in ordinary]))
 
     def _trained(self, module: nn.Module) -> tuple[bool, ...]:
         """Which parameters need gradients. The module is searched again only once one of them is removed.
@@ -524,8 +582,11 @@ class Signatures:
                 return tuple([owner()._parameters[name].requires_grad for owner, name in self._parameters])
             except (AttributeError, KeyError):  # of None: a module was freed, or has lost a parameter
                 pass
-        owned = [
-            (one, name, own) for one in module.modules() for name, own in one._parameters.items() if own is not None
+        parameters = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
         ]
-        self._parameters = [(weakref.ref(one), name) for one, name, _ in owned]
-        return tuple([own.requires_grad for _, _, own in owned])  # a tied one as often as it is there
+        self._parameters = [(weakref.ref(owner), name) for owner, name, _ in parameters]
+        return tuple([parameter.requires_grad for _, _, parameter in parameters])  # a tied one comes several times

@@ -1,11 +1,11 @@
 """The table of functions, with a row for each.
 
 A plan may repeat each of PyTorch's C++ functions that returns only new tensors and draws no random numbers
-(`_learn_own`). To repeat one without a plan too, name it in its group of the table: with `rules.activation` if it has
-an argument `inplace`, else with `rules.made` if its result is always a new tensor, or `rules.repeated` if it may be an
-argument or a view of one: `made` would let an activation overwrite it while others still read it, so gradients would
-be silently wrong. `is_slow` leaves a function written in Python to plans. What it saves need not be said. Its test is
-an entry of `ACTIVATIONS` or `FUNCTIONS` in test_functions.py.
+(`_learn_builtin`). To repeat one without a plan too, name it in its group of the table: with `rules.activation` if it
+has an argument `inplace`, else with `rules.new_tensor` if its result is always a new tensor, or `rules.repeated` if it
+may be an argument or a view of one: `new_tensor` would let an activation overwrite it while others still read it, so
+gradients would be silently wrong. `is_slow` leaves a function written in Python to plans. What it saves need not be
+said. Its test is an entry of `ACTIVATIONS` or `FUNCTIONS` in test_functions.py.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """
@@ -70,7 +70,7 @@ def row_of(function: Function) -> Row:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         learn(function)
     elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)) and function not in TABLE:
-        _learn_own(function)
+        _learn_builtin(function)
     row = TABLE.get(function, Row())
     return row._replace(
         only_asks=row.only_asks or (getattr(function, "__name__", "") == "__get__" and function not in EXPOSE),
@@ -95,14 +95,14 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
         _add([operator], again=again, is_slow=True, inside=True, draws=_always)
 
 
-def _learn_own(function: BuiltinFunctionType | MethodDescriptorType) -> None:
+def _learn_builtin(function: BuiltinFunctionType | MethodDescriptorType) -> None:
     """Give one of PyTorch's C++ functions a rule for plans, if it returns only new tensors and draws nothing."""
     operator = getattr(torch.ops.aten, function.__name__, None)
     if isinstance(operator, OpOverloadPacket) and function.__name__.removeprefix("_unsafe_") not in _NOT_EQUAL:
-        overloads = [one for one in overloads_of(operator) if not written_arguments(one)]
-        is_random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
-        results = [result for one in overloads for result in declared_results(one)]
-        if results and not is_random and all(one.alias_info is None for one in results):
+        overloads = [overload for overload in overloads_of(operator) if not written_arguments(overload)]
+        is_random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+        results = [result for overload in overloads for result in declared_results(overload)]
+        if results and not is_random and all(result.alias_info is None for result in results):
             _add([function], again=rules.repeated(function), is_slow=True)
 
 
@@ -115,11 +115,12 @@ def _declares_one_new_tensor(overload: OpOverload) -> bool:
 
 # With an active function mode these return True, and the function passes itself to the mode instead of running.
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-
-
 _UNCHECKED = dict.fromkeys(_CHECKS, lambda *_: False)
-_IN_PYTHON = [one for one in (*vars(F).values(), *vars(torch.functional).values()) if isinstance(one, FunctionType)]
-_CALL_OTHERS: frozenset[Any] = frozenset(one for one in _IN_PYTHON if not {*_CHECKS}.isdisjoint(one.__code__.co_names))
+_CALL_OTHERS: frozenset[Any] = frozenset(
+    function
+    for function in (*vars(F).values(), *vars(torch.functional).values())
+    if isinstance(function, FunctionType) and not {*_CHECKS}.isdisjoint(function.__code__.co_names)
+)
 
 
 def body(function: FunctionType) -> FunctionType:
@@ -127,17 +128,20 @@ def body(function: FunctionType) -> FunctionType:
 
     Only for arguments without their own `__torch_function__`.
     """
-    known = function.__globals__  # it may change, and is large
-    names = ["__builtins__", *(known.keys() & _names_in_pytorch(function.__code__))]
-    found = dict(zip(names, map(known.__getitem__, names), strict=True)) | _UNCHECKED
-    opened = FunctionType(function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
+    module_globals = function.__globals__  # it may change, and is large
+    names = ["__builtins__", *(module_globals.keys() & _names_in_pytorch(function.__code__))]
+    opened_globals = dict(zip(names, map(module_globals.__getitem__, names), strict=True)) | _UNCHECKED
+    opened = FunctionType(
+        function.__code__, opened_globals, function.__name__, function.__defaults__, function.__closure__
+    )
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
 
 
 def names_in(code: CodeType) -> frozenset[str]:
     """The names that a function and those inside it may look up."""
-    return frozenset(code.co_names).union(*(names_in(one) for one in code.co_consts if isinstance(one, CodeType)))
+    inner_codes = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*map(names_in, inner_codes))
 
 
 _names_in_pytorch = cache(names_in)  # a program's own code would stay alive with it
@@ -163,11 +167,11 @@ def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = kwargs if kwargs.get("training") else rules.named_arguments(F.batch_norm, args, kwargs)
-    vectors = given.get("weight"), given.get("bias")
-    return not (
-        given.get("training", False) or any([vector is not None and vector.requires_grad for vector in vectors])
-    )
+    arguments = kwargs if kwargs.get("training") else rules.named_arguments(F.batch_norm, args, kwargs)
+    if arguments.get("training", False):
+        return False
+    vectors = arguments.get("weight"), arguments.get("bias")
+    return all([vector is None or not vector.requires_grad for vector in vectors])
 
 
 def _is_pooled_by_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -180,8 +184,8 @@ def _indices_in(dimensions: int) -> Callable[[tuple[Any, ...], dict[str, Any]], 
 
     def narrow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
         count = (args[0] if args else kwargs["input"]).shape[-dimensions:].numel()
-        types = [one for one in (torch.int16, torch.int32) if count <= torch.iinfo(one).max]
-        return types[0] if types else torch.int64
+        dtypes = [dtype for dtype in (torch.int16, torch.int32) if count <= torch.iinfo(dtype).max]
+        return dtypes[0] if dtypes else torch.int64
 
     return narrow
 
@@ -212,22 +216,25 @@ _add([F.relu6], result_serves=_always)
 _add([F.leaky_relu], result_serves=_keeps_signs)
 _add([F.hardtanh], result_serves=_has_exact_bounds)
 for _name in ("sigmoid", "tanh"):
-    _add(_named(f"{_name} {_name}_", torch, Tensor), again=rules.made(getattr(torch, _name)))
-_add_each(rules.made, _named("sigmoid tanh gelu softplus logsigmoid prelu glu", F))
+    _add(_named(f"{_name} {_name}_", torch, Tensor), again=rules.new_tensor(getattr(torch, _name)))
+_add_each(rules.new_tensor, _named("sigmoid tanh gelu softplus logsigmoid prelu glu", F))
 
 # Arithmetic
 for _name, _operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div", "truediv")):
     _methods = f"{_name} {_name}_ __{_operator}__ __i{_operator}__"
-    _methods += f" __r{_operator}__" if _name in ("mul", "add") else ""  # the others swap their arguments
-    _add([getattr(torch, _name), *_named(_methods, Tensor)], again=rules.made(getattr(torch, _name)))
+    if _name in ("mul", "add"):  # the others swap their arguments
+        _methods += f" __r{_operator}__"
+    _add([getattr(torch, _name), *_named(_methods, Tensor)], again=rules.new_tensor(getattr(torch, _name)))
 for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf pow clamp masked_fill".split():
-    _methods = f"{_name} {_name}_" + (f" __{_name}__" if _name in ("neg", "abs", "pow") else "")
-    _add([*_named(f"{_name} {_name}_", torch), *_named(_methods, Tensor)], again=rules.made(getattr(torch, _name)))
-_add_each(rules.made, _named("__rsub__ __rpow__ __rtruediv__", Tensor))
-_add_each(rules.made, [torch.rsub, torch.where, Tensor.where, torch.mean, Tensor.mean])
+    _functions = _named(f"{_name} {_name}_", torch, Tensor)
+    if _name in ("neg", "abs", "pow"):
+        _functions += _named(f"__{_name}__", Tensor)
+    _add(_functions, again=rules.new_tensor(getattr(torch, _name)))
+_add_each(rules.new_tensor, _named("__rsub__ __rpow__ __rtruediv__", Tensor))
+_add_each(rules.new_tensor, [torch.rsub, torch.where, Tensor.where, torch.mean, Tensor.mean])
 
 # Norms
-_add_each(rules.made, [*_named("layer_norm group_norm rms_norm", F), *_named("layer_norm group_norm rms_norm", torch)])
+_add_each(rules.new_tensor, _named("layer_norm group_norm rms_norm", F, torch))
 _add(_named("rms_norm", F, torch), inside=True)  # on CPUs it also saves the normalised input
 _add([F.batch_norm], again=rules.batch_norm, reads_shape_only=_is_frozen_norm)
 _add([F.instance_norm], again=rules.instance_norm)
@@ -243,15 +250,15 @@ _add(_named("is_contiguous is_floating_point is_complex", Tensor, torch), only_a
 _add(_named("register_hook retain_grad untyped_storage data_ptr", Tensor), only_asks=True)  # as observers call
 
 # Pooling and resampling
-_add_each(rules.made, _named("avg_pool1d avg_pool2d avg_pool3d", F))
-_add_each(rules.made, _named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", F))
+_add_each(rules.new_tensor, _named("avg_pool1d avg_pool2d avg_pool3d", F))
+_add_each(rules.new_tensor, _named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", F))
 _add([F.max_pool1d, F.adaptive_max_pool1d], again=rules.max_pool(1), narrow=_indices_in(1))
 _add([F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d], again=rules.max_pool(2), narrow=_indices_in(2))
 _add([F.max_pool3d], again=rules.max_pool(3), narrow=_indices_in(3))
 _POOLS = _named("avg_pool2d avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d max_pool3d", F)
 _add([*_POOLS, F.max_pool2d, torch.max_pool2d], reads_shape_only=_is_pooled_by_shape)
 _add([F.interpolate], again=rules.repeated(F.interpolate, may_keep=True))
-_add_each(rules.made, [F.grid_sample], is_slow=True)
+_add_each(rules.new_tensor, [F.grid_sample], is_slow=True)
 
 # Random numbers
 _add([F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d], again=rules.dropout)
@@ -260,12 +267,12 @@ for _function in (F.dropout, torch.dropout):
 _add_each(rules.random_again, [torch.bernoulli], is_slow=True, draws=_always)
 
 # Convolutions, products and the like
-_add_each(rules.made, _CONVOLUTIONS, is_slow=True, reads_shape_only=_has_frozen_weight)
-_add_each(rules.made, _named("mm bmm addmm baddbmm softmax log_softmax", torch, Tensor), is_slow=True)
-_add_each(rules.made, [F.softmax, F.log_softmax, F.embedding], is_slow=True)
+_add_each(rules.new_tensor, _CONVOLUTIONS, is_slow=True, reads_shape_only=_has_frozen_weight)
+_add_each(rules.new_tensor, _named("mm bmm addmm baddbmm softmax log_softmax", torch, Tensor), is_slow=True)
+_add_each(rules.new_tensor, [F.softmax, F.log_softmax, F.embedding], is_slow=True)
 PRODUCTS = [torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, F.linear]
 _add_each(rules.product, PRODUCTS, is_slow=True)
 _add([torch.einsum], again=rules.repeated(torch.einsum), is_slow=True)  # not `made`: it may return a permuted view
 _ATTENTION = [F.scaled_dot_product_attention]
 _add(_ATTENTION, again=rules.attention, is_slow=True, inside=True, draws=rules.drops_weights)
-_add_each(rules.made, [F.cross_entropy], is_slow=True, inside=True)
+_add_each(rules.new_tensor, [F.cross_entropy], is_slow=True, inside=True)

@@ -42,7 +42,7 @@ class Find(Protocol):
 
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any: ...
 
-    def each(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def values_of(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The values of several tensors, all of which may be kept."""
 
     def saved(self, node: Any, name: str) -> Any:
@@ -54,7 +54,8 @@ Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
 
 _NUMBERS = frozenset([int, float, bool])
 _INPLACE_ALONE = frozenset(["input", "inplace"])
-_RANDOM, _UNKNOWN = "its random numbers cannot be drawn again", "its call has an unknown option"
+_RANDOM = "its random numbers cannot be drawn again"
+_UNKNOWN = "its call has an unknown option"
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
@@ -65,17 +66,20 @@ def repeated(function: Function, *, may_keep: bool = False, fresh: bool = False)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         again = function if not kwargs else partial(_by_name, function, len(args), tuple(kwargs))
-        given = args if not kwargs else (*args, *kwargs.values())
         arguments = [
-            find(one, may_keep) if isinstance(one, Tensor) else _fixed(one) if isinstance(one, (list, tuple)) else one
-            for one in given
+            find(argument, may_keep)
+            if isinstance(argument, Tensor)
+            else _as_tuple(argument)
+            if isinstance(argument, (list, tuple))
+            else argument
+            for argument in (args if not kwargs else (*args, *kwargs.values()))
         ]
         return Again(again, arguments, fresh)
 
     return rule
 
 
-made: Callable[[Function], Rule] = partial(repeated, fresh=True)
+new_tensor: Callable[[Function], Rule] = partial(repeated, fresh=True)  # if the result is always a new tensor
 
 
 def product(function: Function) -> Rule:
@@ -84,40 +88,41 @@ def product(function: Function) -> Rule:
     `matmul` folds a batch of matrices into one matrix if the other factor, a matrix or vector, needs a gradient.
     Without gradients it folds only contiguous batches that come first, so other products run again with gradients.
     """
-    again = made(function)
+    repeat = new_tensor(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        found = again(find, args, kwargs, result)
-        named = [kwargs[name] for name in ("input", "other", "weight") if name in kwargs]
-        first, second = (*args, *named)[:2] if named else args[:2]
-        batch, other = (first, second) if first.dim() >= second.dim() else (second, first)
-        is_folded = batch.dim() > 2 >= other.dim() and other.requires_grad
-        if not is_folded or (other is second and batch.is_contiguous()):
-            return found
-        number = [one is other for one in (*args, *kwargs.values())].index(True)
-        return found._replace(function=partial(with_gradient, number, found.function))
+        again = repeat(find, args, kwargs, result)
+        by_name = [kwargs[name] for name in ("input", "other", "weight") if name in kwargs]
+        first, second = (*args, *by_name)[:2] if by_name else args[:2]
+        batch, matrix = (first, second) if first.dim() >= second.dim() else (second, first)
+        is_folded = batch.dim() > 2 >= matrix.dim() and matrix.requires_grad
+        if not is_folded or (matrix is second and batch.is_contiguous()):
+            return again
+        position = [argument is matrix for argument in (*args, *kwargs.values())].index(True)
+        return again._replace(function=partial(with_gradient, position, again.function))
 
     return rule
 
 
-def with_gradient(number: int, function: Function, *arguments: Any) -> Tensor:
-    """Call a function as if its argument with this number needed a gradient."""
-    given = [*arguments]
-    if not given[number].requires_grad:
-        given[number] = given[number].detach().requires_grad_()
-    hides = nullcontext() if current_hooks() is None else saved_tensors_hooks(id, Tensor.detach)  # the program's
-    with torch.enable_grad(), hides:
-        return function(*given).detach()
+def with_gradient(position: int, function: Function, *arguments: Any) -> Tensor:
+    """Call a function as if its argument at this position needed a gradient."""
+    operands = [*arguments]
+    if not operands[position].requires_grad:
+        operands[position] = operands[position].detach().requires_grad_()
+    # The program's hooks, if there are any, do not see the call.
+    inner_hooks = nullcontext() if current_hooks() is None else saved_tensors_hooks(id, Tensor.detach)
+    with torch.enable_grad(), inner_hooks:
+        return function(*operands).detach()
 
 
 def random_again(function: Function) -> Rule:
     """Call a function again with the same random numbers."""
-    again = made(function)
+    repeat = new_tensor(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if kwargs.get("generator") is not None or not all(map(_is_aligned, (*args, *kwargs.values()))):
             raise NotRepeated(_RANDOM)
-        return again(find, args, kwargs, result)._replace(draws=True)
+        return repeat(find, args, kwargs, result)._replace(draws=True)
 
     return rule
 
@@ -133,14 +138,16 @@ def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tenso
 
     def computed(*arguments: Any, **options: Any) -> Tensor:
         are_enabled = attention_backends() == backends
-        with nullcontext() if are_enabled else sdpa_kernel([SDPBackend(one) for one in backends], set_priority=True):
+        if are_enabled:
+            return attention(*arguments, **options)
+        with sdpa_kernel([SDPBackend(backend) for backend in backends], set_priority=True):
             return attention(*arguments, **options)
 
     return computed
 
 
 def attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    rule = random_again if drops_weights(args, kwargs) else made
+    rule = random_again if drops_weights(args, kwargs) else new_tensor
     return rule(by_present_backends(F.scaled_dot_product_attention))(find, args, kwargs, result)
 
 
@@ -158,11 +165,11 @@ def mask(function: Function) -> Rule:
     """Draw the mask of a dropout again; it does not depend on the values."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        x, *others = args or (kwargs["input"],)
-        named = {name: value for name, value in kwargs.items() if name != "input"}
+        x, *options = args or (kwargs["input"],)
+        named_options = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
             raise NotRepeated(_RANDOM)
-        return Again(partial(_on_any_values, function, tuple(others), named), [any_values(x)], draws=True)
+        return Again(partial(_on_any_values, function, tuple(options), named_options), [any_values(x)], draws=True)
 
     return rule
 
@@ -172,13 +179,13 @@ def any_values(x: Tensor) -> ShapeOnly:
     return ShapeOnly(x.new_empty(()).expand(x.shape) if mask_needs_only_shape(x) else x)
 
 
-def _on_any_values(function: Function, others: tuple[Any, ...], named: dict[str, Any], x: ShapeOnly) -> Tensor:
-    return function(x.get().requires_grad_(), *others, **named)
+def _on_any_values(function: Function, options: tuple[Any, ...], named_options: dict[str, Any], x: ShapeOnly) -> Tensor:
+    return function(x.get().requires_grad_(), *options, **named_options)
 
 
-def _fixed(argument: Sequence[Any]) -> tuple[Any, ...]:
+def _as_tuple(argument: Sequence[Any]) -> tuple[Any, ...]:
     """A list as a tuple, because the caller may change it later. NotRepeated: it holds tensors."""
-    if not _NUMBERS.issuperset(map(type, argument)) and any([isinstance(one, Tensor) for one in argument]):
+    if not _NUMBERS.issuperset(map(type, argument)) and any([isinstance(part, Tensor) for part in argument]):
         raise NotRepeated("an argument is a list of tensors")
     return tuple(argument)
 
@@ -190,25 +197,27 @@ def _by_name(function: Function, unnamed: int, names: tuple[str, ...], *argument
 
 def activation(function: Function) -> Rule:
     """Repeat an activation function of `torch.nn.functional`; in place if its argument has no other consumer."""
-    position, known = INPLACE[function], inspect.signature(function).parameters.keys()
+    position = INPLACE[function]
+    option_names = inspect.signature(function).parameters.keys()
     plain = torch.relu if function is F.relu else function
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        x, *others = args or (kwargs["input"],)
-        if not others and kwargs.keys() <= _INPLACE_ALONE:
+        x, *options = args or (kwargs["input"],)
+        if not options and kwargs.keys() <= _INPLACE_ALONE:
             return Again(plain, [find(x)], True, True)
-        named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
-        if any([isinstance(option, Tensor) for option in (*others, *named.values())]):  # it may change later
+        named_options = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
+        if any([isinstance(option, Tensor) for option in (*options, *named_options.values())]):  # it may change later
             raise NotRepeated("an option is a tensor")
-        if not named.keys() <= known or not all([isinstance(other, bool) for other in others[position - 1 :]]):
+        are_inplace = all([isinstance(option, bool) for option in options[position - 1 :]])
+        if not (are_inplace and named_options.keys() <= option_names):
             raise NotRepeated(_UNKNOWN)  # F.elu_ has two more options than F.elu
-        again = partial(function, **named) if named else plain
-        return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
+        again = partial(function, **named_options) if named_options else plain
+        return Again(again, [find(x), *options[: position - 1]], fresh=True, can_overwrite=True)
 
     return rule
 
 
-def _found(find: Find, *vectors: Tensor | None) -> list[Any]:
+def _find_all(find: Find, *vectors: Tensor | None) -> list[Any]:
     return [None if vector is None else find(vector) for vector in vectors]
 
 
@@ -218,14 +227,16 @@ def named_arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    given = named_arguments(F.batch_norm, args, kwargs)
-    x, eps = find(given["input"]), given.get("eps", 1e-5)
-    weight, bias = _found(find, given.get("weight"), given.get("bias"))
-    if not given.get("training", False):
-        running = _found(find, given["running_mean"], given["running_var"])
+    arguments = named_arguments(F.batch_norm, args, kwargs)
+    x = find(arguments["input"])
+    eps = arguments.get("eps", 1e-5)
+    weight, bias = _find_all(find, arguments.get("weight"), arguments.get("bias"))
+    if not arguments.get("training", False):
+        running = _find_all(find, arguments["running_mean"], arguments["running_var"])
         return Again(F.batch_norm, [x, *running, weight, bias, False, 0.0, eps], fresh=True)
     node: Any = result.grad_fn
-    if (name := type(node).__name__) not in _BATCH_NORMS:
+    name = type(node).__name__
+    if name not in _BATCH_NORMS:
         raise NotRepeated(f"no rule repeats {name}")
     if name == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
         return Again(_by_cudnn, [x, weight, bias, eps], True)
@@ -238,26 +249,34 @@ def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    given = named_arguments(F.instance_norm, args, kwargs)
-    of_images = given.get("use_input_stats", True)
-    running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # they would be updated again
-    vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
-    arguments = [find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)]
-    return Again(F.instance_norm, arguments, fresh=True)
+    arguments = named_arguments(F.instance_norm, args, kwargs)
+    uses_input_statistics = arguments.get("use_input_stats", True)
+    names = ("running_mean", "running_var", "weight", "bias")
+    mean, var, weight, bias = map(arguments.get, names)
+    if uses_input_statistics:  # running statistics would be updated again
+        mean = var = None
+    vectors = _find_all(find, mean, var, weight, bias)
+    x = find(arguments["input"])
+    return Again(F.instance_norm, [x, *vectors, uses_input_statistics, 0.0, arguments.get("eps", 1e-5)], fresh=True)
 
 
 def layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     """Repeat one of our layers. Running statistics that it has updated are not updated again."""
     x, weight, bias, mean, var, arguments, strategy = args
-    moved, affine = arguments.use_batch_statistics, _found(find, weight, bias)
-    running = [None if one is None else one.dtype if moved else find(one) for one in (mean, var)]
+    affine = _find_all(find, weight, bias)
+    if arguments.use_batch_statistics:  # running statistics have changed, but are not read
+        running = [None if vector is None else vector.dtype for vector in (mean, var)]
+    else:
+        running = _find_all(find, mean, var)
     return Again(_layer_again, [find(x), *affine, *running, arguments, strategy], fresh=True)
 
 
-def _layer_again(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *others: Any) -> Tensor:
+def _layer_again(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *settings: Any) -> Tensor:
     """`mean`, `var`: only their dtype if their values do not matter."""
-    running = [x.new_empty(x.size(1), dtype=one) if isinstance(one, torch.dtype) else one for one in (mean, var)]
-    return BatchNormActivation.apply(x, weight, bias, *running, *others)
+    running = [
+        x.new_empty(x.size(1), dtype=vector) if isinstance(vector, torch.dtype) else vector for vector in (mean, var)
+    ]
+    return BatchNormActivation.apply(x, weight, bias, *running, *settings)
 
 
 def joined(function: Function) -> Rule:
@@ -266,9 +285,9 @@ def joined(function: Function) -> Rule:
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if not kwargs.keys() <= {"tensors", "dim"}:
             raise NotRepeated(_UNKNOWN)
-        given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-        parts = find.each(given["tensors"])
-        return Again(partial(_join, function, given.get("dim", 0)), parts, fresh=True)
+        arguments = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+        values = find.values_of(arguments["tensors"])
+        return Again(partial(_join, function, arguments.get("dim", 0)), values, fresh=True)
 
     return rule
 
@@ -303,9 +322,10 @@ def max_pool(dimensions: int) -> Rule:
 
 
 def _gathered(x: Tensor, indices: Tensor, dimensions: int) -> Tensor:
-    others, pooled = x.shape[: x.dim() - dimensions], indices.shape[-dimensions:]
-    flat = indices.reshape(*others, pooled.numel())  # no -1, because the batch may be empty
-    return x.flatten(-dimensions).gather(-1, flat).view(*others, *pooled)
+    outer_sizes = x.shape[: x.dim() - dimensions]
+    pooled_sizes = indices.shape[-dimensions:]
+    flat = indices.reshape(*outer_sizes, pooled_sizes.numel())  # no -1, because the batch may be empty
+    return x.flatten(-dimensions).gather(-1, flat).view(*outer_sizes, *pooled_sizes)
 
 
 def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -314,7 +334,8 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
     x = args[0] if args else kwargs["input"]
     if type(node).__name__ == "MulBackward0":
         return Again(torch.mul, [find(x), find.saved(node, "other")], fresh=True)
-    if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
+    share = dropped_share(node) if type(node).__name__ == "NativeDropoutBackward0" else None
+    if share is not None:
         _scale(x, share)  # NotRepeated if it cannot be measured
         return Again(_masked, [find(x), find.saved(node, "result1"), share], fresh=True)
     raise NotRepeated(f"no rule repeats {type(node).__name__}")

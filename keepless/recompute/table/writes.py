@@ -32,7 +32,8 @@ def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
     Not the running statistics of batch norms, whose versions stay: `Registry.is_simple`.
     """
-    if (position := INPLACE.get(function)) is not None:
+    position = INPLACE.get(function)
+    if position is not None:
         return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
     if function is F.embedding:  # it writes over rows of the weight
         return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
@@ -48,12 +49,12 @@ def may_write(function: Callable[..., Any]) -> int:
     if function is F.embedding or function in INPLACE or function in _SETTERS:
         return MAYBE
     if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return MAYBE if _written(function) else NEVER
+        return MAYBE if _overwritten_arguments(function) else NEVER
     name = getattr(function, "__name__", "")
     writes = name in _OPERATORS if name.startswith("__") else name.endswith("_") or bool(_declared_by(name))
     if not writes or name in _OF_METADATA:
         return NEVER
-    return FIRST if _written(function) is _FIRST else MAYBE
+    return FIRST if _overwritten_arguments(function) is _FIRST else MAYBE
 
 
 @cache
@@ -61,14 +62,18 @@ def _declared_by(name: str) -> frozenset[tuple[int, str]]:
     """What PyTorch's operator with this name writes over, e.g. `fused_moving_avg_obs_fake_quant`; no outputs."""
     operator = getattr(torch.ops.aten, name, None)
     overloads = overloads_of(operator) if isinstance(operator, OpOverloadPacket) else []
-    return frozenset(entry for one in overloads if "out" not in str(one) for entry in written_arguments(one))
+    return _overwritten_by([overload for overload in overloads if "out" not in str(overload)])
+
+
+def _overwritten_by(overloads: list[OpOverload]) -> frozenset[tuple[int, str]]:
+    return frozenset(argument for overload in overloads for argument in written_arguments(overload))
 
 
 @cache
-def _written(function: Callable[..., Any]) -> frozenset[tuple[int, str]]:
+def _overwritten_arguments(function: Callable[..., Any]) -> frozenset[tuple[int, str]]:
     """Positions and names of the arguments that a function may write over: if nothing else is known, the first."""
     if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return frozenset(entry for overload in overloads_of(function) for entry in written_arguments(overload))
+        return _overwritten_by(overloads_of(function))
     if function is F.embedding:
         return frozenset([(1, "weight")])
     declared = _declared_by(getattr(function, "__name__", "")) if isinstance(function, BuiltinFunctionType) else _FIRST
@@ -76,16 +81,18 @@ def _written(function: Callable[..., Any]) -> frozenset[tuple[int, str]]:
 
 
 def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
-    return [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
+    if isinstance(operator, OpOverload):
+        return [operator]
+    return [getattr(operator, name) for name in operator.overloads()]
 
 
 def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call may write over, if `may_overwrite` is true for it."""
-    written = _written(function)
-    if written is _FIRST and args and isinstance(args[0], Tensor) and "out" not in kwargs:
+    parameters = _overwritten_arguments(function)
+    if parameters is _FIRST and args and isinstance(args[0], Tensor) and "out" not in kwargs:
         return [args[0]]
-    found: list[Any] = [args[position] for position, _ in written if position < len(args)]
-    found += [kwargs[name] for _, name in written if name in kwargs]
-    if written is _FIRST:  # without a schema, all named arguments may be written: in `nn.init` it is `tensor`
-        found += [kwargs.get("out")] if args else kwargs.values()
-    return tensors_in(found)
+    arguments: list[Any] = [args[position] for position, _ in parameters if position < len(args)]
+    arguments += [kwargs[name] for _, name in parameters if name in kwargs]
+    if parameters is _FIRST:  # without a schema, all named arguments may be written: in `nn.init` it is `tensor`
+        arguments += [kwargs.get("out")] if args else kwargs.values()
+    return tensors_in(arguments)

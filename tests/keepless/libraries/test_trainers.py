@@ -52,7 +52,7 @@ prepared = {hook.__self__ for hook in network._forward_hooks.values() if hasattr
 result = {
     "weights": sum(value.double().sum().item() for value in network.state_dict().values()).hex(),
     "said": [str(one.message) for one in caught if issubclass(one.category, keepless.KeeplessWarning)],
-    "planned": [size.plan is not None for hooks in prepared for size in hooks.signatures.known],
+    "planned": [size.plan is not None for hooks in prepared for size in hooks.signatures.recent],
     "gradients": sum(parameter.nbytes for parameter in network.parameters()),
     "peaks": peaks,
 }

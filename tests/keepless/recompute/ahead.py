@@ -89,18 +89,20 @@ def plans_of(network: nn.Module) -> Signatures:
 
 def plans(network: nn.Module) -> list[int]:
     """One number per size that borrows no plan: 1 if it has a plan, else 0."""
-    return [int(one.plan is not None) for one in plans_of(network).known if one.is_own or one.plan is None]
+    return [int(one.plan is not None) for one in plans_of(network).recent if one.is_own or one.plan is None]
 
 
 def attempts(network: nn.Module) -> list[int]:
     """How often each size got a plan, or advice."""
-    return [signature.attempts for signature in plans_of(network).known]
+    return [signature.attempts for signature in plans_of(network).recent]
 
 
 def plan_next_step(network: nn.Module, x: Tensor) -> None:
     """Make the plan of a step on x now, if there is none: from the step that was watched, or from another one."""
     signatures = plans_of(network)
-    if not signatures._is_planned(network, signatures._signature(network, [x], (x,), {})):
+    signature = signatures._signature(network, [x], (x,), {})
+    signatures._renew_plan(network, signature)
+    if signature.is_due:
         signatures.plan_for(network, (x,), {})
 
 

@@ -250,7 +250,7 @@ class Chosen(nn.Module):
 @pytest.fixture
 def recorded_once(monkeypatch) -> None:
     """No pass but the first is recorded by the rules."""
-    monkeypatch.setattr(signature.Signature, "must_be_recorded", lambda self, inputs: False)
+    monkeypatch.setattr(signature.Signature, "must_be_recorded", lambda signature, bytes: False)
 
 
 @pytest.mark.usefixtures("recorded_once")
@@ -310,7 +310,7 @@ def test_advice_grows_to_a_few_times_that_of_the_first_pass():
     for number in range(12):
         plain.chosen = ours.chosen = orders.sample(range(15), 15) if number else [0, 1, 2]
         assert agree(plain, ours, on(torch.randn(2, 4, 3, 3)))
-    (one,) = plans_of(ours).known
+    (one,) = plans_of(ours).recent
     assert one.advice.count == 4 * one.advice.first + 1
 
 

@@ -58,7 +58,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
     same = [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(4)]
     share_plans(within)  # the ranks' times differ, and their plans may
     same += [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(2)]
-    (size,) = plans_of(within).known
+    (size,) = plans_of(within).recent
     plan = size.plan
 
     def holding() -> None:
@@ -119,7 +119,7 @@ def _within_a_budget_by_fsdp1(rank: int) -> tuple[bool, list[str]]:
                 made.zero_grad()
                 made(torch.ones(64, 32) * (rank + 1)).square().mean().backward()
             found.append([one.grad for one in made.parameters()])
-    is_planned = attempts(made) == [1] and plans_of(made).known[0].plan is not None
+    is_planned = attempts(made) == [1] and plans_of(made).recent[0].plan is not None
     return all(map(torch.equal, *found)) and is_planned, [
         str(one.message) for one in said if "plan" in str(one.message)
     ]

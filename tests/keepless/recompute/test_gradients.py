@@ -184,10 +184,12 @@ def share_of(network: nn.Module, share: float, x: Tensor = IMAGES) -> int:
 
 def follows(network: nn.Module) -> str:
     """The kind of plan that the next pass follows."""
-    (signature,) = plans_of(network).known
+    signatures = plans_of(network)
+    (signature,) = signatures.recent
     assert signature.coming is not None
-    plans_of(network)._trained(network)
-    return "there" if plans_of(network)._of_gradients(signature) is signature else "coming"
+    signatures._trained(network)
+    signatures._note_overlap()
+    return "coming" if signatures._gradients_come() else "there"
 
 
 @pytest.fixture
@@ -260,7 +262,7 @@ def test_each_kind_of_pass_has_advice_of_its_own_and_none_plans_again(prepared):
         for part in range(2):
             prepared(IMAGES * (part + 1)).sum().backward()
         assert follows(prepared) == "there" and attempts(prepared) == [1]
-    (one,) = signatures.known
+    (one,) = signatures.recent
     assert one.passes + one.coming.passes == 16 and one.advice is not None and one.coming.advice is not None
     assert {*one.plan.flags} != {0} and one.plan.flags != one.coming.plan.flags
 
@@ -301,7 +303,7 @@ def test_both_kinds_of_passes_are_planned_anew_for_a_path_that_changes():
         within(IMAGES).sum().backward()
         within.zero_grad()
         within(IMAGES).sum().backward()
-    (one,) = plans_of(within).known
+    (one,) = plans_of(within).recent
     assert one.coming is not None and [one.attempts, one.coming.attempts] == [2, 2]
 
 

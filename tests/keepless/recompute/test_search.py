@@ -135,7 +135,7 @@ def test_the_least_is_named_at_once_and_taken():
     recompute_activations(network, budget=plain // 2)
     with pytest.warns(UserWarning, match="the lowest peak is") as said:
         peaks = [peak_of(network, x) for _ in range(3)]
-    least = plans_of(network).known[0].plan.peak
+    least = plans_of(network).recent[0].plan.peak
     assert len(said) == 1 and f"the lowest peak is {size_text(least)}, which is used" in str(said[0].message)
     assert least == pytest.approx(peaks[0], rel=0.01)
     assert max(peaks) - min(peaks) < 1000

@@ -29,7 +29,7 @@ def test_what_is_trained_from_now_on_is_planned_anew():
         step(network, x)  # planned, as no profiler runs
         for _ in range(4):
             assert peak_bytes(lambda: network(x).sum().backward(), "cpu") < 12.5 * x.nbytes
-    assert len(plans_of(network).known) == 2
+    assert len(plans_of(network).recent) == 2
 
 
 OUTPUTS = [(nn.ReLU(), None), (nn.ReLU(True), None), (nn.LeakyReLU(0.1), 1.0), (nn.LeakyReLU(0.1), "1GiB")]
