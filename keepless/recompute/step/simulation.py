@@ -25,6 +25,19 @@ class Outcome(NamedTuple):
     last_read: list[int]  # event that last read it
 
 
+class MergedEvent(NamedTuple):
+    """An event of the step, with those after it in memories without values. Bytes are above the level before it."""
+
+    kind: int  # see `Event`
+    number: int
+    value: int  # that is saved, read or released; -1 if none
+    rise: int = 0  # the most bytes of the events merged into it
+    change: int = 0  # bytes after them
+
+
+_START = MergedEvent(_BUSY, 0, -1)  # into which events are merged
+
+
 class _Levels:
     """Counts the references to each memory. Its bytes are held while there are any."""
 
@@ -104,12 +117,11 @@ class Simulation:
         # The memories of the program, of each value if it is computed, and of its sign mask.
         signs = [self.sign_consumers.get(number, (0, 0))[1] for number in range(len(step.values))]
         self.sizes = [*step.memories, *(value.bytes for value in step.values), *signs]
-        # Each event, its number, and the value that is saved. Later events in memories without values are merged into
-        # it: their peak, and the level after them, in bytes above the level before.
-        self.events = [(_BUSY, 0, -1, 0, 0)]
+        self.events = [_START]
         self.peak_events = [0]  # for each, the event of the step at which it has the most bytes
         self.forward = 0  # the event at which the forward pass has ended
         self._note_events()
+        self.event_tuples = [tuple(event) for event in self.events]  # which are unpacked faster
 
     def _note_events(self) -> None:
         alone = _Levels(self.step.memories)
@@ -120,13 +132,13 @@ class Simulation:
                 self.forward = len(self.events)
                 level_before = alone.level
                 alone.highest = alone.level
-                self.events += [(_BUSY, 0, -1, 0, 0), (_BUSY, 0, -1, 0, 0)]
+                self.events += [_START, _START]
                 self.peak_events += [index, index]
             value = self.step.saved[number].value if event in (_SAVE, _READ, _RELEASE) else -1
             if value >= 0 or event == _PASS or (event in (_HOLD, _LET) and number in with_values):
                 level_before = alone.level
                 alone.highest = alone.level
-                self.events.append((int(event), number, value, 0, 0))
+                self.events.append(MergedEvent(int(event), number, value))
                 self.peak_events.append(index)
             else:
                 highest_before = alone.highest
@@ -138,7 +150,8 @@ class Simulation:
                     alone.release(number)
                 if alone.highest > highest_before:
                     self.peak_events[-1] = index
-                self.events[-1] = *self.events[-1][:3], alone.highest - level_before, alone.level - level_before
+                rise = alone.highest - level_before
+                self.events[-1] = MergedEvent(*self.events[-1][:3], rise, alone.level - level_before)
 
     def run(self, kept: Sequence[bool]) -> Outcome:
         """The memory and time of the step if it keeps these values, and recomputes others as `Value.get` does.
@@ -234,7 +247,7 @@ class Run(_Levels):
             is_kept and memory < first_sign_memory
             for is_kept, memory in zip(self.kept, self.kept_memories, strict=True)
         ]
-        for index, (event, number, value, most, change) in enumerate(self.simulation.events):
+        for index, (event, number, value, rise, change) in enumerate(self.simulation.event_tuples):
             self.event_number = index
             self.highest = self.level
             if event == _SAVE:
@@ -259,7 +272,7 @@ class Run(_Levels):
                 self.release(number)
             elif event == _PASS:
                 self._end_pass()
-            level = self.level + most
+            level = self.level + rise
             levels.append(level if level > self.highest else self.highest)
             self.level += change
         return levels

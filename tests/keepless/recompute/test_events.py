@@ -59,7 +59,7 @@ class Simulated(Run):
     def __init__(self, step: Step, kept: list[bool], saves: set[int]):
         whole, self.noted, self.saves = Simulation(step), list[Event](), saves
         super().__init__(whole, kept)
-        whole.events = map(self.begins, whole.events)
+        whole.event_tuples = map(self.begins, whole.event_tuples)
         self.outcome()
 
     def note(self, what: str, save: int) -> None:
