@@ -108,6 +108,7 @@ class _Plans:
         self.end = len(self.simulation.events)
         self.first = dict.fromkeys(self.members, self.end)  # leader -> first READ of a value that its recipe computes
         self.unclear: set[int] = set()  # values that may be computed twice in the first pass
+        self._note_reads()
         moments = [*self._moments(limit)]
         self.moments = [one.now for one in moments]
         self.kept: dict[int, Sum] = {}  # leader -> whether it is kept
@@ -120,38 +121,54 @@ class _Plans:
         for moment in moments:
             moment.limit()
 
-    def _moments(self, limit: int) -> Iterator["_Moment"]:
-        """The events at which bytes are limited: of every part of the step, the highest of the baseline.
-
-        On the way it notes when values are read.
-        """
-        events, values = self.simulation.events, self.step.values
-        most = self.simulation.run([value.kind in (Kind.KEPT, Kind.FREE) for value in values]).levels
-        changes = [now for now, one in enumerate(events) if one[0] in (Event.SAVE, Event.READ, Event.RELEASE)]
-        parts = [0, *changes[:: max(1, len(changes) // _MOMENTS)], self.end]
-        moments = {max(range(*part), key=most.__getitem__) for part in pairwise(parts) if part[0] < part[1]}
-        level, is_over, holders, read = 0, False, Counter[int](), set[int]()
-        saved: dict[int, int] = {}  # number of a save -> its value
-        for now, (event, what, value, more, change) in enumerate(events):
-            if event == Event.SAVE:
-                saved[what] = value
-            elif event == Event.READ:
-                self.first[self.leaders[value]] = min(self.first[self.leaders[value]], now)
-                self.unclear.update({value} if what in read and not is_over else ())
-                read.add(what)
-            elif event == Event.RELEASE:
-                saved.pop(what, None)
-            elif event == Event.PASS:
+    def _note_reads(self) -> None:
+        """Note when values are first read, and which may be computed twice."""
+        is_over = False
+        reads: set[int] = set()  # saves
+        for index, event in enumerate(self.simulation.events):
+            if event.kind == Event.READ:
+                leader = self.leaders[event.value]
+                self.first[leader] = min(self.first[leader], index)
+                if event.number in reads and not is_over:
+                    self.unclear.add(event.value)
+                reads.add(event.number)
+            elif event.kind == Event.PASS:
                 is_over = True
-            elif event in (Event.HOLD, Event.LET):
-                holders[what] += 1 if event == Event.HOLD else -1
-            if now in moments:
-                held = {memory for memory, number in holders.items() if number}
-                room = limit - level - more - sum(self.step.memories[memory] for memory in held)
-                yield _Moment(self, now, room, held, {*saved.values()}, is_over)
-            level += change
-        for number in reversed(range(len(values))):
-            self.unclear.update(self.simulation.inputs[number] if number in self.unclear else ())
+        for number in reversed(range(len(self.step.values))):
+            if number in self.unclear:
+                self.unclear.update(self.simulation.inputs[number])
+
+    def _limited_events(self) -> set[int]:
+        """The events at which bytes are limited: of every part of the step, the highest of the baseline."""
+        kinds = Event.SAVE, Event.READ, Event.RELEASE
+        levels = self.simulation.run([value.kind in (Kind.KEPT, Kind.FREE) for value in self.step.values]).levels
+        changes = [index for index, event in enumerate(self.simulation.events) if event.kind in kinds]
+        parts = [0, *changes[:: max(1, len(changes) // _MOMENTS)], self.end]
+        return {max(range(*part), key=levels.__getitem__) for part in pairwise(parts) if part[0] < part[1]}
+
+    def _moments(self, limit: int) -> Iterator["_Moment"]:
+        """The moments at which bytes are limited, with what is held and saved then."""
+        limited = self._limited_events()
+        level = 0
+        is_over = False
+        holders: Counter[int] = Counter()  # of each memory
+        saved: dict[int, int] = {}  # number of a save -> its value
+        for index, event in enumerate(self.simulation.events):
+            if event.kind == Event.SAVE:
+                saved[event.number] = event.value
+            elif event.kind == Event.RELEASE:
+                saved.pop(event.number, None)
+            elif event.kind == Event.PASS:
+                is_over = True
+            elif event.kind == Event.HOLD:
+                holders[event.number] += 1
+            elif event.kind == Event.LET:
+                holders[event.number] -= 1
+            if index in limited:
+                held = {memory for memory, count in holders.items() if count}
+                room = limit - level - event.rise - sum(self.step.memories[memory] for memory in held)
+                yield _Moment(self, index, room, held, {*saved.values()}, is_over)
+            level += event.change
 
     def _computed(self) -> dict[int, list[int]]:
         """For each leader, consumers first: the events that may be the first to compute it."""
