@@ -75,7 +75,10 @@ class Finder:
         registry = self.registry
         if tensor is self.result:
             value = self.call.before or registry.find(tensor, overwrites=1)  # its copy's
-            value = None if value is None or registry.is_lost(value, tensor) else value
+            if value is not None and registry.is_lost(value, tensor):
+                value = None
+            elif value is not None:
+                registry.note_read_when_overwritten(value, tensor)
         else:
             value = registry.value_of(tensor)
         if not registry.by_plan:

@@ -294,6 +294,9 @@ class Registry:
         """Whether a value can only be read from the memory of a tensor that a call has overwritten."""
         return value.reads_storage(self.place(overwritten))
 
+    def note_read_when_overwritten(self, value: Value, overwritten: Tensor) -> None:
+        """A recipe reads a value that a call has overwritten, and that is not lost. A counted step notes it."""
+
     def place(self, tensor: Tensor) -> int:
         """Identifies a tensor's memory: the address of its storage."""
         return address(tensor.untyped_storage())

@@ -169,22 +169,28 @@ class Trace(Registry):
         return copied
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
-        """Likewise; and if the value can be recomputed without this memory, the values in it always are from now on."""
+        """Likewise, of a value that may be recomputed instead of kept in this memory."""
         memory = self.place(overwritten)
+        values = [self.values[number] for number in self._sources(value, memory)]
+        return any(source.kind == Kind.KEPT and source.memory == memory for source in values)
+
+    def note_read_when_overwritten(self, value: Value, overwritten: Tensor) -> None:
+        """The values in this memory from which it follows are always recomputed from now on."""
+        memory = self.place(overwritten)
+        for number in self._sources(value, memory):
+            if self.values[number].memory == memory and self.values[number].kind == Kind.FREE:
+                self._change(number, kind=Kind.OVERWRITTEN)
+
+    def _sources(self, value: Value, memory: int) -> list[int]:
+        """A value, and all from which it follows if nothing can be read from this memory."""
         pending = [value.number]
-        lost: list[int] = []
+        numbers: list[int] = []
         while pending:
             number = pending.pop()
-            step_value = self.values[number]
-            if step_value.kind == Kind.KEPT and step_value.memory == memory:
-                return True
-            if step_value.memory == memory or step_value.kind == Kind.DERIVED:
-                pending += step_value.inputs
-            if step_value.memory == memory and step_value.kind == Kind.FREE:
-                lost.append(number)
-        for number in lost:
-            self._change(number, kind=Kind.OVERWRITTEN)
-        return False
+            numbers.append(number)
+            if self.values[number].memory == memory or self.values[number].kind == Kind.DERIVED:
+                pending += self.values[number].inputs
+        return numbers
 
     @ends_watch
     def note_overwritten(self, tensor: Tensor, value_count: int) -> None:
