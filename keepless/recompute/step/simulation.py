@@ -64,6 +64,15 @@ class _Levels:
         if self.level + temporary > self.highest:
             self.highest = self.level + temporary
 
+    def apply(self, event: int, number: int) -> None:
+        """Let an event happen, if it is about memory."""
+        if event == _HOLD:
+            self.hold(number)
+        elif event == _LET:
+            self.release(number)
+        elif event == _BUSY:
+            self.need(number)
+
 
 def _filled(count: int, number: int) -> list[int]:
     """A list with a number so many times."""
@@ -74,16 +83,12 @@ def plain_peak(step: Step, saves: bool = True) -> int:
     """Peak bytes of the step without recomputation. `saves`: with the tensors that autograd saves."""
     levels = _Levels(step.memories)
     for event, number in step.events:
-        if event == _HOLD:
-            levels.hold(number)
-        elif event == _LET:
-            levels.release(number)
-        elif event == _SAVE and saves:
+        if event == _SAVE and saves:
             levels.hold(step.saved[number].memory)
         elif event == _RELEASE and saves:
             levels.release(step.saved[number].memory)
-        elif event == _BUSY:
-            levels.need(number)
+        else:
+            levels.apply(event, number)
     return levels.highest
 
 
@@ -142,12 +147,7 @@ class Simulation:
                 self.peak_events.append(index)
             else:
                 highest_before = alone.highest
-                if event == _BUSY:
-                    alone.need(number)
-                elif event == _HOLD:
-                    alone.hold(number)
-                elif event == _LET:
-                    alone.release(number)
+                alone.apply(event, number)
                 if alone.highest > highest_before:
                     self.peak_events[-1] = index
                 rise = alone.highest - level_before
@@ -254,7 +254,7 @@ class Run(_Levels):
                 if consumers_left[value]:
                     consumers_left[value] += 1
                 else:
-                    self._need_value(value)
+                    self._count_consumer(value, 1)
             elif event == _READ:
                 if is_whole[value]:
                     self.last_read[value] = index
@@ -265,7 +265,8 @@ class Run(_Levels):
                 if consumers_left[value] > 1 and number not in self.memories_in_use:
                     consumers_left[value] -= 1
                 else:
-                    self._drop(number, value)
+                    self._leave(number)
+                    self._count_consumer(value, -1)
             elif event == _HOLD:
                 self.hold(number)
             elif event == _LET:
@@ -277,47 +278,35 @@ class Run(_Levels):
             self.level += change
         return levels
 
-    def _need_value(self, number: int) -> None:
-        """Count a new consumer of a value. If it is the first, the recipe now reads its inputs: count it there, too."""
+    def _count_consumer(self, number: int, change: int) -> None:
+        """Count a consumer of a value that has come (1) or gone (-1).
+
+        With its first consumer a recipe begins to read its inputs, and with its last one it ends.
+        """
+        turning = change > 0
         pending = [number]
         while pending:
             value = pending.pop()
-            self.consumers_left[value] += 1
-            if self.consumers_left[value] > 1:
+            self.consumers_left[value] += change
+            if self.consumers_left[value] != turning:
                 continue
-            if self.event_number < self.needed_from[value]:
+            if turning and self.event_number < self.needed_from[value]:
                 self.needed_from[value] = self.event_number
-            if self.kept[value]:
+            if not self.kept[value]:
+                if not turning:
+                    self._forget(value)
+                leader = self.leaders[value]
+                self.members_needed[leader] += change
+                if self.members_needed[leader] == turning:
+                    pending += self.inputs[leader]
+            elif turning:
                 self.hold(self.kept_memories[value])
             else:
-                leader = self.leaders[value]
-                self.members_needed[leader] += 1
-                if self.members_needed[leader] == 1:
-                    pending += self.inputs[leader]
-
-    def _drop(self, save: int, number: int) -> None:
-        """Autograd drops a saved tensor, and with the last one whatever remains of its value and recipe."""
-        if save in self.memories_in_use:
-            self.release(self.memories_in_use.pop(save))
-        pending = [number]
-        while pending:
-            value = pending.pop()
-            self.consumers_left[value] -= 1
-            if self.consumers_left[value]:
-                continue
-            if self.kept[value]:
                 self.release(self.kept_memories[value])
-            else:
-                leader = self.leaders[value]
-                self._forget(value)
-                self.members_needed[leader] -= 1
-                if not self.members_needed[leader]:
-                    pending += self.inputs[leader]
 
     def _read(self, save: int, number: int) -> None:
         """The backward pass reads a saved tensor: it is kept, unpacked from a sign mask, or computed first."""
-        if save in self.memories_in_use:  # read again: users' backward functions unpack saved tensors one by one
-            self.release(self.memories_in_use.pop(save))
+        self._leave(save)  # if it is read again: users' backward functions unpack saved tensors one by one
         if self.kept_memories[number] >= self.first_sign_memory:
             self._use(save, self.first_computed_memory + number)
             self.need(self.step.saved[save].unpacking)
@@ -330,6 +319,11 @@ class Run(_Levels):
         """An operation holds a saved tensor from reading to dropping it."""
         self.memories_in_use[save] = memory
         self.hold(memory)
+
+    def _leave(self, save: int) -> None:
+        """The operation, if any, drops a saved tensor."""
+        if save in self.memories_in_use:
+            self.release(self.memories_in_use.pop(save))
 
     def _compute_with_inputs(self, number: int) -> None:
         """Compute a value, and before it the inputs that are not there."""
@@ -387,8 +381,8 @@ class Run(_Levels):
 
     def _end_pass(self) -> None:
         """Drop values computed for consumers that never came; another backward pass computes them again."""
-        while self.memories_in_use:
-            self.release(self.memories_in_use.popitem()[1])
+        for save in list(self.memories_in_use):
+            self._leave(save)
         for number in range(len(self.kept)):
             self._forget(number)
         self.read_counts = _filled(len(self.kept), 0)
