@@ -55,7 +55,6 @@ class Save(NamedTuple):
     value: int  # number of the saved value; -1 if it has none
     signs: int  # bytes of its sign mask, if this is all that the operation needs; otherwise 0
     memory: int  # number of the memory that PyTorch alone would keep
-    call: int  # number of the call during which it is saved, or of the next one with a rule; -1 if none
     unpacking: int = 0  # temporary bytes to unpack the sign mask, besides the result
 
 

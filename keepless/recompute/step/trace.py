@@ -318,8 +318,7 @@ class Trace(Registry):
         else:  # only a shape: an empty tensor is made for its consumer
             value = len(self.values)
             self.values.append(self._step_value(Kind.DERIVED, tensor, ()))
-        call = -1 if self.call is None else len(self.calls)
-        self.saved.append(Save(value, signs, self.place(tensor), call, unpacking))
+        self.saved.append(Save(value, signs, self.place(tensor), unpacking))
         self._note_held(packed, Event.SAVE, Event.RELEASE, number)
         return saved, number
 

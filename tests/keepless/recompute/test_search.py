@@ -52,7 +52,7 @@ def random_step(seed: int) -> Step:
         events.append((Event.HOLD, number))
         for read in [i for i in inputs if draw.random() < 0.6] + ([number] if draw.random() < 0.3 else []):
             events.append((Event.SAVE, len(saved)))
-            saved.append(Save(read, 0, read, -1))
+            saved.append(Save(read, 0, read))
         events += [(Event.LET, number - 1)] if number else []
     events.append((Event.LET, len(nodes) - 1))
     forward = len(events)
