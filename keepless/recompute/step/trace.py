@@ -220,7 +220,7 @@ class Trace(Registry):
         mask = how_to_repeat(self, call.row.mask, call, result) if call.row.mask is not None and call.inside else None
         value = self.find(result) or self.keep(result)
         parts = [part.value.number for part in call.inside]
-        span = self._span(call, parts, result)
+        span = _span(call, result, self._postpone_drops(call.began[0], parts), len(self.operators))
         draws = any(recipe is not None and recipe.draws for recipe in (again, mask))
         state = self._random_state(result) if draws else ()
         inputs = () if again is None else _inputs(again) + (state if again.draws else ())
@@ -245,17 +245,13 @@ class Trace(Registry):
             self.saved[saved.number] = self.saved[saved.number]._replace(value=value.number)
         self._give_base_value(value, again, call, result)
 
-    def _span(self, call: Call, parts: list[int], result: Tensor) -> _CallSpan:
-        """The events and operators of a call that has just run. What a recorder holds to its end is let go behind."""
-        first_event, first_operator = call.began
-        dropped = self._take_drops(first_event, parts)
-        span = _CallSpan(first_event, len(self.events), first_operator, len(self.operators))
-        self.events += dropped
-        if not call.overwrites:
-            return span
-        # It is repeated out of place. A part that it has overwritten is then laid out with gaps.
-        has_gaps = spec_of(result).size > result.nbytes
-        return span._replace(end_event=first_event, extra_bytes=result.nbytes if has_gaps else 0)
+    def _postpone_drops(self, first_event: int, parts: list[int]) -> int:
+        """Let a call drop what it saves inside when it ends, as by a recorder. Returns the number of the first drop."""
+        drops = {(Event.LET, self.values[number].memory) for number in parts}
+        events = self.events[first_event:]
+        rest = [event for event in events if event not in drops]
+        self.events[first_event:] = [*rest, *(event for event in events if event in drops)]
+        return first_event + len(rest)
 
     def _give_base_value(self, value: Value, again: Again | None, call: Call, result: Tensor) -> None:
         """If a result is a view of all that its call has made, other views of its base are recomputed from it."""
@@ -274,13 +270,6 @@ class Trace(Registry):
             if save.value == base_value.number:
                 self.saved[number] = save._replace(value=value.number)
                 value.count(1)
-
-    def _take_drops(self, first_event: int, parts: list[int]) -> list[tuple[Event, int] | Gone]:
-        """Take out of the events that a call drops what it saves inside: a recorder holds that until the call ends."""
-        drops = {(Event.LET, self.values[number].memory) for number in parts}
-        events = self.events[first_event:]
-        self.events[first_event:] = [event for event in events if event not in drops]
-        return [event for event in events if event in drops]
 
     def _random_state(self, result: Tensor) -> tuple[int, ...]:
         """The state of the generator, which a recipe that draws again holds. On CUDA it is in host memory."""
@@ -378,6 +367,16 @@ class Trace(Registry):
         values, saved = in_order(self.values, self.saved)
         step = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)
         return step._replace(seconds=sum(seconds), operations=sum(operations))
+
+
+def _span(call: Call, result: Tensor, end_event: int, end_operator: int) -> _CallSpan:
+    """The events and operators of a call that has just run."""
+    first_event, first_operator = call.began
+    if not call.overwrites:
+        return _CallSpan(first_event, end_event, first_operator, end_operator)
+    # It is repeated out of place. A part that it has overwritten is then laid out with gaps.
+    has_gaps = spec_of(result).size > result.nbytes
+    return _CallSpan(first_event, first_event, first_operator, end_operator, result.nbytes if has_gaps else 0)
 
 
 def _inputs(recipe: Again | Recipe) -> tuple[int, ...]:
