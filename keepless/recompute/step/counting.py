@@ -65,6 +65,14 @@ class RunOperator(NamedTuple):
     temporaries: int = 0  # bytes, where it is not measured
 
 
+class _Arrival(NamedTuple):
+    """A gradient that a parameter is about to get."""
+
+    present: Tensor | None  # the gradient that is there
+    memory: int | None  # number of the new one's
+    stride: tuple[int, ...]
+
+
 class Counting(Trace):
     """Counts the step of a network in a context around its forward pass and another around its backward pass.
 
@@ -88,9 +96,9 @@ class Counting(Trace):
         self._exposed: set[int] = set()  # memories that the program may change unseen
         self.gradient_bytes = 0
         self.taken_over: set[int] = set()  # memories of gradients that a parameter has taken over
-        self.arriving: dict[Tensor, tuple[Tensor | None, int | None, Any]] = {}  # parameters whose gradients come now
-        self._comes: list[tuple[int, tuple[Event, int]]] = []  # see `Step.coming`; the first number: an event
-        self._ends: list[int] = []  # memories of gradients that stay, if they come
+        self.arriving: dict[Tensor, _Arrival] = {}  # by parameter
+        self._coming: list[tuple[int, tuple[Event, int]]] = []  # see `Step.coming`
+        self._staying: list[int] = []  # memories of gradients that stay, if they come
 
     def leaves_forward(self) -> None:
         self.call_starts.append((next_node_number(), "the loss", None))
@@ -159,7 +167,8 @@ class Counting(Trace):
     @ends_watch
     def gradient_comes(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None and is_ordinary(gradient):
-            self.arriving[parameter] = parameter.grad, self.allocations.memory(gradient), gradient.stride()
+            memory = self.allocations.memory(gradient)
+            self.arriving[parameter] = _Arrival(parameter.grad, memory, gradient.stride())
             if self.sets_gradients_aside:
                 parameter.grad = None
 
@@ -168,22 +177,22 @@ class Counting(Trace):
         gradient = parameter.grad
         if parameter not in self.arriving or gradient is None:
             return
-        before, memory, stride = self.arriving.pop(parameter)
-        was_there = before is not None and not self.sets_gradients_aside
+        present, memory, stride = self.arriving.pop(parameter)
+        was_there = present is not None and not self.sets_gradients_aside
         if self.sets_gradients_aside:
-            parameter.grad = before
-        copy = None if was_there or not is_ordinary(gradient) else self.allocations.memory(gradient)
+            parameter.grad = present
         self.gradient_bytes += gradient.nbytes
-        if memory is None or stride != gradient.stride() or not (was_there or copy == memory):
-            self._note_copy(gradient, copy)
+        new_memory = None if was_there or not is_ordinary(gradient) else self.allocations.memory(gradient)
+        if memory is None or stride != gradient.stride() or not (was_there or new_memory == memory):
+            self._note_copy(gradient, new_memory)
             return
         self.allocations.note_operator(ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there
         self.note_place(ADD)
         if was_there or self.sets_gradients_aside:
-            self._ends.append(memory)
+            self._staying.append(memory)
         else:
             self.taken_over.add(memory)
-            self._comes.append((len(self.events), (Event.BUSY, 0)))
+            self._coming.append((len(self.events), (Event.BUSY, 0)))
             self.events.append((Event.LET, memory))
 
     def _note_copy(self, gradient: Tensor, memory: int | None) -> None:
@@ -197,11 +206,7 @@ class Counting(Trace):
             begin = self.events.index((Event.HOLD, memory))
             self.events[begin] = Event.BUSY, -1
             self.taken_over.add(memory)
-        self._comes.append((begin, (Event.HOLD, memory)))
-
-    def _coming(self, events: list[tuple[Event, int]]) -> list[tuple[int, tuple[Event, int]]]:
-        ends = {memory: index for index, (event, memory) in enumerate(events) if event == Event.LET}
-        return [*self._comes, *((ends[memory], (Event.BUSY, 0)) for memory in self._ends if memory in ends)]
+        self._coming.append((begin, (Event.HOLD, memory)))
 
     # The step
 
@@ -213,10 +218,12 @@ class Counting(Trace):
         for index, (event, number) in enumerate(events):
             if event == Event.BUSY:
                 events[index] = event, 0 if number < 0 else _temporaries(self.operators[number])
-        coming = self._coming(events)
+        ends = {memory: index for index, (event, memory) in enumerate(events) if event == Event.LET}
+        staying = [(ends[memory], (Event.BUSY, 0)) for memory in self._staying if memory in ends]
         host = host_seconds() if self.measures else 0.0
         operations = [ran.operations for ran in self.operators]
         step = self.step_of(events, list(map(_seconds, self.operators)), operations, host)
+        coming = [*self._coming, *staying]
         return step._replace(places=self._named(network), gradients=self.gradient_bytes, coming=coming)
 
     def note_temporary(self, size: int, like: Tensor) -> None:
