@@ -320,9 +320,10 @@ class _Search:
                     kept, dropped = (i, j) if trial.kept[i] else (j, i)
                     is_kept_then = outcome.needed_from[kept] <= peak <= outcome.last_read[kept]
                     is_held_then = outcome.first_read[dropped] <= peak <= outcome.last_read[dropped]
-                    lowers = is_kept_then * self.bytes[kept] - (not is_held_then) * self.bytes[dropped]
-                    if lowers > 0:
-                        ranked.append((lowers, [kept, dropped]))
+                    freed = self.bytes[kept] if is_kept_then else 0
+                    added = 0 if is_held_then else self.bytes[dropped]
+                    if freed > added:
+                        ranked.append((freed - added, [kept, dropped]))
         return [pair for _, pair in sorted(ranked, reverse=True)]
 
     def sources(self, trial: Trial, number: int) -> set[int]:
