@@ -63,31 +63,31 @@ def test_fake_tensors_are_priced_by_the_rates_of_their_device(monkeypatch):
     costs._rates.cache_clear()
     assert copied == 2 * 2**21 / 2**23
     assert multiplied == 3 * 2**21 / 2**23 + 2 * 2**30 / 2**23
-    assert [type(one) for one in measured] == [Tensor, Tensor] and measured[1].dtype == torch.bfloat16
+    assert [type(tensor) for tensor in measured] == [Tensor, Tensor] and measured[1].dtype == torch.bfloat16
 
 
 def operator(function, *args) -> costs.Operator:
-    found = costs.operator_of(function, args, {})
-    assert found is not None
-    return found
+    measurable = costs.operator_of(function, args, {})
+    assert measurable is not None
+    return measurable
 
 
 def test_an_operator_is_measured_on_other_tensors():
     """`logsumexp` makes two tensors of its argument's size; a matrix without an inverse counts nothing."""
     x = torch.randn(64, 1000)
-    measured = [operator(torch.ops.aten.logsumexp.default, x, [1]), operator(torch.ops.aten.linalg_inv_ex.default, x)]
-    costs.measure(measured)
-    taken = peak_bytes(lambda: torch.logsumexp(x, 1), "cpu") - 64 * 4
-    found = [costs.cost_of(one) for one in measured]
-    assert found[0].temporaries == pytest.approx(taken, abs=64)
-    assert [cost.seconds == 0 for cost in found] == [False, True]
+    operators = [operator(torch.ops.aten.logsumexp.default, x, [1]), operator(torch.ops.aten.linalg_inv_ex.default, x)]
+    costs.measure(operators)
+    temporaries = peak_bytes(lambda: torch.logsumexp(x, 1), "cpu") - 64 * 4
+    measured_costs = [costs.cost_of(measured) for measured in operators]
+    assert measured_costs[0].temporaries == pytest.approx(temporaries, abs=64)
+    assert [cost.seconds == 0 for cost in measured_costs] == [False, True]
 
 
 @pytest.mark.parametrize("short, runs", [(0.0, 2), (math.inf, 5)])
 def test_an_operator_runs_twice_to_be_measured_a_short_one_five_times(short, runs, monkeypatch):
     """Once to warm up, also if its results were asked for. The second call is the one whose memory is watched."""
     x = torch.randn(64, 1002 + runs)
-    one, calls, run = operator(torch.ops.aten.logsumexp.default, x, [1]), [], costs.Operator.run
+    logsumexp, calls, run = operator(torch.ops.aten.logsumexp.default, x, [1]), [], costs.Operator.run
     monkeypatch.setattr(costs, "_SHORT", short)
 
     def counted(self):
@@ -95,26 +95,26 @@ def test_an_operator_runs_twice_to_be_measured_a_short_one_five_times(short, run
         return lambda: calls.append(gc.isenabled()) or call()
 
     monkeypatch.setattr(costs.Operator, "run", counted)
-    assert costs.results_of(one).shape == (64,)
-    costs.measure([one, one])
-    costs.measure([one])
+    assert costs.results_of(logsumexp).shape == (64,)
+    costs.measure([logsumexp, logsumexp])
+    costs.measure([logsumexp])
     assert len(calls) == runs
     assert not any(calls) and gc.isenabled()  # memory of garbage would count as freed by the operator
 
 
 def test_a_measurement_without_memory_is_made_again_later(monkeypatch):
     x = torch.randn(64, 1001)
-    one, run = operator(torch.ops.aten.logsumexp.default, x, [1]), costs.Operator.run
+    logsumexp, run = operator(torch.ops.aten.logsumexp.default, x, [1]), costs.Operator.run
 
     def fails(self):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(costs.Operator, "run", fails)
-    costs.measure([one])
-    assert costs.cost_of(one) is None
+    costs.measure([logsumexp])
+    assert costs.cost_of(logsumexp) is None
     monkeypatch.setattr(costs.Operator, "run", run)
-    costs.measure([one])
-    assert costs.cost_of(one).seconds > 0
+    costs.measure([logsumexp])
+    assert costs.cost_of(logsumexp).seconds > 0
 
 
 def test_an_operator_is_timed_on_the_device_of_tensors_in_lists():

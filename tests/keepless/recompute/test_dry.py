@@ -47,7 +47,8 @@ def test_a_dry_step_runs_on_a_copy_and_what_its_code_does_outside_is_done_once(r
     """
     network, x, state, Counts.outside = Counts(reads), X.clone().requires_grad_(), torch.get_rng_state(), 0
     network.layers[0].weight.grad, buffers = torch.ones(32, 32), dict(network.named_buffers())
-    plan(network, squares := x * x)
+    squares = x * x
+    plan(network, squares)
     assert Counts.outside == 1 + reads and network.calls == network.total == network.assigned == 0
     assert all(buffer is buffers[name] for name, buffer in network.named_buffers())
     squares.sum().backward()
@@ -109,35 +110,38 @@ def test_the_backward_pass_starts_from_losses_and_not_from_what_they_are_compute
     logits, features = x.exp(), x * 2
     loss, penalty = logits.mean() + 1, (x * 3).sum()
     assert backward_starts([loss, logits]) == [loss]
-    found = backward_starts([logits, loss, features, penalty])
-    assert [id(one) for one in found] == [id(loss), id(features), id(penalty)]
+    starts = backward_starts([logits, loss, features, penalty])
+    assert [id(start) for start in starts] == [id(loss), id(features), id(penalty)]
 
 
 def test_norms_that_to_inplace_merged_with_an_activation_are_counted_as_they_run():
     with torch.device("meta"):
         x, convolution = torch.randn(2, 3, 8, 8), nn.Conv2d(3, 3, 3)
-        own = nn.Sequential(convolution, InPlaceABN(3), convolution)
+        separate = nn.Sequential(convolution, InPlaceABN(3), convolution)
         merged = nn.Sequential(convolution, InPlaceABN(3), nn.ReLU(inplace=True), convolution)
     merge(merged[1], merged[2])
-    steps = [rehearsed_step(network, (x,), {}) for network in (own, merged)]
+    steps = [rehearsed_step(network, (x,), {}) for network in (separate, merged)]
     assert steps[0].memories == steps[1].memories
 
 
 def test_views_and_empty_tensors_are_those_of_the_fake_tensor_mode():
     """A dry step makes them without most of the mode's steps."""
 
-    def made(mode: FakeTensorMode) -> list:
+    def forms_in(mode: FakeTensorMode) -> list:
         with mode:
             x = torch.empty(4, 6, dtype=torch.float16)
-            found = [x, x.view(8, 3), x.t(), x[1:, ::2], x[None].expand(3, 4, 6), *x.chunk(2, 1), x.detach()]
-            found += [x.view(-1), *x.unbind(), x.view(torch.int16), torch.empty_strided((2, 3), (1, 2), device="cpu")]
-            found += [x.to(x.dtype), torch.ops.aten.lift_fresh(x), x.add_(1), x.relu_(), x.view(-1).mul_(x.view(-1))]
-        assert all(is_fake(one) and one.fake_mode is mode for one in found)
-        where = [one.untyped_storage()._cdata == x.untyped_storage()._cdata for one in found]
-        kinds = [(one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one is x) for one in found]
+            tensors = [x, x.view(8, 3), x.t(), x[1:, ::2], x[None].expand(3, 4, 6), *x.chunk(2, 1), x.detach()]
+            tensors += [x.view(-1), *x.unbind(), x.view(torch.int16), torch.empty_strided((2, 3), (1, 2), device="cpu")]
+            tensors += [x.to(x.dtype), torch.ops.aten.lift_fresh(x), x.add_(1), x.relu_(), x.view(-1).mul_(x.view(-1))]
+        assert all(is_fake(tensor) and tensor.fake_mode is mode for tensor in tensors)
+        where = [tensor.untyped_storage()._cdata == x.untyped_storage()._cdata for tensor in tensors]
+        kinds = [
+            (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, tensor is x)
+            for tensor in tensors
+        ]
         return [*where, *kinds]
 
-    assert made(_Dry()) == made(FakeTensorMode())
+    assert forms_in(_Dry()) == forms_in(FakeTensorMode())
 
 
 @pytest.mark.parametrize("run", [rehearsed_step, partial(on_copy, counted_step, is_fake=False)])

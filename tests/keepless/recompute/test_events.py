@@ -57,14 +57,14 @@ class Simulated(Run):
     """Simulates a choice, and notes the events of these saves."""
 
     def __init__(self, step: Step, kept: list[bool], saves: set[int]):
-        whole, self.noted, self.saves = Simulation(step), list[Event](), saves
-        super().__init__(whole, kept)
-        whole.event_tuples = map(self.begins, whole.event_tuples)
+        simulation, self.noted, self.saves = Simulation(step), list[Event](), saves
+        super().__init__(simulation, kept)
+        simulation.event_tuples = map(self.begins, simulation.event_tuples)
         self.outcome()
 
-    def note(self, what: str, save: int) -> None:
+    def note(self, kind: str, save: int) -> None:
         if save in self.saves:
-            self.noted.append((what, save, self.level))
+            self.noted.append((kind, save, self.level))
 
     def begins(self, event: Any) -> Any:
         if event[0] == StepEvent.READ:
@@ -86,12 +86,12 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
 
     `numbered`: gets what autograd holds after the forward pass, and returns the numbers.
     """
-    noted, packed, numbers, made = list[Event](), list[Any](), {}, MadeTensors()
+    noted, packed, numbers, allocations = list[Event](), list[Any](), {}, MadeTensors()
     get, compute, pack = Saved.get, Recipe.computed, Registry.packed
 
-    def note(what: str, one: Any, source: Any, *names: Any) -> None:
+    def note(kind: str, holder: Any, source: Any, *names: Any) -> None:
         base = source.inputs[0].source if isinstance(source, Recipe) and source.function is view else source
-        noted.append((what, numbers.get(one, -1), made.bytes, isinstance(base, Kept), names))
+        noted.append((kind, numbers.get(holder, -1), allocations.bytes, isinstance(base, Kept), names))
 
     def noted_get(saved: Saved) -> Tensor:
         source = saved.value.source
@@ -110,38 +110,38 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
         patch.setattr(Recipe, "computed", noted_compute)
         patch.setattr(Registry, "packed", lambda *args: packed.append(pack(*args)) or packed[-1])
         torch.manual_seed(1)
-        with made, by:
+        with allocations, by:
             outputs = network(x)
         numbers = numbers if numbered is None else numbered(packed)
         packed.clear()
-        with made:
+        with allocations:
             backward(outputs, passes)
     return noted
 
 
 def numbers_of(packed: list[Any], step: Step, kept: list[bool], saves: list[int]) -> Any:
     """Number saves and recipes as in a counted step. AssertionError: other values are kept, or inputs differ."""
-    numbers: Any = WeakKeyDictionary(one for one in zip(packed, saves, strict=True) if isinstance(one[0], Saved))
+    numbers: Any = WeakKeyDictionary(pair for pair in zip(packed, saves, strict=True) if isinstance(pair[0], Saved))
     pending, values = [(saved.value, step.saved[i].value) for saved, i in numbers.items()], dict[Value, int]()
     while pending:
         value, number = pending.pop()
-        recipe, one = value.source, step.values[number]
-        if isinstance(recipe, Recipe) and recipe.function is Tensor.view and one.alias < 0:
+        recipe, step_value = value.source, step.values[number]
+        if isinstance(recipe, Recipe) and recipe.function is Tensor.view and step_value.alias < 0:
             numbers[recipe] = None  # it makes the base of a result, for which the result counts
             pending.append((recipe.inputs[0], number))
             continue
         assert values.setdefault(value, number) == number and isinstance(recipe, Recipe) is not kept[number]
         if isinstance(recipe, Recipe) and recipe not in numbers:
-            numbers[recipe] = leader = number if one.leader < 0 else one.leader
+            numbers[recipe] = leader = number if step_value.leader < 0 else step_value.leader
             inputs = [i for i in step.values[leader].inputs if step.values[i]._replace(memory=0) != STATE]
             pending += zip(recipe.inputs, inputs, strict=True)
     return numbers
 
 
 def backward(outputs: Any, passes: int) -> None:
-    losses = [one.square().mean() for one in differentiable(outputs)]
+    losses = [output.square().mean() for output in differentiable(outputs)]
     for left in reversed(range(passes)):
-        torch.autograd.backward(losses, [torch.ones_like(one) for one in losses], retain_graph=left > 0)
+        torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], retain_graph=left > 0)
 
 
 def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]]:
@@ -164,14 +164,14 @@ def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Eve
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
     step, saves = counted(network, x, passes)
-    kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in step.values]
+    kept = [value.kind == Kind.KEPT or (value.kind == Kind.FREE and draws.random() < share) for value in step.values]
     kept = Simulation(step).extended(kept)
     plan, noted = Choice(0, 0.0, tuple(kept)).plan(step), set[int]()
     recording = Advised(Advice(), ByPlan(plan), inputs=[x])
 
     def numbered(packed: list[Any]) -> Any:
         numbers = numbers_of(packed, step, kept, saves)
-        noted.update(number for one, number in numbers.items() if isinstance(one, Saved))
+        noted.update(number for holder, number in numbers.items() if isinstance(holder, Saved))
         recording.learn(plan.fits)
         return numbers
 
@@ -236,12 +236,12 @@ def test_a_simulation_and_both_ways_to_run_a_step_agree_event_by_event(row, seed
         simulated, recorded, followed = all_events(row, share, passes, seed)
         # In later passes, autograd itself holds the views of kept tensors.
         a, b = (
-            [(what, held, names) for what, _, held, of_kept, names in one if not of_kept]
-            for one in (recorded, followed)
+            [(kind, level, names) for kind, _, level, of_kept, names in events if not of_kept]
+            for events in (recorded, followed)
         )
         assert a == b
-        found = [one[:3] for one in recorded if one[1] is not None]
-        assert [one[:2] for one in simulated] == [one[:2] for one in found]
-        last = len(found) * (passes - 1) // passes
-        assert simulated[last:] == found[last:]
-        assert all(one[2] >= other[2] for one, other in zip(simulated, found, strict=True))
+        real = [event[:3] for event in recorded if event[1] is not None]
+        assert [event[:2] for event in simulated] == [event[:2] for event in real]
+        last = len(real) * (passes - 1) // passes
+        assert simulated[last:] == real[last:]
+        assert all(event[2] >= real_event[2] for event, real_event in zip(simulated, real, strict=True))

@@ -59,8 +59,8 @@ def of_timm(name: str, pixels: int) -> nn.Module:
 CASES = [pytest.param(make, 64, share, id=name) for name, (make, share) in NARROW.items()]
 for family in FAMILIES:
     name, _, pixels = family.partition(":")
-    make, marks = partial(of_timm, name, size := int(pixels or 64)), [pytest.mark.slow]
-    CASES.append(pytest.param(make, size, 1.0, id=name, marks=marks))
+    size = int(pixels or 64)
+    CASES.append(pytest.param(partial(of_timm, name, size), size, 1.0, id=name, marks=[pytest.mark.slow]))
 
 
 @pytest.mark.table
@@ -77,10 +77,11 @@ def test_families(make, pixels, share):
 
         kept.append(kept_bytes(network, loss_of, [images]))
         parameters = list(network.parameters())
-        results.append([loss := loss_of(), *torch.autograd.grad(loss, parameters, materialize_grads=True)])
+        loss = loss_of()
+        results.append([loss, *torch.autograd.grad(loss, parameters, materialize_grads=True)])
         loss = loss_of(network.eval())
         results[-1] += [loss, *torch.autograd.grad(loss, parameters, materialize_grads=True), *network.buffers()]
     assert kept[0] < kept[1] and round(kept[0] / kept[1], 2) <= share
-    largest = max(one.abs().max().item() for one in results[1])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * max(1.0, largest))
+    largest = max(expected.abs().max().item() for expected in results[1])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * max(1.0, largest))

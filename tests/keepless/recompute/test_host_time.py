@@ -86,12 +86,12 @@ def test_what_a_block_takes_while_the_rules_decide():
         return run
 
     with FakeTensorMode(), torch.device("cuda"):
-        found = per_block("norms", recorded)
-    assert found["Recipe"] == 2  # the norm's and the activation's
-    assert found["Saved"] <= 3 and found["Value"] <= 4  # beside those: of the convolution's result and the bias
-    assert found["Call"] <= 4  # with the norm's counter of minibatches, but not its check of dimensions
+        counts = per_block("norms", recorded)
+    assert counts["Recipe"] == 2  # the norm's and the activation's
+    assert counts["Saved"] <= 3 and counts["Value"] <= 4  # beside those: of the convolution's result and the bias
+    assert counts["Call"] <= 4  # with the norm's counter of minibatches, but not its check of dimensions
     # Six look up storages: a finaliser of each would be fewer, but swallow Ctrl-C.
-    assert found["calls"] <= 1.03 * 250  # a few depend on what runs before
+    assert counts["calls"] <= 1.03 * 250  # a few depend on what runs before
 
 
 @pytest.mark.table
@@ -120,9 +120,9 @@ def test_a_plan_counts_the_host_for_each_repeated_call_and_each_save_of_its_resu
     step = rehearsed_step(
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 4, 1)), (torch.randn(2, 3, 8, 8),), {}
     )
-    saves = Counter(one.value for one in step.saved)
-    seconds = {saves[number]: one.seconds for number, one in enumerate(step.values) if one.kind == Kind.FREE}
-    assert {count: round(value, 1) for count, value in seconds.items()} == {0: 3, 2: 8}
+    saves = Counter(save.value for save in step.saved)
+    seconds = {saves[number]: value.seconds for number, value in enumerate(step.values) if value.kind == Kind.FREE}
+    assert {count: round(time, 1) for count, time in seconds.items()} == {0: 3, 2: 8}
 
 
 def test_a_step_that_fits_as_it_is_makes_nothing():

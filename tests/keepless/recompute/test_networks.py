@@ -52,7 +52,9 @@ def test_any_plan_is_exact_and_takes_the_bytes_that_are_simulated(make, shape, i
         assert plain_peak(rehearsed_step(network, (x,), {})) == pytest.approx(measured, abs=256)
     for seed, part in enumerate((0.0, 0.4, 0.4, 0.4)):
         draws = random.Random(seed)
-        kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < part) for one in counted.values]
+        kept = [
+            value.kind == Kind.KEPT or (value.kind == Kind.FREE and draws.random() < part) for value in counted.values
+        ]
         plan, reference = Choice(0, 0.0, tuple(kept)).plan(counted), copy.deepcopy(network)
         assert all(map(torch.equal, step(network, x, plan), step(reference, x)))
         if is_known:
@@ -92,8 +94,8 @@ def test_steps_are_within_their_budget_from_the_first_on_and_silent(name, share)
     step(warm, x)
     peak = peak_bytes(lambda: step(warm, x), "cpu")
     if share is None:
-        found = plan(plain, x, budgets=(1.0,))
-        budget = found.least + (found.plain - found.least) // 5
+        planned = plan(plain, x, budgets=(1.0,))
+        budget = planned.least + (planned.plain - planned.least) // 5
     else:
         budget = int(share * peak)
     recompute_activations(within, budget=budget)

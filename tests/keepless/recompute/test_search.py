@@ -32,8 +32,8 @@ def test_a_search_takes_few_simulations(calls, monkeypatch):
     for limit in (plain, 2 * plain):  # at or above the plain peak
         frontier(rehearsed, limit)
     assert simulations == [calls + 1, calls + 1]
-    found = frontier(rehearsed, plain // 2)
-    assert min(choice.peak for choice in found) <= plain // 2
+    choices = frontier(rehearsed, plain // 2)
+    assert min(choice.peak for choice in choices) <= plain // 2
     assert len(simulations) < 10 * calls
 
 
@@ -65,16 +65,17 @@ def random_step(seed: int) -> Step:
 
 def best(step: Step) -> list[Choice]:
     """The frontier, from all choices that there are."""
-    values, simulation, found = step.values, Simulation(step), []
-    free = [one for one, value in enumerate(values) if value.kind == Kind.FREE and value.leader in (-1, one)]
+    values, simulation, choices = step.values, Simulation(step), []
+    free = [number for number, value in enumerate(values) if value.kind == Kind.FREE and value.leader in (-1, number)]
     assert len(free) <= 14
     for drawn in itertools.product((True, False), repeat=len(free)):
         kept = [value.kind == Kind.KEPT for value in values]
         for number, is_kept in zip(free, drawn, strict=True):
             kept[number] = is_kept
-        outcome = simulation.run(kept := simulation.extended(kept))
-        found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
-    return pareto(found)
+        kept = simulation.extended(kept)
+        outcome = simulation.run(kept)
+        choices.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
+    return pareto(choices)
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 150), marks=pytest.mark.slow)])
@@ -83,12 +84,14 @@ def test_plans_are_near_the_best_of_all(seeds):
     ratios = []
     for seed in seeds:
         step = random_step(seed)
-        found = frontier(step)
+        choices = frontier(step)
         front = best(step)
         assert plain_peak(step, saves=False) <= front[-1].peak
         for choice in front:
-            ratios.append(min(one.peak for one in found if one.seconds <= choice.seconds + 1e-9) / choice.peak)
-        peaks, times = zip(*((one.peak, one.seconds) for one in found), strict=True)
+            ratios.append(
+                min(candidate.peak for candidate in choices if candidate.seconds <= choice.seconds + 1e-9) / choice.peak
+            )
+        peaks, times = zip(*((candidate.peak, candidate.seconds) for candidate in choices), strict=True)
         assert list(peaks) == sorted(peaks, reverse=True) and list(times) == sorted(times)
     ratios.sort()
     assert ratios[len(ratios) // 2] <= 1.05 and ratios[-1] <= 1.3
@@ -133,10 +136,10 @@ def test_the_least_is_named_at_once_and_taken():
     network, x = Joined(), torch.randn(2, 3, 32, 32)
     plain = plain_peak(rehearsed_step(network, (x,), {}))
     recompute_activations(network, budget=plain // 2)
-    with pytest.warns(UserWarning, match="the lowest peak is") as said:
+    with pytest.warns(UserWarning, match="the lowest peak is") as warned:
         peaks = [peak_of(network, x) for _ in range(3)]
     least = plans_of(network).recent[0].plan.peak
-    assert len(said) == 1 and f"the lowest peak is {size_text(least)}, which is used" in str(said[0].message)
+    assert len(warned) == 1 and f"the lowest peak is {size_text(least)}, which is used" in str(warned[0].message)
     assert least == pytest.approx(peaks[0], rel=0.01)
     assert max(peaks) - min(peaks) < 1000
 
@@ -162,10 +165,10 @@ class Texts(nn.Module):
         return block(*arguments)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        mask, x, found = nn.Transformer.generate_square_subsequent_mask(words.shape[1]), self.words(words), ()
+        mask, x, encoded = nn.Transformer.generate_square_subsequent_mask(words.shape[1]), self.words(words), ()
         for number, block in enumerate(self.blocks):
-            found = (x,) if number == self.encoders else found
-            x = self.run(block, x, *found, mask)
+            encoded = (x,) if number == self.encoders else encoded
+            x = self.run(block, x, *encoded, mask)
         return F.cross_entropy((x @ self.words.weight.T).flatten(0, 1), words.flatten())
 
 
@@ -177,11 +180,11 @@ def test_segments_reach_the_peak_of_checkpoints_with_the_same_gradients(encoders
     checkpointed = copy.deepcopy(network)
     checkpointed.run = lambda block, *arguments: checkpoint(block, *arguments, use_reentrant=False)
     expected = step(network, words)
-    theirs = peak_bytes(lambda: step(checkpointed, words), "cpu")
+    checkpointed_peak = peak_bytes(lambda: step(checkpointed, words), "cpu")
     traced = counted_step(network, (words,), {})
     kept = min(segmented(traced), key=lambda kept: simulate(traced, kept).peak)
     plan = Choice(0, 0.0, tuple(kept)).plan(traced)
     assert all(map(torch.equal, step(network, words, plan), expected))
-    ours = peak_bytes(lambda: step(network, words, plan), "cpu")
-    assert ours <= theirs
-    assert simulate(traced, kept).peak == pytest.approx(ours, rel=0.03)
+    planned_peak = peak_bytes(lambda: step(network, words, plan), "cpu")
+    assert planned_peak <= checkpointed_peak
+    assert simulate(traced, kept).peak == pytest.approx(planned_peak, rel=0.03)

@@ -48,8 +48,8 @@ class Blocks(nn.Module):
 
     def __init__(self, part: Part = lambda network, place, x: network.blocks[place](x)):
         super().__init__()
-        made = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.GELU()) for _ in range(4)]
-        self.blocks, self.part, self.log, self.steps = nn.ModuleList(made), part, [], 0
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.GELU()) for _ in range(4)]
+        self.blocks, self.part, self.log, self.steps = nn.ModuleList(blocks), part, [], 0
 
     def forward(self, x: Tensor) -> Tensor:
         for place in range(len(self.blocks)):
@@ -62,12 +62,12 @@ def simple(network: Any, x: Tensor) -> None:
 
 
 class Case(NamedTuple):
-    """A program: what it trains, and its step. `said`: a pattern of the warning that it gets."""
+    """A program: what it trains, and its step. `warning`: a pattern of the one that it gets."""
 
     step: Callable[[Any, Tensor], None] = simple
     make: Callable[[], nn.Module] = Blocks
     budget: float = 0.8
-    said: str = ""
+    warning: str = ""
 
 
 # Several passes
@@ -96,7 +96,8 @@ def twice(network: Blocks, x: Tensor) -> None:
 
 
 def penalised(network: nn.Module, x: Tensor) -> None:
-    loss = network(x := x.clone().requires_grad_()).square().mean()
+    x = x.clone().requires_grad_()
+    loss = network(x).square().mean()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     (loss + gradient.square().sum()).backward()
 
@@ -165,8 +166,8 @@ class Reads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        for one, other in zip(ctx.saved_tensors, ctx.saved_tensors, strict=True):
-            ctx.log.append((one.shape, one.stride(), torch.equal(one, other), one.double().sum().item()))
+        for tensor, repeated in zip(ctx.saved_tensors, ctx.saved_tensors, strict=True):
+            ctx.log.append((tensor.shape, tensor.stride(), torch.equal(tensor, repeated), tensor.double().sum().item()))
         return gradient * ctx.saved_tensors[4][: len(gradient)].cos(), None
 
 
@@ -187,8 +188,8 @@ def with_hooks() -> Blocks:
     """Hooks on parameters and modules; what they see is compared, and how often they run."""
     network = Blocks()
 
-    def log(name: str, *given: Any) -> None:
-        network.log.append((name, *(one.sum().item() for one in given if isinstance(one, Tensor))))
+    def log(name: str, *values: Any) -> None:
+        network.log.append((name, *(value.sum().item() for value in values if isinstance(value, Tensor))))
 
     network.blocks[0][0].weight.register_hook(lambda gradient: (log("weight", gradient), gradient * 2)[1])
     network.blocks[1][0].weight.register_post_accumulate_grad_hook(lambda weight: log("came", weight.grad))
@@ -238,8 +239,8 @@ def scaled(network: Blocks, x: Tensor) -> None:
 
 
 def with_parameters(network: Blocks, x: Tensor) -> None:
-    given = {name: 2 * parameter for name, parameter in network.named_parameters()}
-    torch.func.functional_call(network, given, (x,)).square().mean().backward()
+    parameters = {name: 2 * parameter for name, parameter in network.named_parameters()}
+    torch.func.functional_call(network, parameters, (x,)).square().mean().backward()
 
 
 def again(use_reentrant: bool, network: Blocks, place: int, x: Tensor) -> Tensor:
@@ -273,7 +274,7 @@ CASES = {
     "one": Case(),
     "several": Case(several),
     "in flight": Case(in_flight),
-    "chained": Case(lambda network, x: simple(lambda given: network(network(given)), x)),
+    "chained": Case(lambda network, x: simple(lambda inputs: network(network(inputs)), x)),
     "after others": Case(lambda network, x: simple(network, x @ torch.eye(16).requires_grad_())),
     "accumulated": Case(accumulated),
     "twice": Case(twice, budget=1.0),
@@ -292,9 +293,9 @@ CASES = {
     "autocast": Case(autocast),
     "scaled": Case(scaled),
     "parameters": Case(with_parameters),
-    "checkpoint": Case(make=lambda: Blocks(partial(again, False)), said=HIDDEN),
-    "reentrant": Case(make=lambda: Blocks(partial(again, True)), said=HIDDEN),
-    "reversible": Case(make=reversible, budget=0.98, said=HIDDEN + "|a step with more results"),
+    "checkpoint": Case(make=lambda: Blocks(partial(again, False)), warning=HIDDEN),
+    "reentrant": Case(make=lambda: Blocks(partial(again, True)), warning=HIDDEN),
+    "reversible": Case(make=reversible, budget=0.98, warning=HIDDEN + "|a step with more results"),
     "in place": Case(make=in_place, budget=0.98),
     "parted": Case(parted, lambda: After(Blocks(), lambda y: {"first": y * 2, "second": y.exp(), "other": 3})),
 }
@@ -303,27 +304,28 @@ CASES = {
 @pytest.fixture
 def watched(monkeypatch) -> list[watch.Watch]:
     """The steps that are watched."""
-    found: list[watch.Watch] = []
+    watches: list[watch.Watch] = []
     plain = watch.Watch.__init__
-    monkeypatch.setattr(watch.Watch, "__init__", lambda one, *given: (found.append(one), plain(one, *given))[1])
-    return found
+    monkeypatch.setattr(watch.Watch, "__init__", lambda self, *args: (watches.append(self), plain(self, *args))[1])
+    return watches
 
 
 def results(network: nn.Module) -> list[Any]:
     """What a step leaves."""
-    kept = [getattr(one, "grad", None) for one in getattr(network, "last", [])]
-    found = [*network.parameters(), *(one.grad for one in network.parameters()), *network.buffers(), *kept]
-    return [None if one is None else one.detach().clone() for one in found] + [torch.get_rng_state()]
+    kept = [getattr(tensor, "grad", None) for tensor in getattr(network, "last", [])]
+    parameters = [*network.parameters()]
+    tensors = [*parameters, *(parameter.grad for parameter in parameters), *network.buffers(), *kept]
+    return [None if tensor is None else tensor.detach().clone() for tensor in tensors] + [torch.get_rng_state()]
 
 
 def run(network: nn.Module, step: Callable[[Any, Tensor], None], steps: int = 5) -> list[list[Any]]:
-    found = []
+    results_by_step = []
     for seed in range(steps):
         torch.manual_seed(seed)
         network.zero_grad()
         step(network, X * (1 + seed))
-        found.append(results(network))
-    return found
+        results_by_step.append(results(network))
+    return results_by_step
 
 
 @pytest.mark.table
@@ -336,15 +338,15 @@ def test_a_watched_step_is_the_programs_and_a_plan_follows(name, watched):
         networks.append(case.make())
     plain, within = networks
     recompute_activations(within, budget=case.budget)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        for expected, found in zip(run(plain, case.step), run(within, case.step), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        for expected, actual in zip(run(plain, case.step), run(within, case.step), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     if name != "scaled":
         assert getattr(within, "log", None) == getattr(plain, "log", None)
     assert not dispatch_modes() and current_hooks() is None
-    texts = [str(one.message) for one in said if "Anomaly" not in str(one.message)]
-    assert bool(texts) is bool(case.said) and all(re.match(case.said, text) for text in texts)
+    texts = [str(warning.message) for warning in warned if "Anomaly" not in str(warning.message)]
+    assert bool(texts) is bool(case.warning) and all(re.match(case.warning, text) for text in texts)
     assert watched[-1].state is watch.State.COUNTED and len(watched) <= 3 and sum(plans(within)) in (1, 2)
 
 
@@ -395,14 +397,14 @@ def test_an_error_of_watching_ends_the_watch_and_not_the_step(name, monkeypatch,
         if not watched or watched[-1].state is watch.State[state]:
             raise ValueError("planted")
 
-    with monkeypatch.context() as planted, warnings.catch_warnings(record=True) as said:
+    with monkeypatch.context() as planted, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         original = pkgutil.resolve_name(kind)
         before = getattr(original, attribute)
-        planted.setattr(original, attribute, lambda *given: (fail(), before(*given))[1])
+        planted.setattr(original, attribute, lambda *args: (fail(), before(*args))[1])
         for _ in range(3):
             assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
-    (text,) = [str(one.message) for one in said]
+    (text,) = [str(warning.message) for warning in warned]
     assert re.match("no plan can be made.*planted", text) and len(watched) == 1
     assert watched[0].state is watch.State.FAILED and not dispatch_modes() and current_hooks() is None
 
@@ -413,15 +415,15 @@ def saves_its_result(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("writes", [lambda y: y.mul_(2), lambda y: y.detach().mul_(2)])
 def test_what_the_program_writes_over_after_a_watched_pass_is_refused_as_by_pytorch(writes):
-    found: list[list[str]] = []
+    numbers: list[list[str]] = []  # and words of the messages
     for network in pair(After(nn.Linear(32, 32), saves_its_result), budget=0.8):
         outputs = network(LARGE)
         writes(outputs)
         with pytest.raises(RuntimeError) as raised:
             outputs.sum().backward()
         words = r"modified by an inplace operation|is at version \d|expected version \d"
-        found.append(re.findall(words, str(raised.value)))
-    assert found[0] == found[1] and len(found[0]) == 3
+        numbers.append(re.findall(words, str(raised.value)))
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 3
 
 
 def no_space(*_: object) -> None:
@@ -447,24 +449,24 @@ def test_without_a_file_watched_steps_hold_tensors_in_memory_and_say_so_once(rea
     elsewhere._say_that_there_is_no_file.cache_clear()
     FOLDERS[reason](tmp_path, monkeypatch)
     plain, *prepared = (Layers(2) for _ in range(3))
-    with pytest.warns(UserWarning, match=f"in memory, not in a file .*{reason}.*: set TMPDIR to a folder") as said:
+    with pytest.warns(UserWarning, match=f"in memory, not in a file .*{reason}.*: set TMPDIR to a folder") as warned:
         for within in prepared:
             within.load_state_dict(plain.state_dict())
             recompute_activations(within, budget=0.8)
             for _ in range(2):
                 assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
             assert plans(within) == [1]
-    assert len(said) == 1, [str(one.message) for one in said]
+    assert len(warned) == 1, [str(warning.message) for warning in warned]
 
 
 def test_where_host_memory_is_full_a_watch_ends_and_an_example_is_planned_by_a_dry_step(tmp_path, monkeypatch):
     is_read_only(tmp_path, monkeypatch)
     monkeypatch.setattr(elsewhere, "free_host_bytes", lambda: 2**20)
     plain, within = pair(Layers(4), budget=0.8)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         for _ in range(3):
             assert all(map(torch.equal, gradients(within, LARGE), gradients(plain, LARGE)))
-    texts = [str(one.message) for one in said if "not in a file" not in str(one.message)]
+    texts = [str(warning.message) for warning in warned if "not in a file" not in str(warning.message)]
     assert len(texts) == 1 and "host memory has no room for what a watched step saves: recompute_" in texts[0]
     assert "example=" in texts[0] and plans(within) == [0]
     recompute_activations(within, budget=0.8, example=LARGE)
@@ -483,7 +485,7 @@ def test_watched_steps_leave_no_files_and_no_memory():
     before = opened()
     for _ in range(10):
         gradients(recompute_activations(network, budget=0.8), LARGE)
-    assert all(now <= then for now, then in zip(opened(), before, strict=True))
+    assert all(after <= count for after, count in zip(opened(), before, strict=True))
 
 
 def test_a_device_without_values_holds_nothing_elsewhere_and_has_a_plan(monkeypatch):
@@ -553,23 +555,24 @@ def test_an_example_leaves_the_network_and_its_hooks_as_they_are(parallel, reque
         if parameter.requires_grad:
             parameter.register_hook(seen.append)
             parameter.register_post_accumulate_grad_hook(seen.append)
-    networks = [DistributedDataParallel(one) if parallel else one for one in (plain, within)]
-    own = [(name, id(one)) for name, one in within.named_parameters(remove_duplicate=False)]
+    networks = [DistributedDataParallel(network) if parallel else network for network in (plain, within)]
+    ids_by_name = [(name, id(parameter)) for name, parameter in within.named_parameters(remove_duplicate=False)]
     flat = [*map(id, within.rnn._flat_weights)]
     recompute_activations(networks[1], budget=0.9, example=ids)
-    assert plans(networks[1]) == [1] and not seen and all(one.grad is None for one in within.parameters())
-    assert own == [(name, id(one)) for name, one in within.named_parameters(remove_duplicate=False)]
+    assert plans(networks[1]) == [1] and not seen and all(weight.grad is None for weight in within.parameters())
+    named = within.named_parameters(remove_duplicate=False)
+    assert ids_by_name == [(name, id(parameter)) for name, parameter in named]
     assert flat == [*map(id, within.rnn._flat_weights)]
-    for expected, found in zip(plain.state_dict().values(), within.state_dict().values(), strict=True):
-        assert torch.equal(found, expected)
+    for expected, actual in zip(plain.state_dict().values(), within.state_dict().values(), strict=True):
+        assert torch.equal(actual, expected)
     for number in range(3):
-        found = []
-        for network, one in zip(networks, (plain, within), strict=True):
+        states = []
+        for network, module in zip(networks, (plain, within), strict=True):
             torch.manual_seed(number), random.seed(number), np.random.seed(number)
             network.zero_grad()
             network(ids).square().mean().backward()
-            found.append(results(one))
-        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+            states.append(results(module))
+        torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
     assert plans(networks[1]) == [1] and seen
 
 
@@ -578,7 +581,7 @@ def test_an_example_that_raises_an_error_is_said_and_leaves_the_network_alone():
     with pytest.raises(ValueError, match="with the example raises RuntimeError: .*; give an example that"):
         recompute_activations(network, budget=0.5, example=torch.randn(2, 33))
     assert not network._forward_hooks and not network._forward_pre_hooks
-    assert all(type(one) is nn.Parameter and one.grad is None for one in network.parameters())
+    assert all(type(weight) is nn.Parameter and weight.grad is None for weight in network.parameters())
 
 
 # Which steps are watched
@@ -635,10 +638,11 @@ def test_a_size_follows_the_plan_of_one_that_is_not_much_larger(watched, monkeyp
 
 
 def test_a_long_pause_is_explained_while_it_lasts(monkeypatch, caplog):
-    said, step_of = threading.Event(), watch.Watch.step
+    is_explained = threading.Event()
+    step_of = watch.Watch.step
     monkeypatch.setattr(plans_module, "_PAUSE", 0.0)
-    monkeypatch.setattr(plans_module._log, "filter", lambda record: said.set() is None)
-    monkeypatch.setattr(watch.Watch, "step", lambda *given: said.wait(60) and step_of(*given))
+    monkeypatch.setattr(plans_module._log, "filter", lambda record: is_explained.set() is None)
+    monkeypatch.setattr(watch.Watch, "step", lambda *args: is_explained.wait(60) and step_of(*args))
     within = recompute_activations(Layers(2), budget=0.99)
     gradients(within, LARGE), gradients(within, LARGE)
     begins = [record.getMessage()[:8] for record in caplog.records if record.levelname == "WARNING"]
@@ -657,12 +661,13 @@ def test_lazy_modules_are_refused_until_they_have_run():
 
 
 def test_watching_keeps_no_code_of_the_program_alive():
-    exec("def activation(x):\n    return gelu(x) * 2", made := {"gelu": F.gelu})
-    network = nn.Sequential(After(nn.Linear(32, 32), made["activation"]), nn.Linear(32, 32))
+    namespace: dict[str, Any] = {"gelu": F.gelu}
+    exec("def activation(x):\n    return gelu(x) * 2", namespace)
+    network = nn.Sequential(After(nn.Linear(32, 32), namespace["activation"]), nn.Linear(32, 32))
     recompute_activations(network, budget=0.9)
     for _ in range(2):
         network(LARGE).sum().backward()
-    code = ref(made["activation"].__code__)
-    del network, made
+    code = ref(namespace["activation"].__code__)
+    del network, namespace
     gc.collect()
     assert code() is None
