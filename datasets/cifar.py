@@ -14,9 +14,10 @@ from datasets.class_names import check_names
 from datasets.classification import ClassificationDataset
 from datasets.file_list import is_hidden, listed
 from datasets.layout import Layout
-from datasets.reading import Unreadable, complete, decode_image
+from datasets.reading import decode_image
 from datasets.row import Row
 from datasets.segmentation import restorable
+from datasets.stored import Unreadable, complete
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 

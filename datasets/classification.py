@@ -9,8 +9,9 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.file_list import FileList
-from datasets.reading import ALL_16, COLOURS, Range16, decode_image
+from datasets.reading import ALL_16, Range16, decode_image
 from datasets.segmentation import restorable
+from datasets.stored import COLOURS
 
 
 @dataclass(eq=False, repr=False)

@@ -12,16 +12,16 @@ from PIL import TiffImagePlugin
 
 PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
 JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
-GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
+GRAY, COLOUR, PALETTE, GRAY_ALPHA, COLOUR_ALPHA = 0, 2, 3, 4, 6  # PNG colour types
 _PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
 PNG_PIXELS, PNG_ANIMATION = (_PIXELS, b"fdAT"), (b"acTL", b"fcTL", b"fdAT")  # kinds of chunks
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 2: RGB; 3: palette; 5: CMYK; 6: YCbCr. A
 # subfile of 1 is a reduced copy, of 4 a mask.
 WIDTH, HEIGHT, BITS, COMPRESSION, INTERPRETATION, CHANNELS, PLANES = 256, 257, 258, 259, 262, 277, 284
 KIND, _SUBFILE = 339, 254
-_PLACES = (273, 279), (324, 325)  # where strips and tiles begin, and their bytes
+_STRIPS_AND_TILES = (273, 279), (324, 325)  # where they begin, and their bytes
 _HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing
-_CHANNELS = {GRAY: 1, COLOUR: 3, PALETTE: 1, 4: 2, 6: 4}
+CHANNELS_OF_PNG = {GRAY: 1, COLOUR: 3, PALETTE: 1, GRAY_ALPHA: 2, COLOUR_ALPHA: 4}
 # First column, first row, and the steps to the next ones, of the parts in which a PNG stores its pixels; interlaced: 7.
 _GRIDS = (
     [(0, 0, 1, 1)],
@@ -37,7 +37,8 @@ Tags = Mapping[int, Any]  # of a TIFF's page
 
 def png_chunks(data: bytes) -> Iterator[memoryview]:
     """The chunks up to the end mark: length, kind, content, checksum. Stops early if the file does."""
-    view, start = memoryview(data), 8
+    view = memoryview(data)
+    start = 8
     while (end := start + 12 + int.from_bytes(data[start : start + 4], "big")) <= len(data):
         yield view[start:end]
         if data[start + 4 : start + 8] == b"IEND":
@@ -69,7 +70,8 @@ def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
     ValueError if its compressed pixels are damaged or end early: Pillow would leave missing rows black.
     """
     width, height, depth, colour_type, _, _, interlaced = _HEADER.unpack(data[16:29])
-    height, bits = rows or height, depth * _CHANNELS[colour_type]
+    height = rows or height
+    bits = depth * CHANNELS_OF_PNG[colour_type]
     grids = [(len(range(y, height, dy)), len(range(x, width, dx))) for x, y, dx, dy in _GRIDS[interlaced]]
     size = sum(down * (1 + (across * bits + 7) // 8) for down, across in grids if across)  # a row begins with a filter
     chunks = [chunk for chunk in png_chunks(data) if chr(chunk[4]).isupper()]
@@ -82,9 +84,9 @@ def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
         raise ValueError("its pixels end early")
     header = b"IHDR" + data[16:20] + height.to_bytes(4, "big") + data[24:29]
     start = data[:12] + header + zlib.crc32(header).to_bytes(4, "big")
-    others = b"".join(chunk for chunk in chunks[1:-1] if chunk[4:8] != _PIXELS)
+    between = b"".join(chunk for chunk in chunks[1:-1] if chunk[4:8] != _PIXELS)
     stored = zlib.compress(pixels, 0)  # Pillow does not inflate them again
-    return b"".join([start, others, len(stored).to_bytes(4, "big"), _PIXELS, stored, bytes(4), chunks[-1]])
+    return b"".join([start, between, len(stored).to_bytes(4, "big"), _PIXELS, stored, bytes(4), chunks[-1]])
 
 
 def png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:
@@ -124,18 +126,25 @@ def jpeg_down_to(data: bytes, rows: int) -> bytes | None:
 
 def tiff_pages(data: bytes) -> list[Tags]:
     """The tags of a TIFF's pages of the first one's size, without reduced copies and masks. Raises as Pillow does."""
-    header, found, seen = data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8], list[Tags](), set[int]()
+    header = data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8]
+    pages = list[Tags]()
+    seen_places = set[int]()
     place = TiffImagePlugin.ImageFileDirectory_v2(header).next
-    while place and place not in seen:
-        seen.add(place)
+    while place and place not in seen_places:
+        seen_places.add(place)
         tags = TiffImagePlugin.ImageFileDirectory_v2(header)
         content = BytesIO(data)
         content.seek(place)
         tags.load(content)
-        found.append({**tags})
+        pages.append({**tags})
         place = tags.next
-    size = found[0][WIDTH], found[0][HEIGHT]
-    return [tags for tags in found if (tags[WIDTH], tags[HEIGHT]) == size and not tags.get(_SUBFILE, 0) & 5]
+    size = pages[0][WIDTH], pages[0][HEIGHT]
+    return [tags for tags in pages if (tags[WIDTH], tags[HEIGHT]) == size and not tags.get(_SUBFILE, 0) & 5]
+
+
+def channels_of(tags: Tags) -> int:
+    """The number of channels of a TIFF's page."""
+    return int(tags.get(CHANNELS, 1))
 
 
 def check_pixels(tags: Tags, size: int) -> None:
@@ -143,8 +152,9 @@ def check_pixels(tags: Tags, size: int) -> None:
 
     GDAL leaves out empty ones, and Pillow would read the file's beginning in their place.
     """
-    for starts, lengths in _PLACES:
-        for start, length in zip_longest(tags.get(starts, ()), tags.get(lengths, ()), fillvalue=0):
+    for start_tag, length_tag in _STRIPS_AND_TILES:
+        starts, lengths = tags.get(start_tag, ()), tags.get(length_tag, ())
+        for start, length in zip_longest(starts, lengths, fillvalue=0):
             if not start or start + length > size:
                 raise ValueError(f"a strip or tile of {length} bytes begins at {start}, and the file has {size}")
 

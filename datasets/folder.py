@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from datasets.channels import ARRAY
 from datasets.class_list import CLASSES, EXAMPLE, folder_classes
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import class_folders, composed, files_in, is_hidden, list_files, readable
 from datasets.label_names import LabelNames
 from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_list, remarks_on
-from datasets.reading import COLOURS, Stored, Window, decode_mask, label_palette
+from datasets.reading import Window, decode_mask, label_palette
 from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
+from datasets.stored import ARRAY_SUFFIX, COLOURS, Stored
 
 WITHHELD = "test"
 IN_FOLD = re.compile(r"fold\d+/")  # how the lists of folds begin
-ALSO = (*RARE, ARRAY)  # images where no other has their name, see `list_files`
+ALSO = (*RARE, ARRAY_SUFFIX)  # images where no other has their name, see `list_files`
 
 # About a label that cannot be used, with its classes.json.
 _LABEL_FIX = (
@@ -196,7 +196,7 @@ def _classes_of(root: Path) -> ClassTable:
 
 def image_suffixes(channels: int) -> tuple[str, ...]:
     """The suffixes of images of a number of channels."""
-    return PHOTOGRAPHS if channels == COLOURS else (*PHOTOGRAPHS, ARRAY)
+    return PHOTOGRAPHS if channels == COLOURS else (*PHOTOGRAPHS, ARRAY_SUFFIX)
 
 
 def palette_fix(keys: str = "") -> str:

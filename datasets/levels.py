@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from datasets.channels import stored_values
-from datasets.reading import ALL_16, COLOURS, Range16, Stored, levels_of, pairs_of
+from datasets.reading import ALL_16, Range16, levels_of, pairs_of
 from datasets.segmentation import SegmentationDataset
+from datasets.stored import COLOURS, Stored
 from datasets.workers import Progress
 
 _FEW = 64  # levels, a quarter of them

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 from datasets import channels as of_channels
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import FileList, listed, readable
-from datasets.reading import ALL_16, COLOURS, EVERYTHING, Range16, Stored, Unreadable, Window, decode_label, read
+from datasets.reading import ALL_16, EVERYTHING, Range16, Window, decode_label
+from datasets.stored import COLOURS, Stored, Unreadable, read
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
 
@@ -184,7 +185,7 @@ class SegmentationDataset(Dataset):
 
     def stored_image(self, index: int) -> Stored:
         """The file of image `index`. Unreadable if it is missing, truncated or not an image."""
-        return of_channels.read_file(self.path(index), self.turned, self.channels)
+        return read(self.path(index), self.turned, self.channels)
 
     def read_image(self, index: int) -> np.ndarray:
         """Image `index`, uint8 (H, W, channels), of three RGB.
@@ -275,7 +276,7 @@ class SegmentationDataset(Dataset):
 def _undecoded(
     file: Stored, decode: Callable[[Window], np.ndarray], turned: bool = False, channels: int = COLOURS
 ) -> Undecoded:
-    if not (file.has_end_mark or of_channels.is_array(file)):  # no part of it can be decoded alone
+    if not file.has_windows:
         pixels = decode(EVERYTHING)
         return Undecoded((pixels.shape[0], pixels.shape[1]), pixels.__getitem__)
     return Undecoded(of_channels.size(file, turned, channels)[::-1], decode)

@@ -22,8 +22,9 @@ from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.levels import Use, doubts_of_levels, is_decoded, used
-from datasets.reading import COLOURS, Stored, label_palette, orientation, read
+from datasets.reading import label_palette
 from datasets.segmentation import SegmentationDataset, restorable
+from datasets.stored import COLOURS, Stored, read
 from datasets.workers import Progress, in_order
 
 _CHECKS = 11  # increment when the checks change: all data is then checked again
@@ -277,9 +278,9 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     if isinstance(dataset, SegmentationDataset) and not dataset.has_files:
         attempted("unreadable image", _look_at_sample, dataset, index, seen)
         return seen
-    file = attempted("unreadable image", restorable()(of_channels.read_file), path, dataset.turned, channels)
+    file = attempted("unreadable image", restorable()(read), path, dataset.turned, channels)
     if file is not None:
-        whole = attempted("unreadable image", path.read_bytes) if of_channels.is_array(file) else file.data
+        whole = attempted("unreadable image", path.read_bytes) if file.format == "array" else file.data
         seen.digest = digest(whole) if whole else 0
         if (pages := of_channels.pages_if_one_is_read(file, channels)) > 1:
             seen.notes["pages"] = pages
@@ -303,7 +304,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
     if seen.size is not None:
         attempted("sizes differ", dataset.check_size, entry, seen.size, label.shape[::-1])
         width, height = seen.size
-        if dataset.turned and orientation(file.data) in range(2, 9 if width == height else 5):
+        if dataset.turned and file.orientation in range(2, 9 if width == height else 5):
             seen.notes["turned"] = 1  # and its size does not say whether its label is, too
     return seen
 
@@ -323,7 +324,7 @@ def _size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int,
 
     An RGB image that is read as one channel is always decoded, because its three channels have to be equal.
     """
-    if decode or (channels == 1 and of_channels.count(file) == COLOURS):
+    if decode or (channels == 1 and file.channels == COLOURS):
         height, width, _ = of_channels.decode(file, turned=turned, channels=channels).shape
         return width, height
     return of_channels.size(file, turned, channels)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from datasets import IGNORED
-from datasets.reading import COLOURS
+from datasets.stored import COLOURS
 from engine.assemble.contracts import parts_named
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration

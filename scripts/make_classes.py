@@ -42,9 +42,10 @@ from datasets.folder import WITHHELD, LabelFiles, check_whole, folder_labels, pa
 from datasets.label_names import LabelNames
 from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json
 from datasets.levels import Use, doubts_of_levels, is_decoded, used
-from datasets.reading import decode_mask, label_palette, read
+from datasets.reading import decode_mask, label_palette
 from datasets.segmentation import restorable
 from datasets.splitting import parts_of, prefixes, sources_of, spread, unlisted
+from datasets.stored import read
 from datasets.verify import every
 from datasets.workers import in_order
 from engine import assemble
@@ -381,7 +382,7 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
     size, other_size, its_use = raw.shape[::-1], None, None
     with suppress(ValueError):  # a damaged image, which a training reports
         if image is not None:
-            stored = of_channels.read_file(image, True, channels)
+            stored = read(image, True, channels)
             if (shown := of_channels.size(stored, True, channels)) != size:
                 other_size = f"{readable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
             its_use = used(stored, turned=True, channels=channels, shallow=shallow)
@@ -390,7 +391,7 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
         colours = {code: tuple(code.to_bytes(3, "big")) for code in pixels}
     else:
         palette = label_palette(file)
-        kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
+        kind = BITS if file.png_kind is not None and file.png_kind[0] == 1 and not palette else IDS
         colours = {number: palette[number] for number in pixels if number in palette}
     return Contents(kind, pixels, colours, other_size, its_use)
 

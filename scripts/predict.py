@@ -30,7 +30,7 @@ from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
 from datasets.layout import RARE, first_of, read_json
 from datasets.levels import Use, doubts_of_levels, used
-from datasets.reading import COLOURS, Stored
+from datasets.stored import ARRAY_SUFFIX, COLOURS, Stored, read
 from datasets.verify import noted
 from engine import assemble
 from engine.assemble.contracts import parts_named
@@ -134,8 +134,8 @@ def predict(options: Prediction) -> list[Path]:
 
 def stored_image(file: Path, channels: int) -> Stored:
     """An image's file. ValueError: it cannot be read, or its header says that it is too large."""
-    stored = of_channels.read_file(file, True, channels)
-    if stored.has_end_mark:
+    stored = read(file, True, channels)
+    if stored.is_png_or_jpeg:
         stored.size()
     return stored
 
@@ -225,7 +225,7 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
     files = sorted(path for path, its in real if ours.isdisjoint([its, *its.parents]))
     named = [path for path in files if path.suffix.lower() in (*image_suffixes(channels), *RARE)]
     taken = {path.with_suffix("") for path in named}  # a .npy file beside an image of three channels is none
-    named += [path for path in files if path.suffix.lower() == of_channels.ARRAY and path.with_suffix("") not in taken]
+    named += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in taken]
     images = sorted(path for path in named if unfit(path) is None)
     skipped = {"without an image's suffix": {*files} - {*named}}
     skipped["that are no regular files of at most 4 GiB"] = {*named} - {*images}

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from datasets.reading import COLOURS
+from datasets.stored import COLOURS
 from engine.assemble.contracts import builder
 from engine.process.console import logger
 from engine.schema import network as schema

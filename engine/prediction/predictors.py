@@ -11,7 +11,8 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from datasets import channels as of_channels
-from datasets.reading import ALL_16, COLOURS, Range16
+from datasets.reading import ALL_16, Range16
+from datasets.stored import COLOURS
 from engine.classification.accuracy import class_logits
 from engine.process.allocations import memory_errors, return_freed_memory
 from engine.process.transfers import HostCopy

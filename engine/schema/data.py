@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
-from datasets.reading import COLOURS, MOST_CHANNELS, pairs_of
+from datasets.reading import pairs_of
+from datasets.stored import COLOURS, MOST_CHANNELS
 from datasets.transforms import padded_share, shown_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
 from models.checkpoints.published import IMAGENET, Normalisation

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from datasets.reading import COLOURS
+from datasets.stored import COLOURS
 from engine.schema.additions import Augmentation, Logger, Plugins, Score
 from engine.schema.data import Data
 from engine.schema.keys import MOST_SECONDS, group, key, several

@@ -15,10 +15,11 @@ import pytest
 from PIL import Image
 
 from datasets import TrainingCrops, TrainingTransform
-from datasets.channels import count, decode, further_channels, picture, read_file, size
+from datasets.channels import decode, further_channels, picture, size
 from datasets.folder import folder
 from datasets.levels import measured, used
 from datasets.reading import EVERYTHING, decode_image, decode_mask, levels_of
+from datasets.stored import read as read_file
 from datasets.verify import inspect, verify
 from tests import trees
 from tests.datasets.test_reading import chunk, tiff
@@ -77,7 +78,7 @@ def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
         assert np.array_equal(read(), expected) and np.array_equal(read(WINDOW), expected[WINDOW])
         assert read(WINDOW).flags.c_contiguous
     file = read_file(path, True, channels)
-    assert size(file, True, channels) == (WIDTH, HEIGHT) and count(file) == channels
+    assert size(file, True, channels) == (WIDTH, HEIGHT) and file.channels == channels
     assert (used(file, True, channels) is None) == (dtype == np.uint8)
 
 
@@ -211,7 +212,7 @@ def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path, monkeypa
     for array in (stored, np.asfortranarray(stored), stored.astype(">u2")):
         np.save(path, array)
         assert np.array_equal(decode(path, channels=6), stored >> 8)
-        monkeypatch.setattr("datasets.channels.open", Counted, raising=False)
+        monkeypatch.setattr("datasets.stored.open", Counted, raising=False)
         file = read_file(path, True, 6)
         assert size(file, True, 6) == (WIDTH, HEIGHT) and sum(map(len, read)) < 500
         assert np.array_equal(decode(file, WINDOW, channels=6), stored[WINDOW] >> 8)
@@ -232,7 +233,7 @@ def test_an_array_that_becomes_shorter_is_refused_by_name(window, seen, tmp_path
         def seek(self, place, whence=io.SEEK_SET):
             return max(super().seek(place, whence), seen * length)
 
-    monkeypatch.setattr("datasets.channels.open", Before, raising=False)
+    monkeypatch.setattr("datasets.stored.open", Before, raising=False)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: cannot be decoded as an image; expected an array"):
         decode(file, window, channels=6)
 

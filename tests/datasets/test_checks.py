@@ -259,7 +259,7 @@ def test_a_file_that_blocks_its_reader_is_named(camvid_folders, monkeypatch):
     file = sorted((camvid_folders / "train" / "labels").iterdir())[3]
     file.unlink()
     os.mkfifo(file)
-    monkeypatch.setattr("datasets.reading.unfit", lambda path: None)  # as a file on a disk that hangs
+    monkeypatch.setattr("datasets.stored.unfit", lambda path: None)  # as a file on a disk that hangs
     named = camvid_folders / "train" / "images" / f"{file.stem}.jpg"
     seen, wait = [], _MultiProcessingDataLoaderIter._try_get_data
     monkeypatch.setattr(

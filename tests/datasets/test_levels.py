@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from datasets import folder, image_folder, verify
-from datasets.channels import read_file
 from datasets.levels import doubts_of_levels, used
+from datasets.stored import read
 from tests import trees
 
 RNG = np.random.default_rng(3)
@@ -104,7 +104,7 @@ def test_values_that_a_range_cuts_off_are_named(far, share, tmp_path):
     values[: round(far * 60), :, 1] = 30_000 + 9 * values[: round(far * 60), :, 2]
     values[:, :20, 0], values[:, -20:, 0] = 0, 65_535
     np.save(tmp_path / "x.npy", values)
-    file = read_file(tmp_path / "x.npy", True, 3)
+    file = read(tmp_path / "x.npy", True, 3)
     for range16 in ((1000, 3000), (1000, 3000) * 3):
         uses = [used(file, True, 3, range16), used(file, True, 3, (0, 65_535))]
         said = [doubts_of_levels(uses[:1], range16, "images of val", keys) for keys in ("data.", None)]

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from datasets.channels import stored_values
+from datasets.channels import size, stored_values
 from datasets.file_formats import png_chunks
 from datasets.layout import read_json, read_list
-from datasets.reading import decode_image, decode_label, decode_mask, pages
-from datasets.reading import read as stored
+from datasets.reading import decode_image, decode_label, decode_mask
+from datasets.stored import read as stored
 from tests import trees
 from tests.datasets.classification_trees import encoded
 
@@ -29,7 +29,7 @@ WINDOWS = [(slice(start, stop), slice(5, 48)) for start, stop in [(0, 1), (74, 7
 
 
 def read_size(path: Path, turned: bool = False) -> tuple[int, int]:
-    return stored(path, photograph=turned).size(turned)
+    return size(stored(path, photograph=turned), turned, 3)
 
 
 def photograph() -> np.ndarray:
@@ -187,12 +187,12 @@ def test_pixels_of_a_png_that_end_early_are_found_although_checksums_are_right(c
         is_mask = (depth, colour_type) in {(1, 0), (8, 0), (16, 0), *((bits, 3) for bits in KINDS[3]), (8, 4), (8, 6)}
         reads = [decode_image, decode_mask] if is_mask else [decode_image]
         sizes = (rows[0], sum(rows[:-1]), sum(rows) - 1, sum(rows), sum(rows) + 100)
-        for size, behind in itertools.product(sizes, (b"", b"behind")):
-            pixels = zlib.compress(bytes(size)) + behind
+        for length, behind in itertools.product(sizes, (b"", b"behind")):
+            pixels = zlib.compress(bytes(length)) + behind
             for (cut, window), read in itertools.product(((-3, []), (None, []), (None, [everything])), reads):
                 parts = (pixels[:cut], b"", pixels[cut:] if cut else b"")
                 path.write_bytes(before + b"".join(chunk(b"IDAT", part) for part in parts) + chunk(b"IEND", b""))
-                if size < sum(rows):
+                if length < sum(rows):
                     with pytest.raises(ValueError, match=f"{path}: cannot be decoded"):
                         read(path, *window)
                 elif read is decode_image or colour_type in (0, 3):  # others are transparent
@@ -507,9 +507,9 @@ def test_pages_of_the_first_one_s_size_count(tmp_path):
     resized = other.resize(one.size)
     for suffix, further, count in ((".tif", [one, one], 3), (".tif", [other], 1), (".gif", [resized], 2)):
         one.save(tmp_path / f"a{suffix}", save_all=True, append_images=further)
-        assert pages(stored(tmp_path / f"a{suffix}", photograph=True)) == count
+        assert stored(tmp_path / f"a{suffix}", photograph=True).page_count == count
     one.save(tmp_path / "a.png")
-    assert pages(stored(tmp_path / "a.png")) == 1
+    assert stored(tmp_path / "a.png").page_count == 1
     ids = Image.fromarray(photograph()[..., 0] % 3)
     ids.save(tmp_path / "label.tif", save_all=True, append_images=[ids.resize((2, 2))])  # a label beside its thumbnail
     assert np.array_equal(decode_mask(tmp_path / "label.tif"), np.asarray(ids))

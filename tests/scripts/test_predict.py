@@ -391,7 +391,7 @@ def test_predictions_of_other_classes_are_not_written_over(trained, tmp_path):
 def test_images_that_are_too_large_are_put_aside_with_the_cure(trained, tmp_path, monkeypatch):
     for name, side in (("a", 60), ("b", 90), ("c", 50)):
         trees.picture(tmp_path / "in" / f"{name}.png", (side, 72))
-    monkeypatch.setattr("datasets.reading.MOST_PIXELS", 80 * 72)
+    monkeypatch.setattr("datasets.stored.MOST_PIXELS", 80 * 72)
     segmented = predict.__globals__["segmented"]
 
     def short_of_memory(network, image, *others):
