@@ -28,12 +28,14 @@ from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
 from .advice import END, NOWHERE, Advice, Site
+from .derivation import DERIVING, value_by_advice
 from .finders import AdvisedFinder
 from .learning import drops_outside, note_of
+from .packing import holder_of, is_simple, sign_mask
 from .plan import MORE, ByPlan, Flag
-from .recipes import DEEPEST, give_planned, give_recipe, how_to_repeat, read_result_instead
+from .recipes import DEEPEST, give_planned, give_recipe, how_to_repeat, may_drop, read_result_instead
 from .recording import SETS_DATA, Recording, saved_tensors_hooks
-from .registry import DERIVING, NOT_KNOWN
+from .registry import NOT_KNOWN
 from .report import KeptTensor
 
 _SHARE = 4  # a pass leaves its plan if more than one call in so many is new; missing calls do not count
@@ -109,7 +111,7 @@ class Advised(Recording):
             super().start_hooks()
 
     def forget(self, has_raised: bool) -> None:
-        self.nodes = next_node_number() - self.registry.start
+        self.nodes = next_node_number() - self.registry.storages.first_node
         if not self.is_first:
             self._jump_to(END)
         super().forget(has_raised)
@@ -166,7 +168,7 @@ class Advised(Recording):
                 self._jump_to(site)
         if site is None or self.leaves:
             self.is_seen = self.is_seen or (not self.is_first and function in self.flat)  # it may have had no gradient
-            before = next_node_number() - self.registry.start + self.cuts
+            before = next_node_number() - self.registry.storages.first_node + self.cuts
             site = self.advice.added(self.last_site, function, row, args, before)
         if self.leaves:
             site.next = END
@@ -211,11 +213,11 @@ class Advised(Recording):
             if advice & DROP:
                 self._drop(site, args, kwargs, result)
             if advice & MEMORY:
-                self.registry.note_made((*args, *kwargs.values()), result, site)
+                self.registry.storages.note_made((*args, *kwargs.values()), result, site)
         if advice & _AFTERWARDS:
-            if advice & KEEP and isinstance(result, Tensor) and not self.registry.may_change_unseen(result):
-                if self.registry.find(result) is None:
-                    self.registry.kept_later(result)
+            if advice & KEEP and isinstance(result, Tensor) and not self.registry.storages.may_change_unseen(result):
+                if self.registry.names.find(result) is None:
+                    self.registry.keep(result, True)
             if advice & COUNT:
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
                     self.results += result.nbytes
@@ -267,10 +269,10 @@ class Advised(Recording):
         """Let the rules decide about a call, with hooks around it."""
         registry = self.registry
         if not call.is_advised:
-            registry.note_memories()
+            registry.storages.note_all()
         if self.hooks is not None or not (current_hooks() is None and hooks_are_allowed()):
             return self.by_rules(call)
-        hooks = saved_tensors_hooks(registry.pack, unpack)
+        hooks = saved_tensors_hooks(self.pack_hook(), unpack)
         was_on = registry.log.is_on
         self.hooks = hooks
         registry.log.is_on = not call.is_advised
@@ -294,7 +296,7 @@ class Advised(Recording):
                 give_recipe(registry, again, call, result, DEEPEST)
             return
         planned = (Flag.AGAIN if advice & DROP else 0) | (Flag.MASK if advice & bits.MASK else 0)
-        value = give_planned(registry, planned, rule, call, result, DEEPEST) or registry.find(result)
+        value = give_planned(registry, planned, rule, call, result, DEEPEST) or registry.names.find(result)
         if value is not None or call.replaceable:  # otherwise it is kept once a recipe reads it
             read_result_instead(registry, call, result, value or registry.keep(result))
 
@@ -317,7 +319,7 @@ class Advised(Recording):
             self.cuts += torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs])
         if self.registry.by_plan and not is_view and (self.is_first or call.packed or call.recipes):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
-        note = note_of(call, result, self.registry.find)
+        note = note_of(call, result, self.registry.names.find)
         if note is not None:
             self.notes.append(note)
 
@@ -401,23 +403,23 @@ class Advised(Recording):
             if site.advice & DROP:
                 self.saved_leaves.append(tensor)
             return Kept(tensor, None, detaches=False)
-        if registry.exposed.by_address and registry.may_change_unseen(tensor):
-            return registry.packed(tensor)
-        reference, version, value = registry.value_by_id.get(id(tensor), NOT_KNOWN)
+        if registry.storages.exposed.by_address and registry.storages.may_change_unseen(tensor):
+            return holder_of(registry, tensor)
+        reference, version, value = registry.names.by_id.get(id(tensor), NOT_KNOWN)
         if value is None or reference() is not tensor or version != tensor._version:
             value = None
             if not tensor.requires_grad:
-                if (tensor.ndim > 1 or tensor.numel() >= registry.short) and not registry.is_simple(tensor):
-                    registry.kept_later(tensor)  # recipes may read it uncopied, as it must not change anyway
+                if (tensor.ndim > 1 or tensor.numel() >= registry.short) and not is_simple(registry, tensor):
+                    registry.keep(tensor, True)  # recipes may read it uncopied, as it must not change anyway
                 return Kept(tensor, None, detaches=False)
             if self._may_be_derived(tensor):
-                value = registry.derived(tensor)
+                value = value_by_advice(registry, tensor)
         advice = site.advice
         is_kept = value is not None and type(value.source) is Kept  # its `Kept` may be detached, for recipes
         if value is None and advice & SIGNS:
-            value = registry.sign_mask(tensor, site.row.positive)
+            value = sign_mask(registry, tensor, site.row.positive)
         if value is not None and not is_kept:
-            return Saved(value, registry.memories, tensor)
+            return Saved(value, registry.storages.memories, tensor)
         # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
         for argument in self.arguments[1:] if site.writes else self.arguments:
             if argument is tensor or (type(argument) in _SEQUENCES and any([part is tensor for part in argument])):
@@ -430,11 +432,11 @@ class Advised(Recording):
         if value is None or last_tensor is not tensor:  # otherwise it is saved twice
             value = Value(None)
         self.result_candidates.append((tensor, value))
-        return Saved(value, registry.memories, tensor)
+        return Saved(value, registry.storages.memories, tensor)
 
     def _may_be_derived(self, tensor: Tensor) -> bool:
         """Whether a saved tensor may be computed from a dropped base, by its node, or from an argument of the call."""
-        _, _, base_value = self.registry.value_by_id.get(id(tensor._base), NOT_KNOWN)
+        _, _, base_value = self.registry.names.by_id.get(id(tensor._base), NOT_KNOWN)
         if base_value is not None:
             return type(base_value.source) is not Kept
         return bool(self.site.advice & _DERIVED) or type(tensor.grad_fn) in DERIVING
@@ -450,12 +452,12 @@ class Advised(Recording):
         if type(target) in PLAIN and is_ordinary(target):
             is_dropped = bool(site.advice & DROP) and torch.is_grad_enabled()
             if is_dropped:
-                find.before = registry.find(target)
+                find.before = registry.names.find(target)
                 if find.before is None and (target._base is not None or type(target.grad_fn) in DERIVING):
-                    find.before = registry.derived(target)
+                    find.before = value_by_advice(registry, target)
                 version = target._version + 1
             if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
-                is_noted = registry.is_read(target, find.before if is_dropped else registry.find(target))
+                is_noted = registry.storages.is_read(target, find.before if is_dropped else registry.names.find(target))
         writes = self.begin_writing(function, args, kwargs) if is_noted else []
         try:
             result = (
@@ -479,14 +481,14 @@ class Advised(Recording):
         registry = self.registry
         find = self.find
         rule = site.row.again
-        if registry.dead:
-            registry.settle_gone()
+        if registry.names.freed:
+            registry.settle_freed()
         if (
             type(result) in PLAIN
             and rule is not None
             and result.layout is strided
             and not result.is_nested
-            and (result.grad_fn is not None or registry.may_drop(site.row, args, result))
+            and (result.grad_fn is not None or may_drop(registry, site.row, args, result))
         ):
             find.result = result
             again = None
@@ -509,10 +511,10 @@ class Advised(Recording):
                         value = Value(recipe)
                     else:
                         value.source = recipe
-                    if registry.exposed.by_address:
+                    if registry.storages.exposed.by_address:
                         registry.remember(result, value)
                     else:
-                        registry.value_by_id[id(result)] = ref(result), result._version, value
+                        registry.names.by_id[id(result)] = ref(result), result._version, value
         if self.saved_leaves or self.result_candidates:
             self._keep_own()
 

@@ -11,7 +11,8 @@ from ...torch_internals import packed_by, packed_in_node
 from ..held.calls import Call
 from ..held.values import Value, saved_value
 from ..table.rules import NotRepeated
-from .registry import DERIVING, NOT_KNOWN, Registry, is_parameter
+from .derivation import DERIVING, keep_for_recipe, value_by_advice, value_of
+from .registry import NOT_KNOWN, Registry, is_parameter
 
 MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 
@@ -38,13 +39,13 @@ class Finder:
 
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any:
         registry = self.registry
-        if registry.may_change_unseen(tensor):
+        if registry.storages.may_change_unseen(tensor):
             raise NotRepeated("its input may change unseen")
         copy_it = registry.copy_parameters and is_parameter(tensor)
         if tensor.requires_grad and not copy_it:
             for saved, kept, _ in self.call.packed:
                 if saved is tensor and isinstance(kept, Kept):  # such as a parameter
-                    return registry.stays(tensor)
+                    return registry.storages.stays(tensor)
         value = self._available(tensor)
         if value is not None and not copy_it:
             if value.consumers == value.sign_consumers:
@@ -57,11 +58,13 @@ class Finder:
         if not (is_small or ((may_keep or stays) and not copy_it)):
             raise NotRepeated("its input is not kept")
         may_copy = is_small and (tensor.is_leaf or not tensor.requires_grad)
-        if may_copy or not (stays or tensor.requires_grad or registry.has_made(tensor)):  # it may change unseen
-            copy = registry.copied(tensor)
+        if may_copy or not (
+            stays or tensor.requires_grad or registry.storages.has_made(tensor)
+        ):  # it may change unseen
+            copy = registry.keep_copy(tensor)
             self.alone += 0 if stays else copy.bytes
             return copy
-        kept = registry.keep_for_recipe(tensor)
+        kept = keep_for_recipe(registry, tensor)
         self.alone += 0 if stays else _bytes(tensor)
         if isinstance(kept, Value) and kept.unread:
             registry.log.keep(kept, tensor)
@@ -74,18 +77,18 @@ class Finder:
         """The value of an argument, if a recipe may read it; with a plan, it may be kept for that."""
         registry = self.registry
         if tensor is self.result:
-            value = self.call.before or registry.find(tensor, overwrites=1)  # its copy's
+            value = self.call.before or registry.names.find(tensor, overwrites=1)  # its copy's
             if value is not None and registry.is_lost(value, tensor):
                 value = None
             elif value is not None:
                 registry.note_read_when_overwritten(value, tensor)
         else:
-            value = registry.value_of(tensor)
+            value = value_of(registry, tensor)
         if not registry.by_plan:
             return None if value is not None and value.unread else value
         if value is None and tensor is not self.result:
             is_large = MUCH * _bytes(tensor) > self.room  # e.g. a mask: a copy for each call would take too much
-            if registry.is_made(tensor) or (is_large and registry.has_made(tensor)):
+            if registry.storages.is_made(tensor) or (is_large and registry.storages.has_made(tensor)):
                 value = registry.keep(tensor)
         if value is not None and value.unread:
             registry.log.keep(value, tensor)
@@ -110,10 +113,10 @@ class AdvisedFinder(Finder):
         self.is_noted = True  # something is saved or kept in the memory of what the call has written over
 
     def values_of(self, tensors: Sequence[Tensor]) -> list[Any]:
-        value_by_id = self.registry.value_by_id  # the usual case here, as there may be many
+        by_id = self.registry.names.by_id  # the usual case here, as there may be many
         values: list[Any] = []
         for tensor in tensors:
-            reference, version, value = value_by_id.get(id(tensor), NOT_KNOWN)
+            reference, version, value = by_id.get(id(tensor), NOT_KNOWN)
             is_known = value is not None and reference() is tensor and version == tensor._version
             values.append(value if is_known and tensor is not self.result else self(tensor))
         return values
@@ -121,24 +124,29 @@ class AdvisedFinder(Finder):
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any:
         registry = self.registry
         if tensor is self.result:  # its own value, if it is known already, would be its own input
-            before = self.before or registry.find(tensor, overwrites=1)
+            before = self.before or registry.names.find(tensor, overwrites=1)
             if before is None or (self.is_noted and registry.is_lost(before, tensor)):
                 raise NotRepeated("its input is overwritten")
             return before
-        reference, version, value = registry.value_by_id.get(id(tensor), NOT_KNOWN)
+        reference, version, value = registry.names.by_id.get(id(tensor), NOT_KNOWN)
         if value is not None and reference() is tensor and version == tensor._version:
             return value
         kind = type(tensor)
         if kind is nn.Parameter:
             if MUCH * tensor.nbytes > self.result.nbytes or self._is_saved(tensor):
-                return registry.stays(tensor)
+                return registry.storages.stays(tensor)
             return copied(tensor)
         node = tensor.grad_fn
-        if node is None or kind is not Tensor or tensor.layout is not torch.strided or registry.exposed.by_address:
+        if (
+            node is None
+            or kind is not Tensor
+            or tensor.layout is not torch.strided
+            or registry.storages.exposed.by_address
+        ):
             return self._of_another(tensor)
         if tensor._base is not None or type(node) in DERIVING or tensor.is_nested:
             return self._of_another(tensor)
-        return registry.kept_later(tensor)
+        return registry.keep(tensor, True)
 
     def _is_saved(self, tensor: Tensor) -> bool:
         """Whether the call has saved a parameter: then it must not change before the backward pass anyway."""
@@ -153,21 +161,21 @@ class AdvisedFinder(Finder):
         """What a recipe reads for a view, a tensor without a gradient, or another one that is not a usual result."""
         registry = self.registry
         needs_grad = tensor.requires_grad
-        if registry.may_change_unseen(tensor):
+        if registry.storages.may_change_unseen(tensor):
             raise NotRepeated("its input may change unseen")
         is_of_parameter = is_parameter(tensor)
         if needs_grad and not tensor.is_leaf and not is_of_parameter:
-            return registry.derived(tensor) or registry.kept_later(tensor)
+            return value_by_advice(registry, tensor) or registry.keep(tensor, True)
         if needs_grad and self._is_saved(tensor):
-            return registry.stays(tensor)
-        value = None if needs_grad or tensor._base is None else registry.derived(tensor)
+            return registry.storages.stays(tensor)
+        value = None if needs_grad or tensor._base is None else value_by_advice(registry, tensor)
         if value is not None:
             return value
         if MUCH * _bytes(tensor) <= self.result.nbytes and (tensor.is_leaf or not needs_grad):
             return copied(tensor)
         if is_of_parameter:
-            return registry.keep_for_recipe(tensor)
-        return registry.kept_later(tensor) if needs_grad or registry.has_made(tensor) else copied(tensor)
+            return keep_for_recipe(registry, tensor)
+        return registry.keep(tensor, True) if needs_grad or registry.storages.has_made(tensor) else copied(tensor)
 
 
 def packs_of(node: Any) -> Sequence[Any]:

@@ -13,9 +13,10 @@ from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.rules import attention
 from . import advice as bits
+from .derivation import DERIVING, checkpointed_output
 from .finders import packs_of
 from .plan import Flag
-from .registry import DERIVING, checkpointed_output, is_parameter
+from .registry import is_parameter
 
 
 class _Pack(NamedTuple):

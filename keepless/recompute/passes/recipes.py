@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...inputs import tensors_in
@@ -14,6 +14,7 @@ from ...saved import Kept, is_ordinary, laid_out
 from ...torch_internals import FakeTensor, address, awaits_capture, is_capturing
 from ..held.calls import Call
 from ..held.values import Again, Recipe, Value, kept_bytes_below
+from ..table.functions import Row
 from ..table.rules import NotRepeated, Rule
 from .finders import MUCH, AdvisedFinder, Finder
 from .plan import ByPlan, Flag
@@ -24,6 +25,17 @@ LONGEST = 12
 LONGEST_PLANNED = 200
 STATE_BYTES = torch.default_generator.get_state().nbytes  # of the CPU's generators
 DEEPEST = 250  # recipes in a chain, which call each other: views and casts may lengthen it
+
+
+def may_drop(registry: Registry, row: Row, arguments: Sequence[Any], result: Tensor) -> bool:
+    """Whether a call's result may be recomputed. One without a gradient only by a plan, if a layer is frozen."""
+    if result.grad_fn is not None:
+        return True
+    if not (registry.by_plan and row.is_slow and torch.is_grad_enabled()) or result.is_inference():
+        return False
+    tensors = tensors_in(arguments)
+    reads_parameter = any([isinstance(tensor, nn.Parameter) for tensor in tensors])
+    return reads_parameter and not any([tensor.requires_grad for tensor in tensors])
 
 
 def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) -> Again | None:
@@ -73,7 +85,7 @@ def give_recipe(registry: Registry, again: Again, call: Call, result: Tensor, lo
         recipe = of_inside(again, call, result)
     else:
         call.recipes.append((recipe, again))
-    value = registry.find(result)
+    value = registry.names.find(result)
     if value is None:
         value = registry.remember(result, Value(recipe))
     else:  # the call has saved its own result
@@ -92,7 +104,7 @@ def _give_base_recipe(registry: Registry, call: Call, result: Tensor, base: Tens
 
     `value`: the result's.
     """
-    if base.numel() != result.numel() or base.dtype != result.dtype or not registry.is_made(base):
+    if base.numel() != result.numel() or base.dtype != result.dtype or not registry.storages.is_made(base):
         return
     if not (base.is_contiguous() and result.is_contiguous()):
         return
@@ -100,7 +112,7 @@ def _give_base_recipe(registry: Registry, call: Call, result: Tensor, base: Tens
     if not is_new:  # a view of an argument
         return
     recipe = Recipe(Again(Tensor.view, (value, base.shape)), base)
-    base_value = registry.find(base)
+    base_value = registry.names.find(base)
     if base_value is None:
         registry.remember(base, Value(recipe))
     elif isinstance(base_value.source, Kept):
@@ -135,7 +147,7 @@ def decide_by_plan(registry: Registry, policy: ByPlan, rule: Rule, call: Call, r
     flag = policy.next_flag(call.function, result.nbytes)
     call.planned = Flag.AGAIN | Flag.MASK if flag is None else flag  # if no plan matches this call
     longest = LONGEST if flag is None else LONGEST_PLANNED
-    value = give_planned(registry, call.planned, rule, call, result, longest) or registry.find(result)
+    value = give_planned(registry, call.planned, rule, call, result, longest) or registry.names.find(result)
     if value is None:
         if result.grad_fn is None:
             return  # kept only once a recipe reads it: nothing else says when it is freed
@@ -167,7 +179,7 @@ def read_result_instead(registry: Registry, call: Call, result: Tensor, value: V
         value.recipes += (weakref.ref(saved),)
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
-        base_value = registry.find(base) or registry.keep(base)  # other views of it are recomputed from this
+        base_value = registry.names.find(base) or registry.keep(base)  # other views of it are recomputed from this
         base_value.number = value.number
 
 

@@ -65,7 +65,7 @@ An example, and what autograd holds for each tensor:
     out = F.conv2d(z, weight2)                # nothing here saves it: freed when the program drops it
 
 In step 1 the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`). When `F.silu` saves y, autograd holds
-this value (`Registry.packed`), and y is freed with the program's last name for it. In the backward pass, the second
+this value (packing.py), and y is freed with the program's last name for it. In the backward pass, the second
 convolution asks `Saved.get` for z, whose recipe reads y: `Value.get` computes y from x and the statistics, and holds it
 for SiLU, its other consumer. At the end of step 1 the recipes have consumers, so the advice is "drop the norm's
 result", and "set hooks around SiLU, and drop its result". In step 5 the norm's rule makes y's recipe from this step's
@@ -106,8 +106,10 @@ from ..held.elsewhere import Elsewhere
 from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
 from ..table.writes import may_overwrite, overwritten
+from .derivation import value_of
+from .packing import pack
 from .plan import ByPlan
-from .recipes import decide_by_plan, drop_foreign_parts, give_recipe, how_to_repeat, note_random
+from .recipes import decide_by_plan, drop_foreign_parts, give_recipe, how_to_repeat, may_drop, note_random
 from .registry import Registry
 from .report import KeptTensor
 
@@ -174,9 +176,13 @@ class Recording(TorchFunctionMode):
         outer = current_hooks() if self.beyond is None else Elsewhere(self.beyond).hooks
         return Registry(self.inputs, outer, self.copy_parameters, self.policy is not None)
 
+    def pack_hook(self) -> Callable[[Tensor], object]:
+        """The hook that packs what autograd saves."""
+        return partial(pack, self.registry)
+
     def start_hooks(self) -> None:
         self.around = hooks_around()
-        self.hooks = saved_tensors_hooks(self.registry.pack if self.sees_calls else self._pack_unless_abandoned, unpack)
+        self.hooks = saved_tensors_hooks(self.pack_hook() if self.sees_calls else self._pack_unless_abandoned, unpack)
         self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -254,7 +260,7 @@ class Recording(TorchFunctionMode):
     def by_rules(self, call: Call) -> Any:
         """Run a call, and let the rules decide about it."""
         function, args, kwargs = call.function, call.args, call.kwargs
-        self.registry.settle_gone()
+        self.registry.settle_freed()
         if function in EXPOSE:
             if is_ordinary(args[0]):
                 self.registry.expose(args[0])
@@ -273,19 +279,19 @@ class Recording(TorchFunctionMode):
     def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
         """Before a call that may write over tensors: copy what recipes read from their memory."""
         registry = self.registry
-        registry.note_memories()
+        registry.storages.note_all()
         tensors = [unwrapped(tensor) for tensor in overwritten(function, args, kwargs)]
         writes = [
-            before_overwriting(tensor, registry.memories, registry.outer)
+            before_overwriting(tensor, registry.storages.memories, registry.outer)
             for tensor in tensors
-            if not registry.may_change_unseen(tensor)  # no recipe reads it
+            if not registry.storages.may_change_unseen(tensor)  # no recipe reads it
         ]
         return [write for write in writes if write is not None]
 
     def end_writing(self, writes: list[Overwriting]) -> None:
         for write in writes:
-            if after_overwriting(write, self.registry.memories):
-                self.registry.forget(write.storage)
+            if after_overwriting(write, self.registry.storages.memories):
+                self.registry.names.forget(write.storage)
 
     def _seen_inside(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function, and see the ones that it calls."""
@@ -306,7 +312,7 @@ class Recording(TorchFunctionMode):
         is_hidden = is_wrapped or mode is not None or not self.is_innermost()
         if is_hidden or not needs_grad:
             result = function(*call.args, **call.kwargs)
-            registry.note_made(call.arguments, result, call.site or True)
+            registry.storages.note_made(call.arguments, result, call.site or True)
             if mode is not None:
                 self._refuse(call, result, mode)
             elif needs_grad:
@@ -319,7 +325,7 @@ class Recording(TorchFunctionMode):
         if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
             target = call.args[0]
             version = target._version
-            call.before = registry.value_of(target)
+            call.before = value_of(registry, target)
         registry.log.function = function
         if registry.by_plan:
             note_random(call)
@@ -339,10 +345,15 @@ class Recording(TorchFunctionMode):
         registry = self.registry
         row = call.row
         for tensor in tensors_in(result):
-            if registry.is_made(tensor) and registry.find(tensor) is None:
+            if registry.storages.is_made(tensor) and registry.names.find(tensor) is None:
                 registry.keep(tensor)
         rule = row.again if registry.by_plan or not row.is_slow else None
-        if registry.refused is None and rule is not None and isinstance(result, Tensor) and registry.is_made(result):
+        if (
+            registry.refused is None
+            and rule is not None
+            and isinstance(result, Tensor)
+            and registry.storages.is_made(result)
+        ):
             if how_to_repeat(registry, rule, call, result) is not None:
                 registry.refused = mode
 
@@ -355,7 +366,7 @@ class Recording(TorchFunctionMode):
             rule is not None
             and isinstance(result, Tensor)
             and is_ordinary(result)
-            and registry.may_drop(row, call.arguments, result)
+            and may_drop(registry, row, call.arguments, result)
         ):
             if call.inside:
                 drop_foreign_parts(registry, call, result)
@@ -364,9 +375,9 @@ class Recording(TorchFunctionMode):
                 self.decide(rule, call, result)
         else:
             call.why = "only a budget repeats it" if row.is_slow else ""
-        registry.note_made(call.arguments, result, call.site or True)
+        registry.storages.note_made(call.arguments, result, call.site or True)
         if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
-            registry.log.explain(result, registry.find(result), call.why)
+            registry.log.explain(result, registry.names.find(result), call.why)
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not (value.sign_consumers or value.source.is_modified()):
                 value.source = Kept(tensor, registry.outer)
@@ -404,7 +415,7 @@ class Recording(TorchFunctionMode):
                 give_recipe(self.registry, again, call, result)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
-        return Kept(tensor, None) if self.is_abandoned() else self.registry.pack(tensor)
+        return Kept(tensor, None) if self.is_abandoned() else pack(self.registry, tensor)
 
 
 def _dispatched(types: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -442,7 +453,9 @@ def hooks_around() -> list[Hooks]:
 
 def is_ours(hooks: Hooks) -> bool:
     """Whether these saved-tensor hooks are ours: of a recorded pass, or of a counted step."""
-    return isinstance(getattr(hooks[0], "__self__", None), (Recording, Registry))
+    hook = hooks[0]
+    owner = hook.args[0] if isinstance(hook, partial) and hook.func is pack else getattr(hook, "__self__", None)
+    return isinstance(owner, (Recording, Registry))
 
 
 set_aside_while_disabled(is_ours)

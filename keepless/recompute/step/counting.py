@@ -2,7 +2,7 @@
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -415,6 +415,9 @@ class Recorded(Recording):
 
     def new_registry(self) -> Counting:
         return self.counting
+
+    def pack_hook(self) -> Callable[[Tensor], object]:
+        return self.counting.pack
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         self.counting.decide(rule, call, result)

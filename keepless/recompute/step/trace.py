@@ -15,6 +15,7 @@ from ...torch_internals import at_end_of_backward, backward_runs
 from ..held.calls import Call
 from ..held.signs import unpacking_bytes
 from ..held.values import Again, Memory, Recipe, Saved, Value
+from ..passes.packing import holder_of
 from ..passes.plan import Flag
 from ..passes.recipes import STATE_BYTES, how_to_repeat
 from ..passes.registry import Registry
@@ -118,11 +119,10 @@ class Trace(Registry):
                 value.storage = self.place(tensor)
         return super().remember(tensor, value)
 
-    def copied(self, tensor: Tensor) -> Value:
+    def keep_copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Value:
+        if dtype is not None:
+            return self._kept_alone(dtype.itemsize * tensor.numel())
         return self._kept_alone(min(tensor.untyped_storage().nbytes(), tensor.nbytes))
-
-    def narrowed(self, indices: Tensor, dtype: torch.dtype) -> Value:
-        return self._kept_alone(dtype.itemsize * indices.numel())
 
     def _kept_alone(self, size: int) -> Value:
         """A value that is kept in memory of its own."""
@@ -162,11 +162,9 @@ class Trace(Registry):
         is_kept = bool(value.consumers) or self.values[number].kind == Kind.KEPT
         return is_kept and super().is_fixed(value, argument)
 
-    def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Again | Value:
-        copied = super().kept_in_copy(value, argument, copy)
-        if isinstance(copied, Value):
-            self._change(copied.number, memory=self.place(copy))
-        return copied
+    def keep_in(self, copy: Tensor, value: Value) -> None:
+        super().keep_in(copy, value)
+        self._change(value.number, memory=self.place(copy))
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
         """Likewise, of a value that may be recomputed instead of kept in this memory."""
@@ -218,7 +216,7 @@ class Trace(Registry):
         self.calls.append((call.function, self.total))
         again = how_to_repeat(self, rule, call, result)
         mask = how_to_repeat(self, call.row.mask, call, result) if call.row.mask is not None and call.inside else None
-        value = self.find(result) or self.keep(result)
+        value = self.names.find(result) or self.keep(result)
         parts = [part.value.number for part in call.inside]
         span = _span(call, result, self._postpone_drops(call.began[0], parts), len(self.operators))
         draws = any(recipe is not None and recipe.draws for recipe in (again, mask))
@@ -259,7 +257,7 @@ class Trace(Registry):
         if base is None or base.numel() != result.numel() or not call.has_made(base):
             return
         if again is not None and base.is_contiguous() and result.is_contiguous():
-            self._read_instead_of_base(value, self.find(base))
+            self._read_instead_of_base(value, self.names.find(base))
         self.remember(base, value)
 
     def _read_instead_of_base(self, value: Value, base_value: Value | None) -> None:
@@ -288,7 +286,7 @@ class Trace(Registry):
 
     def note_save(self, packed: Any, tensor: Tensor) -> tuple[Saved | Kept | ShapeOnly, int]:
         """Autograd holds `packed` for a tensor. Returns what a recorder gives it, and the number of the save, or -1."""
-        saved = self.packed(tensor)
+        saved = holder_of(self, tensor)
         if self.forward < 0 and backward_runs():  # saved by a backward pass, for another one through it
             self.unseen = "torch.autograd.grad with create_graph=True (second derivatives)"
         if isinstance(saved, _NotHeld):

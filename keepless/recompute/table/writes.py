@@ -30,7 +30,7 @@ _FIRST = frozenset([(0, "")])
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call may write over its arguments or `out`, judging by its name, arguments and schema.
 
-    Not the running statistics of batch norms, whose versions stay: `Registry.is_simple`.
+    Not the running statistics of batch norms, whose versions stay: `is_simple` in passes/packing.py.
     """
     position = INPLACE.get(function)
     if position is not None:

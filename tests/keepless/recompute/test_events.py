@@ -13,11 +13,11 @@ from torchvision.models import resnet
 from keepless.inputs import tensors_in
 from keepless.made_tensors import MadeTensors
 from keepless.recompute.held.values import Recipe, Saved, Value
+from keepless.recompute.passes import advised, packing
 from keepless.recompute.passes.advice import Advice
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.passes.plan import ByPlan
 from keepless.recompute.passes.recording import Recording
-from keepless.recompute.passes.registry import Registry
 from keepless.recompute.step.counting import Counting, Recorded
 from keepless.recompute.step.dry import differentiable
 from keepless.recompute.step.search import Choice
@@ -87,7 +87,7 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
     `numbered`: gets what autograd holds after the forward pass, and returns the numbers.
     """
     noted, packed, numbers, allocations = list[Event](), list[Any](), {}, MadeTensors()
-    get, compute, pack = Saved.get, Recipe.computed, Registry.packed
+    get, compute, pack = Saved.get, Recipe.computed, packing.holder_of
 
     def note(kind: str, holder: Any, source: Any, *names: Any) -> None:
         base = source.inputs[0].source if isinstance(source, Recipe) and source.function is view else source
@@ -108,7 +108,8 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saved, "get", noted_get)
         patch.setattr(Recipe, "computed", noted_compute)
-        patch.setattr(Registry, "packed", lambda *args: packed.append(pack(*args)) or packed[-1])
+        for module in (packing, advised):
+            patch.setattr(module, "holder_of", lambda *args: packed.append(pack(*args)) or packed[-1])
         torch.manual_seed(1)
         with allocations, by:
             outputs = network(x)

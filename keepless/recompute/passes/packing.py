@@ -1,0 +1,129 @@
+"""Pack the tensors that autograd saves in a recorded pass: as they are, as shapes, or as values."""
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from ...saved import Kept, ShapeOnly, current_stream, is_ordinary
+from ...torch_internals import address, without_function_modes
+from ..held.calls import Call, Inside
+from ..held.signs import Positive, Signs
+from ..held.values import Again, Recipe, Saved, Value
+from ..table.functions import Row
+from .derivation import value_of
+from .registry import NOT_KNOWN, Registry
+
+
+def pack(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+    """The saved-tensor hook of a pass that is recorded by the rules."""
+    call = registry.call
+    if call is not None:
+        by_id = registry.names.by_id
+        is_known = id(tensor) in by_id or id(tensor._base) in by_id
+        saved = holder_of(registry, tensor)
+        call.packed.append((tensor, saved, is_known))
+        return saved
+    with without_function_modes():  # the recording sees no calls of ours
+        saved = holder_of(registry, tensor)
+    if isinstance(saved, Saved):
+        registry.saved_outside.append(weakref.ref(saved))
+    return saved
+
+
+def holder_of(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+    """What autograd holds in place of a tensor that it saves: the tensor itself, only its shape, or its value."""
+    call = registry.call or Call(type(None), Row(), (), {})  # outside of calls: an empty one
+    call.saves += 1
+    row = call.row
+    if registry.outer is None and is_simple(registry, tensor):
+        return registry.kept(tensor, None)
+    if not is_ordinary(tensor):
+        kept = registry.kept(tensor, registry.outer)
+        registry.log.keep_other(kept, tensor)
+        return kept
+    if row.reads_shape_only is not None and tensor.requires_grad and row.reads_shape_only(call.args, call.kwargs):
+        return ShapeOnly(tensor)
+    if row.narrow is None or tensor.dtype is not torch.int64:
+        return _saved(registry, tensor, call)
+    value = registry.names.find(tensor)
+    if value is None:
+        indices = registry.keep_copy(tensor, row.narrow(call.args, call.kwargs))
+        value = registry.remember(tensor, Value(Recipe(Again(Tensor.to, (indices, torch.int64)), tensor)))
+    return Saved(value, registry.storages.memories, tensor)
+
+
+def is_simple(registry: Registry, tensor: Tensor) -> bool:
+    """Whether a saved tensor needs no value: parameters, their views, short vectors, and statistics of rows.
+
+    Recipes read copies of these. So they need not notice when batch norms update running statistics, or views. The
+    network's inputs have values.
+    """
+    base = tensor._base
+    if not tensor.is_leaf:
+        return isinstance(base, nn.Parameter)
+    size = tensor.numel()
+    if isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and size < registry.short):
+        return True
+    is_of_vector = base is not None and base.ndim < 2 and base.numel() < registry.short_rows
+    is_of_vector = is_of_vector and address(tensor.untyped_storage()) not in registry.storages.of_inputs
+    return is_of_vector or (tensor.ndim > 1 and tensor.size(-1) == 1 and size < registry.short_rows)
+
+
+def sign_mask(registry: Registry, tensor: Tensor, positive: Positive | None) -> Value | None:
+    """The value of a saved tensor of which only the sign mask is kept; None if there can be none."""
+    if positive is None or not is_ordinary(tensor):
+        return None
+    by_id = registry.names.by_id
+    key = id(tensor), positive
+    reference, version, value = by_id.get(key, NOT_KNOWN)
+    if value is None or reference() is not tensor or version != tensor._version:
+        value = Value(Signs(tensor, positive, None))
+        by_id[key] = weakref.ref(tensor), tensor._version, value
+    return value
+
+
+def _saved(registry: Registry, tensor: Tensor, call: Call) -> Saved:
+    """What autograd holds for a tensor with a value."""
+    row = call.row
+    log = registry.log
+    value = value_of(registry, tensor)
+    if value is None:
+        value = _keep_saved(registry, tensor, call)
+    elif not value.consumers and value.unread:
+        log.keep(value, tensor)
+    base = tensor._base
+    base_value = None if base is None else registry.names.find(base)
+    if base is not None and base_value is not None and base_value is not value:
+        if not base_value.consumers and isinstance(base_value.source, Kept):
+            log.keep(base_value, base)  # the view is computed from it
+    saved = Saved(value, registry.storages.memories, tensor)
+    serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
+    if serves and (registry.by_plan or isinstance(value.source, Recipe)):
+        call.replaceable.append(saved)
+    elif row.positive is not None and value.positive in (None, row.positive):
+        saved.reads_signs = True
+        value.positive = row.positive
+        value.stream = current_stream(tensor)
+        value.sign_consumers += 1
+        registry.signs.append(weakref.ref(value))
+    return saved
+
+
+def _keep_saved(registry: Registry, tensor: Tensor, call: Call) -> Value:
+    """Keep a tensor; if it is a view of its whole base, keep the base, so that other views can be made from it."""
+    base = tensor._base
+    is_base = base is not None and base.numel() == tensor.numel() and registry.storages.is_made(base)
+    kept = base if base is not None and is_base else tensor
+    value = registry.keep(kept)
+    value.why = value.why or registry.log.why(tensor)
+    registry.log.keep(value, kept)
+    if call.row.inside:
+        call.inside.append(Inside(value, call.saves - 1, is_base))
+    if not is_base:
+        return value
+    view_value = value_of(registry, tensor)
+    if view_value is None:  # a view that cannot be made again, such as a conjugate
+        view_value = registry.keep(tensor)
+        registry.log.keep(view_value, tensor)
+    return view_value
