@@ -29,7 +29,7 @@ from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
 from .advice import END, NOWHERE, Advice, Site
 from .derivation import DERIVING, value_by_advice
-from .finders import AdvisedFinder
+from .finders import Finder
 from .learning import drops_outside, note_of
 from .packing import holder_of, is_simple, sign_mask
 from .plan import MORE, ByPlan, Flag
@@ -103,7 +103,7 @@ class Advised(Recording):
         super().__enter__()
         self.registry.log.is_on = self.is_first  # else `earlier` says what is kept
         self.packing = self.pack  # a bound method, made once
-        self.find = AdvisedFinder(self.registry, self.saved_leaves)
+        self.find = Finder(self.registry, saved_leaves=self.saved_leaves)
         return self
 
     def start_hooks(self) -> None:

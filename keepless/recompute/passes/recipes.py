@@ -16,7 +16,7 @@ from ..held.calls import Call
 from ..held.values import Again, Recipe, Value, kept_bytes_below
 from ..table.functions import Row
 from ..table.rules import NotRepeated, Rule
-from .finders import MUCH, AdvisedFinder, Finder
+from .finders import MUCH, Finder
 from .plan import ByPlan, Flag
 from .registry import Registry
 
@@ -45,19 +45,18 @@ def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) ->
     where an earlier pass has found that the recipe is worth while.
     """
     try:
-        if call.is_advised:
-            saved_leaves = [tensor for tensor, kept, _ in call.packed if isinstance(kept, Kept)]
-            again = rule(AdvisedFinder(registry, saved_leaves, result, call.before), call.args, call.kwargs, result)
-        else:
-            find = Finder(registry, call, result)
-            again = rule(find, call.args, call.kwargs, result)
+        room = None if call.is_advised else call.room(result)
+        saved_leaves = [tensor for tensor, kept, _ in call.packed if isinstance(kept, Kept)]
+        find = Finder(registry, result, room, saved_leaves, call.before)
+        again = rule(find, call.args, call.kwargs, result)
+        if room is not None:
             alone = find.alone
             if not registry.by_plan:
                 alone += kept_bytes_below(find.unread, only_unread=True)
                 inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
-                if kept_bytes_below(inputs) > MUCH * find.room:
+                if kept_bytes_below(inputs) > MUCH * room:
                     raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
-            if alone > find.room:
+            if alone > room:
                 raise NotRepeated("smaller than what would be kept for it")
         if again.draws:
             state = 16 if result.is_cuda else STATE_BYTES  # a fake tensor has no generator of its own

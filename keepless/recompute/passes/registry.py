@@ -50,17 +50,6 @@ class Names:
         for key in self.keys_in(storage):
             del self.by_id[key]
 
-    def take_freed(self) -> list[Value]:
-        """The values of tensors that have been freed, once."""
-        values: list[Value] = []
-        while self.freed:
-            reference = self.freed.pop()
-            last_reference, _, value = self.by_id.get(reference.event, NOT_KNOWN)
-            if last_reference is reference:
-                del self.by_id[reference.event]
-                values.append(value)
-        return values
-
 
 class Storages:
     """What a pass knows about memory: what it has made, what is kept there, and what may change unseen."""
@@ -193,7 +182,14 @@ class Registry:
 
     def settle_freed(self) -> None:
         """Forget tensors that have been freed. If a consumer needs only their signs, `settle` their values."""
-        self.unsettled += [value for value in self.names.take_freed() if value.sign_consumers]
+        names = self.names
+        while names.freed:
+            reference = names.freed.pop()
+            last_reference, _, value = names.by_id.get(reference.event, NOT_KNOWN)
+            if last_reference is reference:
+                del names.by_id[reference.event]
+                if value.sign_consumers:
+                    self.unsettled.append(value)
         if self.unsettled:
             self.unsettled = [value for value in self.unsettled if not value.settle(self.outer)]
 
