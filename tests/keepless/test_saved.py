@@ -18,7 +18,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_copy_has_equal_values_and_strides_and_is_plain(name):
     """Matrix products round otherwise for other strides."""
-    one = LAYOUTS[name]
-    other = copied(one)
-    assert type(other) is torch.Tensor and torch.equal(other, one) and other.stride() == one.stride()
-    assert other.untyped_storage().data_ptr() != one.untyped_storage().data_ptr()
+    tensor = LAYOUTS[name]
+    copy = copied(tensor)
+    assert type(copy) is torch.Tensor and torch.equal(copy, tensor) and copy.stride() == tensor.stride()
+    assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()

@@ -47,7 +47,7 @@ class WithMeta(Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         result = super().__torch_function__(function, types, args, kwargs or {})
         if isinstance(result, cls):
-            result.meta = next((one.meta for one in tensors_in(args) if hasattr(one, "meta")), {"spacing": 2})
+            result.meta = next((tensor.meta for tensor in tensors_in(args) if hasattr(tensor, "meta")), {"spacing": 2})
         return result
 
 
@@ -194,9 +194,9 @@ def _apart(around: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Ca
 
     def region(moves: Moves, tensors: list[Tensor], x: Tensor, layers: nn.ModuleList) -> None:
         def inside(x: Tensor) -> Tensor:
-            made = [x * 1.0]
-            _run(moves, made, layers)
-            return made[-1]
+            new_tensors = [x * 1.0]
+            _run(moves, new_tensors, layers)
+            return new_tensors[-1]
 
         tensors.append(around(inside, x))
 
@@ -350,9 +350,9 @@ class Program(nn.Module):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             _run(moves, tensors, self.layers)
         # Every other tensor is not saved here, so the program may write over it.
-        y = torch.stack([one if place % 2 else one.sin() for place, one in enumerate(tensors)]).sum(0)
-        given = [tensors[first % len(tensors)] for kind, _, first, _ in moves if kind == "given"]
-        return {"out": y, "second": F.silu(y) * self.head, "ids": y.argmax(-1), "given": given}
+        y = torch.stack([tensor if place % 2 else tensor.sin() for place, tensor in enumerate(tensors)]).sum(0)
+        writable = [tensors[first % len(tensors)] for kind, _, first, _ in moves if kind == "given"]
+        return {"out": y, "second": F.silu(y) * self.head, "ids": y.argmax(-1), "given": writable}
 
 
 def program(
@@ -370,9 +370,9 @@ def program(
         network.to(dtype).train(training).requires_grad_(True)
         network.layers[frozen].requires_grad_(False)
         w = torch.randn(2, 4, size, 6, dtype=dtype, requires_grad=True)
-        given = w if kind is Tensor else w.as_subclass(kind)
+        argument = w if kind is Tensor else w.as_subclass(kind)
         sources = [w, network.head, *(one for one in network.layers.parameters() if one.requires_grad)]
-        return (given, moves, autocast), sources
+        return (argument, moves, autocast), sources
 
     return setup
 

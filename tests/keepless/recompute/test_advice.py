@@ -24,14 +24,14 @@ ANY += [bits.DERIVE << number for number in range(3)]
 
 
 def sites_of(advice: Advice) -> list[Site]:
-    found: dict[int, Site] = {}
+    sites_by_id: dict[int, Site] = {}
     pending = [advice.root, *advice.readers.values(), *advice.flat.values()]
     while pending:
         site = pending.pop()
-        if id(site) not in found:
-            found[id(site)] = site
+        if id(site) not in sites_by_id:
+            sites_by_id[id(site)] = site
             pending += [site.next, *(site.branches or {}).values()]
-    return [site for site in found.values() if site.function is not None]
+    return [site for site in sites_by_id.values() if site.function is not None]
 
 
 def scramble(advice: Advice, draws: Random) -> None:
@@ -138,19 +138,19 @@ def kept_in_place_of_an_argument(x: Tensor, differs: bool) -> Tensor:
 
 def written_over_without_a_gradient(x: Tensor, differs: bool) -> Tensor:
     """Calls that save nothing work in place, or get `out`, in another pass."""
-    part, other = x.detach().sigmoid(), x.detach().exp()
-    z = F.silu(F.silu(x) + part) - part * other
+    part, second = x.detach().sigmoid(), x.detach().exp()
+    z = F.silu(F.silu(x) + part) - part * second
     with torch.no_grad():
         result = F.relu(part, inplace=differs)
-        torch.add(x, 1, **({"out": other} if differs else {}))
+        torch.add(x, 1, **({"out": second} if differs else {}))
     return F.gelu(z) * z.sin() + result
 
 
 def memory_of_others(x: Tensor, differs: bool) -> Tensor:
     """It is shared with NumPy, and filled again before the backward pass, without a new version."""
-    other = torch.full(x.shape, 0.5, dtype=x.dtype)
-    array = other.numpy()
-    y = (F.silu(x) + (other if differs else other * 1)).sin() + (F.gelu(x) + other.view_as(x)).sin()
+    second = torch.full(x.shape, 0.5, dtype=x.dtype)
+    array = second.numpy()
+    y = (F.silu(x) + (second if differs else second * 1)).sin() + (F.gelu(x) + second.view_as(x)).sin()
     array.fill(5.0)
     return y
 
@@ -310,8 +310,9 @@ def test_advice_grows_to_a_few_times_that_of_the_first_pass():
     for number in range(12):
         plain.chosen = ours.chosen = orders.sample(range(15), 15) if number else [0, 1, 2]
         assert agree(plain, ours, on(torch.randn(2, 4, 3, 3)))
-    (one,) = plans_of(ours).recent
-    assert one.advice.count == 4 * one.advice.first + 1
+    (last_signature,) = plans_of(ours).recent
+    advice = last_signature.advice
+    assert advice.count == 4 * advice.first + 1
 
 
 def test_calls_without_gradients_have_no_place_and_no_bytes():

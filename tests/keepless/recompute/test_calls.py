@@ -127,18 +127,18 @@ class Called(nn.Module):
 def test_calls_are_computed_again_to_the_bit_from_little(name, device, monkeypatch):
     """The forward pass draws as many random numbers as without a plan; draws between the passes change nothing."""
     keep_by_chance(monkeypatch, Random(0), shares=[0.0])
-    plain, network = pair(Called(name).to(device), budget="1KiB")
+    plain, prepared = pair(Called(name).to(device), budget="1KiB")
     x, results = torch.tensor(1.25, device=device), []
-    plan_next_step(network, x)
-    for one in (plain, network):
+    plan_next_step(prepared, x)
+    for network in (plain, prepared):
         torch.manual_seed(1)
-        loss = one(x).square().mean()
+        loss = network(x).square().mean()
         before = torch.rand(1, device=device)
-        gradients = torch.autograd.grad(loss, list(one.parameters()))
+        gradients = torch.autograd.grad(loss, list(network.parameters()))
         results.append([loss, before, *gradients, torch.rand(1, device=device)])
     assert all(map(torch.equal, *results))
     if device == "cpu":
-        shares = [round(line.bytes / network.w.nbytes, 2) for line in report(network).lines]
+        shares = [round(line.bytes / prepared.w.nbytes, 2) for line in report(prepared).lines]
         assert sorted(share for share in shares if share > 0.1) == CALLS[name][1]
 
 

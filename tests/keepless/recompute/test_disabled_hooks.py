@@ -33,7 +33,7 @@ def under_others(x: Tensor) -> Tensor:
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "nested": nested,
     "under others": under_others,
-    "func": lambda x: F.gelu(x).sin() + torch.func.grad(lambda given: given.sin().sum())(x),
+    "func": lambda x: F.gelu(x).sin() + torch.func.grad(lambda x: x.sin().sum())(x),
     "outside": lambda x: F.gelu(x).sin(),
 }
 
@@ -62,13 +62,13 @@ def test_calls_without_hooks_are_those_of_pytorch_in_any_step(name, budget):
             assert agree(plain, ours, on(torch.randn(16, 8), False))
 
 
-@pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda one: one, lambda one: one)])
+@pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda x: x, lambda x: x)])
 def test_hooks_around_a_network_decide_what_is_kept_and_its_budget_is_ignored_with_one_warning(around):
     network, x = recompute_activations(nn.Sequential(nn.Linear(8, 8), nn.GELU()), budget=0.5), torch.randn(4, 8)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             with around():
                 network(x).sum().backward()
-    (one,) = said
-    assert "the budget is ignored in passes inside a checkpoint, save_on_cpu" in str(one.message)
+    (warning,) = caught
+    assert "the budget is ignored in passes inside a checkpoint, save_on_cpu" in str(warning.message)

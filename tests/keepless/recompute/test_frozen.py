@@ -57,8 +57,9 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layou
     values = 2 * C * 15 * 15
     kept = [kept_bytes(n, lambda n=n: loss_of(n), [x]) for n in (prepared, plain)]
     statistics = 6 * 2 * C * 4 if norm else 0  # running statistics
-    theirs = 6 + 6 * norm + (6 if slope and not inplace else 1)  # inputs of layers; inputs of activations, or a result
-    assert kept == [6 * values // 8 + statistics, theirs * values * 4 + statistics]
+    # Inputs of layers; inputs of activations, or a result.
+    plain_values = 6 + 6 * norm + (6 if slope and not inplace else 1)
+    assert kept == [6 * values // 8 + statistics, plain_values * values * 4 + statistics]
     assert report(prepared).bytes == 6 * values // 8 + x.nbytes
 
 
@@ -68,8 +69,8 @@ def test_the_gradient_where_a_value_is_not_a_number(activations):
     plain, prepared = pair(nn.Sequential(nn.Conv2d(3, C, 1), *activations, nn.Conv2d(C, C, 1).requires_grad_(False)))
     x = torch.randn(2, 3, 8, 8)
     x[0, :, 0, 0] = torch.nan
-    found = [torch.autograd.grad(network(x).sum(), network[0].bias)[0] for network in (prepared, plain)]
-    assert found[0].isfinite().all() and torch.equal(*found)
+    bias_gradients = [torch.autograd.grad(network(x).sum(), network[0].bias)[0] for network in (prepared, plain)]
+    assert bias_gradients[0].isfinite().all() and torch.equal(*bias_gradients)
 
 
 def tuned(frozen: int, trained: int) -> nn.Sequential:
@@ -97,7 +98,7 @@ class Adapted(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.main = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)).requires_grad_(False)
-        self.down, self.up = (nn.ModuleList(nn.Linear(*one) for _ in range(4)) for one in ((64, 2), (2, 64)))
+        self.down, self.up = (nn.ModuleList(nn.Linear(*sizes) for _ in range(4)) for sizes in ((64, 2), (2, 64)))
         self.changes, self.mask = None, nn.Parameter(torch.ones(256, 64))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Task(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network, self.other, self.metric = block(), block(), nn.Softmax(1)
+        self.network, self.second_network, self.metric = block(), block(), nn.Softmax(1)
         self.heads = nn.ModuleList([nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,13 +36,13 @@ class Task(nn.Module):
         return F.mse_loss(self.heads[1](self.network(X)), torch.zeros(2, 2, 4, 4))
 
 
-def said(steps: list) -> list[str]:
+def messages_of(steps: list) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in steps:
             step().backward()
-    theirs = str(Path(torch.__file__).parent)  # on Python 3.13.0 Dynamo warns of slow guards
-    return [str(warning.message) for warning in caught if not warning.filename.startswith(theirs)]
+    torch_folder = str(Path(torch.__file__).parent)  # on Python 3.13.0 Dynamo warns of slow guards
+    return [str(warning.message) for warning in caught if not warning.filename.startswith(torch_folder)]
 
 
 @pytest.mark.parametrize("budget", [None, 0.8])
@@ -52,23 +52,23 @@ def test_a_step_that_calls_a_part_is_told_once_which_to_prepare(budget):
     with torch.no_grad():
         task.eval()(X)
     task.train()
-    (text,) = said([task.training_step, task.training_step, lambda: task(X).sum()])
+    (text,) = messages_of([task.training_step, task.training_step, lambda: task(X).sum()])
     assert "has prepared a Task" in text and "prepare its sub-module 'network' instead" in text
     task = recompute_activations(Task(), budget=budget)
-    (text,) = said([task.training_loss, task.training_step])
+    (text,) = messages_of([task.training_loss, task.training_step])
     assert "prepare its sub-modules 'network', 'heads.1' instead" in text
 
 
 def test_other_uses_of_parts_are_not_warned_of():
     """Steps in which the network is called, or in eval mode, as in virtual adversarial training; prepared parts."""
     task, evaluated, switched, undone, inside = (recompute_activations(Task()) for _ in range(5))
-    assert said([lambda: task.network(X).sum() + task(X).sum(), task.training_step]) == []
+    assert messages_of([lambda: task.network(X).sum() + task(X).sum(), task.training_step]) == []
     evaluated.eval()
-    assert said([evaluated.training_step, lambda: evaluated.train()(X).sum(), evaluated.training_step]) == []
+    assert messages_of([evaluated.training_step, lambda: evaluated.train()(X).sum(), evaluated.training_step]) == []
     loss = switched.eval()(X).sum()
     switched.train()  # before the backward pass
     recompute_activations(inside.network)
-    assert said([lambda: loss, undo(undone).training_step, inside.training_step]) == []
+    assert messages_of([lambda: loss, undo(undone).training_step, inside.training_step]) == []
 
 
 def wrapped(network: nn.Sequential, number: int) -> None:
@@ -93,7 +93,7 @@ def test_compiled_parts_are_named_once(compile_part):
     recompute_activations(network)
     for number in (1, 2):
         compile_part(network, number)
-    texts = said([lambda: network(torch.ones(2, 4)).sum()] * 2)
-    assert [re.search(r"does nothing inside torch.compile \((.*)\)", one).group(1) for one in texts] == (
+    texts = messages_of([lambda: network(torch.ones(2, 4)).sum()] * 2)
+    assert [re.search(r"does nothing inside torch.compile \((.*)\)", text).group(1) for text in texts] == (
         [] if compile_part is disabled else ["1, 2"]
     )

@@ -186,7 +186,7 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_advice(
             moves, budget = [("region", [*UNPLANNED][seed], 0, 0), ("unary", 0, 0, 0)], "1KiB"
         print(seed, budget, moves)
         plain, within = pair(budget)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             about_budgets = (
                 "no plan keeps|this step is within|a budget of .* changes nothing|the first steps with a shape"
@@ -194,12 +194,14 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_advice(
             warnings.filterwarnings("ignore", f"{about_budgets}|Mismatch dtype|There is a performance drop")
             for _ in range(3 if budget is None else 4):  # the first step within a budget is watched
                 within.zero_grad()
-                step, found = partial(run, within, program(moves)), []
+                step = partial(run, within, program(moves))
+                results = []
                 if budget is None:
-                    peaks.append(peak_bytes(lambda: found.append(step()), "cpu"))  # noqa: B023
+                    peaks.append(peak_bytes(lambda: results.append(step()), "cpu"))  # noqa: B023
                 else:
-                    found.append(step())
-                agrees(expected := run(plain, program(moves)), found[0])
+                    results.append(step())
+                expected = run(plain, program(moves))
+                agrees(expected, results[0])
         if isinstance(expected, Exception):
             continue
         has_none = any(ones.issubset(move[:2] for move in moves) for ones in WITHOUT_ADVICE)
@@ -207,7 +209,8 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_advice(
         assert (
             passes in ([True] * (1 + (budget is not None)), []) or has_none
         )  # without one, the third is recorded anew
-        texts, unplanned = [str(one.message) for one in said], [UNPLANNED.get(choice, "") for _, choice, *_ in moves]
+        texts = [str(warning.message) for warning in caught]
+        unplanned = [UNPLANNED.get(choice, "") for _, choice, *_ in moves]
         assert all(any(words and words in text for words in unplanned) for text in texts)
         assert len(texts) == 1 or seed >= len(UNPLANNED)
         assert all(later <= 1.01 * peaks[0] for later in peaks[1:])

@@ -18,8 +18,8 @@ def test_no_weak_reference_to_a_tensor_of_a_network_outlives_a_pass(budget):
     for _ in range(3):
         network(torch.randn(6, 8)).sum().backward()
         network.zero_grad()
-        for one in [*network.parameters(), *network.buffers()]:
-            torch.utils.swap_tensors(one, copy.deepcopy(one))  # an error if there is one
+        for tensor in [*network.parameters(), *network.buffers()]:
+            torch.utils.swap_tensors(tensor, copy.deepcopy(tensor))  # an error if there is one
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -34,8 +34,8 @@ def test_a_jacobian_a_vmap_and_a_traced_graph_are_not_watched():
 
 
 def test_a_forward_pass_that_is_a_generator_gets_a_word():
-    network = recompute_activations(After(nn.Linear(4, 4), lambda y: (one for one in [y.sigmoid()])))
-    with pytest.warns(UserWarning, match="the forward pass of After returns a generator") as told:
+    network = recompute_activations(After(nn.Linear(4, 4), lambda y: (value for value in [y.sigmoid()])))
+    with pytest.warns(UserWarning, match="the forward pass of After returns a generator") as caught:
         for _ in range(2):
             sum(network(torch.randn(2, 4))).sum().backward()
-    assert len(told) == 1
+    assert len(caught) == 1

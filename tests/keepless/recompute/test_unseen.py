@@ -21,16 +21,16 @@ from tests.keepless.recompute.programs import OfFunctions, OfOperators, OfOthers
 class Network(nn.Module):
     """`inside`: a context for a part of the forward pass."""
 
-    def __init__(self, of: Callable[["Network", Tensor], Tensor]):
+    def __init__(self, function: Callable[["Network", Tensor], Tensor]):
         super().__init__()
-        self.of, self.inside, self.passes = of, nullcontext, 0
+        self.function, self.inside, self.passes = function, nullcontext, 0
         self.conv, self.norm, self.last = nn.Conv2d(3, 8, 3), CheckpointedABN(8, backend="eager"), nn.Conv2d(8, 8, 3)
         self.register_buffer("table", torch.rand(8, 6, 6))
         self.bias = nn.Parameter(torch.rand(8, 6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
-        return self.of(self, x)
+        return self.function(self, x)
 
 
 def activated(net: Network, x: Tensor) -> Tensor:
@@ -53,15 +53,16 @@ def assert_equal(plain: Network, ours: Network, steps: int, wraps: Any = once) -
 def test_under_a_mode_that_may_change_results_nothing_is_recomputed(mode, options, is_inside):
     plain, ours = pair(Network(activated), **options)
     assert_equal(plain, ours, 3)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for other in (mode, mode, OfOthers):  # at the same depth
+        for inner_mode in (mode, mode, OfOthers):  # at the same depth
             if is_inside:
-                plain.inside = ours.inside = other
-            assert_equal(plain, ours, 2, once if is_inside else partial(under, other))
+                plain.inside = ours.inside = inner_mode
+            assert_equal(plain, ours, 2, once if is_inside else partial(under, inner_mode))
     plain.inside = ours.inside = nullcontext
     assert_equal(plain, ours, 2)
-    names = [str(one.message).split()[4].rstrip(",") for one in said if "is recomputed under" in str(one.message)]
+    texts = [str(warning.message) for warning in caught]
+    names = [text.split()[4].rstrip(",") for text in texts if "is recomputed under" in text]
     seen = "checkpointed_only" not in options or not is_inside  # its norm is outside of the part
     assert names in ([] if (is_inside and mode is OfFunctions) or not seen else [mode.__name__], ["OfOthers"])
 
@@ -98,7 +99,7 @@ def test_pytorchs_observers_see_the_same_step(budget, caplog):
                 continue
             counts += [] if counter is None else [counter.get_total_flops()]
     assert len(set(counts)) == 1 and len(counts) == (6 if budget else 7)
-    assert len([one for one in caplog.messages if "calls: a peak" in one]) == (2 if budget else 0)
+    assert len([message for message in caplog.messages if "calls: a peak" in message]) == (2 if budget else 0)
 
 
 # Writes through `.data` between the uses of a tensor, through aliases, and by giving it other memory.
@@ -147,10 +148,10 @@ def of_a_norms_input_whose_output_is_gone(net, x):
 
 def given_late(net, x):
     q = F.silu(net.conv(x))
-    both = torch.sigmoid(q) * q * net.table
+    gated = torch.sigmoid(q) * q * net.table
     if net.passes > 3:
         q.data = q.data.round()
-    return torch.tanh(q) * both
+    return torch.tanh(q) * gated
 
 
 def by_an_alias_alone(net, x):
@@ -171,9 +172,9 @@ def given_without_a_gradient(net, x):
 
 def given_what_is_saved(net, x):
     q = F.silu(net.conv(x))
-    other = torch.exp(q)
-    y, q = torch.sigmoid(other) * other, q + 1
-    q.data = other
+    grown = torch.exp(q)
+    y, q = torch.sigmoid(grown) * grown, q + 1
+    q.data = grown
     with torch.no_grad():
         q.mul_(0.5)
     return F.gelu(q) * y
@@ -194,7 +195,7 @@ THROUGH_DATA += [given_what_is_saved, of_a_leaf_of_the_pass]
 
 @pytest.mark.table
 @pytest.mark.parametrize("budget", [None, 0.6])
-@pytest.mark.parametrize("of", THROUGH_DATA, ids=lambda of: of.__name__)
+@pytest.mark.parametrize("function", THROUGH_DATA, ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore:no plan keeps")
-def test_what_the_program_changes_through_data_is_what_pytorch_saves(of, budget):
-    assert_equal(*pair(Network(of), budget=budget), steps=6)
+def test_what_the_program_changes_through_data_is_what_pytorch_saves(function, budget):
+    assert_equal(*pair(Network(function), budget=budget), steps=6)

@@ -168,8 +168,8 @@ def test_ctrl_c_ends_the_recording(nested, checkpoints, options):
     assert checkpoints or alive() is None
     network.zero_grad()
     run(IMAGES).square().mean().backward()
-    found = [parameter.grad for parameter in network.parameters()]
-    assert all(map(torch.equal, found, gradients(plain, IMAGES)))
+    new_gradients = [parameter.grad for parameter in network.parameters()]
+    assert all(map(torch.equal, new_gradients, gradients(plain, IMAGES)))
     assert current_hooks() is None and _get_current_function_mode() is None
 
 
@@ -262,9 +262,9 @@ def test_memory_is_back_after_every_step(any_networks):
         before = living()
         for images in 2 * inputs:
             loss = prepared(images).sum()  # and never a whole backward pass
-            held = living()
+            held_count = living()
             torch.autograd.grad(loss, list(prepared.parameters())[-4:], retain_graph=True)
-            assert living() == held
+            assert living() == held_count
             del loss
             gradients(prepared, images)
         assert living() == before
@@ -274,11 +274,11 @@ def test_memory_is_back_after_every_step(any_networks):
 
 def test_copies_and_pickles(networks):
     plain, prepared = networks
-    others = [plain, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
-    kept = [kept_bytes(other, lambda o=other: o(IMAGES), [IMAGES]) for other in others]
+    networks_alike = [plain, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
+    kept = [kept_bytes(network, lambda o=network: o(IMAGES), [IMAGES]) for network in networks_alike]
     assert max(kept[1:]) < kept[0]
-    for other in others[1:]:
-        assert all(map(torch.equal, gradients(other, IMAGES), gradients(plain, IMAGES)))
+    for network in networks_alike[1:]:
+        assert all(map(torch.equal, gradients(network, IMAGES), gradients(plain, IMAGES)))
     assert plans_of(pickle.loads(pickle.dumps(pair(small(), budget=0.5)[1]))).budget == 0.5
 
 
@@ -286,9 +286,10 @@ def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
     plain, prepared = networks
     compiled = torch.compile(prepared, fullgraph=True, backend="eager")
     with pytest.warns(UserWarning, match="does nothing inside torch.compile") as warned:
-        found = [gradients(compiled, IMAGES) for _ in range(2)]
-    assert sum(issubclass(each.category, UserWarning) for each in warned) == 1  # the compiler has others on Python 3.13
-    assert all(map(torch.equal, found[1], gradients(plain, IMAGES)))
+        results = [gradients(compiled, IMAGES) for _ in range(2)]
+    # The compiler has others on Python 3.13.
+    assert sum(issubclass(warning.category, UserWarning) for warning in warned) == 1
+    assert all(map(torch.equal, results[1], gradients(plain, IMAGES)))
     network = recompute_activations(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     gradients_of = grad(lambda weights: functional_call(network, weights, (torch.ones(1, 3),)).sum())

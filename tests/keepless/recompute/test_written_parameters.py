@@ -27,8 +27,8 @@ def steps(optimizer: type[torch.optim.Optimizer], **options: bool) -> Callable[[
 def observed(weight: Tensor) -> Tensor:
     """Writes two of the weights, and leaves their version as it is."""
     on, place, least, most = torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.int32), weight[0], weight[1]
-    given = (torch.randn(4, 4), on, on, least[:1], most[:1], torch.ones(1), place, 0.5, 0, 255, -1)
-    return torch.fused_moving_avg_obs_fake_quant(*given)
+    arguments = (torch.randn(4, 4), on, on, least[:1], most[:1], torch.ones(1), place, 0.5, 0, 255, -1)
+    return torch.fused_moving_avg_obs_fake_quant(*arguments)
 
 
 NUMBERS = torch.tensor([1, 2])
