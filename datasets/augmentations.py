@@ -10,7 +10,8 @@ import numpy as np
 
 from datasets.class_table import IGNORED, ranges
 
-_STREAM, _OTHERS_STREAM = 3, 4  # of random numbers; samplers and images in memory have 0 to 2
+_STREAM = 3  # of random numbers; samplers and images in memory have 0 to 2
+_FURTHER_STREAM = 4  # that draws further crops
 MOST_MIXES = 64
 Crop = tuple[np.ndarray, np.ndarray | None]
 Augmentation = Any  # a function, crop, label, generator -> both; perhaps with `mixes`
@@ -39,7 +40,7 @@ class Augmentations:
     seed: int
 
     def __post_init__(self) -> None:
-        self.asked = {name: asked_of(function) for name, function in self.by_name.items()}
+        self._moment_fields = {name: moment_fields(function) for name, function in self.by_name.items()}
 
     def __call__(
         self,
@@ -56,31 +57,37 @@ class Augmentations:
         may hold. `draw`: makes a further crop.
         ValueError: a result has another form, or a label another id than these and `IGNORED`.
         """
-        rng, of_others = (
+        rng, further_rng = (
             np.random.default_rng(np.random.SeedSequence([self.seed, *key], spawn_key=(stream,)))
-            for stream in (_STREAM, _OTHERS_STREAM)
+            for stream in (_STREAM, _FURTHER_STREAM)
         )
         image = np.ascontiguousarray(image)
         for name, augment in self.by_name.items():
-            others = [[draw(of_others) for _ in range(augment.mixes)]] if draw and hasattr(augment, "mixes") else []
+            arguments: list[Any] = [image, label, rng]
+            if draw and hasattr(augment, "mixes"):
+                arguments.append([draw(further_rng) for _ in range(augment.mixes)])
             try:
-                asked = {argument: getattr(moment, argument) for argument in self.asked[name]}
-                changed, own = augment(image, label, rng, *others, **asked)
+                fields = {field: getattr(moment, field) for field in self._moment_fields[name]}
+                new_image, new_label = augment(*arguments, **fields)
             except (Exception, SystemExit) as error:  # anything, from code that is not ours
                 raise ValueError(f"augmentations={name}: {type(error).__name__}: {error}") from error
-            for what, new, old in (("image", changed, image), ("label", own, label)):
+            for kind, new, old in (("image", new_image, image), ("label", new_label, label)):
                 if old is not None and _form(new) != _form(old):
-                    raise ValueError(f"augmentations={name} returned the {what} as {_form(new)}: expected {_form(old)}")
-            image, label = changed, None if label is None else own
-            if label is not None and (foreign := np.unique(label[(label >= classes) & (label != IGNORED)])).size:
+                    raise ValueError(f"augmentations={name} returned the {kind} as {_form(new)}: expected {_form(old)}")
+            image = new_image
+            if label is None:
+                continue
+            label = new_label
+            foreign_ids = np.unique(label[(label >= classes) & (label != IGNORED)])
+            if foreign_ids.size:
                 raise ValueError(
-                    f"augmentations={name} returned a label with the ids {ranges(foreign.tolist())}: expected classes "
-                    f"from 0 to {classes - 1}, and {IGNORED} for pixels that do not count"
+                    f"augmentations={name} returned a label with the ids {ranges(foreign_ids.tolist())}: expected "
+                    f"classes from 0 to {classes - 1}, and {IGNORED} for pixels that do not count"
                 )
         return image, label
 
 
-def asked_of(function: Any) -> list[str]:
+def moment_fields(function: Any) -> list[str]:
     """The fields of `Moment` that are arguments of a function."""
     with suppress(ValueError, TypeError):  # code in C may have no signature
         return [name for name in Moment._fields if name in signature(function).parameters]

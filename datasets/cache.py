@@ -30,11 +30,12 @@ def cache_folder() -> Path | None:
     return None
 
 
-def needed_cache(what: str, instead: str) -> Path:
-    """`cache_folder`. ValueError if there is none: `what` needs it, unless the user follows `instead`."""
-    if (folder := cache_folder()) is None:
+def needed_cache(user: str, instead: str) -> Path:
+    """`cache_folder`. ValueError if there is none: `user` needs it, unless the user follows `instead`."""
+    folder = cache_folder()
+    if folder is None:
         raise ValueError(
-            f"{what} has no cache folder: this user has no home, and {_NAME}-{os.getuid()} in the folder for temporary "
+            f"{user} has no cache folder: this user has no home, and {_NAME}-{os.getuid()} in the folder for temporary "
             f"files is not this user's own; {instead}"
         )
     return folder
@@ -48,13 +49,16 @@ def private(folder: Path) -> Path | None:
     """
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
-    user, state, above = os.getuid(), os.lstat(folder), os.stat(folder.parent).st_mode
-    replaceable = above & stat.S_IWOTH and not above & stat.S_ISVTX  # by anybody
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != user or replaceable:
+    user = os.getuid()
+    state = os.lstat(folder)
+    parent_mode = os.stat(folder.parent).st_mode
+    is_replaceable = parent_mode & stat.S_IWOTH and not parent_mode & stat.S_ISVTX  # by anybody
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != user or is_replaceable:
         return None
-    if (mode := stat.S_IMODE(state.st_mode)) != 0o700:
+    mode = stat.S_IMODE(state.st_mode)
+    if mode != 0o700:
         os.chmod(folder, 0o700)  # before the search, so that nobody adds a file during it
-        inside = (Path(at, name) for at, *names in os.walk(folder) for name in (*names[0], *names[1]))
+        inside = (Path(top, name) for top, folders, files in os.walk(folder) for name in (*folders, *files))
         if any(path.lstat().st_uid != user for path in inside):
             os.chmod(folder, mode)
             return None

@@ -60,17 +60,19 @@ def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     """
     root = _LAYOUT.check(root, split)
     if (root / split / "images").is_dir():
-        image_folder, label_folder = root / split / "images", root / split / "labels"
+        image_folder = root / split / "images"
+        label_folder = root / split / "labels"
     else:
-        image_folder, label_folder = root / split, root / f"{split}annot"
+        image_folder = root / split
+        label_folder = root / f"{split}annot"
     images = _LAYOUT.files(root, image_folder, _SUFFIXES, images_of=split)
     labels = _LAYOUT.files(root, label_folder, (".png",))
-    files, alone = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
+    files, remarks = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
     fix = (
         "Labels in 32 colours are the original release's: take the 11-class version (docs/data.md, CamVid), or "
         "data=folder after scripts.make_classes. Restore other files from the archive of the 11-class version."
     )
-    return SegmentationDataset("camvid", split, files, camvid_classes(), label_fix=fix, remarks=alone)
+    return SegmentationDataset("camvid", split, files, camvid_classes(), label_fix=fix, remarks=remarks)
 
 
 CAMVID = Row(camvid, {"train": 367, "val": 101, "test": 233}, classes=11)

@@ -50,9 +50,9 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
 """,
         source=f"unpack {reader.filename} (docs/data.md)",
     )
-    given = Path(os.path.expanduser(root or ""))
-    is_zip = given.suffix.lower() == ".zip" and not given.is_dir()
-    root = layout.check(given.parent if is_zip else root, split)
+    path = Path(os.path.expanduser(root or ""))
+    is_zip = path.suffix.lower() == ".zip" and not path.is_dir()
+    root = layout.check(path.parent if is_zip else root, split)
     if not is_zip and (root / reader.base_folder).is_dir():
         files = [root / reader.base_folder / file for file, _ in (reader.train_list, reader.test_list)[split == "test"]]
         try:
@@ -67,11 +67,11 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
         return ClassificationDataset(
             layout.name, split, tuple(stored.classes), labels, listed(root, files), pixels, names
         )
-    inside = sorted(path for path in root.iterdir() if path.suffix.lower() == ".zip" and path.is_file())
-    archives = [given] if is_zip else inside
+    inside = sorted(file for file in root.iterdir() if file.suffix.lower() == ".zip" and file.is_file())
+    archives = [path] if is_zip else inside
     if len(archives) != 1:
-        found = ", ".join(path.name for path in archives) or "neither the dataset nor a zip file"
-        raise layout.error(f"{layout.name}: {root} holds {found}; expected one of them", root)
+        contents = ", ".join(archive.name for archive in archives) or "neither the dataset nor a zip file"
+        raise layout.error(f"{layout.name}: {root} holds {contents}; expected one of them", root)
     return _in_zip(archives[0], split, classes, layout)
 
 
@@ -82,14 +82,14 @@ def _in_zip(archive: Path, split: str, classes: int, layout: Layout) -> Classifi
     try:
         with zipfile.ZipFile(archive) as content:
             # By class and name, whatever lies above the class folders.
-            parts = (PurePosixPath(name) for name in content.namelist() if _is_picture(name, split))
-            found = sorted((path.parent.name, path.name, str(path)) for path in parts)
-            names = sorted({each for each, _, _ in found})
+            paths = (PurePosixPath(name) for name in content.namelist() if _is_picture(name, split))
+            pictures = sorted((path.parent.name, path.name, str(path)) for path in paths)
+            names = sorted({class_name for class_name, _, _ in pictures})
             if len(names) != classes:
                 raise layout.error(f"{layout.name}: {len(names)} class folders in {archive}, expected {classes}")
             check_names(enumerate(names), f"{archive}: ")
-            pixels = np.empty((len(found), 3, 32, 32), np.uint8)
-            for number, (_, _, name) in enumerate(found):
+            pixels = np.empty((len(pictures), 3, 32, 32), np.uint8)
+            for number, (_, _, name) in enumerate(pictures):
                 member = archive / name
                 planes = decode_image(complete(member, content.read(name))).transpose(2, 0, 1)
                 if planes.shape != (3, 32, 32):
@@ -97,16 +97,16 @@ def _in_zip(archive: Path, split: str, classes: int, layout: Layout) -> Classifi
                 pixels[number] = planes
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
         raise Unreadable(f"{member}: cannot be unpacked ({error}); expected an intact zip file.") from None
-    labels = np.array([names.index(each) for each, _, _ in found], np.int64)
-    titles = np.array([f"{each}/{file}" for each, file, _ in found])
+    labels = np.array([names.index(class_name) for class_name, _, _ in pictures], np.int64)
+    titles = np.array([f"{class_name}/{file}" for class_name, file, _ in pictures])
     files = listed(archive.parent, [archive])
     return ClassificationDataset(layout.name, split, tuple(names), labels, files, pixels, titles)
 
 
 def _is_picture(name: str, split: str) -> bool:
     *folders, file = PurePosixPath(name).parts
-    named = len(folders) >= 2 and folders[-2] == split and file.lower().endswith(_SUFFIXES)
-    return named and not any(map(is_hidden, (*folders, file)))
+    is_picture = len(folders) >= 2 and folders[-2] == split and file.lower().endswith(_SUFFIXES)
+    return is_picture and not any(map(is_hidden, (*folders, file)))
 
 
 CIFAR10 = Row(cifar10, {"train": 50_000, "test": 10_000}, classes=10)

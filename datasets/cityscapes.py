@@ -71,13 +71,14 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
     root = _LAYOUT.check(root, split)
     folder = root / "leftImg8bit" / split
     images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), images_of=split, deep=True)  # CITY/NAME
-    files, alone = [Files(name, path) for name, path in images.items()], tuple[str, ...]()
+    files = [Files(name, path) for name, path in images.items()]
+    remarks: tuple[str, ...] = ()
     if split != _WITHHELD:
         folder = root / "gtFine" / split
         labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), deep=True)
-        files, alone = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
+        files, remarks = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
     files = [entry._replace(name=entry.name.rpartition("/")[2]) for entry in files]
-    return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), remarks=alone)
+    return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), remarks=remarks)
 
 
 CITYSCAPES = Row(cityscapes, {"train": 2975, "val": 500, "test": 1525}, classes=19)

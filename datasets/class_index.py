@@ -13,7 +13,7 @@ import numpy as np
 
 from datasets.cache import needed_cache, read_arrays, write_arrays
 from datasets.segmentation import SegmentationDataset
-from datasets.verify import every
+from datasets.verify import map_images
 from datasets.workers import Progress
 
 POSITIONS = 32  # kept per image and class
@@ -78,32 +78,32 @@ def index_classes(
         TimeoutError: names the image whose label took longer than `reading_errors` around this call allows.
     """
     key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes)])
-    above = folder or needed_cache("the class index", f"give {folder_key}=DIR") / "class-index"
-    kept = Path(os.path.expanduser(above)) / key
-    file = kept / "index.npz"
-    found = read_arrays(file, _ARRAYS)
-    if found is None:
+    parent = folder or needed_cache("the class index", f"give {folder_key}=DIR") / "class-index"
+    cached = Path(os.path.expanduser(parent)) / key
+    file = cached / "index.npz"
+    arrays = read_arrays(file, _ARRAYS)
+    if arrays is None:
         try:
-            kept.mkdir(parents=True, exist_ok=True)  # before the labels are read
+            cached.mkdir(parents=True, exist_ok=True)  # before the labels are read
 
             def indexed(image: int) -> tuple[np.ndarray, np.ndarray]:  # every image has its own random stream
                 rng = np.random.default_rng([_SEED, image])
                 return index_label(dataset.read_label(image), len(dataset.classes), positions, rng)
 
-            labels = list(every(dataset, indexed, workers, progress))
-            found = [np.stack([counts for counts, _ in labels]), np.concatenate([places for _, places in labels])]
-            write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
+            labels = list(map_images(dataset, indexed, workers, progress))
+            arrays = [np.stack([counts for counts, _ in labels]), np.concatenate([places for _, places in labels])]
+            write_arrays(file, dict(zip(_ARRAYS, arrays, strict=True)))
         except TimeoutError:  # of a label
             raise
         except OSError as error:
             raise ValueError(
-                f"the class index of {dataset.name}, split {dataset.split!r}, cannot be written to {kept} ({error}); "
+                f"the class index of {dataset.name}, split {dataset.split!r}, cannot be written to {cached} ({error}); "
                 f"expected a writable folder; give {folder_key}=DIR to choose one"
             ) from error
-    counts, places = found
+    counts, places = arrays
     if len(counts) != len(dataset) or np.minimum(counts, positions).sum() != len(places):
         raise ValueError(f"the class index {file} is damaged or of other images; remove it")
-    return ClassIndex(dataset.classes, counts, places, positions, kept)
+    return ClassIndex(dataset.classes, counts, places, positions, cached)
 
 
 def index_label(
@@ -120,15 +120,16 @@ def index_label(
     starts = range(0, len(flat), _BAND)
     histograms = [cv2.calcHist([flat[i : i + _BAND][None]], [0], None, [256], [0, 256]).ravel() for i in starts]
     until = np.stack(histograms)[:, :classes].astype(np.int64).cumsum(axis=0)  # (bands, classes)
-    counts, found = until[-1], []
+    counts = until[-1]
+    chosen = []
     for class_id in np.flatnonzero(counts):
         ranks = rng.choice(counts[class_id], min(counts[class_id], positions), replace=False, shuffle=False)
         bands = np.searchsorted(until[:, class_id], ranks, side="right")
         for band in np.unique(bands):
             start = band * _BAND
             before = until[band - 1, class_id] if band else 0
-            of_class = np.flatnonzero(flat[start : start + _BAND] == class_id)
-            found.append(start + of_class[ranks[bands == band] - before])
-    places = np.concatenate(found) if found else np.empty(0, np.int64)
+            in_class = np.flatnonzero(flat[start : start + _BAND] == class_id)
+            chosen.append(start + in_class[ranks[bands == band] - before])
+    places = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
     kind = np.uint16 if max(label.shape) <= 1 << 16 else np.uint32
     return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(kind)

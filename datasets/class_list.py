@@ -30,13 +30,16 @@ def folder_classes(file: Path) -> ClassTable:
             raise ValueError('every class needs an object, such as {"name": "wood"}')
         if not isinstance(content.get("ignored", []), list):
             raise ValueError(f'"ignored" is {content["ignored"]}, expected a list of ids, such as [{_IGNORED}]')
-        if wrong := [number for number in content.get("ignored", []) if number not in range(256)]:
-            raise ValueError(f'"ignored" has {wrong[0]!r}, expected ids from 0 to 255')
+        foreign = [number for number in content.get("ignored", []) if number not in range(256)]
+        if foreign:
+            raise ValueError(f'"ignored" has {foreign[0]!r}, expected ids from 0 to 255')
         if len(content["classes"]) > 256:
             raise ValueError(f"the number of classes is {len(content['classes'])}, expected at most 256")
-        entries, ignored = content["classes"], sorted(bytes(content.get("ignored", [_IGNORED])))
+        entries = content["classes"]
+        ignored = sorted(bytes(content.get("ignored", [_IGNORED])))
         keys = {*content} - {"classes", "ignored"} | {key for entry in entries for key in entry}
-        if unknown := sorted(keys - {"name", "colour"}):
+        unknown = sorted(keys - {"name", "colour"})
+        if unknown:
             raise ValueError(f"the key {unknown[0]!r} is unknown")
         colours = {
             number: rgb(entry["colour"]) for number, entry in enumerate(entries) if entry.get("colour") is not None
@@ -44,11 +47,13 @@ def folder_classes(file: Path) -> ClassTable:
         ids = [number for number in range(len(entries)) if number not in ignored]
         names = tuple(entries[number]["name"] for number in ids)
         check_names(zip(ids, names, strict=True))
-        if long := [name for name in names if len(name) > _LONGEST_NAME]:
-            raise ValueError(f"a name has {len(long[0]):,} characters, expected at most {_LONGEST_NAME}")
-        for what, values in (("names", names), ("colours", tuple(colours.values()))):
-            if repeated := sorted({str(value) for value in values if values.count(value) > 1}):
-                raise ValueError(f"two {what} are {repeated[0]}, expected different ones")
+        long_names = [name for name in names if len(name) > _LONGEST_NAME]
+        if long_names:
+            raise ValueError(f"a name has {len(long_names[0]):,} characters, expected at most {_LONGEST_NAME}")
+        for kind, values in (("names", names), ("colours", tuple(colours.values()))):
+            repeated = sorted({str(value) for value in values if values.count(value) > 1})
+            if repeated:
+                raise ValueError(f"two {kind} are {repeated[0]}, expected different ones")
         if len(ids) not in TRAINED:
             raise ValueError(f"the number of classes that are not ignored is {len(ids)}, expected 2 to 253")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -57,7 +62,7 @@ def folder_classes(file: Path) -> ClassTable:
         ) from None
     return ClassTable(
         names=names,
-        palette=told_apart({number: colours.get(number) for number in ids}),
+        palette=distinguished({number: colours.get(number) for number in ids}),
         official_ids=tuple(ids),
         label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
         label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
@@ -74,20 +79,20 @@ def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
     return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
 
 
-def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
+def distinguished(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
     """One colour per class: its own, or a spare one if it has none or its own looks like another class's."""
-    own = {number: colour for number, colour in colours.items() if colour is not None}
-    found = {number: own[number] for number in own.keys() - alike(own)}
+    listed = {number: colour for number, colour in colours.items() if colour is not None}
+    chosen = {number: listed[number] for number in listed.keys() - alike(listed)}
     # Each colour is near at most one colour of the grid, so enough of these are left.
     levels = range(20, 256, 32)
     spare = [*distinct_colours(256), *product(levels, levels, levels)]
-    for number in sorted(colours.keys() - found.keys()):
-        near = _near([spare[number], *spare], [*found.values()]).any(axis=1)
-        found[number] = [spare[number], *spare][int(near.argmin())]
-    return tuple(found[number] for number in colours)
+    for number in sorted(colours.keys() - chosen.keys()):
+        near = _near([spare[number], *spare], [*chosen.values()]).any(axis=1)
+        chosen[number] = [spare[number], *spare][int(near.argmin())]
+    return tuple(chosen[number] for number in colours)
 
 
-def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.ndarray:
-    """Which pairs of colours look alike, bool (n, m)."""
-    levels, other_levels = (np.array(each, np.int16).reshape(-1, 3) for each in (some, others))
-    return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
+def _near(rows: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> np.ndarray:
+    """Which pairs of colours look alike, bool (rows, columns)."""
+    row_levels, column_levels = (np.array(colours, np.int16).reshape(-1, 3) for colours in (rows, columns))
+    return (np.abs(row_levels[:, None] - column_levels) < 8).all(axis=2)

@@ -44,8 +44,9 @@ def two_orders(names: Iterable[str]) -> str | None:
     as_numbers = by_number(as_text)
     if as_text == as_numbers:
         return None
-    first = [one == other for one, other in zip(as_text, as_numbers, strict=True)].index(False)
-    start, before = max(0, first - 2), "…, " * (first > 2)
+    first = next(place for place, name in enumerate(as_text) if as_numbers[place] != name)
+    start = max(0, first - 2)
+    before = "…, " if start else ""
     text, numbers = (f"{before}{first_of(order[start:])}" for order in (as_text, as_numbers))
     return f"{text} as text, {numbers} as numbers"
 
@@ -55,7 +56,10 @@ def check_order(classes: Sequence[str], file: str, option: str | None) -> None:
 
     `file`: its name, for the message. `option`: the setting that chooses the order; None: it was chosen.
     """
-    if option is None or [*classes] != sorted(classes) or (orders := two_orders(classes)) is None:
+    if option is None or [*classes] != sorted(classes):
+        return
+    orders = two_orders(classes)
+    if orders is None:
         return
     raise ValueError(
         f"{file} does not name its {len(classes)} classes, and the dataset's have two orders: {orders}. Give "

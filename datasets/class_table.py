@@ -20,25 +20,28 @@ class Palettes:
     An id's first colour is the reference: its colour in `expected`, {id: RGB}, if any, else in the first file that
     holds the id. `conflict` is a message that names the first file with another colour, and the source of the first
     colour; None if there is no such file. `grays`: the gray of each index, in palettes of grays that are not their
-    indices; `gray_labels` and `plain`: the numbers of files with such a palette, and without any.
+    indices; `gray_labels` and `plain_labels`: the numbers of files with such a palette, and without any.
     """
 
     def __init__(self, expected: Mapping[int, tuple[int, ...]] | None = None) -> None:
         self.conflict: str | None = None
         # By id: where its colour comes from, and the colour.
-        known = (expected or {}).items()
-        self._first = {number: ("the dataset's list of classes", colour) for number, colour in known}
-        self.grays, self.gray_labels, self.plain = dict[int, int](), 0, 0
+        source = "the dataset's list of classes"
+        self._first = {number: (source, colour) for number, colour in (expected or {}).items()}
+        self.grays: dict[int, int] = {}
+        self.gray_labels = 0
+        self.plain_labels = 0
         self.first_gray: Path | None = None
 
     def add(self, path: Path, colours: Mapping[int, tuple[int, ...]]) -> None:
         """Compare a file's colours for the ids that it holds."""
-        self.plain += not colours
+        self.plain_labels += not colours
         is_gray = all(number < 256 and len({*colour}) == 1 for number, colour in colours.items())
         levels = {number: colour[0] for number, colour in colours.items()} if is_gray else {}
         if any(number != level for number, level in levels.items()):
             self.grays |= levels
-            self.first_gray, self.gray_labels = self.first_gray or path, self.gray_labels + 1
+            self.first_gray = self.first_gray or path
+            self.gray_labels += 1
         for number, colour in colours.items():
             first, expected = self._first.setdefault(number, (str(path), colour))
             if self.conflict is None and colour != expected:
@@ -54,26 +57,28 @@ class Palettes:
         )
         if not self.grays or same:
             return ""
-        such = f"such as {readable(self.first_gray)}{f' ({self.plain} others have none)' * bool(self.plain)}"
+        others = f" ({self.plain_labels} others have none)" if self.plain_labels else ""
         return (
-            f"{self.gray_labels} labels have palettes of grays, {such}: their indices {ranges(self.grays)} count, not "
-            f"the grays {ranges({*self.grays.values()})}; if the grays are meant, save gray PNGs without palettes"
+            f"{self.gray_labels} labels have palettes of grays, such as {readable(self.first_gray)}{others}: their "
+            f"indices {ranges(self.grays)} count, not the grays {ranges({*self.grays.values()})}; if the grays are "
+            f"meant, save gray PNGs without palettes"
         )
 
     def grays_fit(self, table: "ClassTable") -> bool:
         """Whether palettes of grays may be meant as the other labels are, or as the only ids that are classes."""
-        found = [(table.reading(gray), table.label_ids.get(number, IGNORED)) for number, gray in self.grays.items()]
-        only = any(index == IGNORED != level for level, index in found)
-        return all(level is not None for level, _ in found) and (bool(self.plain) or only)
+        # The train ids of each gray, and of its index.
+        pairs = [(table.reading(gray), table.label_ids.get(number, IGNORED)) for number, gray in self.grays.items()]
+        is_only_reading = any(index_id == IGNORED != gray_id for gray_id, index_id in pairs)
+        return all(gray_id is not None for gray_id, _ in pairs) and (self.plain_labels > 0 or is_only_reading)
 
     def swapped(self, listed: Mapping[int, int]) -> list[str]:
         """A sentence if an id has the colour of another one in a list of classes, {0xRRGGBB: id}."""
         for number, (source, colour) in self._first.items():
-            other = listed.get(int.from_bytes(bytes(colour), "big"), number)
-            if other != number:
+            listed_number = listed.get(int.from_bytes(bytes(colour), "big"), number)
+            if listed_number != number:
                 return [
                     f"{source}: its palette gives the id {number} the colour {colour}, which the list of classes gives "
-                    f"the id {other}: check their names there; with palettes=any only ids count"
+                    f"the id {listed_number}: check their names there; with palettes=any only ids count"
                 ]
         return []
 
@@ -128,14 +133,14 @@ class ClassTable:
         mapped = cv2.LUT(raw, self._to_train)
         if (mapped == _ILLEGAL).any():
             foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
-            more = f", … ({len(foreign)} in all)" if len(foreign) > 8 else ""
+            ending = f", … ({len(foreign)} in all)" if len(foreign) > 8 else ""
             raise UnknownIds(
-                f"contains the ids {', '.join(map(str, foreign[:8]))}{more}, which are not in the class table; "
+                f"contains the ids {', '.join(map(str, foreign[:8]))}{ending}, which are not in the class table; "
                 f"expected only {ranges(self.label_ids)}"
             )
         return mapped
 
-    def known(self, raw: np.ndarray) -> np.ndarray:
+    def checked(self, raw: np.ndarray) -> np.ndarray:
         """Return raw label values, uint8 (H, W), as they are. Raises UnknownIds for values outside the table."""
         self.train_ids(raw)
         return raw
@@ -151,20 +156,25 @@ class ClassTable:
 
     def doubts(self, pixels: np.ndarray, images: str) -> list[str]:
         """What looks wrong in label files. `pixels` of each raw value, int64 (256,); `images`: what shows them."""
-        classes, found = self.by_class(pixels), []
-        held, total, last = {*np.flatnonzero(pixels).tolist()}, max(1, int(pixels.sum())), len(self.names)
+        by_class = self.by_class(pixels)
+        values = {*np.flatnonzero(pixels).tolist()}
+        class_count = len(self.names)
+        doubts = []
         ids = [number for number, train_id in self.label_ids.items() if train_id != IGNORED]
-        names = [name for number, name in enumerate(self.names) if not classes[number] and name not in self.absent]
-        if held and names:
-            found.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
-            low = held - {IGNORED}  # train ids: most of them, and perhaps one more for void
+        names = [name for number, name in enumerate(self.names) if not by_class[number] and name not in self.absent]
+        if values and names:
+            doubts.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
+            low = values - {IGNORED}  # train ids: most of them, and perhaps one more for void
             foreign = low - {*ids, *self.ignored}
-            if foreign and max(low) <= last <= max(ids) and 2 * len(low) >= last:
-                found[-1] += f". They hold {ranges(held)}, which look like train ids; expected {ranges(ids)}"
-        ignored = sorted(held - {*ids, *self.ignored})
-        if (share := pixels[ignored].sum() / total) > 0.5:
-            found.append(f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ranges(ignored)}")
-        return found
+            if foreign and max(low) <= class_count <= max(ids) and 2 * len(low) >= class_count:
+                doubts[-1] += f". They hold {ranges(values)}, which look like train ids; expected {ranges(ids)}"
+        ignored = sorted(values - {*ids, *self.ignored})
+        share = pixels[ignored].sum() / max(1, int(pixels.sum()))
+        if share > 0.5:
+            doubts.append(
+                f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ranges(ignored)}"
+            )
+        return doubts
 
     def official(self, train_ids: np.ndarray) -> np.ndarray:
         """Train ids, uint8 (H, W) -> ids in official prediction files, uint8 (H, W)."""

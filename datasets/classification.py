@@ -28,7 +28,9 @@ class ClassificationDataset(Dataset):
     label_ids = ()  # no label files
     numbering = ""  # no label files
     has_labels = True
-    channels, channels_key, shown = COLOURS, None, None  # always red, green and blue
+    channels = COLOURS
+    channels_key = None  # always red, green and blue
+    shown = None
 
     name: str
     split: str
@@ -64,8 +66,8 @@ class ClassificationDataset(Dataset):
     def first(self, count: int) -> "ClassificationDataset":
         """The same dataset with its first `count` images."""
         files: dict[str, Any] = {name: getattr(self.files, name)[:count] for name in ("names", "sizes", "times")}
-        own = {name: getattr(self, name) for name in ("labels", "pixels", "names")}
-        parts: dict[str, Any] = {name: None if each is None else each[:count] for name, each in own.items()}
+        arrays = {name: getattr(self, name) for name in ("labels", "pixels", "names")}
+        parts: dict[str, Any] = {name: None if array is None else array[:count] for name, array in arrays.items()}
         return replace(self, **parts, files=replace(self.files, **files))
 
     def label(self, number: int) -> int:

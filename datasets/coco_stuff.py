@@ -12,7 +12,8 @@ from datasets.segmentation import Files, SegmentationDataset
 LISTS = ("challenge", "full")  # of images
 
 _WITHHELD = "test"
-_FIRST_ID, _OTHER_ID = 92, 183  # the first stuff class, and "other", which stands for all things
+_FIRST_ID = 92  # the first stuff class
+_OTHER_ID = 183  # "other", which stands for all things
 _THING_IDS = range(1, _FIRST_ID)
 
 # Ids 92-182 in order, so positions are train ids. Source: the official label list.
@@ -54,14 +55,15 @@ def coco_stuff_classes(stuffthingmaps: bool = False) -> ClassTable:
     Predictions always hold COCO ids. There are no official colours (the palette in the challenge's files is a shuffled
     colour map), so the palette is our own.
     """
-    ids, shift = range(_FIRST_ID, _OTHER_ID), int(stuffthingmaps)
-    others = [coco_id - shift for coco_id in _THING_IDS] if stuffthingmaps else [_OTHER_ID]
+    ids = range(_FIRST_ID, _OTHER_ID)
+    shift = int(stuffthingmaps)
+    things = [coco_id - shift for coco_id in _THING_IDS] if stuffthingmaps else [_OTHER_ID]
     train_ids = {coco_id - shift: train_id for train_id, coco_id in enumerate(ids)}
     return ClassTable(
         names=_CLASSES,
         palette=distinct_colours(len(_CLASSES)),
         official_ids=tuple(ids),
-        label_ids={**train_ids, **dict.fromkeys([255 if stuffthingmaps else 0, *others], IGNORED)},
+        label_ids={**train_ids, **dict.fromkeys([255 if stuffthingmaps else 0, *things], IGNORED)},
         official_void=0,
     )
 
@@ -92,9 +94,11 @@ def coco_stuff(
     labels, folder, stuffthingmaps = _labels(root, split)
     if names is not None:
         images = {name: images[name] for name in names}
-    files, alone = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
-    files, alone = (files, alone) if names is None else (as_listed(files, names), ())  # lists leave labels out
-    return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps), remarks=alone)
+    files, remarks = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
+    if names is not None:
+        files = as_listed(files, names)
+        remarks = ()  # lists leave labels out
+    return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps), remarks=remarks)
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
@@ -102,11 +106,18 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
     name = f"{split}2017"
     pixel_maps = [root / "annotations" / f"stuff_{name}_pixelmaps", root / f"stuff_{name}_pixelmaps"]
     # The archive holds train2017/ and val2017/. Unpacked beside the images, they merge with the image folders.
-    above = (root / "stuffthingmaps", root / "stuffthingmaps_trainval2017", root / "annotations", root, root / "images")
-    stuffthingmaps = [folder / name for folder in above]
+    parents = (
+        root / "stuffthingmaps",
+        root / "stuffthingmaps_trainval2017",
+        root / "annotations",
+        root,
+        root / "images",
+    )
+    stuffthingmaps = [folder / name for folder in parents]
     for folder in (*pixel_maps, *stuffthingmaps):
-        if folder.is_dir() and (found := list_files(folder, (".png",))):
-            return found, folder, folder in stuffthingmaps
+        labels = list_files(folder, (".png",)) if folder.is_dir() else {}
+        if labels:
+            return labels, folder, folder in stuffthingmaps
     looked_for = f"{pixel_maps[0]}/*.png and {stuffthingmaps[0]}/*.png"
     raise _LAYOUT.error(f"coco_stuff: no labels for split {split!r}, looked for {looked_for}", root)
 
@@ -114,10 +125,11 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
 def _listed(root: Path, split: str, images: dict[str, Path], keys: str) -> list[str]:
     """Names on the challenge's list of images. ValueError if any are not in `images`."""
     folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
-    file = next((path for folder in folders if (path := folder / f"{split}-ids.txt").is_file()), None)
+    files = [folder / f"{split}-ids.txt" for folder in folders]
+    file = next(filter(Path.is_file, files), None)
     if file is None:
         raise _LAYOUT.error(
-            f"coco_stuff: {keys}lists=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing",
+            f"coco_stuff: {keys}lists=challenge needs {files[0]}, which is missing",
             root,
             fix=f"give {keys}lists=full to use all images of the folder, or unpack stuff_annotations_trainval2017.zip "
             f"in {root}, which contains the lists",

@@ -69,8 +69,8 @@ def composed(name: str) -> str:
 def readable(name: object, lines: bool = False) -> str:
     """A name as messages show it: control characters are escaped. `lines`: not ends of lines, nor tabs."""
 
-    def escaped(found: re.Match) -> str:
-        return found[0] if lines and found[0] in "\n\t" else found[0].encode("unicode_escape").decode()
+    def escaped(match: re.Match) -> str:
+        return match[0] if lines and match[0] in "\n\t" else match[0].encode("unicode_escape").decode()
 
     return _CONTROL.sub(escaped, str(name))
 
@@ -100,24 +100,29 @@ def is_hidden(name: str) -> bool:
 def class_folders(folder: Path) -> tuple[str, ...]:
     """Names of the folders in `folder`, sorted as if they were `composed`; hidden ones are left out."""
     with os.scandir(folder) as entries:
-        found = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
-    return tuple(sorted(found, key=composed))
+        names = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
+    return tuple(sorted(names, key=composed))
 
 
-def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False, more: Sequence[str] = ()) -> dict[str, Path]:
+def list_files(
+    folder: Path, suffixes: Sequence[str], deep: bool = False, rare_suffixes: Sequence[str] = ()
+) -> dict[str, Path]:
     """{name: path} of the files in `folder` with one of `suffixes`, which are not part of the names; sorted.
 
     Names are `composed`, so images and labels pair however their disk stores accents. `deep`: also files in its
     folders; their names are paths below `folder`. Hidden files and folders do not count, nor links to a folder above.
-    `more`: suffixes of files that count only where no other file has their name; earlier ones come first.
+    `rare_suffixes`: of files that count only where no other file has their name; earlier ones come first.
     ValueError if two files have the same name, or a folder has one of the suffixes.
     """
-    found: dict[str, Path] = {}
-    for name, entry in _ending(files_in(folder, deep, suffixes), suffixes, more):
-        if (other := found.setdefault(name, path := Path(entry.path))) != path:
-            one, two = (ascii(str(file.relative_to(folder))) for file in (other, path))  # it shows how accents differ
-            raise ValueError(f"{folder} holds both {one} and {two}: expected one file per name. Remove one.")
-    return dict(sorted(found.items()))
+    paths: dict[str, Path] = {}
+    for name, entry in _with_suffixes(files_in(folder, deep, suffixes), suffixes, rare_suffixes):
+        path = Path(entry.path)
+        first_path = paths.setdefault(name, path)
+        if first_path != path:
+            # `ascii` shows how accents differ.
+            first, second = (ascii(str(file.relative_to(folder))) for file in (first_path, path))
+            raise ValueError(f"{folder} holds both {first} and {second}: expected one file per name. Remove one.")
+    return dict(sorted(paths.items()))
 
 
 def files_in(
@@ -127,10 +132,11 @@ def files_in(
 
     ValueError if a folder has one of `suffixes`. `above`: the folders above, where a circle of links ends.
     """
-    if deep and (real := os.path.realpath(folder)) not in above:
-        above |= {real}
-    elif deep:
-        return
+    if deep:
+        real_path = os.path.realpath(folder)
+        if real_path in above:
+            return
+        above |= {real_path}
     ends = tuple(map(str.lower, suffixes))
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -146,51 +152,56 @@ def files_in(
                 yield from ((f"{composed(entry.name)}/{name}", file) for name, file in inside)
 
 
-def _ending(
-    entries: Iterable[tuple[str, os.DirEntry]], suffixes: Sequence[str], more: Sequence[str]
+def _with_suffixes(
+    entries: Iterable[tuple[str, os.DirEntry]], suffixes: Sequence[str], rare_suffixes: Sequence[str]
 ) -> Iterator[tuple[str, os.DirEntry]]:
-    """The entries that end in one of `suffixes`, by their names without it; then those in `more` with other names.
+    """The entries that end in one of `suffixes`, by their names without it; then those with a rare one, if new.
 
-    Of several in `more` with one name, the earliest suffix wins.
+    Of several rare ones with one name, the earliest suffix wins.
     """
-    taken, others, ends = set[str](), list[tuple[str, os.DirEntry]](), tuple(map(str.lower, suffixes))
+    stems = set[str]()
+    candidates = list[tuple[str, os.DirEntry]]()
+    ends = tuple(map(str.lower, suffixes))
     for name, entry in entries:
-        if (lower := name.lower()).endswith(ends):
-            end = next(filter(lower.endswith, ends))
-            taken.add(own := name[: -len(end)])
-            yield own, entry
-        else:
-            others.append((name, entry))
-    for end, (name, entry) in product(more, sorted(others, key=itemgetter(0))):
-        if name.lower().endswith(end) and (own := name[: -len(end)]) not in taken:
-            taken.add(own)
-            yield own, entry
+        end = next(filter(name.lower().endswith, ends), None)
+        if end is None:
+            candidates.append((name, entry))
+            continue
+        stem = name[: -len(end)]
+        stems.add(stem)
+        yield stem, entry
+    for end, (name, entry) in product(rare_suffixes, sorted(candidates, key=itemgetter(0))):
+        stem = name[: -len(end)]
+        if name.lower().endswith(end) and stem not in stems:
+            stems.add(stem)
+            yield stem, entry
 
 
 def list_classes(
-    folder: Path, classes: Sequence[str], suffixes: tuple[str, ...], more: Sequence[str] = ()
+    folder: Path, classes: Sequence[str], suffixes: tuple[str, ...], rare_suffixes: Sequence[str] = ()
 ) -> tuple[FileList, np.ndarray, list[str]]:
     """The files in `folder`/CLASS for each of `classes`, sorted by class and name, and their classes, int64 (n,).
 
     Files in folders inside CLASS count, too, as in torchvision's ImageFolder. Only names that end with one of
-    `suffixes`, in lower or upper case, count, and `more`, see `list_files`; hidden files do not. Also returns the paths
-    of the other files. ImageNet's 1.3 million files take about ten seconds on a local disk.
+    `suffixes`, in lower or upper case, count, and `rare_suffixes`, see `list_files`; hidden files do not. Also returns
+    the paths of the other files. ImageNet's 1.3 million files take about ten seconds on a local disk.
     """
-    start, left_out = len(os.path.join(folder, "")), list[str]()
-    found = list[list[tuple[str, tuple[int, int]]]]()
-    for each in classes:
-        entries = [*files_in(folder / each, suffixes=suffixes)]
-        images = {entry.path: entry for _, entry in _ending(entries, suffixes, more)}
+    start = len(os.path.join(folder, ""))
+    left_out = list[str]()
+    states_by_class = list[list[tuple[str, tuple[int, int]]]]()
+    for name in classes:
+        entries = [*files_in(folder / name, suffixes=suffixes)]
+        images = {entry.path: entry for _, entry in _with_suffixes(entries, suffixes, rare_suffixes)}
         left_out += (entry.path for _, entry in entries if entry.path not in images)
-        found.append(sorted((path[start:], _size_and_time(entry)) for path, entry in images.items()))
-    files = _file_list(folder, [entry for entries in found for entry in entries])
-    return files, np.repeat(np.arange(len(classes)), [len(entries) for entries in found]), left_out
+        states_by_class.append(sorted((path[start:], _size_and_time(entry)) for path, entry in images.items()))
+    files = _file_list(folder, [state for states in states_by_class for state in states])
+    return files, np.repeat(np.arange(len(classes)), [len(states) for states in states_by_class]), left_out
 
 
-def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> FileList:
-    """`found`: path below `root`, (size, time) of each file."""
-    names = np.array([os.fsencode(name) for name, _ in found], np.bytes_)
-    states = np.array([state for _, state in found], np.int64).reshape(-1, 2)
+def _file_list(root: Path, named_states: Sequence[tuple[str, tuple[int, int]]]) -> FileList:
+    """`named_states`: path below `root`, (size, time) of each file."""
+    names = np.array([os.fsencode(name) for name, _ in named_states], np.bytes_)
+    states = np.array([state for _, state in named_states], np.int64).reshape(-1, 2)
     return FileList(root, names, sizes=states[:, 0].copy(), times=states[:, 1].copy())
 
 

@@ -23,7 +23,7 @@ from datasets.stored import ARRAY_SUFFIX, COLOURS, Stored
 
 WITHHELD = "test"
 IN_FOLD = re.compile(r"fold\d+/")  # how the lists of folds begin
-ALSO = (*RARE, ARRAY_SUFFIX)  # images where no other has their name, see `list_files`
+LAST_SUFFIXES = (*RARE, ARRAY_SUFFIX)  # of images where no other has their name, see `list_files`
 
 # About a label that cannot be used, with its classes.json.
 _LABEL_FIX = (
@@ -50,17 +50,19 @@ _USUAL = LabelNames()
 
 def folder_splits(root: str | os.PathLike | None, fold: int | None = None, options: LabelNames = _USUAL) -> list[str]:
     """Names of the splits in `root`, folders and lists, or of one `fold`; train and val come first."""
-    root, name = _LAYOUT.top(root), glob.escape(options.image_folder)
+    root = _LAYOUT.top(root)
     images = root / options.image_folder
+    pattern = glob.escape(options.image_folder)
     lists = [file.with_suffix("") for file in _lists(root, images)]
-    folders = [path.parent for pattern in (f"*/{name}", f"*/*/{name}") for path in root.glob(pattern)]
-    found = {path.relative_to(root).as_posix() for path in (*folders, *lists)}
-    found |= set() if lists else {*split_folders(images)}
-    found -= {name for name in found if any(map(is_hidden, name.split("/")))}
+    folders = [path.parent for path in (*root.glob(f"*/{pattern}"), *root.glob(f"*/*/{pattern}"))]
+    splits = {path.relative_to(root).as_posix() for path in (*folders, *lists)}
+    if not lists:
+        splits |= {*split_folders(images)}
+    splits = {split for split in splits if not any(map(is_hidden, split.split("/")))}
     if fold is not None:
-        inside = {name.rpartition("/")[2] for name in found}
-        found = {name for name in inside if of_fold(name, fold) in found}
-    return sorted(found, key=lambda split: (split not in ("train", "val"), split))
+        names = {split.rpartition("/")[2] for split in splits}
+        splits = {name for name in names if of_fold(name, fold) in splits}
+    return sorted(splits, key=lambda split: (split not in ("train", "val"), split))
 
 
 def split_folders(images: Path) -> list[str]:
@@ -81,7 +83,7 @@ def _is_list(file: Path, images: Path) -> bool:
         return True
     with suppress(ValueError):
         names = [line.strip() for line in read_list(file, "the name of an image")[:9]]
-        return any((images / f"{name}{end}").is_file() for name in names for end in ("", *PHOTOGRAPHS, *ALSO))
+        return any((images / f"{name}{end}").is_file() for name in names for end in ("", *PHOTOGRAPHS, *LAST_SUFFIXES))
     return False
 
 
@@ -116,16 +118,19 @@ def folder(
     for a list that is not written yet; `split` is then empty.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
-    names, split = LabelNames(label_folder, label_suffix, keys, image_folder), of_fold(split, fold)
+    options = LabelNames(label_folder, label_suffix, keys, image_folder)
+    split = of_fold(split, fold)
     root = _LAYOUT.top(root)
-    names.check()
-    split_path, suffixes = _below(root, split, names), image_suffixes(channels)
-    above, inside, is_listed = _place(root, split, split_path, names)
-    images_in, labels_in = above / image_folder / inside, above / label_folder / inside
+    options.check()
+    split_path = _below(root, split, options)
+    above, inside, is_listed = _place(root, split, split_path, options)
+    images_in = above / image_folder / inside
     if not images_in.is_dir():
-        raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _elsewhere(root, names))
-    files_in_place = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, more=ALSO)
-    images, labels = names.images(files_in_place), names.labels(labels_in)
+        raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _elsewhere(root, options))
+    suffixes = image_suffixes(channels)
+    image_files = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, rare_suffixes=LAST_SUFFIXES)
+    images = options.images(image_files)
+    labels = options.labels(above / label_folder / inside)
     unpaired = [path for name, path in labels.items() if name not in images]
     labelled = {name: path for name, path in images.items() if name in labels}
     if not is_listed and labels:  # one without a label is passed over, as before its suffix was read
@@ -133,13 +138,13 @@ def folder(
         images = usable or images
     paths = {*map(str, (*images.values(), *labels.values()))}
     strays = [entry.path for _, entry in files_in(images_in) if entry.path not in paths]
-    order = on_list(root, split_path, images, names) if is_listed and not listed else list(listed or images)
+    order = on_list(root, split_path, images, options) if is_listed and not listed else list(listed or images)
     if is_listed:
         images, labels = ({name: files[name] for name in order if name in files} for files in (images, labels))
     if split_path.name == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
     else:
-        files = _paired(root, above, inside, images, labels, names)
+        files = _paired(root, above, inside, images, labels, options)
     files = [entry._replace(name=as_stored(entry, images_in)) for entry in as_listed(files, order)]
     unlisted = [] if not is_listed or listed else on_no_list(root, split_path, labelled)
     table = _classes_of(root)
@@ -161,10 +166,10 @@ def folder(
     )
 
 
-def _place(root: Path, split: str, split_path: Path, names: LabelNames) -> tuple[Path, str, bool]:
+def _place(root: Path, split: str, split_path: Path, options: LabelNames) -> tuple[Path, str, bool]:
     """Of a split: the folder above images and labels, the folder in both that holds it, and whether it is a list."""
-    images = root / names.image_folder
-    if split_path != root and (not images.is_dir() or (split_path / names.image_folder).is_dir()):  # DIR/train/images
+    images = root / options.image_folder
+    if split_path != root and (not images.is_dir() or (split_path / options.image_folder).is_dir()):  # DIR/train/images
         return split_path, "", False
     if split and (images / split).is_dir() and not _lists(root, images):  # DIR/images/train
         return root, split, False
@@ -172,25 +177,27 @@ def _place(root: Path, split: str, split_path: Path, names: LabelNames) -> tuple
 
 
 def _paired(
-    root: Path, above: Path, inside: str, images: dict[str, Path], labels: dict[str, Path], names: LabelNames
+    root: Path, above: Path, inside: str, images: dict[str, Path], labels: dict[str, Path], options: LabelNames
 ) -> list[Files]:
     """Images with their labels, by name. ValueError: one has no label in above/labels/`inside`."""
-    looked_in, fix = above / names.folder / inside, None
-    if not looked_in.is_dir() or images.keys() - labels.keys():
-        fix = names.found(above, {os.path.join(inside, name): path for name, path in images.items()})
+    labels_in = above / options.folder / inside
+    fix = None
+    if not labels_in.is_dir() or images.keys() - labels.keys():
+        fix = options.advice(above, {os.path.join(inside, name): path for name, path in images.items()})
         fix = fix or "add the labels, under the names of their images, or take the images out"
-    if not looked_in.is_dir():
-        raise _LAYOUT.error(f"folder: the folder {looked_in} is missing", root, fix)
-    files, _ = _LAYOUT.pair(images, labels, root, f"{looked_in}/NAME{names.suffix}.png", fix)
+    if not labels_in.is_dir():
+        raise _LAYOUT.error(f"folder: the folder {labels_in} is missing", root, fix)
+    files, _ = _LAYOUT.pair(images, labels, root, f"{labels_in}/NAME{options.suffix}.png", fix)
     return files
 
 
 def _classes_of(root: Path) -> ClassTable:
     """The classes of a folder. ValueError: its classes.json is missing, or of another form."""
-    if not (file := root / CLASSES).is_file():
-        what = "a link that leads nowhere" if file.is_symlink() else "missing"
+    file = root / CLASSES
+    if not file.is_file():
+        problem = "a link that leads nowhere" if file.is_symlink() else "missing"
         fix = f"write {EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold"
-        raise _LAYOUT.error(f"folder: {file} is {what}", root, fix)
+        raise _LAYOUT.error(f"folder: {file} is {problem}", root, fix)
     return folder_classes(file)
 
 
@@ -213,7 +220,7 @@ def _below(root: Path, split: str, options: LabelNames) -> Path:
     below = root / split
     if below.is_dir() or Path(f"{below}.txt").is_file():
         return below
-    same = [found for found in folder_splits(root, options=options) if composed(found) == composed(split)]
+    same = [name for name in folder_splits(root, options=options) if composed(name) == composed(split)]
     return root / same[0] if len(same) == 1 else below
 
 
@@ -235,7 +242,8 @@ class LabelFiles(NamedTuple):
 def check_whole(root: str | os.PathLike | None, options: LabelNames = _USUAL) -> None:
     """ValueError if a folder looks like one of several splits beside each other, such as DIR/train of DIR."""
     top = _LAYOUT.top(root).resolve()
-    if not folder_splits(top, options=options) and (beside := _beside(top, options)):
+    beside = [] if folder_splits(top, options=options) else _beside(top, options)
+    if beside:
         raise ValueError(
             f"{top} looks like one of the splits {', '.join(beside)} of {top.parent}: give {top.parent}, whose "
             f"{CLASSES} counts for all; or first write lists of its images, if it is a dataset of its own"
@@ -245,34 +253,40 @@ def check_whole(root: str | os.PathLike | None, options: LabelNames = _USUAL) ->
 def _beside(top: Path, options: LabelNames) -> list[str]:
     """The names of a split's folder and of those beside it; empty if `top` looks like another folder."""
     splits = [split for split in folder_splits(top.parent, options=options) if "/" not in split]
-    looks_so = top.name in splits and len(splits) > 1 and {"train", "val", WITHHELD} & {*splits}
-    return splits if looks_so else []
+    is_split = top.name in splits and len(splits) > 1 and {"train", "val", WITHHELD} & {*splits}
+    return splits if is_split else []
 
 
 def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, channels: int = COLOURS) -> LabelFiles:
     """Find all labels in a folder. `channels`: of its images. ValueError if there are none."""
     root = _LAYOUT.top(root)
     options.check()
-    found, fix = LabelFiles({}, [], [], root / options.image_folder), None
+    label_files = LabelFiles({}, [], [], root / options.image_folder)
+    fix = None
     for above in _folders(root, {options.image_folder, options.folder}):
-        labels, images = options.labels(above / options.folder), None
-        if (folder := above / options.image_folder).is_dir():
-            images = options.images(list_files(folder, image_suffixes(channels), deep=True, more=ALSO))
+        labels = options.labels(above / options.folder)
+        images = None
+        image_folder = above / options.image_folder
+        if image_folder.is_dir():
+            suffixes = image_suffixes(channels)
+            images = options.images(list_files(image_folder, suffixes, deep=True, rare_suffixes=LAST_SUFFIXES))
             without = [path for name, path in images.items() if name not in labels]
-            found.without.extend(without if labels or above.name != WITHHELD else ())
-            fix = fix or (options.found(above, images) if without else None)
+            label_files.without.extend(without if labels or above.name != WITHHELD else ())
+            fix = fix or (options.advice(above, images) if without else None)
         for name, label in labels.items():
             if images is None or name in images:
-                found.images[label] = None if images is None else images[name]
+                label_files.images[label] = None if images is None else images[name]
             else:
-                found.alone.append(label)
-    if not found.images:
-        if (above := root.resolve().parent / options.image_folder).is_dir():
-            whole = above.parent.parent if _beside(above.parent, options) else above.parent
+                label_files.alone.append(label)
+    if not label_files.images:
+        above = root.resolve().parent
+        if (above / options.image_folder).is_dir():
+            whole = above.parent if _beside(above, options) else above
             fix = fix or f"give {options.keys}root={whole}, the folder above"
         fix = fix or options.twins(root)
-        raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found.alone)} in {root}", root, fix)
-    return found
+        labels_missing = "no labels of an image" if label_files.alone else "no labels"
+        raise _LAYOUT.error(f"folder: {labels_missing} in {root}", root, fix)
+    return label_files
 
 
 def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
@@ -280,42 +294,48 @@ def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
 
     Links are followed, as for splits, but no folder is visited twice: links may form a circle.
     """
-    seen: set[str] = set()
+    seen_paths: set[str] = set()
     for folder, inside, _ in os.walk(root, followlinks=True):
-        is_new = (real := os.path.realpath(folder)) not in seen
-        seen.add(real)
-        others = sorted(each for each in inside if is_new and not is_hidden(each))
-        inside[:] = [each for each in others if each not in names]
-        if len(inside) < len(others):
+        real_path = os.path.realpath(folder)
+        folders = [] if real_path in seen_paths else sorted(name for name in inside if not is_hidden(name))
+        seen_paths.add(real_path)
+        inside[:] = [name for name in folders if name not in names]
+        if len(inside) < len(folders):
             yield Path(folder)
 
 
 def _elsewhere(root: Path, options: LabelNames) -> str | None:
     """Advice about a split that is missing: others in `root`, the folder above, or the command that writes lists."""
-    splits, above, ways, keys = folder_splits(root, options=options), root.resolve(), list[str](), options.keys
+    splits = folder_splits(root, options=options)
+    above = root.resolve()
+    ways = []
     images = root / options.image_folder
     whole = [split for split in splits if not re.match(r"fold\d+/", split)]
     if len(whole) < len(splits):
-        ways.append(f"give {keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)")
+        ways.append(
+            f"give {options.keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)"
+        )
     if whole:
         ways.append(f"give one of the splits that are there: {', '.join(whole)}")
-    if not splits and not images.is_dir() and (twins := options.twins(root)):
+    twins = None if splits or images.is_dir() else options.twins(root)
+    if twins:
         ways.append(twins)
     elif not splits and _beside(above, options):
-        ways.append(f"give {keys}root={above.parent}, the folder above, whose folders are the splits")
+        ways.append(f"give {options.keys}root={above.parent}, the folder above, whose folders are the splits")
     elif images.is_dir() and not split_folders(images):
-        if lists := sorted(root.glob("ImageSets/*/train*.txt")):
+        lists = sorted(root.glob("ImageSets/*/train*.txt"))
+        if lists:
             ways.append(f"copy the lists of {lists[0].parent} to {root}")
         command = f"python -m scripts.make_classes data.root={root} split=[0.7,0.15,0.15]"
         ways.append(f"let {command} write lists, or with folds=5 those of five folds")
     return "; or ".join(ways) or None
 
 
-def on_list(root: Path, own: Path, images: Mapping[str, Path], options: LabelNames = _USUAL) -> list[str]:
-    """The image names on a split's list, which may list suffixes too. `own`: where the split's folder would be."""
-    file = Path(f"{own}.txt")
+def on_list(root: Path, split_path: Path, images: Mapping[str, Path], options: LabelNames = _USUAL) -> list[str]:
+    """The image names on a split's list, which may list suffixes too. `split_path`: where its folder would be."""
+    file = Path(f"{split_path}.txt")
     if not file.is_file():
-        neither = f"folder: neither the folder {own / options.image_folder} nor the list {file} exists"
+        neither = f"folder: neither the folder {split_path / options.image_folder} nor the list {file} exists"
         raise _LAYOUT.error(neither, root, _elsewhere(root, options))
     names = _names_on(file, images)
     fix = (
@@ -334,14 +354,16 @@ def _names_on(file: Path, images: Mapping[str, Path]) -> list[str]:
     return [stems.get(line) or stripped[line] or line for line in lines]
 
 
-def on_no_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
-    """The names of `images` in `root`/images that are on none of the lists beside `own`.txt, sorted.
+def on_no_list(root: Path, split_path: Path, images: Mapping[str, Path]) -> list[str]:
+    """The names of `images` in `root`/images that are on none of the lists beside `split_path`.txt, sorted.
 
     All folds share `root`/test.txt, so it counts for each of them.
     """
-    beside = own.parent if own.name != WITHHELD else root
-    lists = {*beside.glob("*.txt"), root / f"{WITHHELD}.txt"}
-    lists |= {*root.glob("fold[0-9]*/*.txt")} if own.name == WITHHELD else set()
+    is_withheld = split_path.name == WITHHELD
+    above = root if is_withheld else split_path.parent
+    lists = {*above.glob("*.txt"), root / f"{WITHHELD}.txt"}
+    if is_withheld:
+        lists |= {*root.glob("fold[0-9]*/*.txt")}
     names = set[str]()
     for file in filter(Path.is_file, lists):
         with suppress(ValueError):  # another text
@@ -357,12 +379,13 @@ def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Wi
     raw = decode_mask(file, window)
     if raw.dtype == np.uint8:
         return raw if label_palette(file) else levels[raw]
-    known = np.array(sorted(ids) or [-1], np.int32)
-    places = np.searchsorted(known, raw).clip(max=len(known) - 1)
-    if (foreign := np.unique(raw[known[places] != raw])).size:
+    colours = np.array(sorted(ids) or [-1], np.int32)
+    places = np.searchsorted(colours, raw).clip(max=len(colours) - 1)
+    foreign = np.unique(raw[colours[places] != raw])
+    if foreign.size:
         named = ", ".join(str(tuple(int(code).to_bytes(3, "big"))) for code in foreign[:5])
         raise UnknownIds(f"contains {len(foreign)} colours that no class has, such as {named}")
-    return np.array([ids.get(code, 0) for code in known.tolist()], np.uint8)[places]
+    return np.array([ids.get(code, 0) for code in colours.tolist()], np.uint8)[places]
 
 
 FOLDER = Row(

@@ -93,11 +93,11 @@ class PaddedCrop:
     def minibatch(self, pixels: np.ndarray, corners: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
         """Crop images at `corners`: (n, 3, H, W) -> (n, 3, size, size) of the same dtype. Arguments as from `draw`."""
         count, channels, height, width = pixels.shape
-        pad, size = self.padding, self.size
+        pad = self.padding
         padded = np.empty((count, channels, height + 2 * pad, width + 2 * pad), pixels.dtype)
         padded[:] = np.array([round(value) for value in self.fill], pixels.dtype)[:, None, None]
         padded[..., pad : pad + height, pad : pad + width] = pixels
-        windows = np.lib.stride_tricks.sliding_window_view(padded, (size, size), axis=(2, 3))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (self.size, self.size), axis=(2, 3))
         crops = windows[np.arange(count), :, corners[:, 0], corners[:, 1]]  # (n, 3, size, size)
         crops[mirrored] = crops[mirrored][..., ::-1]
         return crops

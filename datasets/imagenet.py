@@ -75,7 +75,7 @@ def _in_folders(
     class_order: str | None,
     keys: str,
     suffixes: tuple[str, ...] = _SUFFIXES,
-    more: tuple[str, ...] = (),
+    rare_suffixes: tuple[str, ...] = (),
 ) -> ClassificationDataset:
     """The class folders in `root`/`split`."""
     if class_order not in (None, *ORDERS):
@@ -104,25 +104,25 @@ def _in_folders(
     names = tuple(map(composed, classes))
     check_names(enumerate(names), f"{layout.name}: {folder}: ")
     for other in layout.splits:
-        others = [*map(composed, class_folders(root / other))] if (root / other).is_dir() else []
+        other_names = [*map(composed, class_folders(root / other))] if (root / other).is_dir() else []
         differences = [
             f"{len(alone)} only in {where} ({first_of(alone)})"
-            for where, alone in ((split, sorted({*names} - {*others})), (other, sorted({*others} - {*names})))
+            for where, alone in ((split, sorted({*names} - {*other_names})), (other, sorted({*other_names} - {*names})))
             if alone
         ]
-        if others and differences:  # a split may have no classes
+        if other_names and differences:  # a split may have no classes
             raise layout.error(
                 f"{layout.name}: the splits have different classes: {' and '.join(differences)}; expected the same",
                 root,
                 fix="complete the splits; a class without images needs an empty folder",
             )
-    files, labels, others = list_classes(folder, classes, suffixes, more)
-    rare = map(files.name, range(len(files))) if more else ()
-    others += (str(folder / name) for name in outside if name.lower().endswith(more))
+    files, labels, left_out = list_classes(folder, classes, suffixes, rare_suffixes)
+    images = map(files.name, range(len(files))) if rare_suffixes else ()
+    left_out += (str(folder / name) for name in outside if name.lower().endswith(rare_suffixes))
     if not len(files):
         looked_for = f"{folder}/*/**/*{{{','.join(suffixes)}}}"
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
-    remarks = remarks_on((), others, rare)
+    remarks = remarks_on((), left_out, images)
     return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks)
 
 

@@ -70,11 +70,12 @@ class TrainingCrops(_Items):
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         draw = Draw(*key)
-        read = self.dataset.undecoded(draw.image)
+        undecoded = self.dataset.undecoded(draw.image)
         try:
-            if draw.pixel is not None and np.greater_equal(draw.pixel, size := read[0].shape).any():
-                raise LookupError(f"is {size[1]}x{size[0]} pixels")
-            image, label = self.transform(*read, _generator(self.seed, draw), draw.pixel, draw.class_id)
+            height, width = undecoded[0].shape[:2]
+            if draw.pixel is not None and (draw.pixel[0] >= height or draw.pixel[1] >= width):
+                raise LookupError(f"is {width}x{height} pixels")
+            image, label = self.transform(*undecoded, _generator(self.seed, draw), draw.pixel, draw.class_id)
         except LookupError as error:
             raise ValueError(
                 f"{readable(self.dataset.path(draw.image))}: {error}, but the class index has its pixel (row, column) "
@@ -82,8 +83,8 @@ class TrainingCrops(_Items):
             ) from None
         if self.augmentations is not None:
             classes = len(self.dataset.classes)
-            image, changed = self.augmentations(image, label, _seeds(draw), draw.moment, classes, self._further)
-            label = np.ascontiguousarray(changed)
+            image, augmented_label = self.augmentations(image, label, _seeds(draw), draw.moment, classes, self._further)
+            label = np.ascontiguousarray(augmented_label)
         return {
             "image": _channels_first(image),
             "label": torch.from_numpy(label),
@@ -109,7 +110,8 @@ class ImagesInFiles(_Items):
     augmentations: Augmentations | None = None
 
     def __getitem__(self, key: Any) -> dict:
-        number, transform = key, self.transform
+        number = key
+        transform = self.transform
         if self.seed is not None:
             draw = Draw(*key)
             number = draw.image

@@ -44,20 +44,20 @@ class LabelNames(NamedTuple):
 
     def check(self) -> None:
         """ValueError if the folder is not beside images, or if nothing tells labels from images."""
-        for key, name, such in (("label", self.folder, "masks"), ("image", self.image_folder, "images")):
+        for key, name, example in (("label", self.folder, "masks"), ("image", self.image_folder, "images")):
             if Path(name).name != name or name in ("", ".."):
-                raise ValueError(f"{self.keys}{key}_folder={name}: expected the name of a folder, such as {such}")
+                raise ValueError(f"{self.keys}{key}_folder={name}: expected the name of a folder, such as {example}")
         if self.folder == self.image_folder and not self.suffix:
             raise ValueError(
                 f"{self.keys}label_folder={self.folder} needs {self.keys}label_suffix, such as _mask, by which "
                 f"labels and images differ"
             )
 
-    def images(self, found: dict[str, Path]) -> dict[str, Path]:
+    def images(self, files: dict[str, Path]) -> dict[str, Path]:
         """The images among the files of their folder, which may hold the labels too."""
         if self.folder != self.image_folder:
-            return found
-        return {name: path for name, path in found.items() if not name.endswith(self.suffix)}
+            return files
+        return {name: path for name, path in files.items() if not name.endswith(self.suffix)}
 
     def labels(self, folder: Path) -> dict[str, Path]:
         """{name of the image: label file} in a folder; empty if it is missing."""
@@ -67,21 +67,23 @@ class LabelNames(NamedTuple):
     def among(self, files: Sequence[Path]) -> set[Path]:
         """The files that are labels: in a folder for labels beside the images, under the name of one of these."""
         names = {path: composed(str(path.with_suffix(""))) for path in files}
-        known, found = {*names.values()}, set[Path]()
-        for path, own in names.items():
+        all_names = {*names.values()}
+        labels = set[Path]()
+        for path, name in names.items():
             for above in path.parents:
                 if above.name in ("labels", "masks", self.folder):
                     image = composed(str((above.parent / self.image_folder / path.relative_to(above)).with_suffix("")))
-                    found |= {path} if {image, image.removesuffix(self.suffix)} & known - {own} else set()
-        return found
+                    if ({image, image.removesuffix(self.suffix)} - {name}) & all_names:
+                        labels.add(path)
+        return labels
 
-    def found(self, above: Path, images: Mapping[str, Path]) -> str | None:
+    def advice(self, above: Path, images: Mapping[str, Path]) -> str | None:
         """Advice if a quarter or more of the images have labels in another folder or with another suffix, or if other
         files are there in place of labels."""
         place, suffix = self.beside(above, images)
         if not place:
             return self._instead(above, images)
-        options = self._given(label_folder=place, label_suffix=suffix)
+        options = self._as_options(label_folder=place, label_suffix=suffix)
         example = readable(next(iter(images)) + suffix)
         return f"{above / place} holds labels such as {example}: {options}" if options else None
 
@@ -92,39 +94,42 @@ class LabelNames(NamedTuple):
                 images = {} if _OF_LABELS.search(folder.name) else list_files(folder, PHOTOGRAPHS, deep=True)
                 labels, suffix = self._replace(image_folder=folder.name).beside(place, images)
                 if _OF_LABELS.search(labels):
-                    return self._given(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
+                    return self._as_options(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
         return None
 
     def beside(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
         """The folder and the suffix of most files that begin as these images do; empty if they are few."""
-        wanted, seen = [*images][:50], Counter[tuple[str, str]]()
+        wanted = [*images][:50]
+        counts = Counter[tuple[str, str]]()
         for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):
             with suppress(ValueError):  # two files of one name
                 names = [*list_files(folder, PHOTOGRAPHS, deep=True)]
                 for image in wanted:
                     same = takewhile(methodcaller("startswith", image), islice(names, bisect_left(names, image), None))
-                    seen.update((folder.name, name.removeprefix(image)) for name in same)
-        del seen[self.image_folder, ""]
-        few = not seen or 4 * max(seen.values()) < len(wanted)
-        return ("", "") if few else max(sorted(seen), key=seen.__getitem__)
+                    counts.update((folder.name, name.removeprefix(image)) for name in same)
+        del counts[self.image_folder, ""]
+        if not counts or 4 * max(counts.values()) < len(wanted):
+            return "", ""
+        return max(sorted(counts), key=counts.__getitem__)
 
-    def _given(self, **options: str) -> str:
+    def _as_options(self, **options: str) -> str:
         """The words that set options otherwise than these names do."""
-        now = {"image_folder": self.image_folder, "label_folder": self.folder, "label_suffix": self.suffix}
-        words = " ".join(f"{self.keys}{key}={value}" for key, value in options.items() if value != now[key])
+        current = {"image_folder": self.image_folder, "label_folder": self.folder, "label_suffix": self.suffix}
+        words = " ".join(f"{self.keys}{key}={value}" for key, value in options.items() if value != current[key])
         return words and f"give {words}"
 
     def _instead(self, above: Path, images: Mapping[str, Path]) -> str | None:
         """What lies in the place of the images' labels, perhaps one file for all, and how to make labels of it."""
-        taken = {*images.values()}
-        is_alone, folders = not self.labels(above / self.folder), (path for path in above.iterdir() if path.is_dir())
+        image_paths = {*images.values()}
+        has_no_labels = not self.labels(above / self.folder)
+        folders = filter(Path.is_dir, above.iterdir())
         for folder in sorted(folders, key=lambda path: (path.name != self.folder, path.name)):
-            files = sorted({name for name, _ in files_in(folder) if folder / name not in taken})
-            own = [name for name in files if os.path.splitext(name)[0].removesuffix(self.suffix) in images]
-            for what, (ends, cure) in _MADE_OF.items():
-                named = [name for name in own if name.lower().endswith(ends)]
-                if not named and is_alone:
-                    named = [name for name in files if name.lower().endswith(".json") and ".json" in ends]
-                if named:
-                    return f"{folder} holds {len(named)} files of {what}, such as {readable(named[0])}: {cure}"
+            files = sorted({name for name, _ in files_in(folder) if folder / name not in image_paths})
+            of_images = [name for name in files if os.path.splitext(name)[0].removesuffix(self.suffix) in images]
+            for kind, (ends, cure) in _MADE_OF.items():
+                names = [name for name in of_images if name.lower().endswith(ends)]
+                if not names and has_no_labels:
+                    names = [name for name in files if name.lower().endswith(".json") and ".json" in ends]
+                if names:
+                    return f"{folder} holds {len(names)} files of {kind}, such as {readable(names[0])}: {cure}"
         return None

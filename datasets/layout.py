@@ -38,22 +38,21 @@ class Layout:
             raise self.error(f"no folder is given; {self.name} needs the folder that holds its files")
         root = Path(os.path.expanduser(root))
         if not root.is_dir():
-            where = "" if root.is_absolute() else f" below {Path.cwd()}, from which a relative path counts"
-            raise self.error(
-                f"{root} is {'a link that leads nowhere' if root.is_symlink() else 'not an existing folder'}{where}"
-            )
+            start = "" if root.is_absolute() else f" below {Path.cwd()}, from which a relative path counts"
+            problem = "a link that leads nowhere" if root.is_symlink() else "not an existing folder"
+            raise self.error(f"{root} is {problem}{start}")
         return root
 
     def error(self, problem: str, root: Path | None = None, fix: str | None = None) -> ValueError:
         """A ValueError that states the problem, the contents of `root`, the expected tree and the `fix`."""
-        found = ""
+        contents = ""
         if root is not None:
-            entries = sorted(readable(entry.name) + "/" * entry.is_dir() for entry in root.iterdir())
-            more = f", … ({len(entries)} entries)" if len(entries) > 8 else ""
-            found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
+            names = sorted(readable(path.name) + ("/" if path.is_dir() else "") for path in root.iterdir())
+            ending = f", … ({len(names)} entries)" if len(names) > 8 else ""
+            contents = f"\nFound in {root}: {', '.join(names[:8]) or 'nothing'}{ending}"
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
         fix = fix or f"{self.source} and give the folder at the top of this layout"
-        return ValueError(f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\nFix: {fix}.")
+        return ValueError(f"{problem}.{contents}\nExpected layout of {self.name}:\n{tree}\nFix: {fix}.")
 
     def files(
         self,
@@ -62,32 +61,35 @@ class Layout:
         suffixes: Sequence[str],
         images_of: str | None = None,
         deep: bool = False,
-        more: Sequence[str] = (),
+        rare_suffixes: Sequence[str] = (),
     ) -> dict[str, Path]:
         """`list_files` of a folder below `root`. ValueError if it is missing.
 
-        `images_of`: the split whose images they are, if there must be some. `deep`, `more`: see `list_files`.
+        `images_of`: the split whose images they are, if there must be some. `deep`, `rare_suffixes`: see `list_files`.
         """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root)
-        found = list_files(folder, suffixes, deep, more)
-        if images_of is not None and not found:
+        paths = list_files(folder, suffixes, deep, rare_suffixes)
+        if images_of is not None and not paths:
             ends = suffixes[0] if len(suffixes) == 1 else f"{{{','.join(suffixes)}}}"
-            looked_for = f"{folder}/{'**/' * deep}*{ends}"
+            looked_for = f"{folder}/**/*{ends}" if deep else f"{folder}/*{ends}"
             kinds = Counter(os.path.splitext(name)[1] for name, _ in files_in(folder)).most_common(3)
             looked_for += f"; there are {' and '.join(f'{n} {kind}' for kind, n in kinds)}" if kinds else ""
             raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root)
-        return found
+        return paths
 
     def check_list(
         self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path, fix: str | None = None
     ) -> None:
         """ValueError unless all names on a list have an image in the split's folder. `fix`: see `error`."""
-        if missing := [name for name in names if name not in images]:
-            count, such = f"{len(missing)} of its {len(names)} images", first_of(missing[:1])
-            problem = f"{self.name}: {file}: {count}, such as {such}, are missing from the split's folder"
-            known = [*images, *(f"{name}{path.suffix}" for name, path in images.items())]
-            raise self.error("; ".join([problem, *in_other_capitals(missing, known)]), root, fix)
+        missing = [name for name in names if name not in images]
+        if missing:
+            count = f"{len(missing)} of its {len(names)} images"
+            problem = (
+                f"{self.name}: {file}: {count}, such as {first_of(missing[:1])}, are missing from the split's folder"
+            )
+            candidates = [*images, *(f"{name}{path.suffix}" for name, path in images.items())]
+            raise self.error("; ".join([problem, *in_other_capitals(missing, candidates)]), root, fix)
 
     def pair(
         self,
@@ -101,7 +103,8 @@ class Layout:
 
         ValueError counts and names the images without a label. `fix`: see `error`.
         """
-        if missing := [name for name in images if name not in labels]:
+        missing = [name for name in images if name not in labels]
+        if missing:
             count = f"{len(missing)} of {len(images)} images"
             problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
             raise self.error("; ".join([problem, *in_other_capitals(missing, labels)]), root, fix=fix)
@@ -117,7 +120,8 @@ def as_listed(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
 
 def read_json(file: Path) -> Any:
     """The content of a JSON file. OSError or ValueError if it cannot be read."""
-    if (why := unfit(file)) is not None:
+    why = unfit(file)
+    if why is not None:
         raise ValueError(f"it {why}")
     try:
         return json.loads(file.read_text("utf-8-sig"))
@@ -125,36 +129,42 @@ def read_json(file: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_list(file: Path, of: str) -> list[str]:
-    """The lines of a text file that are not blank, as they are. ValueError if there are none, or it is not text."""
+def read_list(file: Path, line_content: str) -> list[str]:
+    """The lines of a text file that are not blank, as they are. ValueError if there are none, or it is not text.
+
+    `line_content`: what a line should hold, for messages.
+    """
     try:
-        if (why := unfit(file)) is not None:
+        why = unfit(file)
+        if why is not None:
             raise ValueError(f"it {why}")
         lines = [line for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8, {of} per line") from None
+        raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8, {line_content} per line") from None
     if not any(lines):
-        raise ValueError(f"{file}: the list is empty; expected {of} per line")
+        raise ValueError(f"{file}: the list is empty; expected {line_content} per line")
     return lines
 
 
 def first_of(names: Sequence[str]) -> str:
     """The first five names, for messages; in quotes where a blank is at an end."""
     shown = (readable(name) if name == name.strip() else repr(name) for name in names[:5])
-    return ", ".join(shown) + ", …" * (len(names) > 5)
+    return ", ".join(shown) + (", …" if len(names) > 5 else "")
 
 
-def in_other_capitals(missing: Iterable[str], known: Iterable[str]) -> list[str]:
-    """A sentence on missing names that are there in other capitals."""
-    folded = {name.casefold(): name for name in known}
+def in_other_capitals(missing: Iterable[str], candidates: Iterable[str]) -> list[str]:
+    """A sentence on missing names that are among the candidates in other capitals."""
+    folded = {name.casefold(): name for name in candidates}
     pairs = [(name, folded[name.casefold()]) for name in missing if name.casefold() in folded]
-    same = ", ".join(f"{readable(one)} and {readable(other)}" for one, other in pairs[:1])
-    return [f"{len(pairs)} differ only in capitals, such as {same}: rename one of each pair"] * bool(pairs)
+    if not pairs:
+        return []
+    example = " and ".join(map(readable, pairs[0]))
+    return [f"{len(pairs)} differ only in capitals, such as {example}: rename one of each pair"]
 
 
 def remarks_on(
-    alone: Sequence[Path] = (),
-    others: Sequence[str | Path] = (),
+    unpaired_labels: Sequence[Path] = (),
+    left_out: Sequence[str | Path] = (),
     images: Iterable[str | Path] = (),
     unlisted: Sequence[str] = (),
 ) -> tuple[str, ...]:
@@ -163,15 +173,23 @@ def remarks_on(
     `unlisted`: the names of images that have labels, and are on no list.
     """
     rare = [path for path in map(str, images) if path.lower().endswith(RARE)]
-    kinds = {"left out {} labels without an image": alone, "left out {} files that are not read as images": others}
-    kinds |= {"read {} images with rare suffixes": rare}
-    found = {kind.format(len(of)): min(map(str, of)) for kind, of in kinds.items() if of}
-    said = [f"{kind}, such as {first_of([example])}" for kind, example in found.items()]
-    return (*said, *about_unlisted(unlisted))
+    kinds: list[tuple[str, str, Sequence[str | Path]]] = [
+        ("left out", "labels without an image", unpaired_labels),
+        ("left out", "files that are not read as images", left_out),
+        ("read", "images with rare suffixes", rare),
+    ]
+    remarks = [
+        f"{verb} {len(paths)} {kind}, such as {first_of([min(map(str, paths))])}"
+        for verb, kind, paths in kinds
+        if paths
+    ]
+    return (*remarks, *about_unlisted(unlisted))
 
 
 def about_unlisted(names: Sequence[str]) -> list[str]:
     """A sentence on images that have labels, and are on no list."""
-    said = f"{len(names)} images with labels are on no list, so nothing uses them, such as {first_of(names[:1])}"
+    if not names:
+        return []
+    problem = f"{len(names)} images with labels are on no list, so nothing uses them, such as {first_of(names[:1])}"
     cure = "scripts.make_classes add=true deals them out, with the split or folds and the group that wrote the lists"
-    return [f"{said}: {cure}"] * bool(names)
+    return [f"{problem}: {cure}"]

@@ -24,7 +24,8 @@ def measured(dataset: SegmentationDataset, progress: Progress = None) -> tuple[l
 
     ValueError: an image cannot be read.
     """
-    levels, counts = np.arange(256) / 255, np.zeros((dataset.channels, 256), np.int64)
+    levels = np.arange(256) / 255
+    counts = np.zeros((dataset.channels, 256), np.int64)
     chosen = range(0, len(dataset), max(1, len(dataset) // _MEASURED))
     for done, index in enumerate(chosen, start=1):
         planes = np.moveaxis(dataset.read_image(index), 2, 0)
@@ -59,18 +60,22 @@ def used(
     values = stored_values(file, turned, channels, shallow)
     if values is None:
         return None
-    bits, ranges, clipped = 8 * values.itemsize, list[Range16 | None](), list[float]()
+    bits = 8 * values.itemsize
+    ranges = list[Range16 | None]()
+    clipped = list[float]()
     for plane, (low, high) in zip(np.moveaxis(values, 2, 0), pairs_of(range16, channels), strict=True):
         counts = np.bincount(plane.reshape(-1), minlength=2**bits).reshape(256, -1)  # by level
         for end in (0, -1) if bits == 16 else ():
             if counts[end].sum() == counts[end, end]:
                 counts[end, end] = 0
-        of_levels = counts.sum(axis=1, keepdims=True)
-        beyond = np.minimum(of_levels.cumsum(), of_levels[::-1].cumsum()[::-1])[:, None]  # it and those to an end
-        held = np.flatnonzero(counts * ((of_levels >= _RARE * plane.size) | (beyond > _MOST_RARE * plane.size)))
-        ranges.append((int(held[0]), int(held[-1])) if len(held) else None)
-        kept = counts.reshape(-1)[low : high + 1].sum() if bits == 16 else counts.sum()
-        clipped.append(float((counts.sum() - kept) / plane.size))
+        level_counts = counts.sum(axis=1, keepdims=True)
+        # Of each level, the pixels of it and of all darker ones, or of all lighter ones if these are fewer.
+        tail_counts = np.minimum(level_counts.cumsum(), level_counts[::-1].cumsum()[::-1])[:, None]
+        is_frequent = (level_counts >= _RARE * plane.size) | (tail_counts > _MOST_RARE * plane.size)
+        frequent_values = np.flatnonzero(counts * is_frequent)
+        ranges.append((int(frequent_values[0]), int(frequent_values[-1])) if len(frequent_values) else None)
+        inside = counts.reshape(-1)[low : high + 1].sum() if bits == 16 else counts.sum()
+        clipped.append(float((counts.sum() - inside) / plane.size))
     return Use(bits, ranges, clipped)
 
 
@@ -79,18 +84,20 @@ def doubts_of_levels(uses: Iterable[Sequence], range16: Range16, images: str, ke
 
     `range16`: see `as_levels`. `keys`: prefix of this option in messages; None: the network is trained.
     """
-    every, found = [Use(*use) for use in uses], list[str]()
-    for bits, given in ((8, ALL_16), (16, range16)):
-        if own := [use for use in every if use.bits == bits]:
-            ranges = [_span(pairs) for pairs in zip(*(use.ranges for use in own), strict=True)]
-            clipped = [max(shares) for shares in zip(*(use.clipped for use in own), strict=True)]
-            found += _doubts(bits, images, ranges, clipped, pairs_of(given, len(ranges)), keys)
-    return found
+    all_uses = [Use(*use) for use in uses]
+    doubts = list[str]()
+    for bits, depth_range in ((8, ALL_16), (16, range16)):
+        uses_of_depth = [use for use in all_uses if use.bits == bits]
+        if uses_of_depth:
+            ranges = [_span(pairs) for pairs in zip(*(use.ranges for use in uses_of_depth), strict=True)]
+            clipped = [max(shares) for shares in zip(*(use.clipped for use in uses_of_depth), strict=True)]
+            doubts += _doubts(bits, images, ranges, clipped, pairs_of(depth_range, len(ranges)), keys)
+    return doubts
 
 
 def _span(ranges: Iterable[Range16 | None]) -> Range16 | None:
-    known = [pair for pair in ranges if pair is not None]
-    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+    pairs = [pair for pair in ranges if pair is not None]
+    return (min(low for low, _ in pairs), max(high for _, high in pairs)) if pairs else None
 
 
 def _doubts(
@@ -98,14 +105,14 @@ def _doubts(
     images: str,
     ranges: Sequence[Range16 | None],
     clipped: Sequence[float],
-    given: Sequence[Range16],
+    range16s: Sequence[Range16],
     keys: str | None,
 ) -> list[str]:
     """See `doubts_of_levels`; for each channel the values of all images, the largest share, and the range."""
 
-    def levels(values: Range16, of: Range16) -> int:
-        black, white = levels_of(*of)[np.array(values) << (16 - bits)].tolist()
-        return 1 + white - black
+    def level_count(values: Range16, range16: Range16) -> int:
+        darkest, lightest = levels_of(*range16)[np.array(values) << (16 - bits)].tolist()
+        return 1 + lightest - darkest
 
     varying = {place: pair for place, pair in enumerate(ranges) if pair is not None and pair[0] < pair[1]}
     if not varying:
@@ -114,34 +121,39 @@ def _doubts(
             f"{bits}-bit {images} show nothing, as each channel is {' or '.join(map(str, values))}: check the files"
         ]
     flat = [place for place in range(len(ranges)) if place not in varying and len(ranges) != COLOURS]
-    said = [f"{bits}-bit {images} show nothing{_named(flat)}, which has one value: check the files"] * bool(flat)
-    few = {place: count for place, pair in varying.items() if (count := levels(pair, given[place])) <= _FEW}
+    doubts = []
+    if flat:
+        doubts.append(f"{bits}-bit {images} show nothing{_named(flat)}, which has one value: check the files")
+    level_counts = {place: level_count(pair, range16s[place]) for place, pair in varying.items()}
+    few = {place: count for place, count in level_counts.items() if count <= _FEW}
     outside = [place for place in varying if clipped[place] > _MANY]
-    reasons, whole = [], _span(varying.values())
+    whole = _span(varying.values())
     assert whole is not None
+    reasons = []
     if few:
         low, high = _span(varying[place] for place in few) or whole
-        where = _named(few) if len(few) < len(varying) else ""
-        sees = f"use {max(few.values())} of the 256 levels that a network sees{where}"
-        reasons.append(f"{sees}, as they hold values from {low} to {high}")
+        channels = _named(few) if len(few) < len(varying) else ""
+        use = f"use {max(few.values())} of the 256 levels that a network sees{channels}"
+        reasons.append(f"{use}, as they hold values from {low} to {high}")
     if outside:
-        (low, high), share = given[outside[0]], max(clipped[place] for place in outside)
+        low, high = range16s[outside[0]]
+        share = max(clipped[place] for place in outside)
         reasons.append(f"have up to {share:.0%} of an image's pixels outside of {low} to {high}, made black or white")
     if not reasons:
-        return said
-    wanted = [*whole]
-    if any(levels(pair, whole) <= _FEW for pair in varying.values()):
-        own = (varying[place] if place in (*few, *outside) else pair for place, pair in enumerate(given))
-        wanted = [value for pair in own for value in pair]
-    advised = f"range16=[{','.join(map(str, wanted))}]"
+        return doubts
+    advised_values = [*whole]
+    if any(level_count(pair, whole) <= _FEW for pair in varying.values()):
+        pairs = (varying[place] if place in (*few, *outside) else pair for place, pair in enumerate(range16s))
+        advised_values = [value for pair in pairs for value in pair]
+    advised = f"range16=[{','.join(map(str, advised_values))}]"
     cure = f"give {keys}{advised}"
     if bits == 8:
         cure = "write them with values up to 255, such as floats of 0 to 1 times 255"
     elif keys is None:
         cure = f"the training had other images; store these alike, or train another network with {advised}"
-    return [*said, f"{bits}-bit {images} {', and '.join(reasons)}: {cure}"]
+    return [*doubts, f"{bits}-bit {images} {', and '.join(reasons)}: {cure}"]
 
 
 def _named(places: Iterable[int]) -> str:
-    named = ", ".join(str(place + 1) for place in places)
-    return f" in channel{'s' * (',' in named)} {named}"
+    numbers = [str(place + 1) for place in places]
+    return f" in {'channel' if len(numbers) == 1 else 'channels'} {', '.join(numbers)}"

@@ -56,7 +56,8 @@ class _Minibatches(Sampler):
         for step in range(self.start_step, self.steps):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != keys_epoch:
-                keys, keys_epoch = self.keys(epoch), epoch
+                keys = self.keys(epoch)
+                keys_epoch = epoch
             yield list(keys[position * crops + start : position * crops + stop])
 
 

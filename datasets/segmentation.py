@@ -49,7 +49,7 @@ class FileTable(Sequence[Files]):
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return [self[each] for each in range(len(self))[number]]
+            return [self[place] for place in range(len(self))[number]]
         name, image, label = map(os.fsdecode, self.rows[number].tolist())
         return Files(name, Path(image), Path(label) if label else None)
 
@@ -166,7 +166,8 @@ class SegmentationDataset(Dataset):
             image, label = (Undecoded(array.shape[:2], array.__getitem__) for array in arrays)
             return image, label
         with restorable():
-            stored, stored_label = self.stored_image(index), self._stored_label(index)
+            stored = self.stored_image(index)
+            stored_label = self._stored_label(index)
             decode = partial(of_channels.decode, stored, **self._as_read)
             image = _undecoded(stored, restorable()(decode), self.turned, self.channels)
             label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))
@@ -175,9 +176,9 @@ class SegmentationDataset(Dataset):
 
     def first(self, count: int) -> "SegmentationDataset":
         """The same dataset with its first `count` images."""
-        made = copy(self)
-        made.files = FileTable(self.files[:count])
-        return made
+        dataset = copy(self)
+        dataset.files = FileTable(self.files[:count])
+        return dataset
 
     @property
     def _as_read(self) -> dict[str, Any]:
@@ -199,13 +200,15 @@ class SegmentationDataset(Dataset):
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
-        if not self.has_files and (label := self[index].label) is not None:
-            return label
+        if not self.has_files:
+            label = self[index].label
+            if label is not None:
+                return label
         return self._decode_label(self._stored_label(index), self.table.train_ids)
 
     def raw_label(self, index: int) -> np.ndarray:
         """Like `read_label`, but the values in the file."""
-        return self._decode_label(self._stored_label(index), self.table.known)
+        return self._decode_label(self._stored_label(index), self.table.checked)
 
     def _stored_label(self, index: int) -> Stored:
         path = self.files[index].label
@@ -263,8 +266,8 @@ class SegmentationDataset(Dataset):
         and colours, and `version`, which identifies the code that reads them. It does not change if the whole folder
         is moved.
         """
-        known = [sorted(self.table.label_ids.items()), *sorted(self.table.label_colours.items())]
-        return self._listed().fingerprint([version, self.name, self.split, *known])
+        classes = [sorted(self.table.label_ids.items()), *sorted(self.table.label_colours.items())]
+        return self._listed().fingerprint([version, self.name, self.split, *classes])
 
     def _listed(self) -> FileList:
         assert isinstance(self.files, FileTable)

@@ -39,10 +39,13 @@ def shapes(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
 
 def draw_shape(label: int, rng: np.random.Generator) -> np.ndarray:
     """Draw a shape of class `label`: uint8 (3, 32, 32) RGB."""
-    radius, angle = rng.uniform(7, 13), rng.uniform(0, 2 * np.pi)
+    radius = rng.uniform(7, 13)
+    angle = rng.uniform(0, 2 * np.pi)
     x, y = (np.arange(SIDE) - rng.uniform(radius, SIDE - radius) for _ in range(2))
-    x, y = x[None, :] / radius, y[:, None] / radius  # the shape reaches about from -1 to 1
-    u, v = np.cos(angle) * x + np.sin(angle) * y, np.cos(angle) * y - np.sin(angle) * x
+    x = x[None, :] / radius  # the shape reaches about from -1 to 1
+    y = y[:, None] / radius
+    u = np.cos(angle) * x + np.sin(angle) * y
+    v = np.cos(angle) * y - np.sin(angle) * x
     background, colour = rng.integers(0, 256, (2, 3, 1, 1))
     while np.abs(background - colour).max() < _CONTRAST:
         colour = rng.integers(0, 256, (3, 1, 1))
@@ -55,7 +58,9 @@ CLASSES = ("bar", "checkerboard", "cross", "disc", "frame", "ring", "square", "t
 
 def _inside(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Whether each point is inside the shape, bool (32, 32). u, v: coordinates that turn with the shape."""
-    distance, side, thin = np.hypot(u, v), np.maximum(abs(u), abs(v)), np.minimum(abs(u), abs(v))
+    distance = np.hypot(u, v)
+    side = np.maximum(abs(u), abs(v))
+    thin = np.minimum(abs(u), abs(v))
     return {
         "bar": (abs(u) <= 1) & (abs(v) <= 0.25),
         "checkerboard": (side <= 0.85) & ((np.floor(u / 0.425) + np.floor(v / 0.425)) % 2 == 0),

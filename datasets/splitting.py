@@ -12,7 +12,8 @@ from datasets.file_list import composed, printable
 from datasets.folder import WITHHELD, LabelFiles, on_list, on_no_list, split_folders
 from datasets.layout import first_of
 
-_OF_PIXELS, _OF_SIZES = 0.1, 1e3  # weights, beside 1 for the images that hold a class
+_PIXEL_WEIGHT = 0.1  # beside 1 for the images that hold a class
+_SIZE_WEIGHT = 1e3
 _WIDTHS = 8, 1000  # divisions that a beam search keeps, at least and at most
 _DIVISIONS_TRIED = 200_000  # by a beam search, unless there are few or many sources
 
@@ -29,32 +30,38 @@ def sources_of(
     source; there are fewer sources than `parts`.
     """
     folder = labels.folder
-    if not add and (given := split_folders(folder)):
-        raise ValueError(f"{folder} holds the splits {', '.join(given)} as folders: train on these, without lists")
+    splits = [] if add else split_folders(folder)
+    if splits:
+        raise ValueError(f"{folder} holds the splits {', '.join(splits)} as folders: train on these, without lists")
     for name in lists:
-        is_there = os.path.lexists(file := f"{root / name}.txt")
-        if is_there and not add:
+        file = f"{root / name}.txt"
+        exists = os.path.lexists(file)
+        if exists and not add:
             advice = "move it elsewhere, or add=true adds new images to the lists"
             raise ValueError(f"{file} is there already, and no list is replaced: {advice}")
-        if add and not is_there:
+        if add and not exists:
             raise ValueError(f"{file} is missing: add=true adds images to lists that are there")
         if (root / name / folder.name).is_dir():
             raise ValueError(f"{root / name} is a split already: lists are for images in {folder} alone")
-    images, others = listable(root, labels), {*labels.without}
+    images = listable(root, labels)
+    unlabelled = {*labels.without}
     withheld = on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
-    names = sorted({name for name, path in images.items() if path not in others} - {*withheld})
-    if odd := [name for name in names if printable(name) != name]:
-        raise ValueError(f"no list can hold the names of {len(odd)} images: rename {first_of(odd)}")
-    found = {name: re.search(group or "^(.*)$", name) for name in (*names, *withheld)}
-    sources = {name: match[1] for name, match in found.items() if match is not None and match[1] is not None}
-    if without := [name for name in names if name not in sources]:
+    names = sorted({name for name, path in images.items() if path not in unlabelled} - {*withheld})
+    unprintable = [name for name in names if printable(name) != name]
+    if unprintable:
+        raise ValueError(f"no list can hold the names of {len(unprintable)} images: rename {first_of(unprintable)}")
+    matches = {name: re.search(group or "^(.*)$", name) for name in (*names, *withheld)}
+    sources = {name: match[1] for name, match in matches.items() if match is not None and match[1] is not None}
+    without = [name for name in names if name not in sources]
+    if without:
         raise ValueError(f"{key}={group} finds no source in {len(without)} of {len(names)} names: {first_of(without)}")
-    of_test = {sources.pop(name, None) for name in withheld}
+    test_sources = {sources.pop(name, None) for name in withheld}
     if add:
-        sources = {name: source for name, source in sources.items() if source not in of_test}
-    if (count := len({*sources.values()})) < parts:
-        what = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
-        raise ValueError(f"there are {count} {what}: expected at least {parts}, one for each list")
+        sources = {name: source for name, source in sources.items() if source not in test_sources}
+    count = len({*sources.values()})
+    if count < parts:
+        kind = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
+        raise ValueError(f"there are {count} {kind}: expected at least {parts}, one for each list")
     return sources
 
 
@@ -68,9 +75,11 @@ def listable(root: Path, labels: LabelFiles) -> dict[str, Path]:
 
 def unlisted(root: Path, labels: LabelFiles) -> list[str]:
     """The names of labelled images in `root`/images that are on no list, if there are lists."""
-    without, images = {*labels.without}, listable(root, labels)
-    found = on_no_list(root, root / WITHHELD, {name: path for name, path in images.items() if path not in without})
-    return found if len(found) < len(images) else []
+    images = listable(root, labels)
+    unlabelled = {*labels.without}
+    labelled = {name: path for name, path in images.items() if path not in unlabelled}
+    names = on_no_list(root, root / WITHHELD, labelled)
+    return names if len(names) < len(images) else []
 
 
 def parts_of(
@@ -80,14 +89,20 @@ def parts_of(
 
     ValueError: a list cannot be read, or two parts have images of one source of `sources`.
     """
-    images, found, of_source = listable(root, labels), dict[str, str](), dict[str, tuple[str, str]]()
-    for stem, (part, is_own) in lists.items():
+    images = listable(root, labels)
+    parts = dict[str, str]()
+    first_of_source = dict[str, tuple[str, str]]()  # the part, and the image
+    for stem, (part, holds_part) in lists.items():
         for name in on_list(root, root / stem, images):
-            found[name] = part if is_own else found.get(name, "")
-            known, other = of_source.setdefault(sources.get(name, name), (part, name)) if is_own else (part, "")
-            if known != part:
-                raise ValueError(f"{other} is in {known}, and {name}, of the same source, in {part}: correct the lists")
-    return found
+            if not holds_part:
+                parts.setdefault(name, "")
+                continue
+            parts[name] = part
+            first_part, first = first_of_source.setdefault(sources.get(name, name), (part, name))
+            if first_part != part:
+                correction = "correct the lists"
+                raise ValueError(f"{first} is in {first_part}, and {name}, of the same source, in {part}: {correction}")
+    return parts
 
 
 def sizes_of(count: int, shares: Sequence[float]) -> np.ndarray:
@@ -96,7 +111,8 @@ def sizes_of(count: int, shares: Sequence[float]) -> np.ndarray:
     sizes = np.floor(exact).astype(np.int64)
     sizes[np.argsort(sizes - exact, kind="stable")[: count - sizes.sum()]] += 1
     while not sizes.all():
-        sizes[sizes.argmax()], sizes[sizes.argmin()] = sizes.max() - 1, 1
+        sizes[sizes.argmax()] -= 1
+        sizes[sizes.argmin()] = 1
     return sizes
 
 
@@ -133,7 +149,7 @@ def spread(
     holding = np.maximum((pixels > 0).sum(axis=0), 1)
     columns = np.hstack([pixels > 0, pixels / np.maximum(pixels.sum(axis=0), 1) * holding])
     rows = np.zeros((len(parts), columns.shape[1]))
-    np.add.at(rows, source, columns * np.sqrt(np.hstack([1 / holding, _OF_PIXELS / holding])))
+    np.add.at(rows, source, columns * np.sqrt(np.hstack([1 / holding, _PIXEL_WEIGHT / holding])))
     rarity = np.full(len(parts), np.inf)
     np.minimum.at(rarity, source, np.where(pixels > 0, holding, np.inf).min(axis=1))
     order = np.random.default_rng(seed).permutation(np.flatnonzero(parts < 0))
@@ -159,7 +175,7 @@ def _dealt(
     def cost(sums: np.ndarray, room: np.ndarray) -> np.ndarray:  # (divisions, parts)
         is_absent = sums[..., : rows.shape[1] // 2] < 1e-6
         chi_square = ((sums - shares[:, None] * total) ** 2).sum(axis=-1) / shares
-        return chi_square + is_absent.sum(axis=-1) + _OF_SIZES * np.minimum(room, 0) ** 2
+        return chi_square + is_absent.sum(axis=-1) + _SIZE_WEIGHT * np.minimum(room, 0) ** 2
 
     width = int(np.clip(_DIVISIONS_TRIED // max(len(order), 1), *_WIDTHS))
     steps = []  # of each source: which previous division each division continues, and the source's part in it
@@ -197,10 +213,15 @@ def prefixes(names: Sequence[str], parts: int) -> tuple[str, Counter[str]]:
     Returns a regular expression whose first group finds it, and the number of names that begin so; "" and none if no
     beginning may be a source.
     """
-    found, enough = ("", Counter[str]()), False
-    for number in range(min(len(re.findall(r"\d+", name)) for name in names)):
-        pattern = r"^(\D*" + r"\d+\D+" * number + r")\d"
-        shared = Counter(match[1] for name in names if (match := re.search(pattern, name)))
-        if parts <= len(shared) <= len(names) / 2:
-            found, enough = found if found[0] else (pattern, shared), enough or len(shared) >= 2 * parts
-    return found if enough else ("", Counter())
+    first = ("", Counter[str]())
+    are_enough = False
+    beginning = r"\D*"
+    for _ in range(min(len(re.findall(r"\d+", name)) for name in names)):
+        pattern = rf"^({beginning})\d"
+        beginning += r"\d+\D+"
+        matches = filter(None, (re.search(pattern, name) for name in names))
+        counts = Counter(match[1] for match in matches)
+        if parts <= len(counts) <= len(names) / 2:
+            first = first if first[0] else (pattern, counts)
+            are_enough = are_enough or len(counts) >= 2 * parts
+    return first if are_enough else ("", Counter())

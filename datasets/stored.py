@@ -169,13 +169,14 @@ class Stored:
     def _axes_fix(self, channels: int) -> str:
         """What to do if the axes of an array, or of a TIFF's pages, seem to be in another order; "" if not."""
         if self.format == "array":
-            first, *others = self.array_header.shape
-            if first == channels or first < min(others):
+            first, *further = self.array_header.shape
+            if first == channels or first < min(further):
                 return (
                     f"its first axis is {first} long: store (H, W, channels), as numpy.moveaxis(array, 0, 2) gives it"
                 )
         elif self.format == "TIFF" and len(self.tiff_pages) > 1:
-            height, width = self.tiff_pages[0][formats.HEIGHT], self.tiff_pages[0][formats.WIDTH]
+            height = self.tiff_pages[0][formats.HEIGHT]
+            width = self.tiff_pages[0][formats.WIDTH]
             count = len(self.tiff_pages)
             if width == channels or width < min(height, count):
                 as_channels = "tifffile.imwrite(FILE, array, photometric='minisblack', planarconfig='contig')"
@@ -241,8 +242,8 @@ def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
     """
     file = Stored(Path(readable(path)), data)
     if not (file.is_png_or_jpeg or (data and photograph)):
-        what = f"is neither PNG nor JPEG (starts with {data[:4]!r})" if data else "the file is empty"
-        raise Unreadable(f"{file.path}: {what}; expected a PNG or JPEG.")
+        problem = f"is neither PNG nor JPEG (starts with {data[:4]!r})" if data else "the file is empty"
+        raise Unreadable(f"{file.path}: {problem}; expected a PNG or JPEG.")
     is_whole = {"PNG": formats.png_is_intact, "JPEG": formats.jpeg_has_end}.get(file.format)
     if is_whole is not None and not is_whole(data):
         raise Unreadable(f"{file.path}: the {file.format} file is truncated or damaged; expected an intact one.")

@@ -24,8 +24,12 @@ class Draws(Sampler):
     """
 
     def __init__(self, sampler: Any, name: str, order: Mapping[str, Any], steps_per_epoch: int):
-        self.sampler, self.name, self.order, self.steps_per_epoch = sampler, name, order, steps_per_epoch
-        self.ahead, self.state = deque[tuple[list[Draw], Any]](), state_of(sampler)
+        self.sampler = sampler
+        self.name = name
+        self.order = order
+        self.steps_per_epoch = steps_per_epoch
+        self.ahead = deque[tuple[list[Draw], Any]]()
+        self.state = state_of(sampler)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -52,5 +56,6 @@ class Draws(Sampler):
                 expected = "expected a list of (epoch, number) or datasets.Draw"
                 raise ValueError(f"{self.name} gives {minibatch!r}: {expected}") from error
             self.ahead.append((draws, state_of(self.sampler)))
-            epoch, first = step / self.steps_per_epoch, (step - 1) * crops + rank * crops // ranks
+            epoch = step / self.steps_per_epoch
+            first = (step - 1) * crops + rank * crops // ranks
             yield [draw._replace(moment=Moment(step, epoch, place)) for place, draw in enumerate(draws, start=first)]

@@ -10,7 +10,8 @@ import cv2
 import numpy as np
 from numpy.typing import ArrayLike
 
-_HEIGHT, _WIDTH = 128, 256  # of the finished picture, pixels
+_HEIGHT = 128  # of the finished picture, pixels
+_WIDTH = 256
 _FINER = 2  # draw at this multiple of the size and average down, which softens edges like a camera
 
 # Cityscapes label ids
@@ -30,7 +31,8 @@ class View:
     """The canvas and its camera. World coordinates in metres: x right, y up from the street, z ahead."""
 
     def __init__(self, rng: np.random.Generator):
-        self.height, self.width = _HEIGHT * _FINER, _WIDTH * _FINER
+        self.height = _HEIGHT * _FINER
+        self.width = _WIDTH * _FINER
         self.image = np.zeros((self.height, self.width, 3), np.uint8)
         self.label = np.full((self.height, self.width), SKY, np.uint8)
         self.horizon = self.height * rng.uniform(0.38, 0.47)
@@ -41,7 +43,7 @@ class View:
         self.clear = rng.uniform(60, 250)  # metres; haze covers 1 - exp(-z / clear) of a colour
         self.sun = rng.uniform(0.75, 1.0, size=2)  # light on the left and right side of the street
 
-    def at(self, x: float, y: float, z: float) -> tuple[int, int]:
+    def project(self, x: float, y: float, z: float) -> tuple[int, int]:
         """World to canvas pixels."""
         scale = self.focal / z
         return round(self.centre + x * scale), round(self.horizon + (self.camera - y) * scale)
@@ -70,12 +72,14 @@ class View:
         self, x: float, heights: tuple[float, float], z: tuple[float, float], rgb: Sequence[float], label: int | None
     ) -> None:
         """A rectangle along the street. x, heights, z: metres."""
-        (low, high), (near, far) = heights, z
-        corners = [self.at(x, y, ahead) for y, ahead in ((low, near), (high, near), (high, far), (low, far))]
+        low, high = heights
+        near, far = z
+        corners = [self.project(x, y, ahead) for y, ahead in ((low, near), (high, near), (high, far), (low, far))]
         self.polygon(corners, rgb, label)
 
     def ellipse(self, centre: Sequence[float], axes: Sequence[float], rgb: Sequence[float], label: int | None) -> None:
-        centre_pixel, axes_pixels = tuple(map(round, centre)), tuple(map(round, axes))
+        centre_pixel = tuple(map(round, centre))
+        axes_pixels = tuple(map(round, axes))
         cv2.ellipse(self.image, centre_pixel, axes_pixels, 0, 0, 360, rgb, -1)
         if label is not None:
             cv2.ellipse(self.label, centre_pixel, axes_pixels, 0, 0, 360, label, -1)
@@ -111,9 +115,10 @@ def _draw_sky(view: View, rng: np.random.Generator) -> None:
         view.ellipse(centre, (rng.uniform(20, 70), rng.uniform(4, 12)), (view.haze * 1.1).clip(0, 255).tolist(), None)
     x = -60.0
     while x < 60:  # the far end of the street
-        width, height = rng.uniform(6, 16), rng.uniform(3, 11)
-        left, top_row = view.at(x, height, 95)
-        right, bottom = view.at(x + width, 0, 95)
+        width = rng.uniform(6, 16)
+        height = rng.uniform(3, 11)
+        left, top_row = view.project(x, height, 95)
+        right, bottom = view.project(x + width, 0, 95)
         if rng.random() < 0.5:
             view.box(left, top_row, right, bottom, view.colour(_FACADES[rng.integers(6)], 95), BUILDING)
         else:
@@ -124,10 +129,11 @@ def _draw_sky(view: View, rng: np.random.Generator) -> None:
 
 def _draw_ground(view: View, rng: np.random.Generator) -> _Sides:
     """Draw grass, sidewalks, road and markings."""
-    near, far = 2.0, 95.0
+    near = 2.0
+    far = 95.0
 
     def strip(x0: float, x1: float, rgb: ArrayLike, label: int | None, z0: float = near, z1: float = far) -> None:
-        points = [view.at(x0, 0, z0), view.at(x0, 0, z1), view.at(x1, 0, z1), view.at(x1, 0, z0)]
+        points = [view.project(x0, 0, z0), view.project(x0, 0, z1), view.project(x1, 0, z1), view.project(x1, 0, z0)]
         view.polygon(points, view.colour(rgb, (z0 * z1) ** 0.5 / 2), label)
 
     strip(-300, 300, (104, 128, 66), TERRAIN)
@@ -158,7 +164,8 @@ def _draw_ground(view: View, rng: np.random.Generator) -> _Sides:
 
 def _draw_lots(view: View, rng: np.random.Generator, side: int, edges: tuple[float, float, float]) -> None:
     """Draw houses, and gardens behind fences, along one side, from far to near."""
-    lots, z = edges[2], 4.0
+    lots = edges[2]
+    z = 4.0
     row = []
     while z < 85:
         length = rng.uniform(7, 18)
@@ -178,8 +185,14 @@ def _draw_house(view: View, rng: np.random.Generator, side: int, x: float, z0: f
     wall = np.array(_FACADES[rng.integers(len(_FACADES))]) * rng.uniform(0.8, 1.1)
     height = 3.0 * rng.integers(2, 6) + 1.0
     light = view.sun[(side + 1) // 2]
-    inner, outer = side * x, side * (x + 12)
-    front = [view.at(inner, 0, z0), view.at(inner, height, z0), view.at(outer, height, z0), view.at(outer, 0, z0)]
+    inner = side * x
+    outer = side * (x + 12)
+    front = [
+        view.project(inner, 0, z0),
+        view.project(inner, height, z0),
+        view.project(outer, height, z0),
+        view.project(outer, 0, z0),
+    ]
     view.polygon(front, view.colour(wall, z0, light * 0.8), BUILDING)
     view.wall(inner, (0, height), (z0, z1), view.colour(wall, (z0 + z1) / 2, light), BUILDING)
     if z0 > 60:
@@ -201,7 +214,7 @@ def _draw_fence(view: View, rng: np.random.Generator, side: int, x: float, z0: f
 def _draw_bush(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     for _ in range(4):
         green = np.array([66, 100, 44]) * rng.uniform(0.65, 1.35)
-        centre = view.at(x + rng.uniform(-1.5, 1.5), rng.uniform(0.8, 3.2), z)
+        centre = view.project(x + rng.uniform(-1.5, 1.5), rng.uniform(0.8, 3.2), z)
         axes = (view.length(rng.uniform(1.0, 1.8), z), view.length(rng.uniform(1.0, 2.0), z))
         view.ellipse(centre, axes, view.colour(green, z), VEGETATION)
 
@@ -224,7 +237,8 @@ def _traffic(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
     placed += [(z, -sides[-1][0] * 0.35) for z in _steps(rng.uniform(7, 30), 50, rng.uniform(10, 20))]
     for side, (road, _, _) in sides.items():
         if road > 4.6 and rng.random() < 0.8:  # room to park
-            first, last = rng.uniform(6, 12), rng.uniform(20, 45)
+            first = rng.uniform(6, 12)
+            last = rng.uniform(20, 45)
             placed += [(z, side * (road - 1.0)) for z in _steps(first, last, rng.uniform(5.2, 9))]
     return [(z, draw_car, x) for z, x in placed]
 
@@ -251,17 +265,17 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 
 
 def draw_tree(view: View, rng: np.random.Generator, x: float, z: float) -> None:
-    (middle, bottom), (_, top) = view.at(x, 0, z), view.at(x, 3.0, z)
+    (middle, bottom), (_, top) = view.project(x, 0, z), view.project(x, 3.0, z)
     half = view.length(0.15, z)
     view.box(middle - half, top, middle + half, bottom, view.colour((84, 66, 50), z), VEGETATION)
     for _ in range(9):
         green = np.array([74, 112, 46]) * rng.uniform(0.65, 1.35)
-        centre = view.at(x + rng.uniform(-1.0, 1.0), rng.uniform(2.9, 5.2), z)
+        centre = view.project(x + rng.uniform(-1.0, 1.0), rng.uniform(2.9, 5.2), z)
         view.ellipse(centre, (view.length(0.9, z), view.length(0.8, z)), view.colour(green, z), VEGETATION)
 
 
 def _draw_pole(view: View, x: float, z: float, height: float) -> None:
-    (middle, bottom), (_, top) = view.at(x, 0, z), view.at(x, height, z)
+    (middle, bottom), (_, top) = view.project(x, 0, z), view.project(x, height, z)
     half = view.length(0.09, z, at_least=2)  # at least 4 pixels wide in the finished picture
     view.box(middle - half, top, middle + half, bottom, view.colour((104, 108, 112), z), POLE)
     view.box(middle - half, top, middle - half // 3, bottom, view.colour((140, 144, 148), z), None)
@@ -269,13 +283,13 @@ def _draw_pole(view: View, x: float, z: float, height: float) -> None:
 
 def draw_lamp(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     _draw_pole(view, x, z, 5.5)
-    (end, top), (pole, bottom) = view.at(x - np.sign(x) * 1.2, 5.7, z), view.at(x, 5.4, z)
+    (end, top), (pole, bottom) = view.project(x - np.sign(x) * 1.2, 5.7, z), view.project(x, 5.4, z)
     view.box(min(end, pole), top, max(end, pole), bottom, view.colour((120, 122, 124), z), POLE)
 
 
 def draw_sign(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     _draw_pole(view, x, z, 2.6)
-    centre = np.array(view.at(x, 2.5, z))
+    centre = np.array(view.project(x, 2.5, z))
     radius = view.length(0.42, z, at_least=4)
     rim, plate = _SIGNS[rng.integers(len(_SIGNS))]
     corners = (3, 4, 24)[rng.integers(3)]
@@ -288,7 +302,7 @@ def draw_sign(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 
 def draw_light(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     _draw_pole(view, x, z, 2.6)
-    cx, bottom = view.at(x, 2.3, z)
+    cx, bottom = view.project(x, 2.3, z)
     half = view.length(0.28, z, at_least=4)
     top = bottom - 5 * half
     view.box(cx - half, top, cx + half, bottom, view.colour((24, 26, 28), z), LIGHT)
@@ -299,8 +313,8 @@ def draw_light(view: View, rng: np.random.Generator, x: float, z: float) -> None
 
 
 def draw_bin(view: View, rng: np.random.Generator, x: float, z: float) -> None:
-    left, top = view.at(x - 0.35, 1.1, z)
-    right, bottom = view.at(x + 0.35, 0, z)
+    left, top = view.project(x - 0.35, 1.1, z)
+    right, bottom = view.project(x + 0.35, 0, z)
     view.box(left, top, right, bottom, view.colour((60, 70, 62), z), STATIC)
 
 
@@ -310,12 +324,12 @@ def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     def part(
         x0: float, x1: float, y0: float, y1: float, rgb: ArrayLike, label: int | None, narrower: float = 0.0
     ) -> None:
-        points = [view.at(x + x0, y0, z), view.at(x + x1, y0, z)]
-        points += [view.at(x + x1 - narrower, y1, z), view.at(x + x0 + narrower, y1, z)]
+        points = [view.project(x + x0, y0, z), view.project(x + x1, y0, z)]
+        points += [view.project(x + x1 - narrower, y1, z), view.project(x + x0 + narrower, y1, z)]
         view.polygon(points, view.colour(rgb, z), label)
 
     ground = ((x - 1.0, z - 0.4), (x + 1.0, z - 0.4), (x + 0.9, z + 1), (x - 0.9, z + 1))
-    shadow = [view.at(across, 0, ahead) for across, ahead in ground]
+    shadow = [view.project(across, 0, ahead) for across, ahead in ground]
     view.polygon(shadow, view.colour((34, 34, 36), z), None)
     for wheel in (-0.85, 0.6):
         part(wheel, wheel + 0.25, 0.0, 0.5, (22, 22, 24), CAR)
@@ -334,12 +348,12 @@ def draw_person(view: View, rng: np.random.Generator, x: float, z: float) -> Non
     skin = np.array([205, 160, 130]) * rng.uniform(0.5, 1.1)
     stride = rng.uniform(0.05, 0.22)
     for foot in (-stride, stride):
-        points = [view.at(x + foot - 0.09, 0, z), view.at(x + foot + 0.09, 0, z)]
-        points += [view.at(x + 0.16, 0.52 * height, z), view.at(x - 0.16, 0.52 * height, z)]
+        points = [view.project(x + foot - 0.09, 0, z), view.project(x + foot + 0.09, 0, z)]
+        points += [view.project(x + 0.16, 0.52 * height, z), view.project(x - 0.16, 0.52 * height, z)]
         view.polygon(points, view.colour(legs * 0.7, z), PERSON)
     for up, across, tall, rgb in ((0.66, 0.26, 0.2 * height, coat), (0.92, 0.12, 0.15, skin)):  # trunk and head
         axes = view.length(across, z), view.length(tall, z)
-        view.ellipse(view.at(x, up * height, z), axes, view.colour(rgb, z), PERSON)
+        view.ellipse(view.project(x, up * height, z), axes, view.colour(rgb, z), PERSON)
 
 
 def expose(view: View, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -357,5 +371,6 @@ def expose(view: View, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray
     tint = rng.uniform(0.9, 1.1, size=3).astype(np.float32) * np.float32(rng.uniform(0.65, 1.15))
     image = image * (grain * clouds)[..., None] * tint
     image += rng.standard_normal(image.shape, dtype=np.float32) * np.float32(rng.uniform(2, 7))
-    label[:2], label[-2:], label[:, :2], label[:, -2:] = BORDER, BORDER, BORDER, BORDER
+    for edge in (label[:2], label[-2:], label[:, :2], label[:, -2:]):
+        edge[:] = BORDER
     return np.clip(image, 0, 255).astype(np.uint8), label

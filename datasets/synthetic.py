@@ -57,12 +57,12 @@ def synthetic(
     if not is_written:
         _write_once(folder, settings, own_images, in_cache=not root)
     try:
-        written = json.loads((folder / _MARKER).read_text())
+        written_settings = json.loads((folder / _MARKER).read_text())
     except ValueError as error:
         raise ValueError(f"{folder / _MARKER} is damaged ({error}): delete {folder}, which is written again") from error
-    if written != settings:
+    if written_settings != settings:
         raise ValueError(
-            f"{folder} holds synthetic streets written with {written}, expected {settings}. "
+            f"{folder} holds synthetic streets written with {written_settings}, expected {settings}. "
             "Choose another folder, or give none to use the cache folder."
         )
     dataset = cityscapes(folder, split)

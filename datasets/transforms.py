@@ -70,7 +70,8 @@ class TrainingTransform:
             antialias=self.antialias,
         )
         if pixel is not None and class_id is not None and not (label_crop == class_id).any():
-            (y, x), (row, column) = pixel, map(at_scale, pixel, (height, width), scaled_size)
+            y, x = pixel
+            row, column = map(at_scale, pixel, (height, width), scaled_size)
             if label[y : y + 1, x : x + 1] != class_id:
                 raise LookupError(f"its label has another class than {class_id} there")
             label_crop[row - offset[0], column - offset[1]] = class_id
@@ -79,10 +80,11 @@ class TrainingTransform:
                 slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)
             )
             pixels = torch.from_numpy(image_crop[covered]).permute(2, 0, 1)
-            changed = seeded(self.colour_jitter, pixels, int(rng.integers(2**63)))
-            image_crop[covered] = changed.permute(1, 2, 0).numpy()
+            jittered = seeded(self.colour_jitter, pixels, int(rng.integers(2**63)))
+            image_crop[covered] = jittered.permute(1, 2, 0).numpy()
         if mirrored:
-            image_crop, label_crop = _with_channels(cv2.flip(image_crop, 1)), cv2.flip(label_crop, 1)
+            image_crop = _with_channels(cv2.flip(image_crop, 1))
+            label_crop = cv2.flip(label_crop, 1)
         return image_crop, label_crop
 
     def draw(
@@ -142,10 +144,12 @@ def at_scale(pixel: int, original: int, size: int) -> int:
 
 def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[int, int]:
     """Along one axis: the half-open range of the crop's start. The crop lies inside the scaled image or contains it."""
-    low, high = min(0, size - crop), max(0, size - crop)
+    low = min(0, size - crop)
+    high = max(0, size - crop)
     if pixel is not None:
         place = at_scale(pixel, original, size)
-        low, high = max(low, place - crop + 1), min(high, place)
+        low = max(low, place - crop + 1)
+        high = min(high, place)
     return low, high + 1
 
 
@@ -177,7 +181,8 @@ def scale_and_crop(
     )
     pixels = image[rows.needed, cols.needed]
     if (rows.block, cols.block) != (1, 1):  # blocks that reach beyond the image are filled with its last pixels
-        below, beside = -pixels.shape[0] % rows.block, -pixels.shape[1] % cols.block
+        below = -pixels.shape[0] % rows.block
+        beside = -pixels.shape[1] % cols.block
         pixels = cv2.copyMakeBorder(pixels, 0, below, 0, beside, cv2.BORDER_REPLICATE) if below or beside else pixels
         size = pixels.shape[1] // cols.block, pixels.shape[0] // rows.block
         pixels = _with_channels(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA))
@@ -197,16 +202,17 @@ def _warped(pixels: np.ndarray, matrix: np.ndarray, size: tuple[int, int]) -> np
     OpenCV interpolates four channels at a time in half the time of three, and other numbers less exactly.
     """
 
-    def of_four(some: np.ndarray) -> np.ndarray:
+    def warp_four(four: np.ndarray) -> np.ndarray:
         flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-        return cv2.warpAffine(some, matrix, size, flags=flags, borderMode=cv2.BORDER_REPLICATE)
+        return cv2.warpAffine(four, matrix, size, flags=flags, borderMode=cv2.BORDER_REPLICATE)
 
     channels = pixels.shape[2]
     if channels == 3:
-        return cv2.cvtColor(of_four(cv2.cvtColor(pixels, cv2.COLOR_RGB2RGBA)), cv2.COLOR_RGBA2RGB)
+        return cv2.cvtColor(warp_four(cv2.cvtColor(pixels, cv2.COLOR_RGB2RGBA)), cv2.COLOR_RGBA2RGB)
     padded = np.empty((*pixels.shape[:2], channels + -channels % 4), np.uint8)
-    padded[..., :channels], padded[..., channels:] = pixels, 0
-    parts = [of_four(np.ascontiguousarray(padded[..., at : at + 4])) for at in range(0, channels, 4)]
+    padded[..., :channels] = pixels
+    padded[..., channels:] = 0
+    parts = [warp_four(np.ascontiguousarray(padded[..., start : start + 4])) for start in range(0, channels, 4)]
     return np.ascontiguousarray(np.concatenate(parts, axis=2)[..., :channels])
 
 
@@ -214,7 +220,8 @@ def _padded(pixels: np.ndarray, borders: tuple[int, int, int, int], fill: Sequen
     """Pixels (h, w, C) with borders (top, bottom, left, right) of the colour `fill`."""
     if len(fill) == 3:
         return cv2.copyMakeBorder(pixels, *borders, cv2.BORDER_CONSTANT, value=fill)
-    (height, width), (top, bottom, left, right) = pixels.shape[:2], borders  # OpenCV fills four channels at most
+    height, width = pixels.shape[:2]  # OpenCV fills four channels at most
+    top, bottom, left, right = borders
     padded = np.empty((top + height + bottom, left + width + right, len(fill)), np.uint8)
     padded[:] = np.array(fill, np.uint8)
     padded[top : top + height, left : left + width] = pixels

@@ -29,6 +29,7 @@ from datasets.workers import Progress, in_order
 
 _CHECKS = 11  # increment when the checks change: all data is then checked again
 _SHOWN = 5
+_REMEMBERED = ("values", "holding", "conflict", "digests", "used", "sizes", "remarks")  # fields of `Inspection`
 
 Split = SegmentationDataset | ClassificationDataset
 
@@ -48,7 +49,7 @@ class Inspection:
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
     class); `conflict`: the first label with another palette, if palettes are compared. `digests`: `digest` of each
     image file. `used`: of images that were decoded. `sizes`: (width, height, images) for each size of
-    images with labels of pixels. `said`: sentences on palettes, and on pages and channels that are not read.
+    images with labels of pixels. `remarks`: sentences on palettes, and on pages and channels that are not read.
     """
 
     dataset: Split
@@ -59,7 +60,7 @@ class Inspection:
     digests: list[int]
     used: Sequence[Sequence] = ()
     sizes: Sequence[tuple[int, int, int]] = ()
-    said: Sequence[str] = ()
+    remarks: Sequence[str] = ()
 
     @property
     def by_class(self) -> np.ndarray:
@@ -72,16 +73,17 @@ class Inspection:
 
         `images`: e.g. "training image"; `keys`: see `doubts_of_levels`.
         """
-        named = f"images of {self.dataset.split}"
-        of_levels = [*self.said, *doubts_of_levels(self.used, self.dataset.range16, named, keys)]
+        split_images = f"images of {self.dataset.split}"
+        doubts = []
         if isinstance(self.dataset, ClassificationDataset):
             absent = [name for name, count in zip(self.dataset.classes, self.holding, strict=True) if not count]
-            unseen = [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
-            return unseen + of_levels
-        if not self.dataset.has_labels:
-            return of_levels
-        conflict = [self.conflict] if self.conflict and self.dataset.palette_fix is None else []
-        return self.dataset.table.doubts(np.array(self.values), images) + conflict + of_levels
+            if absent:
+                doubts.append(f"no {images} shows {', '.join(absent)}: check the labels and the classes")
+        elif self.dataset.has_labels:
+            doubts += self.dataset.table.doubts(np.array(self.values), images)
+            if self.conflict and self.dataset.palette_fix is None:
+                doubts.append(self.conflict)
+        return [*doubts, *self.remarks, *doubts_of_levels(self.used, self.dataset.range16, split_images, keys)]
 
 
 def verify(
@@ -105,23 +107,25 @@ def verify(
     changes_unseen = isinstance(dataset, SegmentationDataset) and not dataset.has_files
     folder = None if changes_unseen else cache_folder()
     remembered = (folder or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
-    found, split = None, f"{dataset.name}, split {dataset.split!r}"
+    inspection = None
+    split = f"{dataset.name}, split {dataset.split!r}"
     with suppress(OSError, ValueError, TypeError):
-        found = Inspection(dataset, (), *json.loads(remembered.read_text()))
-    if found is None:
-        found = inspect(dataset, workers, progress, decode=False)
-        if found.problems:
-            listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in found.problems]))
-            raise ValueError(f"{split}: {len(found.problems)} problem(s) in {len(dataset)} images:\n{listed}")
+        inspection = Inspection(dataset, (), *json.loads(remembered.read_text()))
+    if inspection is None:
+        inspection = inspect(dataset, workers, progress, decode=False)
+        problems = inspection.problems
+        if problems:
+            lines = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in problems]))
+            raise ValueError(f"{split}: {len(problems)} problem(s) in {len(dataset)} images:\n{lines}")
         with suppress(OSError):  # a read-only cache folder only costs the time of the next check
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            kept = [found.values, found.holding, found.conflict, found.digests, found.used, found.sizes, found.said]
-            remembered.write_text(json.dumps(kept))
-    dataset.digests, dataset.sizes = np.array(found.digests, np.uint64), found.sizes
-    if any(found.values) and not any(found.by_class[:IGNORED]):
-        why = ". ".join(found.doubts("image"))
-        raise ValueError(f"{split}: no pixel has a class, so nothing can be learnt or scored: {why}")
-    return found.doubts(images, keys)
+            remembered.write_text(json.dumps([getattr(inspection, name) for name in _REMEMBERED]))
+    dataset.digests = np.array(inspection.digests, np.uint64)
+    dataset.sizes = inspection.sizes
+    if any(inspection.values) and not any(inspection.by_class[:IGNORED]):
+        reasons = ". ".join(inspection.doubts("image"))
+        raise ValueError(f"{split}: no pixel has a class, so nothing can be learnt or scored: {reasons}")
+    return inspection.doubts(images, keys)
 
 
 def digest(content: Any) -> int:
@@ -132,20 +136,20 @@ def digest(content: Any) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
-def shared_images(one: Split, other: Split, read_files: bool = True) -> int:
-    """The number of images of `other` that are also in `one`: the same bytes, under whatever name.
+def shared_images(first: Split, second: Split, read_files: bool = True) -> int:
+    """The number of images of `second` that are also in `first`: the same bytes, under whatever name.
 
     What `verify` has read is not read again; of other splits, files of a size that both have are read. Without
     `read_files` only paths are compared.
     """
     if read_files:
-        return int(np.isin(_digests(other, one), _digests(one, other)).sum())
-    if isinstance(one, ClassificationDataset) or isinstance(other, ClassificationDataset):
-        return len(other) if one.split == other.split else 0
-    if not (one.has_files and other.has_files):
+        return int(np.isin(_digests(second, first), _digests(first, second)).sum())
+    if isinstance(first, ClassificationDataset) or isinstance(second, ClassificationDataset):
+        return len(second) if first.split == second.split else 0
+    if not (first.has_files and second.has_files):
         return 0
-    paths = {entry.image for entry in one.files}
-    return sum(entry.image in paths for entry in other.files)
+    paths = {entry.image for entry in first.files}
+    return sum(entry.image in paths for entry in second.files)
 
 
 def _digests(split: Split, other: Split) -> np.ndarray:
@@ -157,10 +161,10 @@ def _digests(split: Split, other: Split) -> np.ndarray:
         return np.array([digest(image) for image in split.pixels], np.uint64)
     if split.digests is not None:
         return split.digests
-    files, others = ([each.path(number) for number in range(len(each))] for each in (split, other))
-    sizes = {os.path.getsize(file) for file in others}
-    same = [file for file in files if os.path.getsize(file) in sizes]
-    return np.array([digest(file.read_bytes()) for file in same], np.uint64)
+    files = [split.path(number) for number in range(len(split))]
+    other_sizes = {os.path.getsize(other.path(number)) for number in range(len(other))}
+    candidates = [file for file in files if os.path.getsize(file) in other_sizes]
+    return np.array([digest(file.read_bytes()) for file in candidates], np.uint64)
 
 
 def inspect(dataset: Split, workers: int | None = None, progress: Progress = None, decode: bool = True) -> Inspection:
@@ -172,16 +176,21 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    problems, digests, deep, notes = list[Problem](), list[int](), list[Use](), defaultdict[str, dict[str, int]](dict)
-    values, holding, sizes = np.zeros(256, np.int64), np.zeros(256, np.int64), Counter[tuple[int, int]]()
+    problems = list[Problem]()
+    digests = list[int]()
+    uses = list[Use]()
+    notes = defaultdict[str, dict[str, int]](dict)
+    values = np.zeros(256, np.int64)
+    holding = np.zeros(256, np.int64)
+    sizes = Counter[tuple[int, int]]()
     table = dataset.table if isinstance(dataset, SegmentationDataset) else None
     palettes = Palettes(None if table is None else table.label_palette)
     has_files = isinstance(dataset, SegmentationDataset) or dataset.pixels is None
-    looked = every(dataset, partial(_looked, dataset, decode), workers, progress) if has_files else ()
-    for index, seen in enumerate(looked):
+    looks = map_images(dataset, partial(_look_at, dataset, decode), workers, progress) if has_files else ()
+    for index, seen in enumerate(looks):
         problems += seen.problems
         digests.append(seen.digest)
-        deep += filter(None, [seen.used])
+        uses += filter(None, [seen.used])
         for kind, number in seen.notes.items():
             notes[kind][str(dataset.path(index))] = number
         if table is not None:
@@ -193,27 +202,37 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
             palettes.add(*seen.palette)
     if isinstance(dataset, ClassificationDataset):
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
-        return Inspection(dataset, tuple(problems), [], images, None, digests, deep, (), [*noted(notes)])
+        return Inspection(dataset, tuple(problems), [], images, None, digests, uses, (), [*notes_as_remarks(notes)])
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
-    said = [*noted(notes, dataset.channels_key), *palettes.swapped(dataset.table.label_colours)]
-    if dataset.palette_fix is not None and (gray := palettes.about_grays(dataset.table)):
-        if palettes.grays_fit(dataset.table):
-            problems.append(Problem("gray palettes", f"{gray}. {dataset.palette_fix}"))
-        else:
-            said.append(gray)
-    found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, digests, deep
-    return Inspection(*found, [(*size, images) for size, images in sizes.items()], said)
+    remarks = [*notes_as_remarks(notes, dataset.channels_key), *palettes.swapped(dataset.table.label_colours)]
+    about_grays = "" if dataset.palette_fix is None else palettes.about_grays(dataset.table)
+    if about_grays and palettes.grays_fit(dataset.table):
+        problems.append(Problem("gray palettes", f"{about_grays}. {dataset.palette_fix}"))
+    elif about_grays:
+        remarks.append(about_grays)
+    return Inspection(
+        dataset,
+        tuple(problems),
+        values.tolist(),
+        holding.tolist(),
+        palettes.conflict,
+        digests,
+        uses,
+        [(*size, images) for size, images in sizes.items()],
+        remarks,
+    )
 
 
-def noted(found: Mapping[str, Mapping[str, int]], key: str | None = None) -> Iterator[str]:
+def notes_as_remarks(notes: Mapping[str, Mapping[str, int]], key: str | None = None) -> Iterator[str]:
     """A sentence on each kind of images that a training may not read as meant: {kind: {file: its number}}.
 
     `key`: the option that sets the number of channels, if there is one.
     """
-    as_channels = f"; {key}=N reads the pages of a TIFF as N channels, if these are not three" * bool(key)
-    for kind, files in found.items():
-        (name, number), count = next(iter(files.items())), len(files)
+    as_channels = f"; {key}=N reads the pages of a TIFF as N channels, if these are not three" if key else ""
+    for kind, files in notes.items():
+        count = len(files)
+        name, number = next(iter(files.items()))
         yield {
             "pages": f"{count} images have several pages or frames, and only the first is read: export each as an "
             f"image, or three as RGB{as_channels} (such as {readable(name)}, {number})",
@@ -229,19 +248,23 @@ def noted(found: Mapping[str, Mapping[str, int]], key: str | None = None) -> Ite
 def first_lines(messages: Sequence[str]) -> list[str]:
     """The first messages and the number of others; an ending that the messages share is written once, last."""
     shown = messages[:_SHOWN]
-    ending = os.path.commonprefix([message[::-1] for message in shown])[::-1].partition(". ")[2]
-    ending *= len(shown) > 1
+    ending = ""
+    if len(shown) > 1:
+        ending = os.path.commonprefix([message[::-1] for message in shown])[::-1].partition(". ")[2]
     lines = [message.removesuffix(ending).rstrip() for message in shown]
-    more = [f"… and {len(messages) - _SHOWN} more"] * (len(messages) > _SHOWN)
-    return lines + more + [ending] * bool(ending)
+    if len(messages) > _SHOWN:
+        lines.append(f"… and {len(messages) - _SHOWN} more")
+    if ending:
+        lines.append(ending)
+    return lines
 
 
-def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progress: Progress) -> Iterator[Any]:
+def map_images(dataset: Split, look: Callable[[int], Any], workers: int | None, progress: Progress) -> Iterator[Any]:
     """`look(index)` for every image. TimeoutError names the image that, with its label, was not read in time."""
     done = 0
     try:
-        for done, found in enumerate(in_order(look, range(len(dataset)), workers), start=1):
-            yield found
+        for done, answer in enumerate(in_order(look, range(len(dataset)), workers), start=1):
+            yield answer
             if progress is not None:
                 progress(done, len(dataset))
     except TimeoutError as error:
@@ -250,20 +273,22 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
 
 @dataclass
 class _Seen:
-    """What `_looked` has found in an image and its label."""
+    """What `_look_at` has found in an image and its label."""
 
     problems: list[Problem] = field(default_factory=list)
     digest: int = 0  # of the image file
     used: Use | None = None
-    notes: dict[str, int] = field(default_factory=dict)  # by kind, its pages or channels, or 1: see `noted`
+    notes: dict[str, int] = field(default_factory=dict)  # by kind, its pages or channels, or 1: see `notes_as_remarks`
     size: tuple[int, int] | None = None  # of the image
     pixels: np.ndarray | None = None  # of each raw value of the label, int64 (256,)
     palette: Any = None  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
 
 
-def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
+def _look_at(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
-    seen, path, channels = _Seen(), dataset.path(index), dataset.channels
+    seen = _Seen()
+    path = dataset.path(index)
+    channels = dataset.channels
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -271,8 +296,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         except ValueError as error:
             seen.problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
         except Exception as error:  # it must not stop the check of the other files
-            where = readable(path)
-            seen.problems.append(Problem("unexpected error", f"{where}: {type(error).__name__}: {error}"))
+            seen.problems.append(Problem("unexpected error", f"{readable(path)}: {type(error).__name__}: {error}"))
         return None
 
     if isinstance(dataset, SegmentationDataset) and not dataset.has_files:
@@ -280,27 +304,31 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
         return seen
     file = attempted("unreadable image", restorable()(read), path, dataset.turned, channels)
     if file is not None:
-        whole = attempted("unreadable image", path.read_bytes) if file.format == "array" else file.data
-        seen.digest = digest(whole) if whole else 0
-        if (pages := of_channels.pages_if_one_is_read(file, channels)) > 1:
+        content = attempted("unreadable image", path.read_bytes) if file.format == "array" else file.data
+        seen.digest = digest(content) if content else 0
+        pages = of_channels.pages_if_one_is_read(file, channels)
+        if pages > 1:
             seen.notes["pages"] = pages
         every_pixel = decode or isinstance(dataset, ClassificationDataset)
         seen.size = attempted("unreadable image", restorable()(_size), file, dataset.turned, every_pixel, channels)
-    chosen = is_decoded(index, len(dataset))
-    if seen.size is not None and (decode or chosen):
-        seen.used = attempted("unreadable image", used, file, dataset.turned, channels, dataset.range16, chosen)
+    is_sample = is_decoded(index, len(dataset))
+    if seen.size is not None and (decode or is_sample):
+        seen.used = attempted("unreadable image", used, file, dataset.turned, channels, dataset.range16, is_sample)
         may_have_further = dataset.channels_key is not None and channels == COLOURS and "pages" not in seen.notes
-        if may_have_further and (number := of_channels.further_channels(file)):
-            seen.notes["channels"] = number
-    if isinstance(dataset, ClassificationDataset) or (entry := dataset.files[index]).label is None:
+        further_channels = of_channels.further_channels(file) if may_have_further else 0
+        if further_channels:
+            seen.notes["channels"] = further_channels
+    if isinstance(dataset, ClassificationDataset):
         return seen
-    if (label := attempted("unreadable label", dataset.raw_label, index)) is None:
+    entry = dataset.files[index]
+    label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
+    if entry.label is None or label is None:
         return seen
     seen.pixels = np.bincount(label.reshape(-1), minlength=256)
     if dataset.palette_fix or dataset.table.label_palette:
         colours = label_palette(read(entry.label, photograph=dataset.turned))
-        held = np.flatnonzero(seen.pixels).tolist()
-        seen.palette = entry.label, {number: colours[number] for number in held if number in colours}
+        ids = np.flatnonzero(seen.pixels).tolist()
+        seen.palette = entry.label, {number: colours[number] for number in ids if number in colours}
     if seen.size is not None:
         attempted("sizes differ", dataset.check_size, entry, seen.size, label.shape[::-1])
         width, height = seen.size
@@ -312,7 +340,8 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Seen:
 def _look_at_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
     """Note what a sample holds that a dataset makes itself. ValueError: image and label differ in size."""
     image, label, _ = dataset[index]
-    seen.digest, seen.size = digest(np.ascontiguousarray(image)), (image.shape[1], image.shape[0])
+    seen.digest = digest(np.ascontiguousarray(image))
+    seen.size = (image.shape[1], image.shape[0])
     if label is not None:
         seen.pixels = np.zeros(256, np.int64)
         seen.pixels[[*dataset.label_ids]] = np.bincount(label.reshape(-1), minlength=256)[: len(dataset.classes)]

@@ -83,7 +83,7 @@ def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     if config is None:
         raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json exists", root)
     table = vistas_classes(config)
-    alone: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
     else:
@@ -92,8 +92,8 @@ def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
             raise _LAYOUT.error(f"vistas: {folder} has only labels of Mapillary Vistas v2.0; expected v1.2", root)
         labels = _LAYOUT.files(root, (versioned if versioned.is_dir() else folder) / "labels", (".png",))
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
-        files, alone = _LAYOUT.pair(images, labels, root, looked_for)
-    return SegmentationDataset("vistas", split, files, table, remarks=alone)
+        files, remarks = _LAYOUT.pair(images, labels, root, looked_for)
+    return SegmentationDataset("vistas", split, files, table, remarks=remarks)
 
 
 VISTAS = Row(vistas, {"train": 18_000, "val": 2000, "test": 5000}, classes=65)

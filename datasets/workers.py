@@ -104,13 +104,14 @@ class Loader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch promises a class of its own
         if self.num_workers:
-            self.timeout, too_late = _limit
+            self.timeout, timeout_message = _limit
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor on its way needs an open file
             if most != resource.RLIM_INFINITY:  # which macOS says, but does not grant
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-                if most < (needed := 20 + 6 * self.num_workers):
-                    what = f"{self.num_workers} processes that read images need {needed} open files, {most} are allowed"
-                    raise ValueError(f"{what}: raise ulimit -n, or read without processes, with workers=0")
+                needed = 20 + 6 * self.num_workers
+                if most < needed:
+                    need = f"{self.num_workers} processes that read images need {needed} open files, {most} are allowed"
+                    raise ValueError(f"{need}: raise ulimit -n, or read without processes, with workers=0")
         items: Any = None
         try:
             if self.num_workers:
@@ -119,7 +120,7 @@ class Loader(DataLoader):
             yield from items
         except RuntimeError as error:
             if str(error).startswith("DataLoader timed out"):
-                raise TimeoutError(too_late) from None
+                raise TimeoutError(timeout_message) from None
             raise
         except (ConnectionError, EOFError) as error:  # of the pipe to a worker
             raise RuntimeError(f"DataLoader worker exited unexpectedly ({error})") from error
@@ -151,7 +152,8 @@ def reading_errors(
         MemoryError: a worker could not allocate memory, or the shared memory is too small.
     """
     global _limit
-    workers_key, outer = workers_key or f"{keys}workers", _limit
+    workers_key = workers_key or f"{keys}workers"
+    outer_limit = _limit
     _limit = (
         timeout_seconds,
         f"no data came for {keys}timeout_seconds={timeout_seconds} seconds: a disk or network folder hangs, or a "
@@ -161,8 +163,8 @@ def reading_errors(
         yield
     except RuntimeError as error:
         # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
-        known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker", NO_THREAD)
-        message = next((text for text in _messages(error) if text.startswith(known)), "")
+        beginnings = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker", NO_THREAD)
+        message = next((text for text in _messages(error) if text.startswith(beginnings)), "")
         if message.startswith((_NO_START, NO_THREAD)):
             raise ChildProcessError(
                 f"no process that reads images can start ({message.removeprefix(_NO_START)}): it needs a writable "
@@ -188,7 +190,7 @@ def reading_errors(
             ) from error
         raise
     finally:
-        _limit = outer
+        _limit = outer_limit
 
 
 def _messages(error: BaseException | None) -> Iterator[str]:

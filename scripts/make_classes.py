@@ -46,7 +46,7 @@ from datasets.reading import decode_mask, label_palette
 from datasets.segmentation import restorable
 from datasets.splitting import parts_of, prefixes, sources_of, spread, unlisted
 from datasets.stored import read
-from datasets.verify import every
+from datasets.verify import map_images
 from datasets.workers import in_order
 from engine import assemble
 from engine.assemble.contracts import builder
@@ -249,7 +249,7 @@ def write_lists(
     ):
         images = builder("data", data)(root, split="", listed=names)
         count = lambda number: np.bincount(images.read_label(number).ravel(), minlength=256)  # noqa: E731
-        pixels = np.stack([*every(images, count, config.workers, done)])[:, : len(images.classes)]
+        pixels = np.stack([*map_images(images, count, config.workers, done)])[:, : len(images.classes)]
     given = np.array([places.get(known.get(name, ""), -1) for name in names])
     part_of = spread(pixels, [sources[name] for name in names], [*parts.values()], config.seed, given)
     own = {part: part_of == number for number, part in enumerate(parts)}

@@ -31,7 +31,7 @@ from datasets.label_names import LabelNames
 from datasets.layout import RARE, first_of, read_json
 from datasets.levels import Use, doubts_of_levels, used
 from datasets.stored import ARRAY_SUFFIX, COLOURS, Stored, read
-from datasets.verify import noted
+from datasets.verify import notes_as_remarks
 from engine import assemble
 from engine.assemble.contracts import parts_named
 from engine.checkpoint.files import file_of
@@ -124,7 +124,7 @@ def predict(options: Prediction) -> list[Path]:
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
     of_levels = doubts_of_levels(deep, network.range16, f"images in {source}", keys=None)
-    for doubt in [*noted(notes), *of_levels]:
+    for doubt in [*notes_as_remarks(notes), *of_levels]:
         logger.warning(doubt)
     console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from datasets import ClassIndex, SegmentationDataset, TrainingCrops, TrainingTransform, colour_jitter, index_classes
-from datasets.augmentations import MOST_MIXES, Augmentations, asked_of
+from datasets.augmentations import MOST_MIXES, Augmentations, moment_fields
 from datasets.class_list import CLASSES
 from datasets.folder import IN_FOLD
 from datasets.row import Row
@@ -202,7 +202,7 @@ def augmentations(config: TrainingRun) -> Augmentations | None:
         taken = ["crop", "label", "generator", *["others"] * bool(mixes)]
         try:
             with suppress(ValueError):  # code in C may have no signature
-                signature(own).bind(*taken, **dict.fromkeys(asked_of(own)))
+                signature(own).bind(*taken, **dict.fromkeys(moment_fields(own)))
         except TypeError as error:
             raise ValueError(
                 f"augmentations={name} does not take ({', '.join(taken)}): {error}; an attribute mixes = k asks for "

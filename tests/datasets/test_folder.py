@@ -25,7 +25,7 @@ from datasets import (
     shared_images,
     verify,
 )
-from datasets.class_list import alike, folder_classes, told_apart
+from datasets.class_list import alike, distinguished, folder_classes
 from datasets.file_list import class_folders
 from datasets.folder import folder_labels, folder_splits
 from datasets.label_names import LabelNames
@@ -559,7 +559,7 @@ def test_files_whose_palettes_number_the_classes_differently_are_named(root):
     ],
 )
 def test_colours_are_told_apart_and_those_that_can_be_stay(given):
-    shown = told_apart(dict(enumerate(given)))
+    shown = distinguished(dict(enumerate(given)))
     own = [(colour, now) for colour, now in zip(given, shown, strict=True) if colour is not None]
     assert len(given) == 254 or [colour for colour, now in own if colour == now] == [
         colour for colour, _ in own if colour not in ((0, 0, 0), (5, 5, 5))
