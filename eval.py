@@ -28,7 +28,7 @@ from engine.records.evaluated import print_results, write_results
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import is_absent
 from engine.schema.training import TrainingRun
-from engine.training.run import verify_with_progress
+from engine.training.preparation import verify_with_progress
 
 
 def evaluate(options: Evaluation) -> dict:

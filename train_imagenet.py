@@ -15,7 +15,7 @@ from engine import assemble
 from engine.configuration.command_line import command_line, configured
 from engine.schema.classification import ClassificationRun
 from engine.training import loop, planner, resumption
-from engine.training.run import opened
+from engine.training.preparation import opened
 from engine.training.validation import classify_in_run
 
 

@@ -17,7 +17,7 @@ from engine.configuration.command_line import command_line, configured
 from engine.process.console import counted
 from engine.schema.segmentation import SegmentationRun
 from engine.training import loop, planner, resumption
-from engine.training.run import opened
+from engine.training.preparation import opened
 from engine.training.validation import segment_in_run
 
 

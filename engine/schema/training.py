@@ -124,12 +124,12 @@ class TrainingRun(Plugins):
     memory: Memory = field(default_factory=Memory)
 
     def check(self) -> None:
-        """Fill in defaults that depend on another group, and check rules between groups.
+        """Check rules between groups, then fill in defaults that follow from another group.
 
         ValueError names the key, its value and the fix.
         """
         trainer = self.trainer
-        self._apply_library_defaults()
+        self._check_library_network()
         if trainer.epochs is None and trainer.steps is None:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
         if trainer.patience is not None and not (trainer.evaluate_every_epochs or trainer.evaluate_every_steps):
@@ -163,41 +163,51 @@ class TrainingRun(Plugins):
             raise ValueError(f"memory.activations={self.memory.activations} needs trainer.recompute=budget")
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
+        self._fill_in_defaults()
 
-    def _apply_library_defaults(self) -> None:
-        """Fill in weights, normalisation and activation of torchvision's and timm's networks; refuse other norms."""
+    def _check_library_network(self) -> None:
+        """ValueError: weights, norm or activation do not fit torchvision's and timm's networks."""
         body, norm, init = self.body, self.norm, self.init
-        if body.in_library:
-            if isinstance(body, TorchvisionBody) and body.weights is not None:
-                if init.weights is not None:
-                    raise ValueError(f"body.weights={body.weights} and init.weights={init.weights}: give one of them")
-                init.weights, init.format, body.weights = body.weights, body.name, None
-            if not norm.in_library_bodies:
-                instead = "norm=inplace" if norm.inverts_activation else "norm=std trainer.recompute=activations"
-                raise ValueError(
-                    f"norm={norm.name} with body={body.name}: its norms can be std, inplace or inplace_1; {instead} "
-                    f"keeps as little"
-                )
-        elif init.weights == PUBLISHED:
+        if init.weights == PUBLISHED and not body.in_library:
             raise ValueError(f"init.weights={PUBLISHED} needs body=torchvision or body=timm, and body.network=NAME")
-        expected = body.normalisation()
-        if self.data.channels == COLOURS:  # others are measured
-            self.data.mean, self.data.std = self.data.mean or list(expected.mean), self.data.std or list(expected.std)
-        trained_with_relu = body.in_library or init.format in LIBRARIES
-        if norm.activation is None and trained_with_relu and norm.inverts_activation:
+        if isinstance(body, TorchvisionBody) and body.weights is not None and init.weights is not None:
+            raise ValueError(f"body.weights={body.weights} and init.weights={init.weights}: give one of them")
+        if body.in_library and not norm.in_library_bodies:
+            instead = "norm=inplace" if norm.inverts_activation else "norm=std trainer.recompute=activations"
+            raise ValueError(
+                f"norm={norm.name} with body={body.name}: its norms can be std, inplace or inplace_1; {instead} "
+                f"keeps as little"
+            )
+        if norm.activation is None and norm.inverts_activation and self._was_trained_with_relu():
             raise ValueError(
                 f"norm={norm.name} with networks that were trained with ReLU, which cannot be inverted: norm=std "
                 f"trainer.recompute=activations keeps as little and changes nothing; norm.activation=leaky_relu "
                 f"replaces the ReLUs, and trained weights are then a starting point"
             )
-        norm.activation = norm.activation or ("relu" if trained_with_relu else "leaky_relu")
-        if not body.in_library:
-            norm.momentum = norm.momentum or MOMENTUM
-        if body.in_library and norm.activation not in LIBRARY_ACTIVATIONS:
+        if body.in_library and norm.activation not in (None, *LIBRARY_ACTIVATIONS):
             raise ValueError(
                 f"norm.activation={norm.activation} with body={body.name}: expected one of "
                 f"{', '.join(LIBRARY_ACTIVATIONS)}, in place of its ReLUs"
             )
+
+    def _was_trained_with_relu(self) -> bool:
+        """Whether the initial weights are of a network with ReLU."""
+        return self.body.in_library or self.init.format in LIBRARIES
+
+    def _fill_in_defaults(self) -> None:
+        """Give keys of norm, data and init that are null the values that follow from the body."""
+        body, data, norm = self.body, self.data, self.norm
+        if isinstance(body, TorchvisionBody) and body.weights is not None:
+            self.init.weights = body.weights
+            self.init.format = body.name
+            body.weights = None
+        expected = body.normalisation()
+        if data.channels == COLOURS:  # others are measured
+            data.mean = data.mean or list(expected.mean)
+            data.std = data.std or list(expected.std)
+        norm.activation = norm.activation or ("relu" if self._was_trained_with_relu() else "leaky_relu")
+        if not body.in_library:  # libraries give each norm its own
+            norm.momentum = norm.momentum or MOMENTUM
 
     def compiles_norms(self, device_type: str) -> bool:
         """Whether norms may compile code for their first inputs."""

@@ -12,17 +12,20 @@ from engine.schema.training import TrainingRun
 def evaluation_command(config: TrainingRun, checkpoint: Path) -> str:
     """The command that evaluates a checkpoint, from the folder that this process was started in."""
     entry = Path(__file__).resolve().parents[2] / "eval.py"
-    here = entry.parent == Path.cwd()
-    plugins = [f"plugins=[{','.join(config.plugins)}]"] if config.plugins else []
-    words = ["python", entry.name if here else str(entry), *plugins, override("checkpoint", checkpoint)]
-    return shlex.join(words)
+    words = ["python", entry.name if entry.parent == Path.cwd() else str(entry)]
+    if config.plugins:
+        words.append(f"plugins=[{','.join(config.plugins)}]")
+    return shlex.join([*words, override("checkpoint", checkpoint)])
 
 
 def ended_early(config: TrainingRun, metrics: MetricsLogger) -> str:
     """Why a run ended before its last step."""
-    patience, count, best = config.trainer.patience, metrics.without_better, metrics.best
-    than = f"step {best[0]:,}'s {config.score_text(best[1])}" if best else "no number"
-    return f"{count} evaluations were not better than {than} (trainer.patience={patience})"
+    best = "no number"
+    if metrics.best:
+        step, score = metrics.best
+        best = f"step {step:,}'s {config.score_text(score)}"
+    patience = config.trainer.patience
+    return f"{metrics.without_better} evaluations were not better than {best} (trainer.patience={patience})"
 
 
 def on_precision(config: TrainingRun) -> str | None:
@@ -37,9 +40,11 @@ def on_precision(config: TrainingRun) -> str | None:
 
 def on_memory(config: TrainingRun, processes: int, captured: bool = False) -> str:
     """Changes that each roughly halve a training step's memory, and are not made already."""
-    trainer, norm, crops = config.trainer, config.norm, config.data.crops_per_minibatch
-    at_a_time = crops // (processes * trainer.accumulation_steps)
-    ways = ["twice the trainer.accumulation_steps or processes"] * (at_a_time >= 2 * config.fewest_on_each(processes))
+    trainer, norm = config.trainer, config.norm
+    ways = []
+    at_a_time = config.data.crops_per_minibatch // (processes * trainer.accumulation_steps)
+    if at_a_time >= 2 * config.fewest_on_each(processes):
+        ways.append("twice the trainer.accumulation_steps or processes")
     if trainer.recompute in ("none", "activations") and not config.body.is_reversible():
         ways.append("trainer.recompute=blocks")
     if trainer.precision == "float32" and not norm.only_float32:
@@ -72,6 +77,6 @@ def on_random_weights(experiment: str) -> str:
 
 
 def on_loss(config: TrainingRun, trained: str) -> str:
-    """About a loss that has a parameter to train."""
-    whose = f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "the loss"
-    return f"{whose}: {trained} gets a gradient, but only the network is trained: let the head have it"
+    """An error about a loss whose parameter `trained` would be trained."""
+    loss = f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "the loss"
+    return f"{loss}: {trained} gets a gradient, but only the network is trained: let the head have it"

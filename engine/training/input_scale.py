@@ -12,7 +12,7 @@ _IMAGES = 4
 _FACTOR = 30.0  # far more than images of other scenes differ; levels of 0 to 255 make 3,000
 
 
-class _Found(Exception):
+class _FirstNorm(Exception):
     """Ends a forward pass with the first norm's `running_var`, (C,), and its input, (N, C, *spatial)."""
 
 
@@ -24,15 +24,16 @@ def other_scale(forward: Forward, dataset: SegmentationDataset | ClassificationD
     """
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if isinstance(variance := getattr(module, "running_var", None), Tensor):
-            raise _Found(variance, inputs[0])
+        variance = getattr(module, "running_var", None)
+        if isinstance(variance, Tensor):
+            raise _FirstNorm(variance, inputs[0])
 
     with torch.no_grad(), register_module_forward_pre_hook(note):
         try:
             forward(_images(dataset, side))
             return None
-        except _Found as found:
-            expected, x = found.args
+        except _FirstNorm as norm:
+            expected, x = norm.args
     measured = x.float().var(dim=[0, *range(2, x.dim())])
     ratio = float((measured / expected.clamp(min=1e-12)).median())  # over channels: some may be dead
     if 1 / _FACTOR < ratio < _FACTOR or bool((expected == 1).all()):  # as it was initialised

@@ -49,31 +49,29 @@ def train(
     """
     learner, schedule, world = run.learner, run.schedule, run.world
     minibatch_size = run.config.data.crops_per_minibatch
-    if run.config.trainer.profile and world.first:
-        minibatches = _profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
-    asks_for_batch = getattr(loss, "asks_for_batch", False)
-    if asks_for_batch and learner.captured is not None:
+    if learner.captured is not None and getattr(loss, "asks_for_batch", False):
         learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
     run.begin(loss, minibatches)
+    delivered = run.delivered(minibatches, loss)
+    if run.config.trainer.profile and world.first:
+        delivered = _profiled(delivered, run.config.trainer.profile, run.directory.path / "profile")
     run.stop.training = True
     with run.metrics as metrics:
-        evaluated, was_stopped = None, schedule.evaluates(run.start_step) and run.start_step not in metrics.scores
-        if was_stopped or metrics.ends_early:  # stopped during the evaluation; or resumed at an early end
-            evaluated = run.evaluate(run.start_step, evaluate)
+        evaluated = _evaluated_again(run, evaluate)
         if run.stop.anywhere(world):
             raise Preempted(f"stopped before step {run.start_step + 1}")
         if evaluated is not None and metrics.ends_early:
             return evaluated
-        before, ended_s = None, time.perf_counter()
-        for step, minibatch in enumerate(run.taken(minibatches, loss), start=run.start_step + 1):
+        previous_step: LaunchedStep | None = None
+        ended_s = time.perf_counter()
+        for step, minibatch in enumerate(delivered, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
-            lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
-            first = step <= run.start_step + CHECKED_STEPS
-            minibatch |= {"step": step, "epoch": schedule.epoch(step)} if asks_for_batch else {}
+            waited_s = time.perf_counter() - ended_s
+            lr = learner.optimizer.param_groups[0]["lr"]
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             try:
-                with _checked(loss, run.config) if first else nullcontext():
+                with _checked(loss, run.config) if step <= run.start_step + CHECKED_STEPS else nullcontext():
                     outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
             except Exception as error:
                 _explain(error, step, minibatch, run)
@@ -82,14 +80,16 @@ def train(
                 run.share_plans()
                 if learner.captured is not None:
                     learner.captured.begin()
-            taken_s = time.perf_counter()
+            launched_s = time.perf_counter()
             # The host reads a step's numbers while the device takes the next one.
-            asked = (before is not None and _read(before, run)) or (world.size == 1 and run.stop.requested)
-            before = Taken(step, outcome, lr, minibatch["name"], waited_s, taken_s)
-            if asked or schedule.checkpoints(step):
-                asked, before = _read(before._replace(ended_s=None), run) or asked, None
+            must_stop = previous_step is not None and _read(previous_step, run)
+            must_stop = must_stop or (world.size == 1 and run.stop.requested)
+            previous_step = LaunchedStep(step, outcome, lr, minibatch["name"], waited_s, launched_s)
+            if must_stop or schedule.checkpoints(step):
+                must_stop = _read(previous_step._replace(launched_s=None), run) or must_stop
+                previous_step = None
                 run.save(step)
-                if asked:
+                if must_stop:
                     run.directory.saved()
                     raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
                 if schedule.evaluates(step):
@@ -100,6 +100,14 @@ def train(
             run.directory.saved(wait=False)
             ended_s = time.perf_counter()
         return run.evaluate(schedule.total_steps, evaluate)
+
+
+def _evaluated_again(run: Run[Config, Split], evaluate: Callable[[], Evaluated]) -> Evaluated | None:
+    """The evaluation before the first step, of a run that was stopped during it or has ended early; else None."""
+    was_stopped_during_it = run.schedule.evaluates(run.start_step) and run.start_step not in run.metrics.scores
+    if was_stopped_during_it or run.metrics.ends_early:
+        return run.evaluate(run.start_step, evaluate)
+    return None
 
 
 @contextmanager
@@ -115,7 +123,7 @@ def _checked(loss: Loss, config: Config) -> Iterator[None]:
             raise ValueError(advice.on_loss(config, name))
 
 
-class Taken(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step that the device may still be taking."""
 
     step: int
@@ -123,22 +131,22 @@ class Taken(NamedTuple):
     lr: float
     names: list[str]  # of its images
     waited_s: float  # for its minibatch
-    ended_s: float | None  # when the host had launched it; None: when it is read
+    launched_s: float | None  # the clock then; None: the step's time ends when it is read
 
 
-def _read(taken: Taken, run: Run[Config, Split]) -> bool:
+def _read(launched: LaunchedStep, run: Run[Config, Split]) -> bool:
     """Wait for a step, and record it; return whether a rank was asked to stop before it. Every rank must call it."""
-    metrics, step = run.metrics, taken.step
+    metrics, step = run.metrics, launched.step
     try:
-        loss, gradient_norm, asked, loss_scale = run.learner.read(taken.outcome)
+        loss, gradient_norm, must_stop, loss_scale = run.learner.read(launched.outcome)
     except FloatingPointError as error:
-        raise FloatingPointError(f"step {step}: {error} (images {', '.join(taken.names)})") from error
-    metrics.step(loss, gradient_norm, run.config.data.crops_per_minibatch, taken.waited_s, taken.ended_s)
+        raise FloatingPointError(f"step {step}: {error} (images {', '.join(launched.names)})") from error
+    metrics.step(loss, gradient_norm, run.config.data.crops_per_minibatch, launched.waited_s, launched.launched_s)
     if run.schedule.logs(step):
         waits_s = run.world.gather(metrics.data_wait_s())
         memory_mib = peak_memory_mib(run.world.device)
-        metrics.training(step, run.schedule.epoch(step), taken.lr, memory_mib, loss_scale, waits_s)
-    return asked
+        metrics.training(step, run.schedule.epoch(step), launched.lr, memory_mib, loss_scale, waits_s)
+    return must_stop
 
 
 def _profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:
@@ -160,8 +168,9 @@ def _explain(error: Exception, step: int, minibatch: dict, run: Run[Config, Spli
     A scheduler's signal may also end a compiler that the step has started, and the step then fails.
     """
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
-        images, parts = minibatch["image"], run.learner.accumulation_steps
-        crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
+        images = minibatch["image"]
+        count = -(-len(images) // run.learner.accumulation_steps)
+        crops = f"{count} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
         smaller = advice.on_memory(run.config, run.world.size, captured=run.learner.captured is not None)
         raise MemoryError(f"{cause_of(error)} in step {step} with {crops} on this device {smaller}") from error
     if isinstance(error, (RuntimeError, ValueError)) and run.stop.requested:
@@ -183,8 +192,8 @@ def train_step(
     else:
         learner.captured.zero_gradients()
     total_loss = accumulate_gradients(learner, loss, minibatch, minibatch_size, world)
-    total_loss, asked = world.sum_(torch.stack([total_loss, total_loss.new_full((), stop)])).unbind()
-    return learner.step(total_loss / world.size, asked)
+    total_loss, stops = world.sum_(torch.stack([total_loss, total_loss.new_full((), stop)])).unbind()
+    return learner.step(total_loss / world.size, stops)
 
 
 def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World) -> Tensor:
@@ -194,7 +203,8 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
     gradients over ranks, so a micro-batch's mean loss is weighted by its number of images / the mean number per rank.
     Returns this rank's sum of weighted losses, a float64 scalar on the device.
     """
-    batch, names = dict[str, Batch](), iter(minibatch.get("name", ()))
+    batch: dict[str, Batch] = {}
+    names = iter(minibatch.get("name", ()))
 
     def micro_batch(images: Tensor, labels: Tensor) -> Tensor:
         if getattr(loss, "asks_for_batch", False):  # which is never captured

@@ -29,41 +29,51 @@ from models.private_torch import tree_leaves
 
 NETWORK = ("norm", "body", "head")
 # The groups whose choices compute what is compared of a step.
-MADE_BY = {"draws": ("sampler",), "crops": ("augmentations",), "outputs": NETWORK, "loss": ("loss",)}
-MADE_BY |= {"gradients": ("loss", *NETWORK), "learning rates": ("lr_schedule",), "weights": ("optim",)}
-Sums = dict[tuple[int, str], int]  # checksums, by step and by what is compared, in the order of their computation
+COMPUTED_BY = {"draws": ("sampler",), "crops": ("augmentations",), "outputs": NETWORK, "loss": ("loss",)}
+COMPUTED_BY |= {"gradients": ("loss", *NETWORK), "learning rates": ("lr_schedule",), "weights": ("optim",)}
+Checksums = dict[tuple[int, str], int]  # by step and by what is compared, in the order of their computation
 
 
 class Watch:
-    """Follows a training of few images: notes checksums of each step, and perhaps stops it after the step `stop`."""
+    """Follows a training on few images: notes checksums of each step, and may stop it after the step `stop`."""
 
     def __init__(self, steps: int, stop: int = 0):
-        self.steps, self.stop, self.step, self.sums = steps, stop, 0, Sums()
+        self.steps = steps
+        self.stop = stop
+        self.step = 0
+        self.checksums: Checksums = {}
 
     def few(self, split: Any, crops: int) -> Any:
-        """The first images, of half of the steps: so the run has two epochs, or more."""
+        """The first images of a split, for half of the steps: so the run has two epochs, or more."""
         return split.first(max(1, self.steps // 2) * crops)
 
     def begin(self, run: Any, loss: Any) -> None:
         """Note what a run (`engine.training.run.Run`) computes. It is stopped within an epoch, if that has steps."""
-        self.run, parameters, epoch = run, run.learner.parameters, run.schedule.epoch
-        self.stop -= epoch(self.stop).is_integer() and not epoch(1).is_integer()
-        run.learner.network.register_forward_hook(lambda network, _, outputs: self.note("outputs", outputs))
+        self.run = run
+        steps_per_epoch = run.schedule.steps_per_epoch
+        if steps_per_epoch > 1 and self.stop % steps_per_epoch == 0:
+            self.stop -= 1
+        learner = run.learner
+        learner.network.register_forward_hook(lambda network, _, outputs: self.note("outputs", outputs))
         if isinstance(loss, nn.Module):
             loss.register_forward_hook(lambda module, _, value: self.note("loss", value))
-        optimizer = run.learner.optimizer
-        optimizer.register_step_pre_hook(lambda *_: self.note("gradients", [weight.grad for weight in parameters]))
-        optimizer.register_step_post_hook(lambda *_: self.note("weights", parameters))
+        learner.optimizer.register_step_pre_hook(
+            lambda *_: self.note("gradients", [parameter.grad for parameter in learner.parameters])
+        )
+        learner.optimizer.register_step_post_hook(lambda *_: self.note("weights", learner.parameters))
 
     def look(self, step: int, draws: Sequence[Any], minibatch: dict) -> None:
         """Note what a step takes; ask the run to stop after it if it is the last."""
-        self.step, self.run.stop.requested = step, self.run.stop.requested or step == self.stop
+        self.step = step
+        if step == self.stop:
+            self.run.stop.requested = True
         self.note("draws", draws)
         self.note("crops", [minibatch["image"], minibatch["label"]])
         self.note("learning rates", [float(group["lr"]) for group in self.run.learner.optimizer.param_groups])
 
-    def note(self, what: str, values: Any) -> None:
-        self.sums[self.step, what] = _sum(values, self.sums.get((self.step, what), 0))
+    def note(self, kind: str, values: Any) -> None:
+        """Add values to a checksum of this step."""
+        self.checksums[self.step, kind] = _checksum(values, self.checksums.get((self.step, kind), 0))
 
 
 def train_or_check(train: Callable[[Any, str], dict | None], config: TrainingRun, command: str) -> dict | None:
@@ -85,26 +95,37 @@ def check(config: TrainingRun) -> None:
     with tempfile.TemporaryDirectory(prefix="resume-") as folder:
         train = partial(fresh, _trained, plain(config), type(config), plugins.words())
         whole, state = train(f"{folder}/whole", Watch(steps))
-        before, _ = train(f"{folder}/stopped", Watch(steps, max(1, steps * 3 // 4)))
-        after, continued = train(f"{folder}/stopped", Watch(steps))
-        stopped = f"if a run is stopped after step {max(step for step, _ in before)} and continued"
-        if parts := [part for part in state if state[part] != continued.get(part)]:
-            differ, first = f"debug=resume: {', '.join(parts[:3])} differ", _first(whole, before | after, config)
-            if again := _first(whole, train(f"{folder}/again", Watch(steps))[0], config):
+        before_stop, _ = train(f"{folder}/stopped", Watch(steps, stop=max(1, steps * 3 // 4)))
+        after_stop, continued_state = train(f"{folder}/stopped", Watch(steps))
+        stopped = f"if a run is stopped after step {max(step for step, _ in before_stop)} and continued"
+        parts = [part for part in state if state[part] != continued_state.get(part)]
+        if parts:
+            differ = f"debug=resume: {', '.join(parts[:3])} differ"
+            again, _ = train(f"{folder}/again", Watch(steps))
+            first = _first_difference(whole, again, config)
+            if first:
                 cure = "trainer.deterministic=true makes GPUs repeat a run; parts draw from generators that they get"
-                raise ValueError(f"{differ}, but two whole runs differ already: {again}. {cure}")
+                raise ValueError(f"{differ}, but two whole runs differ already: {first}. {cure}")
+            first = _first_difference(whole, before_stop | after_stop, config)
             cure = "What a part keeps needs state_dict and load_state_dict: docs/extending.md"
             raise ValueError(f"{differ} {stopped}: {first or parts[0]}. {cure}")
-    if (file := record(config)) is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+    if plugins.LOADED:
+        mark = _mark_of_passing(config)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
     make_console().print(f"debug=resume: all is equal after {steps} steps, also {stopped}", soft_wrap=True)
 
 
-def record(config: TrainingRun) -> Path | None:
-    """The file that `check` leaves where it passes with these choices and plugins; None without plugins."""
-    digest = sha256(repr((_names(config, *groups_of(type(config))), plugins.hashes())).encode()).hexdigest()
-    return (cache_folder() or Path(tempfile.gettempdir())) / "resumed" / digest if plugins.LOADED else None
+def has_passed(config: TrainingRun) -> bool:
+    """Whether `check` has passed with these choices and plugins, or there are no plugins."""
+    return not plugins.LOADED or _mark_of_passing(config).exists()
+
+
+def _mark_of_passing(config: TrainingRun) -> Path:
+    """The file that `check` leaves where it passes."""
+    choices = _choices(config, *groups_of(type(config)))
+    digest = sha256(repr((choices, plugins.hashes())).encode()).hexdigest()
+    return (cache_folder() or Path(tempfile.gettempdir())) / "resumed" / digest
 
 
 def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -117,13 +138,16 @@ def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _trained(
     values: dict, schema: type[TrainingRun], words: list[str], run_dir: str, watch: Watch
-) -> tuple[Sums, dict[str, int]]:
-    """Train in silence; return the checksums of the steps, and of the checkpoint's parts. ValueError: it fails."""
+) -> tuple[Checksums, dict[str, int]]:
+    """Train in silence; return checksums of the steps, and of the checkpoint's parts. ValueError: it fails."""
     plugins.load(words, CHOICES)
     config = from_plain(values, schema)
-    config.run_dir, config.resume, trainer = run_dir, "auto", config.trainer
-    trainer.steps, trainer.epochs, trainer.checkpoint_every_steps = watch.steps, None, max(1, watch.steps // 3)
-    trainer.evaluate_every_steps = trainer.evaluate_every_epochs = trainer.patience = None
+    config.run_dir = run_dir
+    config.resume = "auto"
+    trainer = config.trainer
+    trainer.steps = watch.steps
+    trainer.checkpoint_every_steps = max(1, watch.steps // 3)
+    trainer.epochs = trainer.evaluate_every_steps = trainer.evaluate_every_epochs = trainer.patience = None
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()), suppress(Preempted):
             import_module(config.entry).train(config, "debug=resume", watch)
@@ -132,28 +156,31 @@ def _trained(
     state = checkpoint.load(Path(run_dir) / "checkpoints" / "last.pt")
     state |= {"config": None, "parts": state["parts"][0]}
     parts = {name: part if isinstance(part, dict) else {"": part} for name, part in state.items()}
-    return watch.sums, {f"{a} {b}".strip(): _sum(value) for a, part in parts.items() for b, value in part.items()}
+    return watch.checksums, {
+        f"{name} {key}".strip(): _checksum(value) for name, part in parts.items() for key, value in part.items()
+    }
 
 
-def _first(whole: Sums, other: Sums, config: TrainingRun) -> str:
+def _first_difference(whole: Checksums, other: Checksums, config: TrainingRun) -> str:
     """What differs first of two runs, and the choices that compute it; empty if nothing does."""
-    for (step, what), total in whole.items():
-        if other.get((step, what)) != total:
-            names = _names(config, *MADE_BY[what]) or [f"data={config.data.name}"]
-            return f"first the {what} of step {step}, of {' and '.join(names)}"
+    for (step, kind), checksum in whole.items():
+        if other.get((step, kind)) != checksum:
+            choices = _choices(config, *COMPUTED_BY[kind]) or [f"data={config.data.name}"]
+            return f"first the {kind} of step {step}, of {' and '.join(choices)}"
     return ""
 
 
-def _names(config: TrainingRun, *groups: str) -> list[str]:
+def _choices(config: TrainingRun, *groups: str) -> list[str]:
     """The choices of groups, each GROUP=NAME."""
     pairs = [pair for group in groups for pair in chosen(group, getattr(config, group, {}))]
     return [f"{key.partition('.')[0]}={choice.name}" for key, choice in pairs]
 
 
-def _sum(values: Any, total: int = 0) -> int:
-    """A checksum of tensors and other values."""
+def _checksum(values: Any, total: int = 0) -> int:
+    """A checksum of tensors and other values, continued from `total`."""
     for leaf in tree_leaves(values):
-        is_tensor = isinstance(leaf, Tensor)
-        content = leaf.detach().cpu().contiguous().reshape(-1).view(uint8).numpy() if is_tensor else repr(leaf).encode()
-        total = zlib.crc32(content, total)
+        if isinstance(leaf, Tensor):
+            total = zlib.crc32(leaf.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().tobytes(), total)
+        else:
+            total = zlib.crc32(repr(leaf).encode(), total)
     return total

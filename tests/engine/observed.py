@@ -29,9 +29,9 @@ from engine.records.evaluated import Evaluated
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import refuse_other_tasks
 from engine.schema.training import TrainingRun
-from engine.training import build, loop, planner
-from engine.training import run as running
+from engine.training import build, loop, planner, preparation
 from engine.training.learner import Learner
+from engine.training.run import Run
 from models import recomputation
 from models.forward import Forward
 
@@ -160,7 +160,7 @@ def left_out(note: Callable[..., Any]) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         patch.setattr(configuration, "typed", lambda values, _: values)
-        for module in (running, importlib.import_module("eval")):
+        for module in (preparation, importlib.import_module("eval")):
             patch.setattr(module, "joined", partial(context, "joined", World()))
             patch.setattr(module, "reading_errors", partial(context, "reading", None))
             patch.setattr(module, "verify_with_progress", lambda *_: note("verified", True) or [])
@@ -198,7 +198,7 @@ class Directory:
 _networks: dict[str, list[str]] = {}  # lines, by all keys that `network_of` may read
 
 
-def started(note: Callable[..., Any], run: running.Run, make: Callable[[], nn.Module], eager: str = "") -> None:
+def started(note: Callable[..., Any], run: Run, make: Callable[[], nn.Module], eager: str = "") -> None:
     """Instead of `Run.start`: the network on no device, and a learner of a stub."""
     config, classes = run.config, len(run.train_set.classes)
     key = str(
@@ -240,15 +240,15 @@ def of_training(config: TrainingRun) -> Counter[str]:
     entry: Any = importlib.import_module(config.entry)
     with left_out(note) as patch:
         patch.setattr(planner, "fitted", lambda config: (config, ""))
-        patch.setattr(running, "RunDirectory", lambda path: Directory(Path(path), note))
-        patch.setattr(running, "new_run_path", lambda *_: "new")
+        patch.setattr(preparation, "RunDirectory", lambda path: Directory(Path(path), note))
+        patch.setattr(preparation, "new_run_path", lambda *_: "new")
         for name in ("check_exists", "write_file", "keep_freed_memory"):
-            patch.setattr(running, name, lambda *_: None)
+            patch.setattr(preparation, name, lambda *_: None)
         patch.setattr(configuration, "yaml", lambda _: "")
-        patch.setattr(running.Run, "start", lambda run, *given: started(note, run, *given))
-        patch.setattr(running.Run, "conclude", lambda run, _: {})
+        patch.setattr(Run, "start", lambda run, *given: started(note, run, *given))
+        patch.setattr(Run, "conclude", lambda run, _: {})
 
-        def train(run: running.Run, minibatches: DataLoader, loss: Any, evaluate: partial) -> None:
+        def train(run: Run, minibatches: DataLoader, loss: Any, evaluate: partial) -> None:
             note("splits", run.train_set, run.val_set)
             note("minibatches", minibatches)
             note("loss", *getattr(loss, "losses", {"": loss}).values())

@@ -190,11 +190,11 @@ def test_parts_with_state_dict_resume_to_the_bit_also_where_workers_read_ahead(c
     saved = ("sampler=saved_growing", "optim=saved_inner", "lr_schedule=saved_wandering", "logger=[notes]")
     words = ("loss=saved_averaging", *saved, "augmentations=[late_by_arguments]", "data.workers=1")
     config = checked("train_seg", *SHORT, *SMALL, *words)
-    assert not resumption.record(config).exists()
+    assert not resumption.has_passed(config)
     check(*words, "head.auxiliary_weight=0.4")
     said = capsys.readouterr().out
     assert "debug=resume: all is equal after 8 steps, also if a run is stopped after step 6 and continued" in said
-    assert resumption.record(checked("train_seg", *SHORT, *SMALL, *words, "head.auxiliary_weight=0.4")).exists()
+    assert resumption.has_passed(checked("train_seg", *SHORT, *SMALL, *words, "head.auxiliary_weight=0.4"))
 
 
 @pytest.mark.table

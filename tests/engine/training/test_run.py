@@ -15,7 +15,8 @@ from engine.assemble.network import arithmetic, forward
 from engine.process.distributed import World
 from engine.schema.training import Trainer
 from engine.training import advice
-from engine.training.run import Run, opened
+from engine.training.preparation import opened
+from engine.training.run import Run
 from tests import trees
 from tests.engine.learners import learner_of
 from tests.runs import SHORT, run_config
@@ -70,7 +71,7 @@ def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeyp
     """Reading every file of a large dataset takes long."""
     if there:
         (tmp_path / "start").mkdir()
-    monkeypatch.setattr("engine.training.run.verify", lambda *_, **__: pytest.fail("the data were checked"))
+    monkeypatch.setattr("engine.training.preparation.verify", lambda *_, **__: pytest.fail("the data were checked"))
     config = run_config(*SHORT, f"run_dir={tmp_path}/run", f"init.weights={tmp_path}/start")
     instead = "is a folder without checkpoints/last.pt" if there else "does not exist"
     with pytest.raises(ValueError, match=f"^init.weights={tmp_path}/start {instead}: expected a file of weights"):
@@ -171,4 +172,4 @@ def test_a_rate_that_is_no_rate_is_refused_before_its_step(rate):
     learner = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": rate}]))
     with pytest.raises(ValueError, match=f"^lr_schedule=poly gives the learning rate {rate} in step 7: expected 0 or"):
         fields = {"watch": None, "world": World(), "start_step": 6, "learner": learner, "config": run_config(*SHORT)}
-        next(Run.taken(SimpleNamespace(**fields), [{}], None))
+        next(Run.delivered(SimpleNamespace(**fields), [{}], None))
