@@ -42,8 +42,8 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError, naming its config key `key`, if the dataset has no such split or files are missing."""
     with root_named(config, f"{key}={split}: "):
-        made = builder("data", config)(config.root, split=split)
-    return replace(made, range16=config.range16)
+        dataset = builder("data", config)(config.root, split=split)
+    return replace(dataset, range16=config.range16)
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from inspect import Parameter, signature
-from itertools import chain, product
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -30,8 +29,8 @@ class Contract(NamedTuple):
     bases: tuple[type[Any], ...]  # the program reads their keys; a choice's own keys are the others
     gives: str  # what the call returns
     methods: tuple[str, ...] = ()  # methods of the result
-    optional: tuple[str, ...] = ()  # of `called_with`: handed on to what takes them
-    asked: tuple[str, ...] = ()  # besides: handed on to what names them in its signature
+    optional: tuple[str, ...] = ()  # arguments of `called_with` that it may lack
+    on_request: tuple[str, ...] = ()  # further arguments, for what names them in its signature
 
 
 _OURS = ("engine.", "datasets.", "models.", "keepless.", "torch.")
@@ -39,14 +38,14 @@ CONTRACTS: Mapping[str, Contract] = {
     "norm": Contract((Norm,), "a module, (N, channels, …) -> the same shape"),
     "body": Contract((Body,), "a models.bodies.body.Body"),
     # If what is built has `reads`, in_channels and features are lists: see `models.segmentation.features_read`.
-    "head": Contract((Head,), "a module with out_channels, features -> features", asked=("classes",)),
+    "head": Contract((Head,), "a module with out_channels, features -> features", on_request=("classes",)),
     "loss": Contract((Loss,), "a module, logits, labels -> scalar"),  # its `forward` may name `batch` as well
     "data": Contract(
         (Data, SegmentationData, ClassificationData, ImageNetData, SmallImagesData),
         "a SegmentationDataset or ClassificationDataset",
     ),
     "sampler": Contract(
-        (Sampler,), "an iterable of minibatches, lists of (epoch, number) or datasets.Draw", asked=("names",)
+        (Sampler,), "an iterable of minibatches, lists of (epoch, number) or datasets.Draw", on_request=("names",)
     ),
     # The groups of parameters have lr and weight_decay, too.
     "optim": Contract((Optim,), "a torch.optim.Optimizer", optional=("lr", "weight_decay", "fused")),
@@ -57,29 +56,31 @@ CONTRACTS: Mapping[str, Contract] = {
 }
 
 
-def builder(group: str, choice: Keys, more: Iterable[str] = ()) -> Callable[..., Any]:
+def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[..., Any]:
     """What builds a choice: called with the arguments of its contract, it also gets the choice's own keys.
 
-    `more`: further arguments that this call gives.
+    `extra`: further arguments that this call gives.
     ValueError, naming the choice: it cannot be imported, or does not take these arguments.
     """
-    contract, kind, own = CONTRACTS[group], type(choice), own_keys(group, choice)
-    made = imported(group, kind)
-    made = made.make if isinstance(made, Row) else made
-    asked = {name for name in contract.asked if name in signature(made).parameters and name not in own}
-    unwanted = {*contract.asked} - asked | {name for name in contract.optional if not takes(made, name)}
-    given = [name for name in contract.bases[0].called_with if name not in unwanted]
-    first, others = given[:1], [*given[1:], *own, *more, *asked]
+    contract, kind, keys = CONTRACTS[group], type(choice), own_keys(group, choice)
+    factory = _factory(group, kind)
+    parameters = signature(factory).parameters
+    requested = {name for name in contract.on_request if name in parameters and name not in keys}
+    unwanted = {*contract.on_request} - requested | {name for name in contract.optional if not takes(factory, name)}
+    names = [name for name in contract.bases[0].called_with if name not in unwanted]
+    first, named = names[:1], [*names[1:], *keys, *extra, *requested]
     try:
-        signature(made).bind(*first, **dict.fromkeys(others))
+        signature(factory).bind(*first, **dict.fromkeys(named))
     except TypeError as error:
-        taken = ", ".join([*first, *(f"{name}=" for name in others)])
-        raise ValueError(f"{_named(group, kind)}, which must take ({taken}): {error}") from error
-    if lacking := [name for name in contract.methods if isinstance(made, type) and not hasattr(made, name)]:
-        raise ValueError(f"{_named(group, kind)}, which has no {lacking[0]}(): expected {contract.gives}")
+        arguments = ", ".join([*first, *(f"{name}=" for name in named)])
+        raise ValueError(f"{_named(group, kind)}, which must take ({arguments}): {error}") from error
+    for method in contract.methods:
+        if isinstance(factory, type) and not hasattr(factory, method):
+            raise ValueError(f"{_named(group, kind)}, which has no {method}(): expected {contract.gives}")
 
-    def make(*first: Any, **given: Any) -> Any:
-        return made(*first, **{**own, **{name: value for name, value in given.items() if name not in unwanted}})
+    def make(*positional: Any, **arguments: Any) -> Any:
+        wanted = {name: value for name, value in arguments.items() if name not in unwanted}
+        return factory(*positional, **{**keys, **wanted})
 
     return make
 
@@ -89,7 +90,8 @@ def check_choices(config: TrainingRun) -> None:
     for group in CONTRACTS.keys() & groups_of(type(config)).keys():
         for _, choice in chosen(group, getattr(config, group)):
             builder(group, choice)
-    if config.trainer.capture is True and (problem := batch_problem(config)):
+    problem = batch_problem(config)
+    if config.trainer.capture is True and problem:
         raise ValueError(f"trainer.capture=true: {problem}; {CAPTURE_ADVICE}")
 
 
@@ -111,40 +113,54 @@ def parts_named(config: TrainingRun) -> Iterator[None]:
     except (MemoryError, FloatingPointError, ConnectionError):
         raise
     except Exception as error:
-        name = None if is_out_of_memory(error) else _part_of(error, config)
+        name = None if is_out_of_memory(error) else _part_behind(error, config)
         if name is None or name in str(error):
             raise
-        about = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{name}: {about}{error}") from error
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{name}: {kind}{error}") from error
 
 
-def _part_of(error: Exception, config: TrainingRun) -> str | None:
-    """The choice, GROUP=NAME, whose code is the innermost in a traceback, or whose class begins the message."""
+def _part_behind(error: Exception, config: TrainingRun) -> str | None:
+    """The choice of one's own, GROUP=NAME, whose code is innermost in a traceback, or whose class begins the message.
+
+    If there is neither, the one whose module has the innermost code: a function may make a class.
+    """
     parts = {}
     for group in CONTRACTS.keys() & groups_of(type(config)).keys():
         for _, choice in chosen(group, getattr(config, group)):
-            part = imported(group, type(choice))
-            part = part.make if isinstance(part, Row) else part
-            if hasattr(part, "__name__") and not f"{part.__module__}.".startswith(_OURS):
-                parts[part] = f"{group}={choice.name}"
-    errors: list[BaseException] = [error]
-    while (cause := errors[0].__cause__) is not None:
-        errors.insert(0, cause)
-    frames = [frame for cause in errors for frame, _ in [*traceback.walk_tb(cause.__traceback__)][::-1]]
-    by_code = (name for frame, (part, name) in product(frames, parts.items()) if _runs(frame, part))
-    by_message = (name for part, name in parts.items() if re.match(rf"(the head's )?{part.__name__}\b", str(error)))
-    modules = {part.__module__: name for part, name in parts.items()}  # of a class that a function makes
-    by_module = (modules[module] for frame in frames if (module := frame.f_globals.get("__name__")) in modules)
-    return next(chain(by_code, by_message, by_module), None)
+            factory = _factory(group, type(choice))
+            if hasattr(factory, "__name__") and not f"{factory.__module__}.".startswith(_OURS):
+                parts[factory] = f"{group}={choice.name}"
+    frames = _frames(error)
+    for frame in frames:
+        for factory, name in parts.items():
+            if _runs(frame, factory):
+                return name
+    for factory, name in parts.items():
+        if re.match(rf"(the head's )?{factory.__name__}\b", str(error)):
+            return name
+    names_by_module = {factory.__module__: name for factory, name in parts.items()}
+    modules = (frame.f_globals.get("__name__") for frame in frames)
+    return next((names_by_module[module] for module in modules if module in names_by_module), None)
 
 
-def _runs(frame: FrameType, part: Any) -> bool:
+def _frames(error: BaseException) -> list[FrameType]:
+    """The frames of an error's traceback, innermost first, after those of its causes."""
+    causes = [] if error.__cause__ is None else _frames(error.__cause__)
+    return [*causes, *reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])]
+
+
+def _runs(frame: FrameType, factory: Any) -> bool:
     """Whether a frame runs a function, or a method of a class."""
-    return (
-        isinstance(frame.f_locals.get("self"), part)
-        if isinstance(part, type)
-        else frame.f_code is getattr(part, "__code__", "")
-    )
+    if isinstance(factory, type):
+        return isinstance(frame.f_locals.get("self"), factory)
+    return frame.f_code is getattr(factory, "__code__", "")
+
+
+def _factory(group: str, kind: type[Any]) -> Any:
+    """The class or function that builds choices of a kind. ValueError: see `imported`."""
+    built = imported(group, kind)
+    return built.make if isinstance(built, Row) else built
 
 
 def imported(group: str, kind: type[Any]) -> Any:
@@ -162,20 +178,23 @@ def imported(group: str, kind: type[Any]) -> Any:
 def own_keys(group: str, choice: Keys) -> dict[str, Any]:
     """Arguments that a choice hands on: its own keys, without its group's, and what `more` adds."""
     shared = {entry.name for base in CONTRACTS[group].bases for entry in fields(base)}
-    own = [entry for entry in fields(choice) if entry.name not in shared and entry.metadata.get("is_argument", True)]
-    found = {entry.name: getattr(choice, entry.name) for entry in own}
-    if group == "data" and found:
-        found["keys"] = "data."  # their prefix in messages
-    return found | getattr(choice, "more", dict)()  # which may also replace values
+    arguments = {
+        entry.name: getattr(choice, entry.name)
+        for entry in fields(choice)
+        if entry.name not in shared and entry.metadata.get("is_argument", True)
+    }
+    if group == "data" and arguments:
+        arguments["keys"] = "data."  # their prefix in messages
+    return arguments | getattr(choice, "more", dict)()  # which may also replace values
 
 
-def takes(made: Callable[..., Any], name: str) -> bool:
+def takes(factory: Callable[..., Any], name: str) -> bool:
     """Whether a function or class takes an argument of this name."""
-    own = signature(made).parameters
-    return name in own or any(each.kind is Parameter.VAR_KEYWORD for each in own.values())
+    parameters = signature(factory).parameters
+    return name in parameters or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _named(group: str, kind: type[Any]) -> str:
-    made = kind.builds
-    place = made if isinstance(made, str) else f"{made.__module__}.{getattr(made, '__qualname__', made)}"
+    builds = kind.builds
+    place = builds if isinstance(builds, str) else f"{builds.__module__}.{getattr(builds, '__qualname__', builds)}"
     return f"{group}={kind.name} builds {place}"

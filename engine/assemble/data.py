@@ -44,19 +44,21 @@ def dataset(
 
     ValueError: the dataset has no such split, or files are missing.
     """
-    row, open_split, parts = row_of(config), builder("data", config), []
-    known = {} if row.classes is None else row.count_images(config.root, **own_keys("data", config))
-    drawn = {"draw": draw, "own_images": "give data=folder"} if row.drawn else {}
+    row = row_of(config)
+    open_split = builder("data", config)
+    splits = {} if row.classes is None else row.count_images(config.root, **own_keys("data", config))
+    options = {"draw": draw, "own_images": "give data=folder"} if row.drawn else {}
+    parts = []
     for name in as_list(split):
-        if known and name not in known and not IN_FOLD.match(name):
+        if splits and name not in splits and not IN_FOLD.match(name):
             raise ValueError(
-                f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {', '.join(known)}"
+                f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {', '.join(splits)}"
             )
         with root_named(config, f"{key}={name}: "):
-            parts.append(open_split(config.root, split=name, **drawn))
-    made = joined(parts)
-    made.range16 = config.range16
-    return made
+            parts.append(open_split(config.root, split=name, **options))
+    dataset = joined(parts)
+    dataset.range16 = config.range16
+    return dataset
 
 
 def check_classes(config: Data, state: dict) -> None:
@@ -68,13 +70,14 @@ def check_classes(config: Data, state: dict) -> None:
     if config.name != "folder" or not root.is_dir() or os.path.lexists(root / CLASSES):
         return
     ids = state.get("label_ids", range(len(state["classes"])))
-    given = zip(ids, state["classes"], state["palette"], strict=True)
-    known = {number: {"name": name, "colour": colour} for number, name, colour in given}
-    entries = [known.get(number, {"name": "void"}) for number in range(max(ids) + 1)]
+    rows = zip(ids, state["classes"], state["palette"], strict=True)
+    classes = {number: {"name": name, "colour": colour} for number, name, colour in rows}
+    all_classes = [classes.get(number, {"name": "void"}) for number in range(max(ids) + 1)]
     ignored = sorted({*range(max(ids)), 255} - {*ids})
+    content = json.dumps({"classes": all_classes, "ignored": ignored}, ensure_ascii=False)
     raise ValueError(
         f"data.root={root}: {CLASSES} is missing there. Copy it from the images that the network was trained on, or "
-        f"write the checkpoint's classes: {json.dumps({'classes': entries, 'ignored': ignored}, ensure_ascii=False)}"
+        f"write the checkpoint's classes: {content}"
     )
 
 
@@ -89,8 +92,8 @@ def root_named(config: Data, split: str = "") -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        missing = " (give data.root=DIR)" * (config.root is None)
-        raise ValueError(f"{split}data.root={config.root}{missing}: {error}") from error
+        cure = " (give data.root=DIR)" if config.root is None else ""
+        raise ValueError(f"{split}data.root={config.root}{cure}: {error}") from error
 
 
 def official_images(config: Data) -> dict[str, int | None]:
@@ -106,12 +109,13 @@ def official_classes(config: Data) -> int | None:
 
 def shortfalls(config: Data, train_set: Any, val_set: Any) -> list[str]:
     """Sentences about splits that have fewer images than are official."""
-    known, sentences = official_images(config), []
-    for key, value, split in (("train_split", config.train_split, train_set), ("val_split", config.val_split, val_set)):
-        official = [known.get(name) or math.inf for name in as_list(value)]
-        is_own = len(split.classes) != (official_classes(config) or len(split.classes))  # others, in the same layout
-        if not is_own and len(split) < (count := sum(official)) < math.inf:
-            sentences.append(f"data.{key}={value} has {len(split):,} of the {count:,} images of {config.name}")
+    counts = official_images(config)
+    sentences = []
+    for key, names, split in (("train_split", config.train_split, train_set), ("val_split", config.val_split, val_set)):
+        count = sum(counts.get(name) or math.inf for name in as_list(names))
+        is_official = len(split.classes) == (official_classes(config) or len(split.classes))  # or own, in its layout
+        if is_official and len(split) < count < math.inf:
+            sentences.append(f"data.{key}={names} has {len(split):,} of the {count:,} images of {config.name}")
     return sentences
 
 
@@ -123,12 +127,12 @@ def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, Segm
 
 def labelled_dataset(config: SegmentationData, key: str, split: str | list[str]) -> SegmentationDataset:
     """Like `dataset`, but ValueError if the split's labels are withheld. `key` is the config key of `split`."""
-    built = dataset(config, split, key=key, draw=True)
-    if not built.has_labels:
+    labelled = dataset(config, split, key=key, draw=True)
+    if not labelled.has_labels:
         raise ValueError(
             f"{key}={split}: {config.name} has no labels in this split; choose one with labels, such as val"
         )
-    return built
+    return labelled
 
 
 def training_loader(
@@ -145,8 +149,10 @@ def training_loader(
 
     ValueError: the minibatch size does not fit the images or the world size.
     """
-    data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
-    names, source = [entry.name for entry in dataset.files], index if sampler.needs_class_index else len(dataset)
+    data, sampler = config.data, config.sampler
+    order = order_of(config, total_steps, world, start_step)
+    names = [entry.name for entry in dataset.files]
+    source = index if sampler.needs_class_index else len(dataset)
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
     minibatches = builder("sampler", sampler)(source, names=names, **order)
     steps_per_epoch = minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
@@ -191,24 +197,25 @@ def order_of(config: TrainingRun, total_steps: int, world: World, start_step: in
 
 def augmentations(config: TrainingRun) -> Augmentations | None:
     """The run's own augmentations; None if it has none."""
-    made = {name: builder("augmentations", own)() for name, own in config.augmentations.items()}
+    functions = {name: builder("augmentations", choice)() for name, choice in config.augmentations.items()}
     most = MOST_MIXES if isinstance(config.data, SegmentationData) else 0
-    for name, own in made.items():
-        if type(mixes := getattr(own, "mixes", 0)) is not int or not 0 <= mixes <= most:
+    for name, function in functions.items():
+        mixes = getattr(function, "mixes", 0)
+        if type(mixes) is not int or not 0 <= mixes <= most:
             raise ValueError(
                 f"augmentations={name} has mixes={mixes!r}: expected a whole number of further crops up to "
                 f"{MOST_MIXES}, and 0 in classification, which has none"
             )
-        taken = ["crop", "label", "generator", *["others"] * bool(mixes)]
+        arguments = ["crop", "label", "generator", "others"] if mixes else ["crop", "label", "generator"]
         try:
             with suppress(ValueError):  # code in C may have no signature
-                signature(own).bind(*taken, **dict.fromkeys(moment_fields(own)))
+                signature(function).bind(*arguments, **dict.fromkeys(moment_fields(function)))
         except TypeError as error:
             raise ValueError(
-                f"augmentations={name} does not take ({', '.join(taken)}): {error}; an attribute mixes = k asks for "
-                f"k others"
+                f"augmentations={name} does not take ({', '.join(arguments)}): {error}; an attribute mixes = k asks "
+                f"for k others"
             ) from error
-    return Augmentations(made, config.seed) if made else None
+    return Augmentations(functions, config.seed) if functions else None
 
 
 def training_crops(
@@ -219,7 +226,8 @@ def training_crops(
     augmentations: Augmentations | None = None,
 ) -> TrainingCrops:
     """The augmented crops that a sampler draws from."""
-    jitter, (lowest, highest) = config.colour_jitter, config.scale
+    jitter = config.colour_jitter
+    lowest, highest = config.scale
     transform = TrainingTransform(
         config.crop(),
         scale=(lowest, highest),
@@ -247,11 +255,11 @@ def evaluation_loader(
 
 def at_once(config: SegmentationRun, device: torch.device, processes: int) -> AtOnce:
     """How many images are segmented at once. `processes`: of the training."""
-    trainer, data = config.trainer, config.data
+    trainer = config.trainer
     if trainer.evaluate_batch_size != "auto":
         return AtOnce(trainer.evaluate_batch_size)
-    crops = -(-data.crops_per_minibatch // (processes * trainer.accumulation_steps))
-    return AtOnce(pixels=None if device.type == "cpu" else crops * math.prod(data.crop()))
+    crops = -(-config.data.crops_per_minibatch // (processes * trainer.accumulation_steps))
+    return AtOnce(pixels=None if device.type == "cpu" else crops * math.prod(config.data.crop()))
 
 
 def loader(source: Dataset, config: Data, world: World, **batching: Any) -> Loader:

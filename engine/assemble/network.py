@@ -21,14 +21,15 @@ def norm_act(config: schema.Norm) -> Callable[[int], nn.Module]:
 
     ValueError: see `builder`; or, when it is called, the norm refuses its channels or activation.
     """
-    made = partial(builder("norm", config), momentum=config.momentum or schema.MOMENTUM)
+    build = partial(builder("norm", config), momentum=config.momentum or schema.MOMENTUM)
 
     def make(channels: int, activation: str | None = config.activation) -> nn.Module:
         try:
-            return made(channels, activation=activation)
+            return build(channels, activation=activation)
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
-            about = f"{type(error).__name__}: {error}"
-            raise ValueError(f"norm={config.name} of {channels} channels, activation={activation}: {about}") from error
+            problem = f"{type(error).__name__}: {error}"
+            arguments = f"{channels} channels, activation={activation}"
+            raise ValueError(f"norm={config.name} of {arguments}: {problem}") from error
 
     return make
 
@@ -44,9 +45,12 @@ def body(
 
     `own_momentum`: see `LibraryBody`. ValueError: see `builder`; or the body takes three channels only.
     """
-    more: dict[str, int] = {"own_momentum": own_momentum} if config.in_library else {}
-    more |= {"in_channels": channels} if channels != COLOURS else {}  # bodies of one's own may not take it
-    return builder("body", config, [*more])(norm, classes=classes, output_stride=config.output_stride, **more)
+    extra: dict[str, int] = {}
+    if config.in_library:
+        extra["own_momentum"] = own_momentum
+    if channels != COLOURS:  # bodies of one's own may not take it
+        extra["in_channels"] = channels
+    return builder("body", config, [*extra])(norm, classes=classes, output_stride=config.output_stride, **extra)
 
 
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:

@@ -21,34 +21,45 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     head: top-level modules whose learning rate is `head_lr_factor` times the body's.
     ValueError: its step needs a closure.
     """
-    by_rate: dict[tuple[float, float], list] = {}  # parameters, by factor of the learning rate and weight decay
+    groups: dict[tuple[float, float], list] = {}  # parameters, by factor of the learning rate and weight decay
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
             factor = config.head_lr_factor if name.startswith(tuple(f"{part}." for part in head)) else 1.0
             decays = config.decay == "all" or parameter.ndim > 1
-            by_rate.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
-    body_first = sorted(by_rate.items(), key=lambda group: group[0][0] != 1.0)
-    groups = [{"params": own, "lr": config.lr * factor, "weight_decay": w} for (factor, w), own in body_first]
+            groups.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
+    body_first = sorted(groups.items(), key=lambda group: group[0][0] != 1.0)
+    params = [
+        {"params": parameters, "lr": config.lr * factor, "weight_decay": weight_decay}
+        for (factor, weight_decay), parameters in body_first
+    ]
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused}
-    made = builder("optim", config)(groups, **options)
-    closure = signature(made.step).parameters.get("closure")
+    optimizer = builder("optim", config)(params, **options)
+    closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise ValueError(
-            f"optim={config.name}: {type(made).__name__}.step needs a closure that computes the loss again, which "
+            f"optim={config.name}: {type(optimizer).__name__}.step needs a closure that computes the loss again, which "
             f"trainings do not give; choose an optimiser that steps by its gradients alone, such as optim=adamw"
         )
-    if made.defaults.get("dampening"):  # SGD's first gradient is not dampened, but would be with the momentum below
-        for group in (made.defaults, *made.param_groups):
+    if optimizer.defaults.get("dampening"):  # the first gradient is not dampened, but would be with the momentum below
+        for group in (optimizer.defaults, *optimizer.param_groups):
             group["fused"] = False
-    if made.defaults.get("fused") and not made.param_groups[0]["params"][0].is_meta:
-        # Its flag skips this step. Later, SGD's kernel would leave momentum uninitialised if it skips the first step,
-        # and PyTorch would refuse a parameter that gets its first gradient after others.
-        made.found_inf, made.grad_scale = torch.ones((), dtype=torch.float32), None
-        for state in states_after_a_step(made).values():
-            if "momentum_buffer" in state:
-                state["momentum_buffer"].zero_()
-        del made.found_inf, made.grad_scale
-    return made
+    if optimizer.defaults.get("fused") and not optimizer.param_groups[0]["params"][0].is_meta:
+        _start_momentum(optimizer)
+    return optimizer
+
+
+def _start_momentum(optimizer: Any) -> None:
+    """Give a fused SGD's parameters a momentum of zero.
+
+    Later its kernel would leave momentum uninitialised if it skips the first step, and PyTorch would refuse a parameter
+    that gets its first gradient after others.
+    """
+    optimizer.found_inf = torch.ones((), dtype=torch.float32)  # the flag that skips this step
+    optimizer.grad_scale = None
+    for state in states_after_a_step(optimizer).values():
+        if "momentum_buffer" in state:
+            state["momentum_buffer"].zero_()
+    del optimizer.found_inf, optimizer.grad_scale
 
 
 def states_after_a_step(optimizer: Optimizer) -> dict[Any, Any]:
@@ -57,11 +68,13 @@ def states_after_a_step(optimizer: Optimizer) -> dict[Any, Any]:
     weights = [parameter.data for parameter in parameters]
     try:
         for parameter in parameters:
-            parameter.data, parameter.grad = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            parameter.data = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     finally:
         for parameter, weight in zip(parameters, weights, strict=True):
-            parameter.data, parameter.grad = weight, None
+            parameter.data = weight
+            parameter.grad = None
     return optimizer.state_dict()["state"]
 
 
@@ -77,18 +90,18 @@ def lr_schedule(
         warmup = 0
     if warmup >= schedule.total_steps:
         by_epochs = config.warmup_epochs is not None
-        given = f"warmup_epochs={config.warmup_epochs}" if by_epochs else f"warmup_steps={config.warmup_steps}"
+        key = f"warmup_epochs={config.warmup_epochs}" if by_epochs else f"warmup_steps={config.warmup_steps}"
         shorter = "lr_schedule.warmup_epochs=null lr_schedule.warmup_steps" if by_epochs else "lr_schedule.warmup_steps"
         raise ValueError(
-            f"lr_schedule.{given}: the warm-up takes {warmup:,} steps, and the run has {schedule.total_steps:,}; give "
+            f"lr_schedule.{key}: the warm-up takes {warmup:,} steps, and the run has {schedule.total_steps:,}; give "
             f"{shorter}={schedule.total_steps // 10 or 'null'}, or more trainer.steps"
         )
     steps = {"steps": schedule.total_steps - warmup, "steps_per_epoch": schedule.steps_per_epoch, "warmup": warmup}
-    made = builder("lr_schedule", config)(optimizer, **steps)
+    scheduler = builder("lr_schedule", config)(optimizer, **steps)
     if not warmup:
-        return made
+        return scheduler
     rise = LinearLR(optimizer, start_factor=0.01, total_iters=warmup)
-    return SequentialLR(optimizer, [rise, made], milestones=[warmup])
+    return SequentialLR(optimizer, [rise, scheduler], milestones=[warmup])
 
 
 def schedule_of(config: TrainingRun, images: int) -> Schedule:

@@ -45,11 +45,11 @@ def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | 
     weights = None
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
-    if isinstance(given := config.class_weights, list):
-        weights = torch.tensor(given, dtype=torch.float32)
-        if isinstance(network, SegmentationNetwork) and len(given) != network.classes:
+    if isinstance(config.class_weights, list):
+        weights = torch.tensor(config.class_weights, dtype=torch.float32)
+        if isinstance(network, SegmentationNetwork) and len(weights) != network.classes:
             expected = f"expected {network.classes}, one for each class, in their order"
-            raise ValueError(f"loss.class_weights={given} has {len(given)} numbers: {expected}")
+            raise ValueError(f"loss.class_weights={config.class_weights} has {len(weights)} numbers: {expected}")
     make = builder("loss", config)
     strides = network.strides if isinstance(network, SegmentationNetwork) else (None,)
     return SummedLoss(lambda stride: make(IGNORED, weights=weights, stride=stride), strides)
@@ -57,9 +57,8 @@ def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
     """The views of each image; `data`: the training's, perhaps changed by the command."""
-    window, tta = options.window, options.tta
-    scales = tuple(tta.scales)
-    return Views(data.base_size, data.antialias, window.size, window.overlap, scales, tta.flip)
+    window, scales = options.window, tuple(options.tta.scales)
+    return Views(data.base_size, data.antialias, window.size, window.overlap, scales, options.tta.flip)
 
 
 def segment(
@@ -113,9 +112,13 @@ def classify(
 
 def added_scores(config: TrainingRun, dataset: SegmentationDataset | ClassificationDataset) -> AddedScores:
     """The scores that a run names, for one evaluation. Those of plugins that are not loaded are left out."""
-    given = {"classes": dataset.classes, "ignore_index": IGNORED}
-    known = {name: own for name, own in config.scores.items() if not is_absent(own)}
-    return AddedScores({name: builder("scores", own)(**given) for name, own in known.items()})
+    choices = {name: choice for name, choice in config.scores.items() if not is_absent(choice)}
+    return AddedScores(
+        {
+            name: builder("scores", choice)(classes=dataset.classes, ignore_index=IGNORED)
+            for name, choice in choices.items()
+        }
+    )
 
 
 def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.Module:
@@ -129,18 +132,20 @@ def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.
     network: nn.Module
     if isinstance(config, SegmentationRun):
         features = body(config.body, norm, own_momentum=own_momentum, channels=config.data.channels)
-        reads, channels = getattr(imported("head", type(config.head)), "reads", None), [features.out_channels]
+        reads = getattr(imported("head", type(config.head)), "reads", None)
+        in_channels: Any = features.out_channels
         if reads is not None:
-            channels = [each.channels for each in features_read(features, reads, f"head={config.head.name}")]
-        in_channels = channels[0] if reads is None else channels
+            inputs = features_read(features, reads, f"head={config.head.name}")
+            in_channels = [feature.channels for feature in inputs]
         head = builder("head", config.head)(in_channels, norm_act=norm, classes=classes)
         network = SegmentationNetwork(features, head, classes)
-        if auxiliary and (weight := config.head.auxiliary_weight):
-            asked = f"head.auxiliary_weight={weight}"
+        weight = config.head.auxiliary_weight
+        if auxiliary and weight:
+            key = f"head.auxiliary_weight={weight}"
             if hasattr(head, "auxiliary"):
-                own = "which has an auxiliary head of its own: leave it out"
-                raise ValueError(f"{asked} with head={config.head.name}, {own}")
-            channels = [feature.channels for feature in features_read(features, FCN.reads, asked)]
+                cure = "which has an auxiliary head of its own: leave it out"
+                raise ValueError(f"{key} with head={config.head.name}, {cure}")
+            channels = [feature.channels for feature in features_read(features, FCN.reads, key)]
             head.auxiliary = FCN(channels, classes, norm, loss_weight=weight)
     else:
         network = features = body(config.body, norm, classes, own_momentum)

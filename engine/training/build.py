@@ -11,7 +11,7 @@ from engine.assemble.network import forward
 from engine.process.distributed import World, data_parallel
 from engine.schema.schedule import Schedule
 from engine.schema.training import CAPTURE_ADVICE, Trainer, TrainingRun
-from engine.training.capture import CapturedMicroBatches, drawing, listed_few
+from engine.training.capture import CapturedMicroBatches, drawing_modules, listed_few
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
 from models.cpu_gradients import KINDS, correct_gradients, wrong_gradients
@@ -64,7 +64,7 @@ def _correct_on_cpu(trainer: Trainer, network: nn.Module) -> None:
     if wrong:
         cure = "trainer.compile=false" if trainer.compile else "trainer.channels_last=false"
         if trainer.precision == "bfloat16":
-            cure = "trainer.precision=float32" + f" or {cure}" * trainer.compile
+            cure = f"trainer.precision=float32 or {cure}" if trainer.compile else "trainer.precision=float32"
         raise ValueError(
             f"trainer.precision={trainer.precision}, trainer.compile={str(trainer.compile).lower()}: on a CPU PyTorch "
             f"computes wrong gradients of {wrong[0]}, {KINDS[trainer.precision]}; give {cure}"
@@ -72,11 +72,12 @@ def _correct_on_cpu(trainer: Trainer, network: nn.Module) -> None:
 
 
 def learner_of(
-    config: TrainingRun, plain: Forward, schedule: Schedule, world: World, eager_because: str = ""
+    config: TrainingRun, plain: Forward, schedule: Schedule, world: World, eager_because: str | None = ""
 ) -> Learner:
     """The learner of a network on its device, with optimiser, schedule, loss scale, average. See `learner`."""
-    trainer, because = config.trainer, eager_because or why_eager(config, plain.network, schedule.total_steps, world)
-    captures = because is None
+    trainer = config.trainer
+    eager_because = eager_because or why_eager(config, plain.network, schedule.total_steps, world)
+    captures = eager_because is None
     if captures:  # without DDP
         world.share_parameters(plain.network)
     average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
@@ -88,9 +89,10 @@ def learner_of(
     if captures:
         captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, _repeats(trainer), trainer.capture is True)
     elif world.size > 1:
-        if name := getattr(plain.network, "unread", ""):
+        unread = getattr(plain.network, "unread", "")
+        if unread:
             raise ValueError(
-                f"no head reads {name}, the last feature of the body, so its layers get no gradients, for which "
+                f"no head reads {unread}, the last feature of the body, so its layers get no gradients, for which "
                 f"processes wait: let the head read it too (reads = (…, -1)), choose a shorter body, or one device"
             )
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
@@ -106,7 +108,7 @@ def learner_of(
         average=average,
         max_gradient_norm=config.optim.max_gradient_norm,
         captured=captured,
-        eager_because=because or "",
+        eager_because=eager_because or "",
     )
 
 
@@ -116,10 +118,12 @@ def why_eager(config: TrainingRun, network: nn.Module, steps: int, world: World)
     if trainer.capture != "auto":
         return None if trainer.capture else ""
     problem = config.capture_problem(world.device.type, world.size) or batch_problem(config)
-    if problem := problem or config.capture_doubt(world.size, steps):
+    problem = problem or config.capture_doubt(world.size, steps)
+    if problem:
         return problem
-    drawn = drawing(getattr(network, "body", network)) if _repeats(trainer) else []
-    return f"{_repeats(trainer)} repeats modules that draw random numbers{listed_few(drawn)}" if drawn else None
+    repeats = _repeats(trainer)
+    drawing = drawing_modules(getattr(network, "body", network)) if repeats else []
+    return f"{repeats} repeats modules that draw random numbers{listed_few(drawing)}" if drawing else None
 
 
 def _repeats(trainer: Trainer) -> str:

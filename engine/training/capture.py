@@ -4,10 +4,11 @@ import itertools
 import pickle
 import random
 import re
+import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, NoneType, TracebackType
+from types import FunctionType, NoneType
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class FlatGradients:
 
     def __init__(self, network: nn.Module):
         self.network = network
-        self.owners: dict[nn.Parameter, Tensor] = {}  # each with its part of a buffer
+        self.parts: dict[nn.Parameter, Tensor] = {}  # of the buffers, by the parameter whose gradient they are
         self.buffers: list[Tensor] = []
 
     def strangers(self) -> list[str]:
@@ -45,7 +46,7 @@ class FlatGradients:
         return [
             name
             for name, parameter in self.network.named_parameters()
-            if parameter.grad is not self.owners.get(parameter)
+            if parameter.grad is not self.parts.get(parameter)
         ]
 
     @torch.no_grad()
@@ -57,16 +58,17 @@ class FlatGradients:
         for parameter in self.network.parameters():
             if parameter.grad is not None:
                 by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
-        self.owners, self.buffers = {}, []
+        self.parts = {}
+        self.buffers = []
         for parameters in by_dtype.values():
             lengths = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in parameters]
             assert parameters[0].grad is not None, "those without a gradient are left out"
             buffer = parameters[0].grad.new_zeros(sum(lengths))
             for parameter, part in zip(parameters, buffer.split(lengths), strict=True):
                 like = torch.empty_like(parameter, device="meta")  # dense, in the parameter's memory format
-                own = part.as_strided(like.shape, like.stride())
                 assert parameter.grad is not None, "those without a gradient are left out"
-                parameter.grad = self.owners[parameter] = own.copy_(parameter.grad)
+                self.parts[parameter] = part.as_strided(like.shape, like.stride()).copy_(parameter.grad)
+                parameter.grad = self.parts[parameter]
             self.buffers.append(buffer)
 
 
@@ -91,7 +93,10 @@ class CapturedMicroBatches:
     def __init__(
         self, network: nn.Module, advice: str, repeats: str = "", requested: bool = True, record: Recorder | None = None
     ):
-        self.network, self.advice, self.repeats, self.requested = network, advice, repeats, requested
+        self.network = network
+        self.advice = advice
+        self.repeats = repeats
+        self.requested = requested
         self.gradients = FlatGradients(network)
         self.reached: list[nn.Parameter] = []  # by the backward pass of the last step
         self.stream = torch.cuda.Stream() if record is None else None
@@ -166,7 +171,7 @@ class CapturedMicroBatches:
         if self.repeats and not torch.equal(before, torch.cuda.get_rng_state()):
             self.problem = (
                 f"{self.repeats} runs blocks a second time, and the network draws random numbers"
-                f"{listed_few(drawing(self.network))}, which would be others in a CUDA graph"
+                f"{listed_few(drawing_modules(self.network))}, which would be others in a CUDA graph"
             )
             if self.requested:
                 raise ValueError(f"{self.problem}: {self.advice}")
@@ -177,28 +182,33 @@ class CapturedMicroBatches:
 
         Modules that count their calls in Python have then counted one more.
         """
-        drawn, self.numbers = _generators(), numbers_of(self.network, micro_batch)
+        generators = _generators()
+        self.numbers = numbers_of(self.network, micro_batch)
         try:
             if self.problem is not None:
                 raise NotCaptured(self.problem)
             for parameter in () if self.gradients.buffers else self.reached:
                 parameter.grad = torch.zeros_like(parameter)
             self.gradients.adopt()
-            self.images, self.labels = images.clone(), labels.clone()
+            self.images = images.clone()
+            self.labels = labels.clone()
             self.replay, self.loss = self._recorded(micro_batch)
-            if pickle.dumps(drawn) != pickle.dumps(_generators()):
+            if pickle.dumps(generators) != pickle.dumps(_generators()):
                 raise NotCaptured(
-                    f"the network draws random numbers on the CPU{listed_few(drawing(self.network))}, and a CUDA graph "
-                    f"would repeat them"
+                    f"the network draws random numbers on the CPU{listed_few(drawing_modules(self.network))}, and a "
+                    f"CUDA graph would repeat them"
                 )
-            if strangers := self.gradients.strangers():
+            strangers = self.gradients.strangers()
+            if strangers:
                 raise NotCaptured(f"{strangers[0]} has a gradient in some steps only, and a CUDA graph in all")
-            if (problem := self._changed(micro_batch)) is not None:
+            problem = self._changed(micro_batch)
+            if problem is not None:
                 raise NotCaptured(problem)
         except Exception as error:
-            torch.set_rng_state(torch.from_numpy(drawn[0]))
-            random.setstate(drawn[1])
-            np.random.set_state(drawn[2])
+            of_torch, of_python, of_numpy = generators
+            torch.set_rng_state(torch.from_numpy(of_torch))
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
             if not self.requested and is_out_of_memory(error):
                 raise NotCaptured(f"a CUDA graph needs more memory than there is ({_first_line(error)})") from None
             if self.requested and isinstance(error, NotCaptured):
@@ -232,10 +242,12 @@ class CapturedMicroBatches:
 
     def _changed(self, micro_batch: MicroBatch) -> str | None:
         """Why modules cannot be captured whose numbers have changed; None if none has. Where `requested`, a warning."""
-        before, self.numbers = self.numbers, numbers_of(self.network, micro_batch)
-        if before is None or self.has_warned:  # the first micro-batch may initialise modules
+        previous_numbers = self.numbers
+        self.numbers = numbers_of(self.network, micro_batch)
+        if previous_numbers is None or self.has_warned:  # the first micro-batch may initialise modules
             return None
-        changed = [name for name in before | self.numbers if before.get(name) != self.numbers.get(name)]
+        names = previous_numbers | self.numbers
+        changed = [name for name in names if previous_numbers.get(name) != self.numbers.get(name)]
         if not changed:
             return None
         text = f"{changed[0]} changes from step to step, and a CUDA graph would repeat its present value"
@@ -248,11 +260,10 @@ class CapturedMicroBatches:
     def _module_of(self, error: BaseException) -> str:
         """The name and class of the innermost module that was running when the error was raised."""
         places = {id(module): _place(name, module) for name, module in self.network.named_modules()}
-        found, line = "the network or its loss", error.__traceback__
-        while isinstance(line, TracebackType):
-            found = places.get(id(line.tb_frame.f_locals.get("self")), found)
-            line = line.tb_next
-        return found
+        innermost = "the network or its loss"
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            innermost = places.get(id(frame.f_locals.get("self")), innermost)
+        return innermost
 
 
 def _place(name: str, module: nn.Module) -> str:
@@ -263,7 +274,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def drawing(network: nn.Module) -> list[str]:
+def drawing_modules(network: nn.Module) -> list[str]:
     """Names of the modules that draw random numbers in training, as far as the names of their classes say it."""
     return [
         name
@@ -274,8 +285,8 @@ def drawing(network: nn.Module) -> list[str]:
 
 def listed_few(names: list[str]) -> str:
     """The first two names in brackets, and how many more there are; empty without names."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f" ({', '.join(names[:2])}{more})" if names else ""
+    rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f" ({', '.join(names[:2])}{rest})" if names else ""
 
 
 def _graph(stream: torch.cuda.Stream | None, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -301,16 +312,22 @@ def numbers_of(network: nn.Module, micro_batch: MicroBatch) -> dict[str, Any]:
             if isinstance(cell.cell_contents, nn.Module):
                 modules |= dict(cell.cell_contents.named_modules(prefix=name))
     owners: dict[str, Any] = {_place(name, module): module for name, module in modules.items()}
-    classes = {one for module in modules.values() for one in type(module).__mro__}
-    owners |= {f"class {one.__name__}": one for one in classes if one.__module__.partition(".")[0] != "torch"}
+    for kind in {kind for module in modules.values() for kind in type(module).__mro__}:
+        if kind.__module__.partition(".")[0] != "torch":
+            owners[f"class {kind.__name__}"] = kind
     seen = {*map(id, modules.values())}
-    states = ((f"{key} of {place}", state) for place, one in owners.items() for key, state in _states(one, 3, seen))
-    return {name: state for name, state in states if state is not None}
+    return {
+        f"{name} of {place}": state
+        for place, owner in owners.items()
+        for name, state in _states(owner, 3, seen)
+        if state is not None
+    }
 
 
 def _states(owner: Any, depth: int, seen: set[int]) -> list[tuple[str, Any]]:
-    own = getattr(owner, "__dict__", {})
-    return [(name, _state(value, depth, seen)) for name, value in own.items() if name not in _PYTORCHS]
+    """The `_state` of each attribute that is not PyTorch's, by name."""
+    attributes = getattr(owner, "__dict__", {})
+    return [(name, _state(value, depth, seen)) for name, value in attributes.items() if name not in _PYTORCHS]
 
 
 def _state(value: Any, depth: int, seen: set[int]) -> Any:
@@ -325,7 +342,7 @@ def _state(value: Any, depth: int, seen: set[int]) -> Any:
         return None
     seen.add(id(value))
     if isinstance(value, list | tuple | deque | set | frozenset):
-        return [_state(one, depth - 1, seen) for one in value]
+        return [_state(element, depth - 1, seen) for element in value]
     if isinstance(value, dict):
-        return [(repr(key), _state(one, depth - 1, seen)) for key, one in value.items()]
+        return [(repr(key), _state(element, depth - 1, seen)) for key, element in value.items()]
     return _states(value, depth - 1, seen) or None

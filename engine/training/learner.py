@@ -48,13 +48,14 @@ class WeightAverage:
         pairs = [*zip(self.module.parameters(), network.parameters(), strict=True)]
         if self.updates:  # frozen weights stay as the first update has copied them
             pairs = [pair for pair in pairs if pair[1].requires_grad]
-        own, weights = ([parameter.detach() for parameter in each] for each in zip(*pairs, strict=True))
+        averages = [average.detach() for average, _ in pairs]
+        weights = [weight.detach() for _, weight in pairs]
         if self.updates:
             share = 1 - self.decay
-            move_towards(own, weights, share if finite is None else finite.double() * share)
+            move_towards(averages, weights, share if finite is None else finite.double() * share)
         else:
-            for average, new in zip(own, weights, strict=True):
-                average.copy_(new)
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(weight)
         self.updates += 1
         self._buffers_are_old = True
 
@@ -62,8 +63,8 @@ class WeightAverage:
     def take_buffers(self, network: nn.Module) -> None:
         """Copy the buffers of the network (its running statistics), unless there was no update since the last time."""
         if self._buffers_are_old:
-            for own, new in zip(self.module.buffers(), network.buffers(), strict=True):
-                own.copy_(new, non_blocking=True)
+            for copied, buffer in zip(self.module.buffers(), network.buffers(), strict=True):
+                copied.copy_(buffer, non_blocking=True)
         self._buffers_are_old = False
 
 
@@ -105,14 +106,15 @@ class Learner:
         try:
             return self.captured(micro_batch, images, labels)
         except NotCaptured as problem:
-            self.captured, self.eager_because = None, str(problem)
+            self.captured = None
+            self.eager_because = str(problem)
         logger.warning(f"capture off: {self.eager_because}; this run goes on eagerly")
         self.optimizer.zero_grad()
         gc.collect()  # of the pass that failed, with the memory of its graph
         torch.cuda.empty_cache()
         return micro_batch(images, labels)
 
-    def step(self, loss: Tensor, asked: Tensor) -> "Outcome":
+    def step(self, loss: Tensor, stops: Tensor) -> "Outcome":
         """Clip the gradients; update the weights, the learning rate and the EMA weights. Nothing is waited for.
 
         If loss or gradient is not finite, weights and momentum stay, in float16 the average too, and `read` tells it
@@ -120,7 +122,7 @@ class Learner:
 
         Args:
             loss: of the minibatch, a float64 scalar on the network's device.
-            asked: how many ranks were asked to stop, likewise.
+            stops: how many ranks were asked to stop, likewise.
         """
         scale = self.scaler.scale(torch.ones_like(loss))
         self.scaler.unscale_(self.optimizer)
@@ -132,7 +134,8 @@ class Learner:
             clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
         optimizer: Any = self.optimizer
         if optimizer.defaults.get("fused"):
-            optimizer.found_inf, optimizer.grad_scale = (~finite).float(), None
+            optimizer.found_inf = (~finite).float()
+            optimizer.grad_scale = None
             optimizer.step()
         elif finite:
             optimizer.step()
@@ -142,7 +145,7 @@ class Learner:
             self.scheduler.step()
         if self.average is not None:
             self.average.update(self.network, finite if self.scaler.is_enabled() else None)
-        numbers = torch.stack([loss, norm.double(), asked, scale, self.scaler.scale(torch.ones_like(loss))])
+        numbers = torch.stack([loss, norm.double(), stops, scale, self.scaler.scale(torch.ones_like(loss))])
         numbers = numbers.to("cpu", non_blocking=True)  # from a device: into pinned memory
         copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
         return Outcome(numbers, copied, norms, parameters)
@@ -155,14 +158,14 @@ class Learner:
         """
         if outcome.copied is not None:
             outcome.copied.synchronize()
-        loss, gradient_norm, asked, scale, next_scale = outcome.numbers.tolist()
+        loss, gradient_norm, stops, scale, next_scale = outcome.numbers.tolist()
         if not math.isfinite(loss):
             weights = {name: p.detach().double().norm().item() for name, p in self.network.named_parameters()}
             name, norm = _largest(weights)
             raise FloatingPointError(f"the loss is {loss}; the weights with the largest norm are {name} ({norm:.3g})")
         if not math.isfinite(gradient_norm) and not SMALLEST_SCALE <= next_scale < scale:
             raise FloatingPointError(f"the gradient is {gradient_norm}; {self._broken(outcome)}")
-        return loss, gradient_norm, asked > 0, next_scale if self.scaler.is_enabled() else None
+        return loss, gradient_norm, stops > 0, next_scale if self.scaler.is_enabled() else None
 
     def state_dict(self, step: int) -> dict:
         """The state after `step` steps, as tensors in plain containers; EMA weights have the network's names.
@@ -180,7 +183,8 @@ class Learner:
             state["ema"] = self.evaluated.network.state_dict()
             state["ema_updates"] = self.average.updates
         tensors = state["network"] | {f"averaged {name}": tensor for name, tensor in state.get("ema", {}).items()}
-        if broken := not_finite(tensors):
+        broken = not_finite(tensors)
+        if broken:
             raise FloatingPointError(
                 f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
             )
@@ -203,7 +207,8 @@ class Learner:
             if self.average is not None:
                 self.average.module.load_state_dict(state["ema"])
                 self.average.updates = state["ema_updates"]
-            if broken := not_finite(state["network"] | state.get("ema", {})):
+            broken = not_finite(state["network"] | state.get("ema", {}))
+            if broken:
                 raise RuntimeError(f"its weights are infinite or NaN: {listed(broken)}")
         except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             missing = isinstance(error, KeyError)
@@ -211,9 +216,9 @@ class Learner:
 
     def _broken(self, outcome: "Outcome") -> str:
         """The gradients that are not finite, for messages."""
-        names = {id(parameter): name for name, parameter in self.network.named_parameters()}
-        own = [names[id(parameter)] for parameter in outcome.parameters]
-        norms = dict(zip(own, outcome.norms.tolist(), strict=True))
+        names = {parameter: name for name, parameter in self.network.named_parameters()}
+        with_gradient = [names[parameter] for parameter in outcome.parameters]
+        norms = dict(zip(with_gradient, outcome.norms.tolist(), strict=True))
         broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
         which = f"{len(broken)} of {len(norms)} are not finite, {broken[0]} first" if broken else "all are finite"
         name, norm = _largest(norms)
@@ -229,9 +234,9 @@ class Rates:
 
     def state_dict(self) -> dict[str, Any]:
         state = {} if type(self.schedule).__module__.startswith("torch.") else self.schedule.state_dict()
-        # What a checkpoint can hold; others, such as functions, are as they were made.
-        fit = {name: value for name, value in state.items() if {*map(type, tree_leaves(value))} <= PLAIN}
-        return {"schedule": fit, "rates": [float(group["lr"]) for group in self.groups]}
+        # What a checkpoint can hold; other values, such as functions, are as their constructors made them.
+        plain = {name: value for name, value in state.items() if {*map(type, tree_leaves(value))} <= PLAIN}
+        return {"schedule": plain, "rates": [float(group["lr"]) for group in self.groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["schedule"]:
@@ -259,4 +264,4 @@ def _schedule_alone() -> Iterator[None]:
 
 def _largest(norms: dict[str, float]) -> tuple[str, float]:
     """Name and norm of the tensor with the largest norm; NaN counts as the largest."""
-    return max(norms.items(), key=lambda entry: math.inf if math.isnan(entry[1]) else entry[1])
+    return max(norms.items(), key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])

@@ -16,16 +16,16 @@ PAPER = ("table", "row", "command", "hardware", "steps", "planned", "eval", "sou
 
 def settings_of(experiment: str) -> dict[str, object]:
     """{group: choice, key: value} of an experiment and those it builds on, as their files have them."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     file = file_of("experiment", experiment)
     content = {} if file is None else dict(content_of(file))
     for entry in content.pop("defaults", ()):
         if isinstance(entry, dict):
-            found |= {str(group).rpartition("/")[2]: name for group, name in entry.items()}
+            settings |= {str(group).rpartition("/")[2]: name for group, name in entry.items()}
         elif entry != "_self_":
             below = PurePosixPath("/experiment", experiment).parent / entry
-            found |= settings_of(below.relative_to("/experiment").as_posix())
-    return found | flat(content)
+            settings |= settings_of(below.relative_to("/experiment").as_posix())
+    return settings | flat(content)
 
 
 @cache
@@ -35,11 +35,11 @@ def paper_of(experiment: str) -> dict[str, Any]:
     ValueError: it is no mapping, or an entry is neither one of `PAPER` nor a score.
     """
     file = file_of("experiment", experiment)
-    found = re.search(r"^# paper:.*\n(#  .*\n)*", file.read_text("utf-8") if file else "", re.MULTILINE)
-    if found is None:
+    comment = re.search(r"^# paper:.*\n(#  .*\n)*", file.read_text("utf-8") if file else "", re.MULTILINE)
+    if comment is None:
         return {}
     try:
-        paper = yaml.safe_load(re.sub(r"(?m)^# ", "", found[0]))["paper"]
+        paper = yaml.safe_load(re.sub(r"(?m)^# ", "", comment[0]))["paper"]
         entries = [pair for part in (paper, *paper.get("also", ())) for pair in part.items()]
     except (yaml.YAMLError, AttributeError, TypeError) as error:
         raise ValueError(f"{file}: the comment `# paper:` is no YAML mapping: {error}") from error

@@ -85,8 +85,8 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     """
     if config.trainer.device != "cpu":
         config = replace(config, norm=config.norm.fused())
-    classes, task = classes_of(config.data), TASKS[config.task]
-    network = network_of(config, classes)
+    task = TASKS[config.task]
+    network = network_of(config, classes_of(config.data))
     if config.trainer.channels_last:
         for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -103,15 +103,16 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     update(learner)
     size = config.data.crop(crop_size)
-    images, labels = torch.zeros(crops, config.data.channels, *size, dtype=torch.uint8), task.labels(crops, size)
-    held = {
+    images = torch.zeros(crops, config.data.channels, *size, dtype=torch.uint8)
+    labels = task.labels(crops, size)
+    tensors_by_kind = {
         "weights": [*learner.parameters, *network.buffers()],
         "average": () if learner.average is None else learner.average.module.state_dict().values(),
         "momentum": [value for state in learner.optimizer.state.values() for value in state.values()],
         "images": [images, labels],
         "gradients": [parameter.grad for parameter in learner.parameters],
     }
-    resident = {kind: bytes_of_tensors(tensors) for kind, tensors in held.items()}
+    resident = {kind: bytes_of_tensors(tensors) for kind, tensors in tensors_by_kind.items()}
     loss: Loss = task.loss(config, network)
     if getattr(loss, "asks_for_batch", False):
         loss = partial(_given_a_batch, loss, images)
@@ -120,7 +121,8 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
 def _given_a_batch(loss: Loss, images: Tensor, outputs: Any, labels: Tensor) -> Tensor:
     """A loss that asks for each batch, with the first of a run."""
-    return loss(outputs, labels, batch=Batch(images[: len(labels)], [""] * len(labels), step=1, epoch=0.0))
+    batch = Batch(images[: len(labels)], ["" for _ in labels], step=1, epoch=0.0)
+    return loss(outputs, labels, batch=batch)
 
 
 class _NumbersRead(TorchDispatchMode):
@@ -186,14 +188,16 @@ def planned_step(
     Gradients take memory as they come, and budgets leave their room free until then. But several micro-batches,
     `captured` steps and DDP's buckets hold them throughout; with several devices and micro-batches, twice.
     """
-    trainer, same_times = config.trainer, times_of("meta") if devices > 1 else nullcontext()  # ranks measure others
+    trainer = config.trainer
     captured = captured or trainer.capture is True
+    same_times = times_of("meta") if devices > 1 else nullcontext()  # ranks measure different ones
     with FakeTensors(), same_times:
         learner, loss, minibatch, resident = fake_step(replace(config, memory=Memory()), crops, crop_size)
         images, labels = (minibatch[key].tensor_split(trainer.accumulation_steps)[0] for key in ("image", "label"))
         with CountedStep() as of_optimizer:
             update(learner)
-        if comes := devices == trainer.accumulation_steps == 1 and not captured:
+        come_one_by_one = devices == trainer.accumulation_steps == 1 and not captured
+        if come_one_by_one:
             learner.optimizer.zero_grad()
         inputs = learner.forward.normalised(images)
         with torch.no_grad(), learner.forward.autocast():
@@ -202,16 +206,17 @@ def planned_step(
         with CountedStep() as of_loss:
             loss(outputs, labels).backward()
         gradients = resident["gradients"]
-        if comes:
+        if come_one_by_one:
             resident["gradients"] = 0
         elif devices > 1 and trainer.accumulation_steps > 1 and not captured:
             resident["gradients"] *= 2
         resident |= {"images": resident["images"] + inputs.nbytes, "loss": of_loss.peak}
-        left = available - sum(resident.values()) - gradients * comes
+        left = available - sum(resident.values()) - (gradients if come_one_by_one else 0)
+        budgets = [*_SHARES, left] if left >= FEWEST else _SHARES
         with learner.forward.autocast():
-            found = plan(learner.network, inputs, [*_SHARES, *[left] * (left >= FEWEST)])
-    plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
-    return PlannedStep(resident, found.gradients, of_optimizer.peak, list(plans))
+            planned = plan(learner.network, inputs, budgets)
+    plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in planned.rows)
+    return PlannedStep(resident, planned.gradients, of_optimizer.peak, list(plans))
 
 
 def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> tuple[Memory, int, str]:
@@ -228,11 +233,11 @@ def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> 
     left = max(available - step.held, peak + 2**10)
     resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)
     comes = f", and {size_text(step.gradients)} of gradients as they come" if step.gradients else ""
-    about = (
+    sum_text = (
         f"{size_text(available)} less {resident} leave {size_text(left)} for activations{comes}: a peak of "
         f"{size_text(peak)} instead of {size_text(step.plans[0][0])}, for {time:.2f} of the time (estimated)"
     )
-    return Memory(activations=f"{(left - step.gradients) // 2**10}KiB"), step.needed(peak), about
+    return Memory(activations=f"{(left - step.gradients) // 2**10}KiB"), step.needed(peak), sum_text
 
 
 def share_of(config: TrainingRun, devices: int) -> int:
@@ -248,29 +253,31 @@ def fitting(config: Config, devices: int, captured: bool = False) -> Config:
     memory, fewest = config.memory, config.fewest_on_each(devices) * config.trainer.accumulation_steps
     available = memory.available(devices, captured)
     assert available is not None
-    size, share = config.data.crop_size, share_of(config, devices)
+    size = config.data.crop_size
+    share = share_of(config, devices)
 
     def peak(crops: int, side: int) -> int:
         return needed(config, crops, side, devices, captured)
 
     if memory.fit == "batch":
-        smallest, most = (fewest, size), training_images(config.data) // devices
-        found = largest(lambda crops: peak(crops, size), available, fewest, step=1, power=1, most=most)
+        smallest = fewest, size
+        most = training_images(config.data) // devices
+        chosen = largest(lambda crops: peak(crops, size), available, fewest, step=1, power=1, most=most)
     else:
         smallest = share, _SMALLEST_CROP
-        found = largest(lambda side: peak(share, side), available, _SMALLEST_CROP, step=8, power=2, most=MOST_PIXELS)
-    if found is None:
+        chosen = largest(lambda side: peak(share, side), available, _SMALLEST_CROP, step=8, power=2, most=MOST_PIXELS)
+    if chosen is None:
         raise ValueError(
             f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {smallest[0]} crops of "
             f"{crop_text(config.data, smallest[1])} pixels already need {size_text(peak(*smallest))} on a device, and "
             f"{size_text(available)} are left for tensors"
         )
-    chosen = deepcopy(config)
+    fitted_config = deepcopy(config)
     if memory.fit == "batch":
-        chosen.data.crops_per_minibatch = found * devices
+        fitted_config.data.crops_per_minibatch = chosen * devices
     else:
-        chosen.data.crop_size = found
-    return chosen
+        fitted_config.data.crop_size = chosen
+    return fitted_config
 
 
 def all_images(config: TrainingRun, devices: int) -> str:
@@ -323,37 +330,41 @@ def _fitted(config: Config, captured: bool) -> Config:
     chosen = deepcopy(config)
     if memory.fit:
         chosen = _of_resumed_run(config) or fitting(config, processes, captured)
-    data, share = chosen.data, share_of(chosen, processes)
+    data = chosen.data
+    share = share_of(chosen, processes)
     if config.trainer.recompute == "budget":
-        chosen.memory, peak, about = within_budget(chosen, processes, captured)
+        chosen.memory, peak, sum_text = within_budget(chosen, processes, captured)
     else:
-        peak, about = step_memory(chosen, share, data.crop_size, processes).peak, size_text(available)
         chosen.memory = Memory()
+        peak = step_memory(chosen, share, data.crop_size, processes).peak
+        sum_text = size_text(available)
     step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(peak)}"
-    about += all_images(replace(chosen, memory=memory), processes)
+    limit = all_images(replace(chosen, memory=memory), processes)
     if peak > available:
         raise ValueError(
             f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors "
             f"{advice.on_memory(config, processes)}"
         )
-    on_cpu = device_of(config.trainer.device, key="trainer.device").type == "cpu"
+    if device_of(config.trainer.device, key="trainer.device").type == "cpu":
+        limit += "; on a CPU nothing enforces it"
     logger.info(
         f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
-        f"data.crop_size={data.crop_size}, as {step} of {about}" + ("; on a CPU nothing enforces it" if on_cpu else "")
+        f"data.crop_size={data.crop_size}, as {step} of {sum_text}{limit}"
     )
     return chosen
 
 
 def _of_resumed_run(config: Config) -> Config | None:
     """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
-    if config.resume != "auto" or not (file := Path(str(config.run_dir), "config.yaml")).is_file():
+    file = Path(str(config.run_dir), "config.yaml")
+    if config.resume != "auto" or not file.is_file():
         return None
     name = "crops_per_minibatch" if config.memory.fit == "batch" else "crop_size"
-    found = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", file.read_text("utf-8", "replace"))
-    if found is None:
+    line = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", file.read_text("utf-8", "replace"))
+    if line is None:
         raise ValueError(f"{file} has no number data.{name}, as the configuration of a run has: restore it")
     chosen = deepcopy(config)
-    setattr(chosen.data, name, int(found[1]))
+    setattr(chosen.data, name, int(line[1]))
     return chosen
 
 

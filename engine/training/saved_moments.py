@@ -21,57 +21,60 @@ def load_moments(saved: Mapping[str, Any], optimizer: Optimizer, steps: int) -> 
 
     ValueError: an entry is missing, unknown, not finite, or of another shape or dtype; names the parameter.
     """
-    own = optimizer.state_dict()
+    current = optimizer.state_dict()
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     if names != [name for group in saved["param_groups"] for name in group["param_names"]]:
         raise ValueError("its optimiser has parameters of other names, or in another order")
     groups = [
-        group | {key: value for key, value in before.items() if key in group and key not in OF_THE_RUN}
-        for group, before in zip(own["param_groups"], saved["param_groups"], strict=True)
+        group | {key: value for key, value in saved_group.items() if key in group and key not in OF_THE_RUN}
+        for group, saved_group in zip(current["param_groups"], saved["param_groups"], strict=True)
     ]
-    is_made = {*own["state"]}  # before the first step; else a parameter gets its state with its first gradient
-    made = own["state"] if {*range(len(names))} <= is_made else states_after_a_step(optimizer)
+    initialised = {*current["state"]}  # before the first step; other parameters get a state with their first gradient
+    expected = current["state"] if {*range(len(names))} <= initialised else states_after_a_step(optimizer)
     states = {**saved["state"]}
-    if strange := [key for key in states if key not in made and key not in range(len(names))]:
-        raise ValueError(f"its optimiser has an entry {strange[0]!r}; expected one for each of {len(names)} parameters")
+    for key in states:
+        if key not in expected and key not in range(len(names)):
+            raise ValueError(f"its optimiser has an entry {key!r}; expected one for each of {len(names)} parameters")
     for number, name in enumerate(names):
-        if number in states or number in is_made:
-            most = steps if number in is_made else None
-            states[number] = _checked(states.get(number, {}), made.get(number, {}), name, most)
+        if number in states or number in initialised:
+            most = steps if number in initialised else None
+            states[number] = _checked(states.get(number, {}), expected.get(number, {}), name, most)
     optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})
     for number, entry in optimizer.state_dict()["state"].items():
         if number in range(len(names)):
             entry.update(states.get(number, {}))  # PyTorch has given whole numbers the parameters' dtype
 
 
-def _checked(entry: Mapping[str, Any], own: Mapping[str, Any], name: str, most: int | None) -> dict[str, Any]:
-    """A parameter's saved state, in the tensors of its `own`. ValueError: see `load_moments`.
+def _checked(saved: Mapping[str, Any], expected: Mapping[str, Any], parameter: str, most: int | None) -> dict[str, Any]:
+    """A parameter's saved state, in the tensors of its `expected` state. ValueError: see `load_moments`.
 
     most: steps, of an optimiser that makes its whole state before the first; None: more may come later.
     """
-    found = {**entry}
-    for part in sorted(own.keys() | entry.keys() if most is not None else own.keys(), key=str):
-        what = f"its optimiser's {part} of {name}"
-        if part not in own:
-            raise ValueError(f"{what} is unknown; expected {', '.join(sorted(own)) or 'no state'}")
-        if part not in entry:
-            raise ValueError(f"{what} is missing")
-        value, like = entry[part], own[part]
-        if not (_kind(value) == _kind(like) if isinstance(like, Tensor) else type(value) is type(like) or like is None):
-            raise ValueError(f"{what} is {_kind(value)}; expected {_kind(like)}")
-        if isinstance(like, Tensor):
-            is_count = part == "step" and most is not None
+    state = {**saved}
+    for key in sorted(expected.keys() if most is None else expected.keys() | saved.keys(), key=str):
+        name = f"its optimiser's {key} of {parameter}"
+        if key not in expected:
+            raise ValueError(f"{name} is unknown; expected {', '.join(sorted(expected)) or 'no state'}")
+        if key not in saved:
+            raise ValueError(f"{name} is missing")
+        value, like = saved[key], expected[key]
+        is_tensor = isinstance(like, Tensor)
+        if not (_kind(value) == _kind(like) if is_tensor else type(value) is type(like) or like is None):
+            raise ValueError(f"{name} is {_kind(value)}; expected {_kind(like)}")
+        if is_tensor:
+            is_count = key == "step" and most is not None
             if not (value.isfinite() | ~like.isfinite()).all() or (is_count and not 0 <= value <= most):
                 limit = f", at most {most}, as the checkpoint has taken" if is_count else ""
-                raise ValueError(f"{what} is {reprlib.repr(value.tolist())}; expected finite numbers{limit}")
-            found[part] = like.copy_(value)
-    return found
+                raise ValueError(f"{name} is {reprlib.repr(value.tolist())}; expected finite numbers{limit}")
+            state[key] = like.copy_(value)
+    return state
 
 
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return reprlib.repr(value)
-    return f"{value.dtype} {tuple(value.shape)}" + f" {value.layout}" * (value.layout != torch.strided)
+    layout = "" if value.layout == torch.strided else f" {value.layout}"
+    return f"{value.dtype} {tuple(value.shape)}{layout}"
 
 
 def check_scaler(saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> None:

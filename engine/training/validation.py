@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset, SegmentationDataset
@@ -29,10 +30,10 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         MemoryError: the device does not have enough memory.
         Preempted: the run was asked to stop.
     """
-    data, trainer, world, learner = run.config.data, run.config.trainer, run.world, run.learner
-    collector = PictureCollector(run.val_set, trainer.pictures)
+    data, world = run.config.data, run.world
+    collector = PictureCollector(run.val_set, run.config.trainer.pictures)
     evaluated = segmentation.evaluate_split(
-        learner.evaluated,
+        run.learner.evaluated,
         run.val_set,
         UntilStopped(loader, run.stop, world),
         views=Views(data.base_size, data.antialias),
@@ -42,18 +43,19 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         at_once=at_once,
         added=added_scores(run.config, run.val_set),
     )
-    shares = world.gather(collector.pictures())
-    return replace(evaluated, pictures={f"val_pictures/{name}": one for own in shares for name, one in own.items()})
+    pictures: dict[str, np.ndarray] = {}
+    for pictures_of_rank in world.gather(collector.pictures()):
+        pictures |= {f"val_pictures/{name}": picture for name, picture in pictures_of_rank.items()}
+    return replace(evaluated, pictures=pictures)
 
 
 def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: DataLoader) -> Evaluated:
     """Like `segment_in_run`, without pictures."""
-    world, learner = run.world, run.learner
     return classification.evaluate_split(
-        learner.evaluated,
+        run.learner.evaluated,
         run.val_set,
-        UntilStopped(loader, run.stop, world),
-        world=world,
+        UntilStopped(loader, run.stop, run.world),
+        world=run.world,
         progress=run.metrics.progress,
         added=added_scores(run.config, run.val_set),
     )
