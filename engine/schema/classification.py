@@ -44,7 +44,8 @@ class ClassFoldersData(ImageNetData):
         return "data.class_order" if self.class_order is None else None
 
     def order_taken(self, classes: Sequence[str]) -> str | None:
-        if (orders := two_orders(classes)) is None:
+        orders = two_orders(classes)
+        if orders is None:
             return None
         return f"classes are sorted as {self.class_order or ORDERS[0]} (data.class_order), of {orders}"
 
@@ -136,22 +137,26 @@ class ClassificationRun(TrainingRun):
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops, batches and the classes' order. ValueError: they do not fit the images."""
-        usual, data, crop, resize = self.trainer.evaluate_batch_size, self.data, options.crop, options.resize
+        data, crop, resize = self.data, options.crop, options.resize
         if isinstance(options, Evaluation):
-            fewer = max(1, usual // TEN) if options.view == TEN_CROP else usual
-            self.trainer.evaluate_batch_size = options.batch_size if isinstance(options.batch_size, int) else fewer
-            if (order := options.data.class_order) is not None:
+            if isinstance(options.batch_size, int):
+                self.trainer.evaluate_batch_size = options.batch_size
+            elif options.view == TEN_CROP:
+                self.trainer.evaluate_batch_size = max(1, self.trainer.evaluate_batch_size // TEN)
+            order = options.data.class_order
+            if order is not None:
                 if not isinstance(data, ClassFoldersData):
                     raise ValueError(f"data.class_order={order}: {data.name} has no class folders; leave this out")
                 data.class_order = order
         if not isinstance(data, ImageNetData):
-            given = [*changed(options.view, "center", "view={}"), *changed(crop, None, "crop={}")]
-            given += changed(resize, None, "resize={}")
-            if given:
-                raise ValueError(f"{' '.join(given)}: {data.name} is evaluated on whole images; leave this out")
+            words = [*changed(options.view, "center", "view={}"), *changed(crop, None, "crop={}")]
+            words += changed(resize, None, "resize={}")
+            if words:
+                raise ValueError(f"{' '.join(words)}: {data.name} is evaluated on whole images; leave this out")
             return
         if resize is None:
             resize = data.resize if crop is None else round(crop * data.resize / data.crop_size)
-        data.crop_size, data.resize = crop or data.crop_size, resize
+        data.crop_size = crop or data.crop_size
+        data.resize = resize
         if data.crop_size > data.resize:
             raise ValueError(f"crop={data.crop_size} resize={data.resize}: expected a crop of at most resize pixels")

@@ -14,7 +14,8 @@ from datasets.transforms import padded_share, shown_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
 from models.checkpoints.published import IMAGENET, Normalisation
 
-_MUCH_PADDING, _LITTLE_PADDING = 0.2, 0.15  # shares of a crop
+_MUCH_PADDING = 0.2  # share of a crop
+_LITTLE_PADDING = 0.15
 _LITTLE_SHOWN = 0.05  # share of an image
 _CROP_STEP = 16  # pixels, between sizes of crops that are advised
 
@@ -142,19 +143,23 @@ class SegmentationData(Data):
 
     def doubts_of_sizes(self, sizes: Sequence[tuple[int, int, int]]) -> list[str]:
         """A warning if much of a crop is padding on average, with a size that fits, or if it shows little."""
+        if not sizes:
+            return []
         scale = self.scale[0], self.scale[1]
-        if sizes and (shown := shown_share(sizes, self.crop(), scale, self.base_size)) < _LITTLE_SHOWN:
+        shown = shown_share(sizes, self.crop(), scale, self.base_size)
+        if shown < _LITTLE_SHOWN:
             side = max(max(width, height) for width, height, _ in sizes)
             return [
                 f"a crop shows {100 * shown:.1f} % of an image on average (data.crop_size={self.crop_size}, images of "
                 f"up to {side} pixels): give data.base_size={2 * self.crop_size}, the longest side to which images are "
                 f"resized, or a larger data.crop_size"
             ]
-        shares = partial(padded_share, sizes, scale=scale, base_size=self.base_size)
-        if not sizes or (share := shares(self.crop())) < _MUCH_PADDING:
+        padded = partial(padded_share, sizes, scale=scale, base_size=self.base_size)
+        share = padded(self.crop())
+        if share < _MUCH_PADDING:
             return []
         smaller = range(self.crop_size // _CROP_STEP * _CROP_STEP, 0, -_CROP_STEP)
-        fitting = next((size for size in smaller if shares(self.crop(size)) < _LITTLE_PADDING), _CROP_STEP)
+        fitting = next((size for size in smaller if padded(self.crop(size)) < _LITTLE_PADDING), _CROP_STEP)
         return [
             f"{100 * share:.0f} % of a crop is padding: give data.crop_size={fitting}, which fits the images "
             f"(now {self.crop_size})"

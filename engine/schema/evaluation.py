@@ -16,9 +16,11 @@ from models.segmentation import EXACT, UPSAMPLINGS
 
 OVERLAP = 0.25
 ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative inputs, alpha
-CENTER, TEN_CROP = VIEWS = ("center", "ten_crop")
+CENTER = "center"
+TEN_CROP = "ten_crop"
 TEN = 10
-SEGMENTATION, CLASSIFICATION = "segmentation", "classification"  # tasks
+SEGMENTATION = "segmentation"
+CLASSIFICATION = "classification"
 NETWORK = ("norm", "body", "head")  # groups that a trained network is built of
 
 
@@ -74,7 +76,7 @@ class TrainedNetwork(Plugins):
     window: Window = field(default_factory=Window)
     tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)
     # The crops whose logits are averaged: the central one; or the corners and the centre, and their mirror images.
-    view: str = key(CENTER, one_of=VIEWS, task=CLASSIFICATION)
+    view: str = key(CENTER, one_of=(CENTER, TEN_CROP), task=CLASSIFICATION)
     crop: int | None = key(None, above=0, task=CLASSIFICATION)  # pixels; null: as in training
     # Pixels of the short side before cropping; null: in proportion to crop as in training, e.g. 366 for 320.
     resize: int | None = key(None, above=0, task=CLASSIFICATION)
@@ -143,7 +145,8 @@ class Evaluation(TrainedNetwork):
         `step`: of a checkpoint whose run has not ended. With `trainer.evaluate_images`, results.json holds the scores
         of those images only.
         """
-        path, data, smooth, pooling = Path(self.checkpoint), config.data, self.data.antialias, self.head.pooling_size
+        path, data = Path(self.checkpoint), config.data
+        smooth, pooling = self.data.antialias, self.head.pooling_size
         words = [
             *changed(path.stem, "last"),
             *changed(step if path.stem == "last" else None, None, "step{}"),
@@ -166,7 +169,7 @@ class Evaluation(TrainedNetwork):
             *changed(self.crop, None, "crop{}"),
             *changed(self.resize, None, "resize{}"),
             *self.scores,
-            *(f"without_{name}" for name, own in config.scores.items() if is_absent(own)),
+            *(f"without_{name}" for name, choice in config.scores.items() if is_absent(choice)),
         ]
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
         return folder / f"{'_'.join(['results', *words]).replace('/', '-')}.json"  # splits may be paths

@@ -21,7 +21,10 @@ from models.private_torch import tree_leaves
 
 LONGEST_NAME = 255  # bytes, of Linux's filesystems
 # Larger values are mistakes.
-MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, MOST_NUMBERS = 65_536, 1_000_000, 1_024, 1_000
+MOST_PIXELS = 65_536
+MOST_SECONDS = 1_000_000
+MOST_WORKERS = 1_024
+MOST_NUMBERS = 1_000
 NAME_OF_CHOICE = r"[A-Za-z]\w*"
 T = TypeVar("T")
 
@@ -66,24 +69,26 @@ def key(
         written: the value is a file or folder that the command replaces, so jobs of a sweep need different ones.
         is_argument: what a choice builds takes the key as an argument of the same name.
     """
-    bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries, "names": names}
+    bounds: dict[str, Any] = {"above": above, "least": least, "most": most}
+    bounds |= {"one_of": one_of, "entries": entries, "names": names, "word": word}
     bounds["is_bounded"] = above is not None or least is not None
-    free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
-    others = {"task": task, "word": word, "written": written, "is_argument": is_argument}
-    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, **others})
+    uses = {"task": task, "written": written, "is_argument": is_argument}
+    uses |= {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
+    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **uses})
 
 
 def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
     """("optim.lr", 1, its field), …: the keys that hold no other keys."""
     for entry in fields(config):
-        value, name = getattr(config, entry.name), prefix + entry.name
+        name = prefix + entry.name
+        value = getattr(config, entry.name)
         if isinstance(value, Keys):
             yield from leaves(value, f"{name}.")
         elif entry.metadata.get("is_list"):
             yield name, [*value], entry
-            for place, one in chosen(name, value):
-                for below, each, own in leaves(one, f"{place}."):
-                    yield below, each, entry if entry.metadata["free_on_resume"] else own
+            for place, choice in chosen(name, value):
+                for key, leaf, key_entry in leaves(choice, f"{place}."):
+                    yield key, leaf, entry if entry.metadata["free_on_resume"] else key_entry
         else:
             yield name, value, entry
 
@@ -91,12 +96,12 @@ def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any
 def refuse_other_tasks(config: Keys, task: str, source: str) -> None:
     """Raise ValueError if a key that `task` does not have is not at its default. `source` is for `task`."""
     for name, value, entry in leaves(config):
-        own = entry.metadata.get("task")
-        if own in (None, task):
+        key_task = entry.metadata.get("task")
+        if key_task in (None, task):
             continue
         assert callable(entry.default_factory), name
         if value != entry.default_factory():
-            raise ValueError(f"{name}={value} is for {own}, and {source} is for {task}: leave it out")
+            raise ValueError(f"{name}={value} is for {key_task}, and {source} is for {task}: leave it out")
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # a YAML file there comes first
@@ -118,34 +123,40 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
     has the name of an argument that every choice of the group is given.
     """
 
-    def register(made: type[T]) -> type[T]:
+    def register(decorated: type[T]) -> type[T]:
         """Check the class, and make it known here and to Hydra."""
-        own: type[Any] = made if "__dataclass_fields__" in vars(made) else dataclass(made)
-        name, known = getattr(own, "name", ""), CHOICES.setdefault(group, {})
+        kind: type[Any] = decorated if "__dataclass_fields__" in vars(decorated) else dataclass(decorated)
+        name = getattr(kind, "name", "")
         if not isinstance(name, str) or not re.fullmatch(NAME_OF_CHOICE, name):
-            raise ValueError(f'{own.__name__}: give it a name, such as name: str = "mine", of letters, digits and _')
-        builds = getattr(own, "builds", "")
+            raise ValueError(f'{kind.__name__}: give it a name, such as name: str = "mine", of letters, digits and _')
+        builds = getattr(kind, "builds", "")
         if isinstance(builds, str) and not re.fullmatch(r"[\w.]+\.\w+", builds):
-            raise ValueError(f'{group}={name}: {own.__name__} needs builds: ClassVar[str] = "module.Name"')
-        base = next((each for each in own.__mro__ if "called_with" in vars(each)), own)
-        taken = {*getattr(base, "called_with", ())} - {entry.name for entry in fields(base)}
-        for hidden in (each.name for each in fields(own) if each.metadata.get("is_argument", True)):
-            if hidden in taken:
-                raise ValueError(
-                    f"{group}={name}: its key {hidden} has the name of an argument that every {group} is given: rename "
-                    f"it, or declare it by key(…, is_argument=False), which does not hand it on"
-                )
-        other = known.get(name, own)
-        if (other.__module__, other.__qualname__) != (own.__module__, own.__qualname__):
-            here, there = (getattr(sys.modules[each.__module__], "__file__", None) for each in (own, other))
-            raise ValueError(f"{group}={name} is registered twice: in {there} and in {here}; rename one")
-        own.is_base = is_base
-        known[name] = own
-        ConfigStore.instance().store(name, own, f"schema/{group}", group)
+            raise ValueError(f'{group}={name}: {kind.__name__} needs builds: ClassVar[str] = "module.Name"')
+        _check_arguments(kind, f"{group}={name}", group)
+        choices = CHOICES.setdefault(group, {})
+        other = choices.get(name, kind)
+        if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+            files = [getattr(sys.modules[choice.__module__], "__file__", None) for choice in (other, kind)]
+            raise ValueError(f"{group}={name} is registered twice: in {files[0]} and in {files[1]}; rename one")
+        kind.is_base = is_base
+        choices[name] = kind
+        ConfigStore.instance().store(name, kind, f"schema/{group}", group)
         declared_in.cache_clear()
-        return made
+        return decorated
 
     return register
+
+
+def _check_arguments(kind: type[Any], choice: str, group: str) -> None:
+    """ValueError: a key of the choice's own has the name of an argument that its group's contract gives."""
+    base = next((parent for parent in kind.__mro__ if "called_with" in vars(parent)), kind)
+    reserved = {*getattr(base, "called_with", ())} - {entry.name for entry in fields(base)}
+    for entry in fields(kind):
+        if entry.name in reserved and entry.metadata.get("is_argument", True):
+            raise ValueError(
+                f"{choice}: its key {entry.name} has the name of an argument that every {group} is given: rename "
+                f"it, or declare it by key(…, is_argument=False), which does not hand it on"
+            )
 
 
 def group(used: tuple[str, ...] = ()) -> Any:
@@ -165,7 +176,9 @@ def several(*, free_on_resume: bool = False) -> Any:
 
 def chosen(group: str, value: Any) -> Iterable[tuple[str, Any]]:
     """("norm", choice), or ("scores.NAME", choice) of each of `several`: where its keys are."""
-    return [(f"{group}.{name}", one) for name, one in value.items()] if isinstance(value, dict) else [(group, value)]
+    if isinstance(value, dict):
+        return [(f"{group}.{name}", choice) for name, choice in value.items()]
+    return [(group, value)]
 
 
 def is_absent(choice: Any) -> bool:
@@ -175,15 +188,18 @@ def is_absent(choice: Any) -> bool:
 
 def bases_of(schema: type[Keys]) -> dict[str, type[Any]]:
     """{group: base class of its choices}"""
-    kinds = {entry.name: entry.metadata for entry in fields(schema) if "is_group" in entry.metadata}
-    hints = get_type_hints(schema) if kinds else {}
-    return {name: get_args(hints[name])[1] if "is_list" in given else hints[name] for name, given in kinds.items()}
+    groups = [entry for entry in fields(schema) if "is_group" in entry.metadata]
+    hints = get_type_hints(schema) if groups else {}
+    return {
+        group.name: get_args(hints[group.name])[1] if "is_list" in group.metadata else hints[group.name]
+        for group in groups
+    }
 
 
 def groups_of(schema: type[Keys]) -> dict[str, dict[str, type[Any]]]:
     """{group: {name: dataclass}}"""
     return {
-        group: {name: own for name, own in CHOICES.get(group, {}).items() if issubclass(own, base)}
+        group: {name: kind for name, kind in CHOICES.get(group, {}).items() if issubclass(kind, base)}
         for group, base in bases_of(schema).items()
     }
 
@@ -198,19 +214,21 @@ class Declared(NamedTuple):
 @cache
 def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
     """The keys of a schema, its groups, and all their alternatives; a type that differs between these is Any."""
-    found: dict[str, Declared] = {}
+    keys: dict[str, Declared] = {}
     hints, groups = get_type_hints(schema), groups_of(schema)
     for entry in fields(schema):
         name = prefix + entry.name
-        of_entry = groups.get(entry.name, {"": hints[entry.name]}).items()
-        prefixes = {own: f"{name}.{own}." if "is_list" in entry.metadata else f"{name}." for own, _ in of_entry}
-        below = [declared_in(k, prefixes[own]) for own, k in of_entry if isinstance(k, type) and is_dataclass(k)]
-        for key, declared in (pair for each in below for pair in each.items()):
-            same = found.get(key, declared).kind == declared.kind
-            found[key] = declared if same else declared._replace(kind=Any)
-        if entry.name in groups or not below:
-            found[name] = Declared(hints[entry.name], entry.metadata)
-    return found
+        of_alternatives = []
+        for choice, kind in groups.get(entry.name, {"": hints[entry.name]}).items():
+            if isinstance(kind, type) and is_dataclass(kind):
+                place = f"{name}.{choice}." if "is_list" in entry.metadata else f"{name}."
+                of_alternatives.append(declared_in(kind, place))
+        for key, declared in (pair for alternative in of_alternatives for pair in alternative.items()):
+            same = keys.get(key, declared).kind == declared.kind
+            keys[key] = declared if same else declared._replace(kind=Any)
+        if entry.name in groups or not of_alternatives:
+            keys[name] = Declared(hints[entry.name], entry.metadata)
+    return keys
 
 
 def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any) -> type[T]:
@@ -229,46 +247,54 @@ def check_values(config: Keys, prefix: str = "") -> None:
     """
     hints, groups = get_type_hints(type(config)), groups_of(type(config))
     for entry in fields(config):
-        value, name = getattr(config, entry.name), prefix + entry.name
+        name = prefix + entry.name
+        value = getattr(config, entry.name)
         if str(value).lower() == "false" and "false" in (entry.metadata.get("one_of") or ()):
-            setattr(config, entry.name, value := "false")
+            value = "false"
+            setattr(config, entry.name, value)
         if "is_group" in entry.metadata:
-            for place, one in chosen(name, value):
-                selected = one and one.name
-                if is_absent(one):
+            for place, choice in chosen(name, value):
+                if is_absent(choice):
                     continue
-                if type(one) is not alternative(place, groups[name], selected):
+                selected = choice and choice.name
+                if type(choice) is not alternative(place, groups[name], selected):
                     raise ValueError(f"{place}.name={selected} does not change the {name}: give {name}={selected}")
-                check_values(one, f"{place}.")
+                check_values(choice, f"{place}.")
         elif isinstance(value, Keys):
             check_values(value, f"{name}.")
         else:
             _check_bounds(name, value, entry, hints[entry.name])
-    if (check := getattr(config, "check", None)) is not None:
+    check = getattr(config, "check", None)
+    if check is not None:
         check()
 
 
 def expected(declared: Declared) -> str:
     """The type of a key and the values that it allows, in words: a whole number above 0."""
     kind, bounds = declared
-    above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
-    if word := bounds.get("word"):
-        others = {**bounds, "word": None}
-        return f"{word}, or {expected(Declared(int, others))}" if bounds["is_bounded"] else f"{word}, true or false"
+    word, one_of, entries = bounds.get("word"), bounds.get("one_of"), bounds.get("entries")
+    if word:
+        without_word = Declared(int, {**bounds, "word": None})
+        return f"{word}, or {expected(without_word)}" if bounds["is_bounded"] else f"{word}, true or false"
     if bounds.get("names"):
         return "a name or a list of different names, such as [A,B]"
-    (kind,) = [each for each in get_args(kind) if each is not NoneType] if isinstance(kind, UnionType) else [kind]
+    if isinstance(kind, UnionType):
+        (kind,) = (part for part in get_args(kind) if part is not NoneType)
     lists = 0
     while get_origin(kind) is list:
-        (kind,), lists = get_args(kind), lists + 1
-    names = {bool: "true or false", int: "a whole number", float: "a number", Any: "a text or a list"}
-    one = names.get(kind, "a text") if one_of is None else f"one of {', '.join(map(str, one_of))}"
-    limits = {"above {}": above, "{} or more": least, "at most {}": most}
+        (kind,) = get_args(kind)
+        lists += 1
+    above = bounds.get("above")
+    limits = {"above {}": above, "{} or more": bounds.get("least"), "at most {}": bounds.get("most")}
     within = ", ".join(text.format(limit) for text, limit in limits.items() if limit is not None)
     if entries is not None:
-        return f"{len(entries)} numbers: {', '.join(entries)}" + f", each {within}" * bool(within)
-    one += f"{'' if above is not None else ','} {within}" * bool(within)
-    return ("", "a list, each ", "a list of lists, each ")[lists] + one
+        text = f"{len(entries)} numbers: {', '.join(entries)}"
+        return f"{text}, each {within}" if within else text
+    names = {bool: "true or false", int: "a whole number", float: "a number", Any: "a text or a list"}
+    text = names.get(kind, "a text") if one_of is None else f"one of {', '.join(map(str, one_of))}"
+    if within:
+        text += f" {within}" if above is not None else f", {within}"
+    return ("", "a list, each ", "a list of lists, each ")[lists] + text
 
 
 def _check_bounds(name: str, value: Any, entry: Field[Any], kind: Any) -> None:
@@ -280,37 +306,42 @@ def _check_bounds(name: str, value: Any, entry: Field[Any], kind: Any) -> None:
     is_required = bounds.get("names") or bounds.get("word")
     if value is None and (not is_required or (callable(default) and default() is None)):
         return
-    above, least, most, one_of, entries, word = map(bounds.get, ("above", "least", "most", "one_of", "entries", "word"))
+    word, one_of = bounds.get("word"), bounds.get("one_of")
     fits = True
     if one_of is not None:
-        given = value if isinstance(value, list) else [value]
-        fits = bool(given) and all(each in one_of for each in given)
+        values = value if isinstance(value, list) else [value]
+        fits = bool(values) and all(single in one_of for single in values)
     elif bounds.get("names"):
         fits = bool(as_list(value))
     elif word is not None and not bounds["is_bounded"]:
         fits = value == word or type(value) is bool
     elif bounds.get("is_bounded") and (word is None or value != word):
-        numbers, highest = tree_leaves(value), math.inf if most is None else most
+        numbers = tree_leaves(value)
         if len(numbers) > MOST_NUMBERS:
             raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
-        fits = (
-            bool(numbers) and (word is None or type(value) is int) and (entries is None or len(value) == len(entries))
-        )
-        fits = fits and all(  # NaN is not
-            number < math.inf
-            and number <= highest
-            and (above is None or number > above)
-            and (least is None or number >= least)
-            for number in numbers
-        )
+        is_whole = word is None or type(value) is int
+        is_complete = bool(numbers) and (bounds["entries"] is None or len(value) == len(bounds["entries"]))
+        fits = is_whole and is_complete and all(_is_within(number, bounds) for number in numbers)
     if not fits:
         raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(Declared(kind, bounds))}")
 
 
+def _is_within(number: Any, bounds: Mapping[str, Any]) -> bool:
+    """Whether a number is finite, and within the bounds of its key."""
+    above, least, most = bounds["above"], bounds["least"], bounds["most"]
+    return (
+        number < math.inf  # NaN is not
+        and (above is None or number > above)
+        and (least is None or number >= least)
+        and (most is None or number <= most)
+    )
+
+
 def as_list(value: Any) -> list[str]:
     """A key of `names` as a list; [] for any other value."""
-    given = value if isinstance(value, list) else [value]
-    return given if len({*map(str, given)}) == len(given) and all(isinstance(each, str) for each in given) else []
+    names = value if isinstance(value, list) else [value]
+    are_different = len({*map(str, names)}) == len(names)
+    return names if are_different and all(isinstance(name, str) for name in names) else []
 
 
 def override(name: str, path: object) -> str:
@@ -341,7 +372,7 @@ def named_after(overrides: Sequence[str], digest: bool = False) -> str:
 def deciding(overrides: Iterable[str], config: Keys) -> list[str]:
     """The overrides that a resumed run may not change: of groups, and of keys that are not `free_on_resume`."""
     free = {name for name, _, entry in leaves(config) if entry.metadata.get("free_on_resume")}
-    return [each for each in overrides if each.partition("=")[0].lstrip("+") not in free]
+    return [override for override in overrides if override.partition("=")[0].lstrip("+") not in free]
 
 
 def without_interpolation(text: str) -> str:

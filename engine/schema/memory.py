@@ -57,10 +57,11 @@ class Memory:
 
     def _bytes(self, name: str) -> int:
         text = getattr(self, name)
-        if (found := bytes_of(text)) is None or found > MOST_BYTES:
+        size = bytes_of(text)
+        if size is None or size > MOST_BYTES:
             limits = f"a number and one of {', '.join(UNITS)}, such as 12GiB; at most 1,048,576GiB"
             raise ValueError(f"memory.{name}={text}: expected {limits}")
-        return found
+        return size
 
 
 def device_memory(tensors: int, devices: int = 1) -> int:

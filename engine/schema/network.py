@@ -12,7 +12,8 @@ from models.checkpoints.published import HALF, IMAGENET, OF_TENSORFLOW, Normalis
 from models.freezing import FROZEN_NORMS
 from models.released_norm import RELEASED_ACTIVATIONS
 
-MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
+MOST_BLOCKS = 1_000
+MOST_CHANNELS = 65_536
 MOMENTUM = 0.1  # of norms
 AnyNorm = TypeVar("AnyNorm", bound="Norm")
 
@@ -51,8 +52,8 @@ class Norm:
 
     def as_kind(self, kind: type[AnyNorm], **changes: Any) -> AnyNorm:
         """The norm of another kind with the same options, as far as that has them, and `changes`."""
-        known = {entry.name for entry in fields(kind)} - {"name"}
-        return kind(**{name: value for name, value in vars(self).items() if name in known} | changes)
+        options = {entry.name for entry in fields(kind)} - {"name"}
+        return kind(**{name: value for name, value in vars(self).items() if name in options} | changes)
 
 
 @dataclass

@@ -112,9 +112,10 @@ class MultiStep(LRSchedule):
                 raise ValueError(f"lr_schedule.{name}={values}: expected rising numbers")
 
 
-def _check_one_of(name: str, value: object, other: str, other_value: object, needed: bool = False) -> None:
+def _check_one_of(first: str, first_value: object, second: str, second_value: object, needed: bool = False) -> None:
     """Raise ValueError if both are given, or neither where one is `needed`."""
-    if value is not None and other_value is not None:
-        raise ValueError(f"lr_schedule.{name}={value} and lr_schedule.{other}={other_value}: give null for one of them")
-    if needed and value is None and other_value is None:
-        raise ValueError(f"lr_schedule.{name} and lr_schedule.{other} are both null: give one of them")
+    if first_value is not None and second_value is not None:
+        both = f"lr_schedule.{first}={first_value} and lr_schedule.{second}={second_value}"
+        raise ValueError(f"{both}: give null for one of them")
+    if needed and first_value is None and second_value is None:
+        raise ValueError(f"lr_schedule.{first} and lr_schedule.{second} are both null: give one of them")

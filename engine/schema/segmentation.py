@@ -25,14 +25,16 @@ class Loss:
 
     def check(self) -> None:
         """Turn texts of class weights into numbers. ValueError: they are no weights."""
-        given = self.class_weights
-        if isinstance(given, list):
+        weights = self.class_weights
+        if isinstance(weights, list):
             with suppress(ValueError, TypeError):  # the command line gives texts
-                self.class_weights = given = [float(each) for each in given]
-        is_fit = isinstance(given, list) and all(isinstance(each, float) and 0 <= each < math.inf for each in given)
-        if given not in ("none", "frequency") and not (is_fit and any(given)):
+                weights = self.class_weights = [float(weight) for weight in weights]
+            is_fit = any(weights) and all(isinstance(weight, float) and 0 <= weight < math.inf for weight in weights)
+        else:
+            is_fit = weights in ("none", "frequency")
+        if not is_fit:
             raise ValueError(
-                f"loss.class_weights={given}: expected none, frequency, or a number for each class, such as [1,2.5,1]"
+                f"loss.class_weights={weights}: expected none, frequency, or a number for each class, such as [1,2.5,1]"
             )
 
     @property
@@ -123,7 +125,8 @@ class SegmentationRun(TrainingRun):
         self.head.pool(options.head.pooling_size)
         if isinstance(options, Evaluation) and options.batch_size is not None:
             self.trainer.evaluate_batch_size = options.batch_size
-        size, stride = options.window.size, self.body.output_stride
+        size = options.window.size
+        stride = self.body.output_stride
         if size is not None and size % stride:
             raise ValueError(
                 f"window.size={size}: expected a multiple of the network's output stride {stride}, such as "

@@ -86,8 +86,8 @@ class Init:
     part: str = key("network", one_of=("network", "body"))  # body: head and classifier start from random weights
 
     def check(self) -> None:
-        given = {"format": self.format, "scale": self.scale, "part": None if self.part == "network" else self.part}
-        for name, value in given.items():
+        options = {"format": self.format, "scale": self.scale, "part": None if self.part == "network" else self.part}
+        for name, value in options.items():
             if value is not None and self.weights is None:
                 raise ValueError(f"init.{name}={value} needs init.weights=FILE, the weights to start from")
         if self.scale is not None and self.format != "released":
@@ -231,10 +231,10 @@ class TrainingRun(Plugins):
         `classes`, `images`, …: how many the training has. `shared`: validation images that are training images too, or
         copies of them. `official`: the published number of classes, if there is one.
         """
-        data, norm = self.data, self.norm
+        data = self.data
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
-            given = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
-            yield f"body.{given} without initial weights keeps random ones: give init.weights=FILE or body.weights"
+            key = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
+            yield f"body.{key} without initial weights keeps random ones: give init.weights=FILE or body.weights"
         if shared:
             yield (
                 f"data.val_split={data.val_split}: {shared:,} of its images are trained on (copies under other names "
@@ -246,17 +246,18 @@ class TrainingRun(Plugins):
                 f"drawn more than once per epoch"
             )
         decay = self.trainer.ema_decay
-        if decay is not None and not self.trainer.smoke and (share := decay ** (steps - 1)) > 0.1:
+        share = 0.0 if decay is None or self.trainer.smoke else decay ** (steps - 1)
+        if share > 0.1:
             advice = f"give at most {1 - 10 / steps:.4g}" if steps > 10 else "leave it out"
             yield (
                 f"trainer.ema_decay={decay} over {steps:,} steps: {share:.0%} of the average, which is evaluated, are "
                 f"weights of the first step; {advice}"
             )
-        if processes > 1 and not norm.sync:
+        if processes > 1 and not self.norm.sync:
             crops = data.crops_per_minibatch // processes // self.trainer.accumulation_steps
             yield (
-                f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: {norm.to_share} "
-                f"shares them"
+                f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: "
+                f"{self.norm.to_share} shares them"
             )
 
     def check_precision(self) -> None:
@@ -269,14 +270,14 @@ class TrainingRun(Plugins):
 
     def check_shares(self, processes: int) -> None:
         """Raise ValueError if a process would have too few images in a micro-batch."""
-        fewest, reason = self.fewest_on_each(processes), self.fewest_at_a_time[1]
+        fewest = self.fewest_on_each(processes)
         parts = processes * self.trainer.accumulation_steps
         at_a_time = self.data.crops_per_minibatch // parts
         if at_a_time < fewest:
             or_together = f", or {self.norm.to_share}" if processes > 1 and not self.norm.sync else ""
             raise ValueError(
-                f"{self.division(processes)} gives {at_a_time} crop(s) at a time, and {reason}: use at least "
-                f"{fewest * parts} crops{or_together}"
+                f"{self.division(processes)} gives {at_a_time} crop(s) at a time, and {self.fewest_at_a_time[1]}: use "
+                f"at least {fewest * parts} crops{or_together}"
             )
 
     def fewest_on_each(self, processes: int) -> int:
