@@ -64,14 +64,15 @@ def evaluate_split(
             if added.reading(PROBABILITIES):
                 added.add_probabilities(logits.softmax(dim=1), minibatch["label"].to(world.device))
     counts = world.sum_(cells).cpu().numpy()
-    confusion, (in_top5, unscored) = counts[:-2].reshape(classes, classes), counts[-2:].tolist()
-    images_of, right = confusion.sum(axis=1).tolist(), confusion.diagonal().tolist()
-    total = sum(images_of)
+    confusion = counts[:-2].reshape(classes, classes)
+    in_top5, unscored = counts[-2:].tolist()
+    class_counts, right_counts = confusion.sum(axis=1).tolist(), confusion.diagonal().tolist()
+    total = sum(class_counts)
     forward.check_scores(unscored, total, "images")
-    scores = {"top1": sum(right) / max(total, 1), "top5": in_top5 / max(total, 1)}
+    scores = {"top1": sum(right_counts) / max(total, 1), "top5": in_top5 / max(total, 1)}
     accuracy = {
-        name: own_right / own if own else None
-        for name, own_right, own in zip(dataset.classes, right, images_of, strict=True)
+        name: right / count if count else None
+        for name, right, count in zip(dataset.classes, right_counts, class_counts, strict=True)
     }
     details: dict[str, object] = {"accuracy": accuracy}
     curves = {f"val/{name}": 100 * score for name, score in scores.items()}
@@ -79,10 +80,8 @@ def evaluate_split(
     if listed:
         details["confusion_matrix"] = confusion.tolist()
         curves |= {f"val_accuracy/{name}": 100 * share for name, share in accuracy.items() if share is not None}
-    rows, totals = (
-        {name: (share,) for name, share in listed.items()},
-        {"top-1": scores["top1"], "top-5": scores["top5"]},
-    )
+    rows = {name: (share,) for name, share in listed.items()}
+    totals = {"top-1": scores["top1"], "top-5": scores["top5"]}
     evaluated = Evaluated(
         scores=scores,
         summary=f"top-1 {100 * scores['top1']:.2f} %  top-5 {100 * scores['top5']:.2f} %",

@@ -20,8 +20,9 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
     The checkpoint is of step 0, and its classes are numbers, because the file does not name them.
     ValueError, naming the file `name`: it has no classifier, or is not a network of the release.
     """
-    tensors, norm = file.converted(), "std" if file.scale == "raw" else "inplace"
-    architecture, segments = recognised(body_of(tensors)), "cls.weight" in tensors
+    tensors = file.converted()
+    architecture = recognised(body_of(tensors))
+    segments = "cls.weight" in tensors
     count = len(tensors["cls.weight"]) if segments else architecture.classes
     if segments and count != VISTAS_CLASSES:
         raise ValueError(
@@ -33,16 +34,17 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
     schema: type[SegmentationRun | ClassificationRun] = SegmentationRun if segments else ClassificationRun
     register(schema.entry, schema)
     words = ["data=vistas", "head=deeplabv3"] if segments else ["data=imagenet"]
-    config = checked(schema.entry, *words, "optim=sgd", f"norm={norm}")
+    config = checked(schema.entry, *words, "optim=sgd", f"norm={'std' if file.scale == 'raw' else 'inplace'}")
     options = architecture.options | {"output_stride": 8 if segments else 32}
     if architecture.kind == "wider_resnet" and not segments:
-        options |= {"downsampling": "pool", "dropout": [0.0] * 6}
+        options |= {"downsampling": "pool", "dropout": [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]}
     config.body = CHOICES["body"][architecture.kind](**options)
     if segments:
         config.head.pooling_size = VISTAS_POOLING
         maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
         if maps is not None and reduced is not None:
-            config.head.hidden_channels, config.head.out_channels = len(maps), len(reduced)
+            config.head.hidden_channels = len(maps)
+            config.head.out_channels = len(reduced)
     network = network_of(config, count)
     load_by_name(network, tensors, source=name, name=name, advice="It is not a network of the release")
     state = {

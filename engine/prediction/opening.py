@@ -61,9 +61,11 @@ def checkpoint_of(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
     ValueError: the file cannot be read, or options are for another task.
     """
     path = files.file_of(options.checkpoint)
-    state, options.checkpoint = files.load(path), str(path)
+    state = files.load(path)
+    options.checkpoint = str(path)
     config = of_checkpoint(state, f"checkpoint {path}", options.needed)
-    if changed := changed_since(state.get("plugins", {})):
+    changed = changed_since(state.get("plugins", {}))
+    if changed:
         logger.warning(f"checkpoint {path} was made with other versions of its plugins' files {', '.join(changed)}")
     refuse_other_tasks(options, config.task, f"checkpoint {path}")
     return path, state, config
@@ -137,7 +139,8 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction | None = None) -
         network = predictor(config, options, state, forward)
     except KeyError as error:
         raise ValueError(f"checkpoint {path} has no {error}, which its task needs. {files.RESTORE}") from error
-    network.range16, network.shown = config.data.range16, getattr(config.data, "shown", None)
+    network.range16 = config.data.range16
+    network.shown = getattr(config.data, "shown", None)
     return Opened(network, config, state)
 
 

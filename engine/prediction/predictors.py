@@ -44,20 +44,20 @@ class Predictor(nn.Module):
         self.classes = tuple(classes)
         self.register_buffer("mean", forward.mean, persistent=False)
         self.register_buffer("std", forward.std, persistent=False)
-        self._made = forward
+        self._forward = forward
         self.eval()
 
     @property
     def passes(self) -> Forward:
         """The forward pass, on the device where the module is."""
-        return replace(self._made, mean=self.mean, std=self.std)
+        return replace(self._forward, mean=self.mean, std=self.std)
 
     @property
     def channels(self) -> int:
         return self.mean.shape[1]
 
     def extra_repr(self) -> str:
-        weights = sum(each.numel() for each in self.parameters())
+        weights = sum(parameter.numel() for parameter in self.parameters())
         return f"{len(self.classes)} classes, images of {self.channels} channels, {weights:,} parameters"
 
     def planes(self, image: Picture) -> Tensor:
@@ -125,19 +125,21 @@ class Segmenter(Predictor):
 
     def started(self, image: Picture, probabilities: bool = False) -> Callable[[], np.ndarray]:
         """Start `predict` or `probabilities`; the function that is returned waits for the result, in any thread."""
-        shown, passes = pinned(self.planes(image), self.mean.device)[None], self.passes
+        shown = pinned(self.planes(image), self.mean.device)[None]
+        passes = self.passes
 
         def attempt(part: dict, windows: int) -> tuple[Tensor, Tensor]:
             unscored = torch.zeros(2, dtype=torch.int64, device=self.mean.device)
-            found = inference.predict(
+            predictions = inference.predict(
                 passes, part["image"], self.views, probabilities=probabilities, unscored=unscored, windows=windows
             )
-            return found[0], unscored
+            return predictions[0], unscored
 
-        [(_, found)] = self.at_once.attempts(passes, self.views, {"image": shown}, attempt)
-        arrived = arriving(found)
+        [(_, result)] = self.at_once.attempts(passes, self.views, {"image": shown}, attempt)
+        arrived = arriving(result)
         if shown.shape != self._last_size:
-            self._last_size, self._changes = shown.shape, self._changes + 1
+            self._last_size = shown.shape
+            self._changes += 1
             if self._changes % TRIMMED_EVERY == 0:
                 return_freed_memory()
 
@@ -222,16 +224,17 @@ def pixels_of(image: Picture, range16: Range16 = ALL_16, channels: int = COLOURS
     """
     if isinstance(image, (str, Path)):
         return of_channels.decode(Path(image), turned=True, range16=range16, channels=channels)
-    found, is_colour = type(image).__name__, channels == COLOURS
+    is_colour = channels == COLOURS
+    kind = type(image).__name__
     if isinstance(image, Image.Image):
         if is_colour and not image.mode.startswith(("I", "F")):
             return np.array(ImageOps.exif_transpose(image).convert("RGB"))
-        found = f"a Pillow image of mode {image.mode}"
+        kind = f"a Pillow image of mode {image.mode}"
     if isinstance(image, np.ndarray):
-        found = f"an array of {image.dtype} {image.shape}"
+        kind = f"an array of {image.dtype} {image.shape}"
         planes = image if image.ndim != 2 else np.repeat(image[..., None], COLOURS if is_colour else 1, axis=2)
         if planes.dtype == np.uint8 and planes.shape[2:] == (channels,) and planes.size:
             return planes
     pixels = "pixels of 8 bits, as a uint8 array (H, W, 3) of RGB or (H, W) of gray, as a Pillow image, or as"
     pixels = pixels if is_colour else f"a uint8 array (H, W, {channels}), or"
-    raise ValueError(f"got {found}: expected {pixels} the path of a file")
+    raise ValueError(f"got {kind}: expected {pixels} the path of a file")

@@ -46,7 +46,8 @@ class FromLevels(nn.Module):
                     setattr(module, name, values.to(dtype) if values.is_floating_point() else values)
         self.register_buffer("mean", predictor.mean.cpu())
         self.register_buffer("std", predictor.std.cpu())
-        self.dtype, self.argmax = dtype, argmax
+        self.dtype = dtype
+        self.argmax = argmax
 
     def forward(self, images: Tensor) -> Tensor:
         inputs = (images - self.mean) / self.std
@@ -88,7 +89,8 @@ def exported(
     if (rows, columns) != (1, 1) and (size is None or (rows, columns) != (*size,)):
         raise ValueError(f"the network subtracts a mean image of {rows}x{columns} pixels: give size=[{rows},{columns}]")
     count, height, width = _EXAMPLE if size is None else (_EXAMPLE[0], *size)
-    network, dynamic = FromLevels(predictor, dtype or predictor.mean.dtype, argmax), {0: Dim.DYNAMIC}
+    network = FromLevels(predictor, dtype or predictor.mean.dtype, argmax)
+    dynamic = {0: Dim.DYNAMIC}
     if size is None:
         dynamic |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
     images = torch.rand(count, predictor.channels, height, width, dtype=network.mean.dtype)
@@ -110,8 +112,8 @@ def exported(
     graph = program.graph_module
     _drop_equalities(graph)
     for node in graph.graph.nodes:
-        for about in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):  # names of files and classes
-            node.meta.pop(about, None)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):  # names of files and classes
+            node.meta.pop(key, None)
     graph.recompile()
     return ExportedProgram(  # without the guards of the old one, which are equalities too
         root=graph,
@@ -139,11 +141,11 @@ def largest_difference(
         shape = count, predictor.channels, height, width
         images = 255 * torch.rand(shape, generator=generator, dtype=predictor.mean.dtype)
         with torch.inference_mode():
-            logits, found = predictor(images), run(images)
-        if found.is_floating_point():
-            difference = (found - logits).abs().max() / logits.abs().max()
+            logits, outputs = predictor(images), run(images)
+        if outputs.is_floating_point():
+            difference = (outputs - logits).abs().max() / logits.abs().max()
         else:
-            difference = (found != decided(predictor.network, logits)).double().mean()
+            difference = (outputs != decided(predictor.network, logits)).double().mean()
         worst = max(worst, difference.item())
     return worst
 

@@ -43,10 +43,12 @@ class AtOnce:
 
         It is called again with less if memory runs out. MemoryError: there is not enough for one image or window.
         """
-        size, failed = batch["image"].shape[2:], 0  # passes that were too many
-        while count := len(batch["image"]):
+        size = batch["image"].shape[2:]
+        failed = 0  # passes that were too many
+        while batch["image"].shape[0]:
             images, windows = self.fitting(forward, views, size)
-            part, passes = {key: values[:images] for key, values in batch.items()}, min(images, count) * windows
+            part = {key: values[:images] for key, values in batch.items()}
+            passes = len(part["image"]) * windows
             result = None
             try:
                 result = predict(part, windows)
@@ -54,13 +56,14 @@ class AtOnce:
                 if passes == 1 or not is_out_of_memory(error):
                     raise
             if result is None:  # the error is gone by now, and with it the tensors of its frames
-                failed, self.images = failed or passes, passes // 2
+                failed = failed or passes
+                self.images = passes // 2
                 if self.pixels is not None:
                     self.pixels = self.images * math.prod(views.widest(size, resolution(forward)[2])[0])
                 continue
             if failed:
-                what = f"images or windows of {size[0]}x{size[1]} pixels"
-                logger.warning(f"out of memory with {failed} {what} at once: {passes} from now on")
+                kind = f"images or windows of {size[0]}x{size[1]} pixels"
+                logger.warning(f"out of memory with {failed} {kind} at once: {passes} from now on")
                 failed = 0
             yield part, result
             batch = {key: values[images:] for key, values in batch.items()}
@@ -74,12 +77,13 @@ def of_equal_size(minibatches: Iterable[dict], most: Callable[[tuple[int, int]],
     waiting: dict[tuple, list[dict]] = {}
     for minibatch in minibatches:
         size = minibatch["image"].shape[2:]
-        key, enough = (*size, "label" in minibatch), most(size)
+        key = (*size, "label" in minibatch)
+        enough = most(size)
         waiting.setdefault(key, []).append(minibatch)
         if len(waiting[key]) >= enough:
             yield _joined(waiting.pop(key))
         elif sum(map(len, waiting.values())) >= _MOST_WAITING * enough:
-            yield _joined(waiting.pop(max(waiting, key=lambda each: len(waiting[each]))))
+            yield _joined(waiting.pop(max(waiting, key=lambda key: len(waiting[key]))))
     yield from map(_joined, waiting.values())
 
 

@@ -45,7 +45,10 @@ class CrossEntropy(nn.Module):
         stride: int | None = None,
     ):
         super().__init__()
-        self.ignore_index, self.fraction, self.tiles, self.stride = ignore_index, fraction, tiles, stride
+        self.ignore_index = ignore_index
+        self.fraction = fraction
+        self.tiles = tiles
+        self.stride = stride
         self.weights: Tensor | None
         self.register_buffer("weights", weights)
 
@@ -84,9 +87,10 @@ class SummedLoss(nn.Module):
 
     def __init__(self, make: Callable[[int | None], nn.Module], strides: Iterable[int | None] = (None,)):
         super().__init__()
-        self.make, self.losses = make, nn.ModuleDict({str(stride): make(stride) for stride in strides})
-        self._sums_made = {stride: _sums(own) for stride, own in self.losses.items()}
-        self.asks_for_batch = any("batch" in signature(own.forward).parameters for own in self.losses.values())
+        self.make = make
+        self.losses = nn.ModuleDict({str(stride): make(stride) for stride in strides})
+        self._first_checksums = {stride: _checksums(loss) for stride, loss in self.losses.items()}
+        self.asks_for_batch = any("batch" in signature(loss.forward).parameters for loss in self.losses.values())
 
     def forward(self, outputs: Outputs | Tensor, labels: Tensor, **batch: Batch) -> Tensor:
         """Outputs, or logits alone, of any floating dtype, labels (N, H, W) of any integer dtype -> scalar."""
@@ -98,11 +102,11 @@ class SummedLoss(nn.Module):
         return total
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The states of the losses, by stride, without parameters that are as they were made, such as a teacher's."""
+        """The states of the losses, by stride, without parameters that have not changed, such as a teacher's."""
         states = {}
         for stride, loss in self.losses.items():
-            made = self._sums_made.get(stride, {}).items() & _sums(loss).items()
-            states[stride] = {name: value for name, value in loss.state_dict().items() if name not in dict(made)}
+            unchanged = dict(self._first_checksums.get(stride, {}).items() & _checksums(loss).items())
+            states[stride] = {name: value for name, value in loss.state_dict().items() if name not in unchanged}
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:  # type: ignore[override]
@@ -116,23 +120,20 @@ class SummedLoss(nn.Module):
         return loss if output.weight == 1 else output.weight * loss
 
     def _scalar(self, stride: int | None, logits: Tensor, labels: Tensor, batch: dict[str, Batch]) -> Tensor:
-        own = self._of(stride, logits)
-        loss = own(logits, labels, **batch)
-        if not isinstance(loss, Tensor) or loss.dim():
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"{type(own).__name__} returned {found}: expected a scalar, the mean over the images")
-        return loss
-
-    def _of(self, stride: int | None, logits: Tensor) -> nn.Module:
         if str(stride) not in self.losses:
             self.losses[str(stride)] = self.make(stride).to(logits.device)
-        return self.losses[str(stride)]
+        loss = self.losses[str(stride)]
+        value = loss(logits, labels, **batch)
+        if not isinstance(value, Tensor) or value.dim():
+            returned = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{type(loss).__name__} returned {returned}: expected a scalar, the mean over the images")
+        return value
 
 
-def _sums(loss: nn.Module) -> dict[str, int]:
+def _checksums(loss: nn.Module) -> dict[str, int]:
     """A checksum of each parameter."""
-    sums = {name: torch.hash_tensor(parameter.detach()) for name, parameter in loss.named_parameters()}
-    return {name: total.cpu().numpy().item() for name, total in sums.items()}
+    checksums = {name: torch.hash_tensor(parameter.detach()) for name, parameter in loss.named_parameters()}
+    return {name: checksum.cpu().numpy().item() for name, checksum in checksums.items()}
 
 
 def inverse_frequencies(counts: Tensor) -> Tensor:

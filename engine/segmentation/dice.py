@@ -12,16 +12,17 @@ class DiceScores:
     """
 
     def __init__(self, classes: Sequence[str], ignore_index: int):
-        self.classes, self.ignore_index = classes, ignore_index
+        self.classes = classes
+        self.ignore_index = ignore_index
         self.counts = np.zeros((len(classes), len(classes)), np.int64)
 
     def add(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        known = np.not_equal(label, self.ignore_index)
-        pairs = np.asarray(label)[known].astype(np.int64) * len(self.classes) + np.asarray(prediction)[known]
+        labelled = np.not_equal(label, self.ignore_index)
+        pairs = np.asarray(label)[labelled].astype(np.int64) * len(self.classes) + np.asarray(prediction)[labelled]
         self.counts += np.bincount(pairs, minlength=self.counts.size).reshape(self.counts.shape)
 
     def scores(self) -> dict[str, float]:
         counted = self.counts.sum(axis=0) + self.counts.sum(axis=1)
         dice = np.where(counted, 2 * np.diag(self.counts) / np.maximum(counted, 1), np.nan)
         mean = float(np.nanmean(dice)) if counted.any() else float("nan")
-        return {"dice": mean, **{f"dice_{name}": float(own) for name, own in zip(self.classes, dice, strict=True)}}
+        return {"dice": mean, **{f"dice_{name}": float(score) for name, score in zip(self.classes, dice, strict=True)}}

@@ -53,8 +53,10 @@ def evaluate_split(
 
     MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
-    first, since_s = 0, 0.0
-    counts, predicted = Counts(dataset.table, world.device), 0
+    counts = Counts(dataset.table, world.device)
+    predicted = 0
+    in_first_part = 0  # images, which are not timed
+    since_s = 0.0
 
     def counted(batch: dict, windows: int) -> Tensor:
         unscored = torch.zeros_like(counts.unscored)
@@ -80,15 +82,17 @@ def evaluate_split(
             if "label" in part:
                 added.add(predictions, part["label"], part["name"])
             on_prediction(part, predictions)
-            first, since_s = first or len(predictions), since_s or time.perf_counter()
+            in_first_part = in_first_part or len(predictions)
+            since_s = since_s or time.perf_counter()
     counts.add_up(world)
-    if predicted > first:
-        logger.info(speed_of(predicted - first, since_s))
+    if predicted > in_first_part:
+        logger.info(speed_of(predicted - in_first_part, since_s))
     unscored, total = counts.unscored.tolist()
     forward.check_scores(unscored, total, "pixels")
     scores = segmentation_scores(counts.confusion, dataset.classes)
     shares = {"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"]}
-    shares |= {f"val_{kind}/{name}": one for kind in PER_CLASS for name, one in scores[kind].items() if one is not None}
+    for kind in PER_CLASS:
+        shares |= {f"val_{kind}/{name}": share for name, share in scores[kind].items() if share is not None}
     evaluated = Evaluated(
         scores=scores,
         summary=f"mIoU {100 * scores['miou']:.2f} %  pixel accuracy {100 * scores['pixel_accuracy']:.2f} %",
@@ -109,22 +113,22 @@ def written_predictions(
     `predictions` get the dataset's official encoding, `overlays` image | ground truth | prediction.
     ValueError, naming one of the three: it cannot be written, or would replace other files; or the split lacks labels.
     """
-    given = {key: path for key, path in (("predictions", predictions), ("overlays", overlays)) if path}
-    places = [Path(path).resolve() for path in given.values()]
-    if len({*places}) < len(places):
+    paths = {key: path for key, path in (("predictions", predictions), ("overlays", overlays)) if path}
+    if len({Path(path).resolve() for path in paths.values()}) < len(paths):
         raise ValueError(f"predictions={predictions} is also the folder of overlays: give two folders")
-    names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if places else []
+    names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if paths else []
     if per_image is not None and not dataset.has_labels:
         raise ValueError(f"per_image={per_image}: split {dataset.split} of {dataset.name} has no labels")
     table = None if per_image is None else ImageScores(dataset.classes, Path(per_image), "per_image")
     makers = {"predictions": official, "overlays": overlaid}
-    kinds = [(makers[key], folder_for_pictures(key, path, dataset, names)) for key, path in given.items()]
+    kinds = [(makers[key], folder_for_pictures(key, path, dataset, names)) for key, path in paths.items()]
 
     def write(minibatch: dict, predicted: Tensor) -> None:
         for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):
-            copied, size = HostCopy(compared(minibatch, predicted, number, dataset.shown)), predicted[number].nbytes
-            for make, place in kinds:  # an overlay has nine bytes a pixel; the copy has five
-                files.add(partial(make, dataset, copied), partial(write_file, place / f"{name}.png"), 14 * size)
+            copied = HostCopy(compared(minibatch, predicted, number, dataset.shown))
+            size = 14 * predicted[number].nbytes  # an overlay has nine bytes a pixel; the copy has five
+            for make, folder in kinds:
+                files.add(partial(make, dataset, copied), partial(write_file, folder / f"{name}.png"), size)
         if table is not None:
             table.add(minibatch, predicted)
 

@@ -122,46 +122,51 @@ def predict(
 
     network: Any = forward.network.eval()
     count, _, height, width = images.shape
-    size, (classes, stride, _) = views.size((height, width)), resolution(forward)
+    size = views.size((height, width))
+    classes, stride, _ = resolution(forward)
     values = count * classes * math.prod(math.ceil(side / stride) * stride for side in size)
-    what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
-    where = f"while {what} of {height}x{width} pixels {was} evaluated. {forward.memory_advice}"
-    with memory_errors(where), torch.inference_mode():
+    pixels = f"{height}x{width} pixels"
+    when = f"an image of {pixels} was evaluated" if count == 1 else f"{count} images of {pixels} were evaluated"
+    with memory_errors(f"while {when}. {forward.memory_advice}"), torch.inference_mode():
         if views.is_single_pass(size) and values <= _MOST_SCORES:
             parts = iter([forward(images, size=size, antialias=views.antialias, **views.options())])
         elif views.is_single_pass(size) and views.upsampling == EXACT:
-            parts = _own_scores(forward, images, size, views)
+            parts = _network_scores(forward, images, size, views)
         else:
             parts = _scores(forward, images, size, views, windows)
-        made, top = list[Tensor](), 0
+        top = 0
+        predicted = []
         for scores in parts:
-            made.append(kept(scores))
+            predicted.append(kept(scores))
             if on_probabilities is not None:
-                on_probabilities(*_at_own_size(mean_softmax(scores), top, size, (height, width)))
+                on_probabilities(*_resized_rows(mean_softmax(scores), top, size, (height, width)))
             top += scores.shape[2]
         del scores  # all of a single pass
-        predictions = made[0] if len(made) == 1 else torch.cat(made, dim=2)
+        predictions = predicted[0] if len(predicted) == 1 else torch.cat(predicted, dim=2)
         if size != (height, width):
             predictions = F.interpolate(predictions, (height, width), mode="nearest-exact")
         return predictions if probabilities else predictions[:, 0]
 
 
-def _at_own_size(scores: Tensor, top: int, size: tuple[int, int], own_size: tuple[int, int]) -> tuple[Tensor, slice]:
+def _resized_rows(scores: Tensor, top: int, size: tuple[int, int], to_size: tuple[int, int]) -> tuple[Tensor, slice]:
     """Scores (N, classes, rows, W) of the rows from `top` on at `size`, resized as predictions are, and their rows."""
-    if size == own_size:
+    if size == to_size:
         return scores, slice(top, top + scores.shape[2])
-    cells = [torch.arange(float(seen)).view(1, 1, -1) for seen in size]
-    nearest = (F.interpolate(each, to, mode="nearest-exact") for each, to in zip(cells, own_size, strict=True))
-    rows, columns = (each.flatten().long() for each in nearest)
+    rows, columns = (
+        F.interpolate(torch.arange(float(pixels)).view(1, 1, -1), to_pixels, mode="nearest-exact").flatten().long()
+        for pixels, to_pixels in zip(size, to_size, strict=True)
+    )
     first, last = (int((rows < row).sum()) for row in (top, top + scores.shape[2]))
-    rows, columns = (rows[first:last] - top).to(scores.device), columns.to(scores.device)
+    rows = (rows[first:last] - top).to(scores.device)
+    columns = columns.to(scores.device)
     return scores.index_select(2, rows).index_select(3, columns), slice(first, last)
 
 
-def _own_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
+def _network_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
     """Logits (N, classes, rows, W) of a single pass at `size`, some rows at a time, bitwise the network's own."""
     cells = forward(images, size=size, antialias=views.antialias, cells=True)
-    (count, classes, height, width), (_, stride, _) = cells.shape, resolution(forward)
+    count, classes, height, width = cells.shape
+    _, stride, _ = resolution(forward)
     rows = max(1, _SCORES_AT_ONCE // (count * classes * width * stride**2))  # of cells
     for top in range(0, height, rows):
         first = max(0, top - 1)  # bilinear: the first pixels of these rows also depend on the cell above
@@ -175,22 +180,23 @@ def _scores(
     """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
     images = images.to(forward.mean.device, non_blocking=True)
     orientations = [images, images.flip(3)] if views.flip else [images]
-    own_size, (_, stride, _) = (images.shape[-2], images.shape[-1]), resolution(forward)
+    own_size = (images.shape[-2], images.shape[-1])
+    _, stride, _ = resolution(forward)
     seen = [(pixels, views.size(own_size, scale)) for scale in views.scales for pixels in orientations]
-    logits = [_logits(forward, pixels, at, views, windows_per_pass) for pixels, at in seen]
-    covered = [views.covered(at, size, stride) for _, at in seen]
+    logits = [_logits(forward, pixels, seen_size, views, windows_per_pass) for pixels, seen_size in seen]
+    covered = [views.covered(seen_size, size, stride) for _, seen_size in seen]
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * logits[0].shape[1] * size[1]))
     for top in range(0, size[0], rows_at_once):
         rows = range(top, min(top + rows_at_once, size[0]))
         parts = (
-            _rows(each, rows, size[1], pixels, mirrored=views.flip and n % 2 == 1)
-            for n, (each, pixels) in enumerate(zip(logits, covered, strict=True))
+            _rows(cells, rows, size[1], pixels, mirrored=views.flip and number % 2 == 1)
+            for number, (cells, pixels) in enumerate(zip(logits, covered, strict=True))
         )
         scores = next(parts)  # (N, classes, rows, W)
         if len(logits) > 1:
             scores = scores.softmax(dim=1)
-            for other in parts:
-                scores += other.softmax(dim=1)  # the sum has the argmax of the mean
+            for part in parts:
+                scores += part.softmax(dim=1)  # the sum has the argmax of the mean
         yield scores
 
 
@@ -214,20 +220,20 @@ def _logits(forward: Forward, images: Tensor, size: tuple[int, int], views: View
     rows, columns = (  # copied to the device without waiting for it
         [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in axes
     )
-    shape, width = (len(images), classes), math.ceil(size[1] / stride)
-    found = torch.zeros(*shape, math.ceil(size[0] / stride), width, device=images.device)
+    height, width = (math.ceil(side / stride) for side in size)
+    sums = torch.zeros(len(images), classes, height, width, device=images.device)
     for top, row_weights in rows:
-        strip = torch.zeros(*shape, len(row_weights), width, device=images.device)
+        strip = torch.zeros(len(images), classes, len(row_weights), width, device=images.device)
         down = range(top * stride, min((top + len(row_weights)) * stride, size[0]))  # edges may cut windows
-        across = [range(left * stride, min((left + len(each)) * stride, size[1])) for left, each in columns]
-        whole = sum(len(each) == len(across[0]) for each in across)  # only the last may be cut
+        across = [range(left * stride, min((left + len(weights)) * stride, size[1])) for left, weights in columns]
+        whole = sum(len(pixels) == len(across[0]) for pixels in across)  # only the last may be cut
         for first, last in pairwise([*range(0, whole, windows_per_pass), *range(whole, len(across) + 1)]):
-            regions = [resized_region(images, size, down, each, views.antialias) for each in across[first:last]]
+            regions = [resized_region(images, size, down, pixels, views.antialias) for pixels in across[first:last]]
             logits = forward(torch.cat(regions), cells=True, **views.options()).chunk(len(regions))
-            for (left, column_weights), own in zip(columns[first:last], logits, strict=True):
-                strip[..., left : left + len(column_weights)] += own * column_weights  # in float32
-        found[:, :, top : top + len(row_weights)] += strip * row_weights[:, None]
-    return found
+            for (left, column_weights), cells in zip(columns[first:last], logits, strict=True):
+                strip[..., left : left + len(column_weights)] += cells * column_weights  # in float32
+        sums[:, :, top : top + len(row_weights)] += strip * row_weights[:, None]
+    return sums
 
 
 def _rows(logits: Tensor, rows: range, width: int, covered: Sequence[float], mirrored: bool) -> Tensor:
@@ -251,8 +257,10 @@ def windows_along(cells: int, window: int, overlap: float, step: int = 1) -> lis
     rise and fall linearly where windows overlap, and sum to 1 in every cell. Windows begin at multiples of `step` cells
     and have as many; the last may be cut.
     """
-    steps, window = math.ceil(cells / step), math.ceil(window / step)
-    window, starts = step * min(window, steps), [step * start for start in _starts(steps, window, overlap)]
+    steps = math.ceil(cells / step)
+    steps_per_window = min(math.ceil(window / step), steps)
+    starts = [step * start for start in _starts(steps, steps_per_window, overlap)]
+    window = step * steps_per_window
     apart = max((after - before for before, after in zip(starts, starts[1:], strict=False)), default=window)
     rise = torch.arange(1.0, window + 1)
     weights = torch.minimum(rise, rise.flip(0)).clamp(max=window - apart + 1)
@@ -311,6 +319,6 @@ def _taps(original: int, step: float, part: range, like: Tensor, antialias: bool
     weights = (1 - abs(sources - positions) / reach).clip(min=0) * ((sources >= 0) & (sources < original))
     weights = (weights / weights.sum(axis=0)).astype(np.float32)
     sources = sources.clip(0, original - 1)  # (taps, pixels)
-    first, last = int(sources[0, 0]), int(sources[-1, -1])
-    copies = (torch.from_numpy(each).to(like.device, non_blocking=True) for each in (sources - first, weights))
-    return _Taps(first, last, *copies)
+    first = int(sources[0, 0])
+    copies = (torch.from_numpy(array).to(like.device, non_blocking=True) for array in (sources - first, weights))
+    return _Taps(first, int(sources[-1, -1]), *copies)

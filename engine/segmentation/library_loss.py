@@ -20,7 +20,9 @@ class LibraryLoss(nn.Module):
         self, ignore_index: int, weights: Tensor | None, stride: int | None, kind: str, with_cross_entropy: float
     ):
         super().__init__()
-        self.ignore_index, self.stride, self.share = ignore_index, stride, with_cross_entropy
+        self.ignore_index = ignore_index
+        self.stride = stride
+        self.share = with_cross_entropy
         try:
             losses = import_module("segmentation_models_pytorch.losses")
         except ImportError as error:
@@ -39,10 +41,10 @@ class LibraryLoss(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits (N, K, h, w) of any floating dtype, labels (N, H, W) of any integer dtype -> scalar, float32."""
-        cells, labelled = logits, labels != self.ignore_index
-        logits = upsampled(logits.float(), labels.shape[1:], self.stride)
+        labelled = labels != self.ignore_index
+        scores = upsampled(logits.float(), labels.shape[1:], self.stride)
         if not labelled.any():
-            return logits.sum() * 0
-        pixels = logits.movedim(1, -1)[labelled].T[None, :, :, None]  # (1, K, labelled pixels, 1)
+            return scores.sum() * 0
+        pixels = scores.movedim(1, -1)[labelled].T[None, :, :, None]  # (1, K, labelled pixels, 1)
         loss = self.loss(pixels.contiguous(), labels[labelled].long()[None, :, None])
-        return loss if self.cross_entropy is None else loss + self.share * self.cross_entropy(cells, labels)
+        return loss if self.cross_entropy is None else loss + self.share * self.cross_entropy(logits, labels)

@@ -73,8 +73,9 @@ def compared(
     """
     label = minibatch["label"][number] if "label" in minibatch else None
     image = minibatch["image"][number]
-    if (places := visible(len(image), shown)) != (*range(len(image)),):
-        image = torch.stack([image[place] for place in places])
+    channels = visible(len(image), shown)
+    if channels != (*range(len(image)),):
+        image = torch.stack([image[channel] for channel in channels])
     return image, label, predictions[number]
 
 
@@ -92,10 +93,9 @@ def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, 
 
     The last two are blended over the image. Ignored pixels show the plain image.
     """
-    pixels, parts = image.permute(1, 2, 0).numpy(), [prediction.numpy()]
-    if label is not None:
-        parts.insert(0, label.numpy())
-    return np.concatenate([pixels, *(labelled(pixels, part, dataset) for part in parts)], axis=1)
+    pixels = image.permute(1, 2, 0).numpy()
+    parts = [prediction] if label is None else [label, prediction]
+    return np.concatenate([pixels, *(labelled(pixels, part.numpy(), dataset) for part in parts)], axis=1)
 
 
 def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:

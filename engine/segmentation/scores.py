@@ -67,8 +67,8 @@ def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: in
     numbers.masked_fill_(labels == IGNORED, classes**2)
     numbers.mul_(lanes).add_(lane)
     # `torch.bincount` would make the host wait for the largest number.
-    one = torch.ones(1, dtype=cells.dtype, device=cells.device)
-    cells.view(-1).index_add_(0, numbers.flatten(), one.expand(numbers.numel()))
+    ones = torch.ones(1, dtype=cells.dtype, device=cells.device).expand(numbers.numel())
+    cells.view(-1).index_add_(0, numbers.flatten(), ones)
 
 
 def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
@@ -105,26 +105,30 @@ class ImageScores:
 
     def __init__(self, classes: Sequence[str], file: Path, key: str = "file"):
         writable_file(key, file, kind="scores of images")
-        self.classes, self.file = classes, file
+        self.classes = classes
+        self.file = file
         self.rows: list[tuple[str, np.ndarray]] = []  # name, and the two counts of each class in this image
 
     def add(self, minibatch: dict, predictions: Tensor) -> None:
         """Count the images of a minibatch with labels. On a GPU the host waits for it."""
         columns = minibatch["name"], predictions.cpu().numpy(), minibatch["label"].cpu().numpy()
         for name, prediction, label in zip(*columns, strict=True):
-            known = label != IGNORED
-            ids = (label[known & (label == prediction)], label[known], prediction[known])
-            both, labelled, predicted = (np.bincount(each, minlength=len(self.classes)) for each in ids)
-            self.rows.append((name, np.stack([both, labelled + predicted - both])))
+            counted = label != IGNORED
+            ids = (label[counted & (label == prediction)], label[counted], prediction[counted])
+            intersection, labelled, predicted = (np.bincount(pixels, minlength=len(self.classes)) for pixels in ids)
+            self.rows.append((name, np.stack([intersection, labelled + predicted - intersection])))
 
     def write(self, world: World) -> None:
         """Write the images of all ranks, sorted by name. Every rank must call it."""
-        per_class = [f"{what}_{name}" for what in ("iou", "intersection", "union") for name in self.classes]
-        table = csv.writer(text := StringIO(), lineterminator="\n")
-        table.writerow(["name", "miou_of_image", *per_class])
-        for name, (both, union) in sorted(sum(world.gather(self.rows), []), key=itemgetter(0)):
-            iou = [one / of if of else None for one, of in zip(both.tolist(), union.tolist(), strict=True)]
-            found = [one for one in iou if one is not None]
-            table.writerow([name, sum(found) / len(found) if found else None, *iou, *both, *union])
+        columns = [f"{kind}_{name}" for kind in ("iou", "intersection", "union") for name in self.classes]
+        text = StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["name", "miou_of_image", *columns])
+        for name, (intersection, union) in sorted(sum(world.gather(self.rows), []), key=itemgetter(0)):
+            pairs = zip(intersection.tolist(), union.tolist(), strict=True)
+            iou = [shared / covered if covered else None for shared, covered in pairs]
+            present = [share for share in iou if share is not None]
+            mean = sum(present) / len(present) if present else None
+            table.writerow([name, mean, *iou, *intersection, *union])
         if world.first:
             write_file(self.file, text.getvalue())
