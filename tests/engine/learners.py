@@ -20,7 +20,7 @@ def forward_of(
 ) -> Forward:
     """A forward pass on `device`; all three colours have `mean` and `std` (0 to 1)."""
     trainer = Trainer(precision=precision, channels_last=channels_last)
-    config = TrainingRun(data=Data(mean=[mean] * 3, std=[std] * 3), trainer=trainer)
+    config = TrainingRun(data=Data(mean=[mean, mean, mean], std=[std, std, std]), trainer=trainer)
     return assemble.forward(config, network, torch.device(device))
 
 

@@ -53,7 +53,8 @@ class Package(nn.Module):
 
     def __init__(self, channels: int, **options: Any) -> None:
         super().__init__()
-        self.channels, self.options = channels, str(options)
+        self.channels = channels
+        self.options = str(options)
 
 
 def described(thing: Any, place: str = "") -> Iterator[str]:
@@ -79,18 +80,18 @@ def _of_tensor(tensor: Tensor, place: str) -> Iterator[str]:
 def _of_optimizer(optimizer: Optimizer, place: str) -> Iterator[str]:
     yield f"{place}={type(optimizer).__name__}"
     for group in optimizer.param_groups:
-        yield f"{place}.group={group | {'params': [tuple(each.shape) for each in group['params']]}}"
+        yield f"{place}.group={group | {'params': [tuple(parameter.shape) for parameter in group['params']]}}"
 
 
 def _of_rates(scheduler: LRScheduler, place: str) -> Iterator[str]:
     """The first learning rate in the first 40 steps."""
-    found = []
+    rates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimiser does not step
         for _ in range(40):
-            found.append(f"{scheduler.get_last_lr()[0]:.4g}")
+            rates.append(f"{scheduler.get_last_lr()[0]:.4g}")
             scheduler.step()
-    yield f"{place}={found}"
+    yield f"{place}={rates}"
 
 
 def _of_module(network: nn.Module, place: str) -> Iterator[str]:
@@ -109,9 +110,10 @@ def _of_module(network: nn.Module, place: str) -> Iterator[str]:
 
 def _of_loader(loader: DataLoader, place: str) -> Iterator[str]:
     parts = ("dataset", "batch_sampler", "sampler", "batch_size", "num_workers", "pin_memory", "collate_fn")
-    own = {part: getattr(loader, part) for part in parts if not (part == "sampler" and loader.batch_size is None)}
-    yield from described(own, place)
-    keys, items = next(iter(loader.batch_sampler)), loader.dataset
+    arguments = {part: getattr(loader, part) for part in parts if not (part == "sampler" and loader.batch_size is None)}
+    yield from described(arguments, place)
+    keys = next(iter(loader.batch_sampler))
+    items = loader.dataset
     read = items.__getitems__(keys) if hasattr(items, "__getitems__") else items[keys[0]]
     yield from described(read, f"{place}.item")
 
@@ -119,11 +121,11 @@ def _of_loader(loader: DataLoader, place: str) -> Iterator[str]:
 def _of_list(things: list | tuple, place: str) -> Iterator[str]:
     if hasattr(things, "_asdict"):
         yield from described(things._asdict(), place)
-    elif all(isinstance(each, (int, float, str, type(None))) for each in things):
+    elif all(isinstance(thing, (int, float, str, type(None))) for thing in things):
         yield f"{place}={things[:FEW]}/{len(things)}"
     else:
-        for each in things[:FEW]:
-            yield from described(each, place)
+        for thing in things[:FEW]:
+            yield from described(thing, place)
 
 
 def _of_dict(things: dict, place: str) -> Iterator[str]:
@@ -152,11 +154,12 @@ def left_out(note: Callable[..., Any]) -> Iterator[pytest.MonkeyPatch]:
     """Context without whatever computes, writes files or waits for other processes; `note(place, *things)` is told."""
 
     @contextmanager
-    def context(place: str, result: Any, *given: Any, **named: Any) -> Iterator[Any]:
-        note(place, *given, named)
+    def context(place: str, result: Any, *arguments: Any, **named: Any) -> Iterator[Any]:
+        note(place, *arguments, named)
         yield result
 
-    compiler, flags = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    compiler = torch.backends.cudnn.benchmark
+    flags = torch.are_deterministic_algorithms_enabled()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         patch.setattr(configuration, "typed", lambda values, _: values)
@@ -184,7 +187,9 @@ class Directory:
     notice = resumed = ""
 
     def __init__(self, path: Path, note: Callable[..., Any]):
-        self.path, self.log, self.config = path, path, path
+        self.path = path
+        self.log = path
+        self.config = path
         note("directory", path)
 
     def in_use(self, config: TrainingRun) -> Any:
@@ -200,7 +205,8 @@ _networks: dict[str, list[str]] = {}  # lines, by all keys that `network_of` may
 
 def started(note: Callable[..., Any], run: Run, make: Callable[[], nn.Module], eager: str = "") -> None:
     """Instead of `Run.start`: the network on no device, and a learner of a stub."""
-    config, classes = run.config, len(run.train_set.classes)
+    config = run.config
+    classes = len(run.train_set.classes)
     key = str(
         (config.task, config.norm, config.body, getattr(config, "head", ""), config.trainer, config.memory, classes)
     )
@@ -236,7 +242,8 @@ def _note(lines: Counter[str], place: str, *things: Any) -> None:
 
 def of_training(config: TrainingRun) -> Counter[str]:
     """Lines about the training and its evaluations that train_seg.py or train_imagenet.py would run."""
-    note = partial(_note, lines := Counter[str]())
+    lines = Counter[str]()
+    note = partial(_note, lines)
     entry: Any = importlib.import_module(config.entry)
     with left_out(note) as patch:
         patch.setattr(planner, "fitted", lambda config: (config, ""))
@@ -245,7 +252,7 @@ def of_training(config: TrainingRun) -> Counter[str]:
         for name in ("check_exists", "write_file", "keep_freed_memory"):
             patch.setattr(preparation, name, lambda *_: None)
         patch.setattr(configuration, "yaml", lambda _: "")
-        patch.setattr(Run, "start", lambda run, *given: started(note, run, *given))
+        patch.setattr(Run, "start", lambda run, *arguments: started(note, run, *arguments))
         patch.setattr(Run, "conclude", lambda run, _: {})
 
         def train(run: Run, minibatches: DataLoader, loss: Any, evaluate: partial) -> None:
@@ -261,11 +268,12 @@ def of_training(config: TrainingRun) -> Counter[str]:
 
 def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Counter[str]:
     """Lines about what eval.py or scripts.predict would run on a checkpoint of this training."""
-    note = partial(_note, lines := Counter[str]())
+    lines = Counter[str]()
+    note = partial(_note, lines)
 
-    def forward(trained: TrainingRun, *given: Any) -> Forward:
+    def forward(trained: TrainingRun, *arguments: Any) -> Forward:
         note("config", configuration.flat(configuration.plain(trained)))
-        note("forward", given[-2], given[-1])
+        note("forward", arguments[-2], arguments[-1])
         return assemble.forward(trained, Stub(), torch.device("cpu"))
 
     state = {"classes": ["a", "b", "c"], "palette": [[n, n, n] for n in range(3)], "step": 1, "ema": {}, "network": {}}
@@ -279,14 +287,16 @@ def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Coun
         if isinstance(options, Prediction):
             network = opening.open_checkpoint("net.pt", options).network
             parts = {name: part for name, part in vars(network).items() if name not in vars(nn.Module())}
-            note("predictor", {**parts, "_made": _of_forward(network.passes), "view": getattr(network, "view", None)})
+            note(
+                "predictor", {**parts, "_forward": _of_forward(network.passes), "view": getattr(network, "view", None)}
+            )
             return lines
         evaluated = Evaluated({}, "", 0)
         for name in ("segmentation.evaluation", "classification.accuracy"):
             name = f"engine.{name}.evaluate_split"
-            patch.setattr(name, lambda _, *given, **own: note("evaluated", *given, own) or evaluated)
+            patch.setattr(name, lambda _, *arguments, **options: note("evaluated", *arguments, options) or evaluated)
         files = "engine.segmentation.evaluation.written_predictions"
-        patch.setattr(files, lambda _, world, *given: note("files", given) or nullcontext())
+        patch.setattr(files, lambda _, world, *arguments: note("files", arguments) or nullcontext())
         patch.setattr(entry, "writable_file", lambda *_, **__: None)
         patch.setattr(entry, "write_results", lambda file, *_, **__: note("file", file) or {})
         patch.setattr(entry, "print_results", lambda *_: None)

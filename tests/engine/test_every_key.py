@@ -121,11 +121,11 @@ BESIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(group: str, name: str, cls: type[Any], roots: dict[str, str]) -> Keys:
+def small_choice(group: str, name: str, cls: type[Any], roots: dict[str, str]) -> Keys:
     """A choice of a group, with small values."""
-    given = {**SMALL.get(group, {}), **SMALL.get(f"{group}={name}", {}), "name": name, "root": roots.get(name)}
+    values = {**SMALL.get(group, {}), **SMALL.get(f"{group}={name}", {}), "name": name, "root": roots.get(name)}
     names = {entry.name for entry in fields(cls)}
-    config = cls(**{key: value for key, value in given.items() if key in names})
+    config = cls(**{key: value for key, value in values.items() if key in names})
     for key, value, _ in leaves(config, f"{group}."):
         assert value != NEEDED, f"{key} has no default: give SMALL a value for it, under {group} or {group}={name}"
     return config
@@ -134,26 +134,27 @@ def made(group: str, name: str, cls: type[Any], roots: dict[str, str]) -> Keys:
 def configuration(task: str, roots: dict[str, str], **choices: str) -> TrainingRun:
     """A small training, not yet checked."""
     keys = declared_in(RUNS[task])
-    groups = {group: known for group, known in groups_of(RUNS[task]).items() if "is_list" not in keys[group].metadata}
+    groups = {group: kinds for group, kinds in groups_of(RUNS[task]).items() if "is_list" not in keys[group].metadata}
     names = {group: choices.get(group) or USUAL.get(group) or next(iter(groups[group])) for group in groups}
-    config = RUNS[task](**{group: made(group, name, groups[group][name], roots) for group, name in names.items()})
+    values = {group: small_choice(group, name, groups[group][name], roots) for group, name in names.items()}
+    config = RUNS[task](**values)
     vars(config.trainer).update(SMALL["trainer"])
     return config
 
 
-def other(entry: Field, value: Any) -> Iterator[Any]:
+def near_values(entry: Field, value: Any) -> Iterator[Any]:
     """Values near one that a key may take."""
-    if (one_of := entry.metadata.get("one_of")) is not None:
-        yield from one_of
+    if entry.metadata.get("one_of") is not None:
+        yield from entry.metadata["one_of"]
     elif isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
         yield from (2 * value, value + 1, value - 1)
     elif isinstance(value, float):
         yield from (value / 2, value + 0.25, 2.0)
-    elif isinstance(value, list) and all(isinstance(each, (int, float)) for each in value):
-        for change in (lambda each: 2 * each, lambda each: each + 1, lambda each: each / 2):
-            yield [type(each)(change(each)) for each in value]
+    elif isinstance(value, list) and all(isinstance(number, (int, float)) for number in value):
+        for change in (lambda number: 2 * number, lambda number: number + 1, lambda number: number / 2):
+            yield [type(number)(change(number)) for number in value]
     elif value is None and entry.metadata.get("word") is None:
         kind = float if "float" in str(entry.type) else int if "int" in str(entry.type) else None
         if "bool" in str(entry.type):
@@ -169,7 +170,8 @@ def with_keys(config: Keys, changes: dict[str, Any]) -> Any:
     changed = copy.deepcopy(config)
     for key, value in changes.items():
         *groups, name = key.split(".")
-        if hasattr(owner := reduce(getattr, groups, changed), name):
+        owner = reduce(getattr, groups, changed)
+        if hasattr(owner, name):
             setattr(owner, name, copy.deepcopy(value))
     check_values(changed)
     return changed
@@ -177,30 +179,32 @@ def with_keys(config: Keys, changes: dict[str, Any]) -> Any:
 
 def two_values(config: Keys, key: str, value: Any, entry: Field, choice: str) -> list[Any]:
     """Two configurations with other values of a key."""
-    tried, given = [], VALUES.get(f"{choice}.{key.partition('.')[2]}", VALUES.get(key))
-    for pair in [given] if given else ((value, each) for each in other(entry, value) if each != value):
+    problems = []
+    pair = VALUES.get(f"{choice}.{key.partition('.')[2]}", VALUES.get(key))
+    pairs = [pair] if pair else ((value, near) for near in near_values(entry, value) if near != value)
+    for pair in pairs:
         try:
-            values = [value if each is ... else each for each in pair]
-            return [with_keys(config, {**BESIDES.get(key, {}), key: each}) for each in values]
+            values = [value if part is ... else part for part in pair]
+            return [with_keys(config, {**BESIDES.get(key, {}), key: part}) for part in values]
         except ValueError as error:
-            tried.append(str(error))
+            problems.append(str(error))
     pytest.fail(
-        f"{key}, {choice}: no two values follow from its type and bounds {tried}. In {__file__}, give VALUES two, and "
-        f"BESIDES the keys without which they cannot be seen; or say in EXCEPTIONS why nothing can be seen"
+        f"{key}, {choice}: no two values follow from its type and bounds {problems}. In {__file__}, give VALUES two, "
+        f"and BESIDES the keys without which they cannot be seen; or say in EXCEPTIONS why nothing can be seen"
     )
 
 
 def same(keys: Iterator[tuple[str, Any, Field]], config: Keys, choice: str, observe: Callable) -> list[str]:
     """The keys of which two values build the same. `observe(configuration)` returns lines."""
-    found = []
+    equal_keys = []
     for key, value, entry in keys:
         group = key.partition(".")[0]
         if key.endswith(".name") or {key, group, choice, f"{choice} {key}"} & EXCEPTIONS.keys():
             continue
         first, second = two_values(config, key, value, entry, choice)
         if observe(first) == observe(second):
-            found.append(key)
-    return found
+            equal_keys.append(key)
+    return equal_keys
 
 
 def choices_of(task: str) -> Iterator[str]:
@@ -246,13 +250,13 @@ def test_every_key_of_a_training_is_handed_on(task, choice, roots):
     groups, (group, _, name) = groups_of(RUNS[task]), choice.partition("=")
     if choice in EXCEPTIONS:
         return
-    crossed, *others = CROSSED.get(choice, ("", ""))
-    config = configuration(task, roots, **({group: name} if name else {}), **({crossed: others[0]} if crossed else {}))
+    crossed, *names = CROSSED.get(choice, ("", ""))
+    config = configuration(task, roots, **({group: name} if name else {}), **({crossed: names[0]} if crossed else {}))
     prefixes = (f"{group}.", *([f"{crossed}."] if crossed else []))
     keys = [
-        one
-        for one in leaves(config)
-        if one[0].startswith(prefixes) or not name and one[0].partition(".")[0] not in groups
+        leaf
+        for leaf in leaves(config)
+        if leaf[0].startswith(prefixes) or not name and leaf[0].partition(".")[0] not in groups
     ]
     not_handed_on = same(iter(keys), config, choice, partial(observed, of_training))
     assert not not_handed_on, f"both values of {', '.join(not_handed_on)} build the same: is the key handed on?"
@@ -265,7 +269,7 @@ def test_every_key_of_an_evaluation_is_handed_on(task, schema, roots):
     check_values(trained)
     _observed.clear()
     options = schema(checkpoint="net.pt")
-    keys = (one for one in leaves(options) if one[2].metadata.get("task") in (None, task))
+    keys = (leaf for leaf in leaves(options) if leaf[2].metadata.get("task") in (None, task))
     observe = lambda options: of_evaluation(options, copy.deepcopy(trained))  # noqa: E731
     not_handed_on = same(keys, options, schema.__name__, partial(observed, observe))
     assert not not_handed_on, f"both values of {', '.join(not_handed_on)} build the same: is the key handed on?"

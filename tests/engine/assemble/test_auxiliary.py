@@ -26,7 +26,9 @@ def network(*words: str, classes: int = 3, **options) -> SegmentationNetwork:
 
 
 def test_it_adds_logits_in_training_and_leaves_the_rest_to_the_bit():
-    without, whole, images = network(), network(WITH), torch.randn(2, 3, 64, 64)
+    without = network()
+    whole = network(WITH)
+    images = torch.randn(2, 3, 64, 64)
     added = {name for name in whole.state_dict() if is_auxiliary(name)}
     assert added and [*without.state_dict()] == [name for name in whole.state_dict() if name not in added]
     assert all(torch.equal(values, whole.state_dict()[name]) for name, values in without.state_dict().items())
@@ -38,7 +40,8 @@ def test_it_adds_logits_in_training_and_leaves_the_rest_to_the_bit():
     torch.testing.assert_close(whole.eval()(images), without.eval()(images), rtol=0, atol=0)
 
     config = run_config(*SMALL, WITH)
-    loss, labels = assemble.loss(config.loss, network=whole), torch.zeros(2, 64, 64, dtype=torch.uint8)
+    loss = assemble.loss(config.loss, network=whole)
+    labels = torch.zeros(2, 64, 64, dtype=torch.uint8)
     main = Outputs(outputs.main)
     expected = loss(main, labels) + 0.4 * loss(Outputs(auxiliary._replace(weight=1.0)), labels)
     assert torch.equal(loss(outputs, labels), expected)
@@ -46,13 +49,14 @@ def test_it_adds_logits_in_training_and_leaves_the_rest_to_the_bit():
     assert all(parameter.grad is not None for parameter in whole.parameters())
     config.optim.head_lr_factor = 5.0
     groups = optimizer(config.optim, whole, config.head_modules).param_groups
-    rates = {id(one): group["lr"] for group in groups for one in group["params"]}
+    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     of_body, of_auxiliary = whole.body.mod1.conv1.weight, whole.head.auxiliary.classifier.weight
     assert rates[id(of_auxiliary)] == 5 * rates[id(of_body)]
 
 
 def test_a_checkpoint_with_it_opens_without_and_one_without_starts_it_at_random(tmp_path):
-    path, without = tmp_path / "with.pt", tmp_path / "without.pt"
+    path = tmp_path / "with.pt"
+    without = tmp_path / "without.pt"
     saved(path, run_config(*SMALL, WITH), CLASSES)
     saved(without, run_config(*SMALL), CLASSES)
     make = partial(assemble.network_of, run_config(*SMALL, WITH), 3, auxiliary=False)
@@ -66,8 +70,9 @@ def test_a_checkpoint_with_it_opens_without_and_one_without_starts_it_at_random(
     assert not report.new and report.skipped and all(map(is_auxiliary, report.skipped))
     report = initialise(run_config(*SMALL, WITH, f"init.weights={path}"), network(WITH), CLASSES)
     assert not report.new and not report.skipped
-    more, config = ("a", "b", "c", "d"), run_config(*SMALL, WITH, f"init.weights={path}")
-    new = initialise(config, network(WITH, classes=4), more).new
+    four_classes = ("a", "b", "c", "d")
+    config = run_config(*SMALL, WITH, f"init.weights={path}")
+    new = initialise(config, network(WITH, classes=4), four_classes).new
     assert {name.rpartition(".")[0] for name in new} == {"cls", "head.auxiliary.classifier"} and len(new) == 4
     report = initialise(run_config(*SMALL, WITH, f"init.weights={path}", "init.part=body"), network(WITH), CLASSES)
     assert any(map(is_auxiliary, report.new)) and any(map(is_auxiliary, report.skipped))
@@ -83,18 +88,20 @@ def test_a_head_may_have_several_and_its_channels_are_compared():
     class Classifier(nn.Module):
         def __init__(self, channels, reads, weight):
             super().__init__()
-            self.reads, self.loss_weight, self.layer = (reads,), weight, nn.Conv2d(channels, 3, 1)
+            self.reads = (reads,)
+            self.loss_weight = weight
+            self.layer = nn.Conv2d(channels, 3, 1)
 
         def forward(self, features):
             return self.layer(features[0])
 
-    made = network("head.auxiliary_weight=0")
-    (near,), (last,) = features_read(made.body, (4,), ""), features_read(made.body, (-1,), "")
-    made.head.auxiliary = nn.ModuleList([Classifier(near.channels, 4, 0.4), Classifier(last.channels, -1, 0.2)])
-    outputs = made(torch.rand(2, 3, 64, 64))
-    assert [(one.stride, one.weight) for one in outputs.auxiliary] == [(4, 0.4), (made.stride, 0.2)]
-    assert made.strides == (made.stride, 4, made.stride) and outputs.auxiliary[0].logits.shape == (2, 3, 16, 16)
-    assert isinstance(made.eval()(torch.rand(1, 3, 64, 64)), torch.Tensor)
-    made.cls = nn.Conv2d(made.cls.in_channels + 1, 3, 1)
+    net = network("head.auxiliary_weight=0")
+    (near,), (last,) = features_read(net.body, (4,), ""), features_read(net.body, (-1,), "")
+    net.head.auxiliary = nn.ModuleList([Classifier(near.channels, 4, 0.4), Classifier(last.channels, -1, 0.2)])
+    outputs = net(torch.rand(2, 3, 64, 64))
+    assert [(output.stride, output.weight) for output in outputs.auxiliary] == [(4, 0.4), (net.stride, 0.2)]
+    assert net.strides == (net.stride, 4, net.stride) and outputs.auxiliary[0].logits.shape == (2, 3, 16, 16)
+    assert isinstance(net.eval()(torch.rand(1, 3, 64, 64)), torch.Tensor)
+    net.cls = nn.Conv2d(net.cls.in_channels + 1, 3, 1)
     with pytest.raises(ValueError, match=r"^DeepLabV3 returned \d+ channels: expected its out_channels, \d+"):
-        made(torch.rand(1, 3, 64, 64))
+        net(torch.rand(1, 3, 64, 64))

@@ -20,7 +20,7 @@ from engine.schema.optim import Optim
 from engine.schema.segmentation import Loss, SegmentationRun
 from keepless import ABN
 from tests.choices import forgotten
-from tests.engine.test_every_key import made
+from tests.engine.test_every_key import small_choice
 from tests.runs import run_config
 
 
@@ -78,7 +78,7 @@ def test_a_dataset_names_its_row_and_belongs_to_one_task(name):
     kind = CHOICES["data"][name]
     row = imported("data", kind)
     assert isinstance(row, Row)
-    builder("data", made("data", name, kind, {}))
+    builder("data", small_choice("data", name, kind, {}))
     tasks = [run for run in (SegmentationRun, ClassificationRun) if name in groups_of(run)["data"]]
     made_of = ClassificationDataset if tasks[0] is ClassificationRun else SegmentationDataset
     assert len(tasks) == 1 and row.make.__annotations__["return"] in (made_of, made_of.__name__)
@@ -138,9 +138,9 @@ def test_builds_may_be_the_class_itself_and_optimisers_take_what_they_know(regis
         nesterov: bool = True
         builds: ClassVar[type] = Sgd
 
-    made = builder("optim", Own())
+    build = builder("optim", Own())
     assert imported("optim", Own) is Sgd and takes(Sgd, "lr") and not takes(Sgd, "fused")
-    assert made([nn.Parameter(torch.zeros(2))], lr=0.1).defaults["nesterov"]
+    assert build([nn.Parameter(torch.zeros(2))], lr=0.1).defaults["nesterov"]
     Own.builds = nn.Linear
     with pytest.raises(
         ValueError, match=r"^optim=own builds torch.nn.modules.linear.Linear, which must take \(params, n"

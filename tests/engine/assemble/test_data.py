@@ -31,12 +31,12 @@ def test_rank_0_makes_the_class_index_before_the_others_read_it(rank, monkeypatc
 
 def test_class_weights_take_the_index_from_the_folder_that_is_given(monkeypatch):
     """The message about a folder that cannot be written advises this key, whatever the sampler is."""
-    given = []
+    calls = []
     index = SimpleNamespace(absent=lambda: [])
-    monkeypatch.setattr(data, "index_classes", lambda *to, folder_key, **_: given.append((folder_key, *to)) or index)
+    monkeypatch.setattr(data, "index_classes", lambda *to, folder_key, **_: calls.append((folder_key, *to)) or index)
     config = run_config("loss.class_weights=frequency", "sampler.folder=kept")
     assert config.sampler.name == "uniform"
-    assert data.class_index(config, None, World(), None) is index and given == [("sampler.folder", None, "kept")]
+    assert data.class_index(config, None, World(), None) is index and calls == [("sampler.folder", None, "kept")]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_class_weights_take_the_index_from_the_folder_that_is_given(monkeypatch)
         *[(96, "50000 100000", 1, "auto", 1), (96, "1200000 100000", 4, "auto", 3), (96, "max 100000", 1, "auto", 8)],
     ],
 )
-def test_each_rank_reads_on_its_share_of_the_cores(monkeypatch, tmp_path, cores, limit, local_ranks, given, workers):
+def test_each_rank_reads_on_its_share_of_the_cores(monkeypatch, tmp_path, cores, limit, local_ranks, value, workers):
     """`limit`: of a container, whose processes may run on all cores of the machine."""
     monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda pid: range(cores), raising=False)
     monkeypatch.setattr(distributed, "CPU_LIMIT", tmp_path / "cpu.max")
@@ -54,7 +54,7 @@ def test_each_rank_reads_on_its_share_of_the_cores(monkeypatch, tmp_path, cores,
         (tmp_path / "cpu.max").write_text(limit + "\n")
     monkeypatch.setattr(distributed, "launched", lambda: local_ranks > 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    config = run_config(f"data.workers={given}").data
+    config = run_config(f"data.workers={value}").data
     assert data.workers_of(config) == workers
     assert data.loader([0], config, World()).num_workers == workers
 

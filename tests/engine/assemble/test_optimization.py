@@ -22,12 +22,12 @@ def small_network() -> nn.ModuleDict:
 def run(optimizer: torch.optim.Optimizer, config: LRSchedule) -> list[float]:
     """The first group's learning rate in every step, and after the last."""
     scheduler = assemble.lr_schedule(config, optimizer, SCHEDULE)
-    found = []
+    rates_so_far = []
     for _ in range(STEPS):
-        found.append(optimizer.param_groups[0]["lr"])
+        rates_so_far.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return [*found, optimizer.param_groups[0]["lr"]]
+    return [*rates_so_far, optimizer.param_groups[0]["lr"]]
 
 
 def rates(config: LRSchedule) -> list[float]:
@@ -61,9 +61,9 @@ def test_the_rate_of_every_step(config, expected):
     ],
 )
 def test_a_warm_up_rises_to_the_rate_that_the_schedule_starts_from(config, expected):
-    found = rates(config)
-    assert found[:40] == pytest.approx([0.1 * (0.01 + 0.99 * step / 40) for step in range(40)])
-    assert found[40:200] == pytest.approx([expected(step) for step in range(40, STEPS)], abs=1e-9)
+    rates_of_steps = rates(config)
+    assert rates_of_steps[:40] == pytest.approx([0.1 * (0.01 + 0.99 * step / 40) for step in range(40)])
+    assert rates_of_steps[40:200] == pytest.approx([expected(step) for step in range(40, STEPS)], abs=1e-9)
 
 
 @pytest.mark.parametrize(

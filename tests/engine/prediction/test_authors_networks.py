@@ -34,8 +34,8 @@ def test_a_classifier_from_its_file_alone(tmp_path, kind):
     assert (config.data.name, config.body.output_stride) == ("imagenet", 32)
     assert (config.data.mean, config.data.std) == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
-    make, names = (lambda: assemble.network_of(config, 3)), ("cat", "dog", "owl")
-    network = checkpoint.load_network(make, state, names, path)
+    names = ("cat", "dog", "owl")
+    network = checkpoint.load_network(lambda: assemble.network_of(config, 3), state, names, path)
     assert {type(module) for module in network.modules() if isinstance(module, ABN)} == {layer}
     network = network.double().eval()
     network.load_state_dict({name: tensor.double() for name, tensor in state["network"].items()})

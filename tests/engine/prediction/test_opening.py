@@ -65,14 +65,16 @@ def test_the_example_in_python_runs(file, tmp_path, monkeypatch):
     (example,) = re.findall(r"(?ms)^```python\n(from engine.*?)^```", (REPOSITORY / "docs" / "tour.md").read_text())
     ran: dict = {}
     exec(example.replace('"RUN"', repr(str(file))), ran)
-    network, image = ran["network"], decode_image(tmp_path / "street.jpg")
+    network = ran["network"]
+    image = decode_image(tmp_path / "street.jpg")
 
     state = checkpoint.load(file)
     config = recorded.from_plain(state["config"], SegmentationRun)
     config.norm.backend = "eager"
     plain = assemble.network_of(config, len(CLASSES))
     plain.load_state_dict(state["network"])
-    forward, views = assemble.forward(config, plain, torch.device("cpu")), inference.Views(config.data.base_size)
+    forward = assemble.forward(config, plain, torch.device("cpu"))
+    views = inference.Views(config.data.base_size)
     expected = inference.predict(forward, torch.from_numpy(image).permute(2, 0, 1)[None], views)[0]
     assert np.array_equal(ran["ids"], expected) and len(np.unique(expected)) > 1
     assert np.array_equal(network.predict(image), expected)
@@ -100,7 +102,7 @@ def test_the_page_s_program_trains_and_scores_as_the_commands_do(tmp_path, monke
     assert ran["scores"]["miou"] == pytest.approx(ran["results"]["miou"], abs=1e-4)
     dataset = assemble.dataset(ran["config"].data, "val")
     assert repr(dataset) == "SegmentationDataset(synthetic val: 8 images of 3 channels, 19 classes)"
-    weights = sum(each.numel() for each in ran["network"].parameters())
+    weights = sum(parameter.numel() for parameter in ran["network"].parameters())
     assert f"19 classes, images of 3 channels, {weights:,} parameters" in repr(ran["network"])
     with pytest.raises(ValueError, match="camvid val: 2 images .*: expected labels of the network's 19 classes"):
         evaluate(ran["network"], camvid(trees.camvid_folders(tmp_path / "camvid"), "val"))
@@ -144,7 +146,8 @@ def test_a_prediction_without_finite_scores_is_an_error(file, tmp_path):
 def test_a_prediction_starts_without_a_wait_for_the_device(file, views, tmp_path):
     """Only the function that it returns waits."""
     options = checked("predict", f"checkpoint={file}", "input=a", "output=b", "device=cpu", *views)
-    network, image = open_network(file, options), trees.picture(tmp_path / "a.png")
+    network = open_network(file, options)
+    image = trees.picture(tmp_path / "a.png")
     for probabilities, expected in ((False, network.predict(image)), (True, network.probabilities(image))):
         with host_reads() as reads:
             finish = network.started(image, probabilities)
@@ -156,17 +159,22 @@ def test_what_is_copied_to_the_device_is_pinned(file, tmp_path, monkeypatch):
     """Crops of an image are other memory than the image."""
     config = classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", "body=resnext_tiny")
     saved(tmp_path / "net.pt", config, ["bee", "cat"])
-    pinned, copied, move = [], [], Forward.normalised
+    pinned = []
+    copied = []
+    move = Forward.normalised
     monkeypatch.setattr(predictors, "pinned", lambda image, device: pinned.append(image.clone()) or pinned[-1])
-    monkeypatch.setattr(Forward, "normalised", lambda own, images: copied.append(images) or move(own, images))
+    monkeypatch.setattr(Forward, "normalised", lambda forward, images: copied.append(images) or move(forward, images))
     for network in (open_network(file), open_network(tmp_path / "net.pt", Prediction(view="ten_crop"))):
         network.predict(trees.picture(tmp_path / "a.png", (50, 72)))
-    assert [one.untyped_storage().data_ptr() for one in pinned] == [one.untyped_storage().data_ptr() for one in copied]
+    addresses = [[image.untyped_storage().data_ptr() for image in images] for images in (pinned, copied)]
+    assert addresses[0] == addresses[1]
 
 
 def test_windows_of_an_image_pass_together_as_far_as_memory_allows(file, tmp_path, monkeypatch):
     """auto depends on how many ranks the training had."""
-    ranks, windows, predict = [], [], inference.predict
+    ranks = []
+    windows = []
+    predict = inference.predict
     monkeypatch.setattr(assemble, "at_once", lambda config, device, processes: ranks.append(processes) or AtOnce(8))
     state = checkpoint.load(file)
     checkpoint.save(tmp_path / "net.pt", {**state, "random": {"cpu": [torch.zeros(1), torch.zeros(1)], "cuda": []}})
@@ -174,11 +182,11 @@ def test_windows_of_an_image_pass_together_as_far_as_memory_allows(file, tmp_pat
     image = trees.picture(tmp_path / "a.png", (64, 200))
     expected = network.predict(image)
 
-    def limited(*given, **options) -> torch.Tensor:
+    def limited(*arguments, **options) -> torch.Tensor:
         windows.append(options["windows"])
         if windows[-1] > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return predict(*given, **options)
+        return predict(*arguments, **options)
 
     monkeypatch.setattr(inference, "predict", limited)
     assert np.array_equal(network.predict(image), expected)
@@ -216,8 +224,8 @@ def test_a_classifier_sees_the_crop_of_an_evaluation_whatever_the_size(size, tmp
     image = decode_image(tmp_path / "a.png")
     crop = fixed_crops(64, 48)(torch.from_numpy(image).movedim(2, 0))
     expected = network.double().eval()(((crop - mean) / std).double()[None])[0].softmax(0)
-    one, ten = (open_network(tmp_path / "net.pt", Prediction(view=view)) for view in ("center", "ten_crop"))
-    assert np.allclose(one.probabilities(image), expected, atol=1e-5) and one.predict(image) == expected.argmax()
+    center, ten = (open_network(tmp_path / "net.pt", Prediction(view=view)) for view in ("center", "ten_crop"))
+    assert np.allclose(center.probabilities(image), expected, atol=1e-5) and center.predict(image) == expected.argmax()
     assert not np.allclose(ten.probabilities(image), expected, atol=1e-6)
 
 

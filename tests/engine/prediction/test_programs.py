@@ -36,11 +36,11 @@ def segmenter(name: str, **options) -> nn.Module:
 @pytest.mark.parametrize("name", SMALL_BODIES)
 def test_every_body_computes_the_same_at_other_sizes(name, task):
     network = segmenter(name) if task == "segmentation" else SMALL_BODIES[name](InPlaceABN, classes=len(CLASSES))
-    made = predictor(network)
-    assert largest_difference(exported(made).module(), made) < 1e-10
-    made = made.float()
-    assert largest_difference(exported(made, argmax=True).module(), made) < 1e-3
-    assert largest_difference(exported(made).module(), made) < 1e-4
+    original = predictor(network)
+    assert largest_difference(exported(original).module(), original) < 1e-10
+    original = original.float()
+    assert largest_difference(exported(original, argmax=True).module(), original) < 1e-3
+    assert largest_difference(exported(original).module(), original) < 1e-4
 
 
 def test_weights_trained_in_channels_last_are_contiguous():
@@ -58,11 +58,11 @@ def test_a_program_takes_every_size_that_the_network_takes(stride):
     body.output_stride = stride
     head = DeepLabV3(8, hidden_channels=4, out_channels=6, dilations=(2,), norm_act=ABN)
     network = SegmentationNetwork(body, head, len(CLASSES)).to(memory_format=torch.channels_last)
-    made = predictor(network, torch.float32)
-    program = exported(made).module()
+    original = predictor(network, torch.float32)
+    program = exported(original).module()
     for size in ((1, 1), (stride, 90), (90, stride), (stride + 1, 1)):
         images = 255 * torch.rand(1, 3, *size) + 1
-        torch.testing.assert_close(program(images), made(images))
+        torch.testing.assert_close(program(images), original(images))
 
 
 def test_a_program_cuts_the_finer_cells_of_a_head_at_every_size():
@@ -71,15 +71,15 @@ def test_a_program_cuts_the_finer_cells_of_a_head_at_every_size():
     body.output_stride = 8
     head = nn.Sequential(nn.Conv2d(8, 6, 1), nn.Upsample(scale_factor=2, mode="bilinear"))
     head.out_channels, head.output_stride = 6, 4
-    made = predictor(SegmentationNetwork(body, head, len(CLASSES)))
-    assert largest_difference(exported(made).module(), made) < 1e-10
+    original = predictor(SegmentationNetwork(body, head, len(CLASSES)))
+    assert largest_difference(exported(original).module(), original) < 1e-10
 
 
 def test_norms_stay_in_float32_and_no_file_is_named():
     network = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), InPlaceABN(8), nn.Conv2d(8, len(CLASSES), 1))
-    made = predictor(network, torch.float32)
-    program = exported(made, dtype=torch.float16)
-    assert largest_difference(program.module(), made) < 2e-3
+    original = predictor(network, torch.float32)
+    program = exported(original, dtype=torch.float16)
+    assert largest_difference(program.module(), original) < 2e-3
     assert program.state_dict["network.0.weight"].dtype == torch.float16
     assert program.state_dict["network.1.running_var"].dtype == torch.float32
     assert program.module()(torch.zeros(1, 3, 40, 40)).dtype == torch.float32
@@ -91,10 +91,10 @@ def test_a_network_with_a_pooling_window_is_exported_for_one_size():
     """The window is limited by its example's features, so the comparison at other sizes fails instead of the user's."""
     body = SMALL_BODIES["resnet-cifar"](InPlaceABN, output_stride=4, structure=(1, 1, 1))
     head = DeepLabV3(body.out_channels, hidden_channels=4, out_channels=6, pooling_size=(30, 31))
-    made = predictor(SegmentationNetwork(body, head, len(CLASSES)))
+    original = predictor(SegmentationNetwork(body, head, len(CLASSES)))
     with pytest.raises((RuntimeError, ValueError)):
-        largest_difference(exported(made).module(), made)
-    assert largest_difference(exported(made, size=(97, 131)).module(), made, size=(97, 131)) < 1e-10
+        largest_difference(exported(original).module(), original)
+    assert largest_difference(exported(original, size=(97, 131)).module(), original, size=(97, 131)) < 1e-10
 
 
 @pytest.mark.slow
@@ -107,8 +107,8 @@ def test_paddings_of_whole_numbers_are_timm_s_and_stay_in_the_export():
     """timm's own padding made the export of EfficientNet-Lite0 take more than ten minutes."""
     padding = pytest.importorskip("timm.layers.padding")
     sizes = [(x, k, s, d) for x in range(1, 40) for k in (1, 3, 5) for s in (1, 2, 3) for d in (1, 2)]
-    theirs = padding.get_same_padding
+    of_timm = padding.get_same_padding
     with whole_paddings():
-        ours = padding.get_same_padding
-    assert padding.get_same_padding is theirs is not ours
-    assert [ours(*given) for given in sizes] == [theirs(*given) for given in sizes]
+        replaced = padding.get_same_padding
+    assert padding.get_same_padding is of_timm is not replaced
+    assert [replaced(*arguments) for arguments in sizes] == [of_timm(*arguments) for arguments in sizes]

@@ -81,8 +81,8 @@ def test_texts_in_lists_and_mappings_are_read_as_typed():
 )
 def test_texts_in_sweeps_are_read_as_typed(typed, jobs):
     word = as_typed(f"data.root={typed}", SegmentationRun, sweeps=True)
-    given = OverridesParser.create().parse_override(word)
-    assert [composed("train_seg", f"data.root={text}").data.root for text in given.sweep_string_iterator()] == jobs
+    override = OverridesParser.create().parse_override(word)
+    assert [composed("train_seg", f"data.root={text}").data.root for text in override.sweep_string_iterator()] == jobs
 
 
 @pytest.mark.parametrize("typed", ["false", "False", "FALSE"])

@@ -56,25 +56,26 @@ def minibatches(sizes: list[tuple[int, int]]) -> list[dict]:
 
 def evaluated(streets, forward: Forward, views: Views, at_once: AtOnce, sizes=SIZES) -> tuple[Evaluated, dict]:
     """The scores, and the predictions by name."""
-    found: dict[str, Tensor] = {}
+    predictions_by_name: dict[str, Tensor] = {}
 
-    def seen(minibatch: dict, predictions: Tensor) -> None:
-        assert not found.keys() & minibatch["name"]
-        found.update(zip(minibatch["name"], predictions, strict=True))
+    def note(minibatch: dict, predictions: Tensor) -> None:
+        assert not predictions_by_name.keys() & minibatch["name"]
+        predictions_by_name.update(zip(minibatch["name"], predictions, strict=True))
 
-    world, progress = World(), progress_bar(make_console())
-    options = {"views": views, "world": world, "progress": progress, "on_prediction": seen, "at_once": at_once}
-    return evaluate_split(forward, streets, minibatches(sizes), **options), found
+    world = World()
+    progress = progress_bar(make_console())
+    options = {"views": views, "world": world, "progress": progress, "on_prediction": note, "at_once": at_once}
+    return evaluate_split(forward, streets, minibatches(sizes), **options), predictions_by_name
 
 
 @EVERY_VIEW
 def test_scores_and_predictions_are_equal_for_any_batch_size(streets, forward, views):
     expected, ids = evaluated(streets, forward, views, AtOnce(1))
-    assert len(torch.cat([each.flatten() for each in ids.values()]).unique()) > 2
+    assert len(torch.cat([prediction.flatten() for prediction in ids.values()]).unique()) > 2
     for at_once in (AtOnce(3), AtOnce(8), AtOnce(pixels=4 * 32 * 48)):
-        result, found = evaluated(streets, forward, views, at_once)
+        result, predictions = evaluated(streets, forward, views, at_once)
         assert result.details == expected.details and result.images == len(SIZES)
-        assert found.keys() == ids.keys() and all(torch.equal(found[name], ids[name]) for name in ids)
+        assert predictions.keys() == ids.keys() and all(torch.equal(predictions[name], ids[name]) for name in ids)
 
 
 def test_images_wait_for_others_of_their_size():
@@ -116,39 +117,42 @@ def test_windows_of_one_size_pass_through_the_network_together(forward):
     """Three windows in each of two rows; the last column is cut by the edge of the image."""
     shapes: list[tuple[int, ...]] = []
     forward.network.register_forward_pre_hook(lambda _, args: shapes.append((*args[0].shape,)))
-    images, views = pictures(24, 34), Views(window=16, overlap=0.25)
-    found = []
+    images = pictures(24, 34)
+    views = Views(window=16, overlap=0.25)
+    predictions = []
     for windows, expected in ((1, [(1, 3, 16, 16)] * 2 + [(1, 3, 16, 14)]), (2, [(2, 3, 16, 16), (1, 3, 16, 14)])):
-        found.append(predict(forward, images, views, windows=windows))
+        predictions.append(predict(forward, images, views, windows=windows))
         assert shapes == expected * 2
         shapes.clear()
-    assert torch.equal(*found)
+    assert torch.equal(*predictions)
 
 
 class Limited:
     """`evaluation.predict` on a device whose memory holds few images; some pixels are counted before it runs out."""
 
     def __init__(self, most: int):
-        self.most, self.tried = most, []
+        self.most = most
+        self.tried = []
 
     def __call__(
-        self, forward: Forward, images: Tensor, views: Views, *, unscored: Tensor, windows: int, **others
+        self, forward: Forward, images: Tensor, views: Views, *, unscored: Tensor, windows: int, **options
     ) -> Tensor:
         self.tried.append(len(images) * windows)
         unscored += 1
         if self.tried[-1] > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         unscored -= 1
-        return predict(forward, images, views, unscored=unscored, windows=windows, **others)
+        return predict(forward, images, views, unscored=unscored, windows=windows, **options)
 
 
 @pytest.mark.parametrize("at_once", [AtOnce(8), AtOnce(pixels=8 * 32 * 48)], ids=["images", "pixels"])
 def test_out_of_memory_halves_the_batch_and_loses_nothing(streets, forward, at_once, monkeypatch, caplog):
     expected, ids = evaluated(streets, forward, WHOLE_IMAGE, AtOnce(1))
-    monkeypatch.setattr(evaluation, "predict", limited := Limited(2))
+    limited = Limited(2)
+    monkeypatch.setattr(evaluation, "predict", limited)
     monkeypatch.setattr("engine.segmentation.batches.logger", logging.getLogger("seen"))
-    result, found = evaluated(streets, forward, WHOLE_IMAGE, at_once)
-    assert result.details == expected.details and all(torch.equal(found[name], ids[name]) for name in ids)
+    result, predictions = evaluated(streets, forward, WHOLE_IMAGE, at_once)
+    assert result.details == expected.details and all(torch.equal(predictions[name], ids[name]) for name in ids)
     assert [record.getMessage() for record in caplog.records if record.name == "seen"] == [
         "out of memory with 8 images or windows of 32x48 pixels at once: 2 from now on"
     ]
@@ -168,8 +172,9 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(streets, forward, at_o
 
 
 def test_a_batch_has_the_pixels_of_a_micro_batch(forward):
-    given = ("data.crop_size=64", "data.crop_aspect=2", "data.crops_per_minibatch=12", "trainer.accumulation_steps=2")
-    config, cuda = run_config(*given), torch.device("cuda")
+    words = ("data.crop_size=64", "data.crop_aspect=2", "data.crops_per_minibatch=12", "trainer.accumulation_steps=2")
+    config = run_config(*words)
+    cuda = torch.device("cuda")
     pixels = 3 * 64 * 128  # of three crops on each of two devices
     at_once = assemble.at_once(config, cuda, processes=2)
     for size, views, expected in (

@@ -74,9 +74,11 @@ def streets(tmp_path) -> SegmentationDataset:
 @pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
 def test_the_host_waits_for_no_image(streets, views, at_once, tmp_path):
     """Two images are shown, all are written; the scores are read at the end, as often for four images as for two."""
-    counts, forward = [], forward_for(streets)
+    counts = []
+    forward = forward_for(streets)
     for images in (2, 4):
-        folders, until_the_last = (tmp_path / f"{images}", tmp_path / f"overlays {images}"), []
+        folders = (tmp_path / f"{images}", tmp_path / f"overlays {images}")
+        until_the_last = []
         shown = PictureCollector(streets, 2)
 
         def seen(minibatch: dict, predictions: Tensor, shown=shown, ends=until_the_last) -> None:
@@ -136,7 +138,8 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, at_once, device
     expected = evaluated(streets, forward, 4, PictureCollector(streets, 2), views)
     forward.network.to(device)
     forward = replace(forward, mean=forward.mean.to(device), std=forward.std.to(device))
-    shown, seen = PictureCollector(streets, 4), []
+    shown = PictureCollector(streets, 4)
+    seen = []
 
     def watched(minibatch: dict, predictions: Tensor) -> None:
         """From the first to the last prediction, PyTorch raises an error where the host waits for the device."""
@@ -152,7 +155,7 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, at_once, device
         torch.use_deterministic_algorithms(False)
     assert len(sum(seen, [])) == 4 and len(shown.pictures()) == 4
     assert result.scores["miou"] == pytest.approx(expected.scores["miou"], abs=0.02)  # a few pixels may round otherwise
-    rows = [torch.tensor(each.details["confusion_matrix"]).sum(dim=1) for each in (result, expected)]
+    rows = [torch.tensor(evaluation.details["confusion_matrix"]).sum(dim=1) for evaluation in (result, expected)]
     assert torch.equal(*rows)
 
 
@@ -173,7 +176,7 @@ class Calibration:
         self.counts = torch.zeros(3, 10, dtype=torch.float64)  # of each bin: pixels, right ones, summed confidences
 
     def add(self, probabilities, label):
-        confidence, prediction = (each[label != 255] for each in probabilities.max(dim=0))
+        confidence, prediction = (values[label != 255] for values in probabilities.max(dim=0))
         right = prediction == label[label != 255]
         bins = (confidence * 10).long().clamp(max=9)
         for row, values in zip(self.counts, (torch.ones_like(confidence), right, confidence), strict=True):
@@ -192,10 +195,11 @@ def test_a_score_of_probabilities_sees_each_image_once_though_memory_runs_out(st
     assert {**expected.scores, **usual.scores} == expected.scores and 0 < expected.scores["ece"] < 1
     assert expected.scores["pixels"] == torch.tensor(usual.details["confusion_matrix"]).sum()
 
-    add, tries = AddedScores.add_probabilities, []
+    add = AddedScores.add_probabilities
+    tries = []
 
-    def no_memory(self: AddedScores, probabilities: Tensor, *others: object) -> None:
-        add(self, probabilities, *others)
+    def no_memory(self: AddedScores, probabilities: Tensor, *arguments: object) -> None:
+        add(self, probabilities, *arguments)
         if len(tries) < 2 and len(probabilities) > 1:
             tries.append(probabilities)
             raise torch.OutOfMemoryError("no memory")

@@ -109,8 +109,8 @@ def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
     assert (network.seen[0] * 255 - resized).abs().max() <= 1
     assert predictions.shape == (1, 36, 60) and predictions.dtype == torch.uint8
     assert torch.equal(predictions, network.seen.argmax(dim=1).repeat_interleave(3, 1).repeat_interleave(3, 2).byte())
-    own = predict(forward, images)
-    assert torch.equal(own, images.float().argmax(dim=1).to(torch.uint8))
+    at_full_size = predict(forward, images)
+    assert torch.equal(at_full_size, images.float().argmax(dim=1).to(torch.uint8))
 
 
 @pytest.mark.parametrize("base_size, window", [(None, None), (64, 64), (None, 96)])
@@ -132,14 +132,16 @@ def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_many_scores_are_made_a_few_rows_at_a_time_to_the_bit(size, precision, monkeypatch):
     """Three rows of cells at a time, then all of them. The last cells reach beyond the image."""
-    network, images, found = small_network(), pictures(*size, count=2), []
+    network = small_network()
+    images = pictures(*size, count=2)
+    results = []
     for most, at_once in ((2**26, 0), (0, 2 * 5 * 3 * 4 * 64), (0, 2**26)):
         monkeypatch.setattr(inference, "_MOST_SCORES", most)
         monkeypatch.setattr(inference, "_SCORES_AT_ONCE", at_once)
         forward = forward_of(network, precision)
-        found.append([predict(forward, images), predict(forward, images, probabilities=True)])
-    for parts in found[1:]:
-        assert all(torch.equal(*pair) for pair in zip(found[0], parts, strict=True))
+        results.append([predict(forward, images), predict(forward, images, probabilities=True)])
+    for parts in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], parts, strict=True))
 
 
 def test_a_large_image_needs_no_logits_of_all_its_pixels():
@@ -184,7 +186,8 @@ def test_every_pixel_of_any_size_is_predicted(height, width, window, overlap, ba
         network.cls.weight.copy_(torch.eye(3)[..., None, None])
         network.cls.bias.copy_(torch.tensor([0, 0.0371, 0.1137]))  # no ties half way between two pixels
     images = torch.zeros(1, 3, height, width, dtype=torch.uint8)
-    rows, columns = torch.arange(height)[:, None] * 5, torch.arange(width)
+    rows = torch.arange(height)[:, None] * 5
+    columns = torch.arange(width)
     images[0].scatter_(0, ((rows + columns) // 40 % 3)[None], 255)  # class by class in oblique stripes
     predictions = predicted(network, images, base_size, window=window, overlap=overlap, scales=scales)
     whole = predicted(network, images, base_size, scales=scales)
@@ -215,7 +218,8 @@ def upsampled(network: nn.Module, seen: torch.Tensor, size: tuple[int, int], ups
 )
 def test_views_are_averaged_after_the_softmax(flip, antialias, base_size, window, upsampling):
     """Views are scales of the base size, mirrored and mirrored back; windows of a view see what it sees."""
-    network, images = small_network(), pictures(77, 110)
+    network = small_network()
+    images = pictures(77, 110)
     scales = (0.7, 1.0, 1.2) if window is None else (0.3, 0.5)  # of which every one fits the window
     options = dict(scales=scales, flip=flip, antialias=antialias, upsampling=upsampling)
     predictions = predicted(network, images, base_size, **options, window=window)
@@ -253,36 +257,40 @@ def test_pixels_are_where_the_cells_saw_them(size, views):
         network.cls.weight.copy_(0.05 * torch.eye(3)[..., None, None])
     forward = forward_of(network, mean=0.0, std=1 / 255)
     logs = predict(forward, image[None], Views(**views), probabilities=True)[0].double().log()
-    found = (logs[:2] - logs[2]) / 0.05  # the third class has no logit
+    positions = (logs[:2] - logs[2]) / 0.05  # the third class has no logit
     middle = (..., slice(16, -16), slice(16, -16))
-    torch.testing.assert_close(found[middle], image[:2].double()[middle], rtol=0, atol=0.02)
+    torch.testing.assert_close(positions[middle], image[:2].double()[middle], rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("views, factor", [({}, None), ({"scales": (0.7, 1.0, 1.2), "flip": True}, 0.9)])
 def test_memory_is_of_a_window_and_not_of_the_image(views, factor, monkeypatch):
     """Neither logits nor probabilities of all pixels exist at once, with one view or six."""
     monkeypatch.setattr("engine.segmentation.inference._SCORES_AT_ONCE", 2**14)
-    network, images, size = small_network(), pictures(800, 100), factor and int(800 * factor)
-    own, whole = (
+    network = small_network()
+    images = pictures(800, 100)
+    size = factor and int(800 * factor)
+    of_windows, of_whole = (
         peak_bytes(lambda window=window: predicted(network, images, size, window=window, **views), "cpu")
         for window in (64, None)
     )
-    assert own < 0.3 * whole
+    assert of_windows < 0.3 * of_whole
 
 
 @pytest.mark.parametrize("base_size", [None, 17, 61])
 @pytest.mark.parametrize("views", [{}, {"window": 16}, {"flip": True, "scales": (1.0, 0.7)}])
 def test_probabilities_are_passed_on_in_rows_as_they_are_returned(views, base_size, monkeypatch):
     """Every pixel of the image once, also where predictions are resized; the predictions stay."""
-    network, images, parts = small_network(), pictures(30, 43, count=2), []
+    network = small_network()
+    images = pictures(30, 43, count=2)
+    parts = []
     expected = predicted(network, images, base_size, **views)
     forward = forward_of(network, channels_last=False)
     seen = Views(base_size=base_size, **views)
     monkeypatch.setattr(inference, "_MOST_SCORES", 100)
     monkeypatch.setattr(inference, "_SCORES_AT_ONCE", 1000)
     whole = predict(forward, images, seen, probabilities=True)
-    found = predict(forward, images, seen, on_probabilities=lambda *part: parts.append(part))
-    assert torch.equal(found, expected)
+    predictions = predict(forward, images, seen, on_probabilities=lambda *part: parts.append(part))
+    assert torch.equal(predictions, expected)
     rows = [row for _, part in parts for row in range(part.start, part.stop)]
     assert len(parts) > 2 and rows == [*range(30)]
     assert torch.equal(torch.cat([part for part, _ in parts], dim=2), whole)

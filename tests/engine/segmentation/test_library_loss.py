@@ -32,13 +32,13 @@ def test_it_is_the_library_s_loss_of_the_upsampled_logits_without_ignored_pixels
     expected = of_library(upsampled(logits.float(), (24, 40), 8), labels.long())
     loss = LibraryLoss(255, None, 8, kind, 0.0)(logits, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
-    both = LibraryLoss(255, None, 8, kind, 0.5)(logits, labels)
+    with_entropy = LibraryLoss(255, None, 8, kind, 0.5)(logits, labels)
     entropy = torch.nn.functional.cross_entropy
     rows = [
         entropy(a[None], b[None], ignore_index=255)
         for a, b in zip(upsampled(logits.float(), (24, 40), 8), labels.long(), strict=True)
     ]
-    torch.testing.assert_close(both, expected + 0.5 * torch.stack(rows).mean(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(with_entropy, expected + 0.5 * torch.stack(rows).mean(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,7 @@ def test_dice_is_of_all_images_by_class_and_in_the_mean():
     score = DiceScores(("sky", "road", "sea"), 255)
     for prediction, label in (([0, 0, 1, 1], [0, 1, 1, 255]), ([1, 1], [1, 0])):
         score.add(np.array(prediction, np.uint8), np.array(label, np.uint8))
-    found = score.scores()  # sky: 1 right, 2 predicted, 2 labelled; road: 2 right, 3 predicted, 3 labelled
-    assert found["dice_sky"] == 0.5 and found["dice_road"] == pytest.approx(2 / 3) and np.isnan(found["dice_sea"])
-    assert found["dice"] == pytest.approx((0.5 + 2 / 3) / 2)
+    scores = score.scores()  # sky: 1 right, 2 predicted, 2 labelled; road: 2 right, 3 predicted, 3 labelled
+    assert scores["dice_sky"] == 0.5 and scores["dice_road"] == pytest.approx(2 / 3) and np.isnan(scores["dice_sea"])
+    assert scores["dice"] == pytest.approx((0.5 + 2 / 3) / 2)
     assert [*run_config("scores=[dice]").scores] == ["dice"]

@@ -42,8 +42,8 @@ def pixel_pairs(dataset: SegmentationDataset, predictions: list[np.ndarray]) -> 
     return pairs
 
 
-def close(ours: float | None, theirs: float) -> bool:
-    return ours is None if math.isnan(theirs) else abs(ours - theirs) < 1e-12
+def close(ours: float | None, official: float) -> bool:
+    return ours is None if math.isnan(official) else abs(ours - official) < 1e-12
 
 
 def test_cityscapes_is_the_official_script(tmp_path, monkeypatch):
@@ -71,9 +71,9 @@ def test_classes_are_counted_on_their_own_pixels(find, make, ids, unscored, tmp_
     """COCO-Stuff leaves out the pixels of things, as its paper does. Vistas leaves out those of void."""
     dataset = find(make(tmp_path), "val")
     predictions = random_predictions(dataset)
-    every = pixel_pairs(dataset, predictions)
-    assert any(truth == unscored for truth, _ in every)
-    pairs = {pair: count for pair, count in every.items() if pair[0] in ids}
+    all_pairs = pixel_pairs(dataset, predictions)
+    assert any(truth == unscored for truth, _ in all_pairs)
+    pairs = {pair: count for pair, count in all_pairs.items() if pair[0] in ids}
     iou = [pairs[row, row] / sum(count for pair, count in pairs.items() if row in pair) for row in ids]
     scores = scored(dataset, predictions)
     assert list(scores["iou"].values()) == pytest.approx(iou, abs=1e-12)

@@ -25,7 +25,8 @@ def test_the_labelled_pixels_are_counted(lanes):
 
 def test_memory_of_counting_does_not_depend_on_the_classes(deterministic):
     """The evaluations of a run with trainer.deterministic=true use deterministic algorithms."""
-    labels, cells = torch.randint(0, 65, (1, 256, 512), dtype=torch.uint8), torch.zeros(65**2 + 1, LANES).long()
+    labels = torch.randint(0, 65, (1, 256, 512), dtype=torch.uint8)
+    cells = torch.zeros(65**2 + 1, LANES).long()
     peak = peak_bytes(lambda: count_pixels(cells, labels.flip(1), labels, 65), "cpu")
     assert peak <= 10 * labels.numel() and cells.sum() == labels.numel()
 
@@ -48,8 +49,10 @@ def test_scores_by_hand():
 
 def test_scores_of_single_images_add_up_to_the_splits_scores(tmp_path):
     """Classes of which an image shows and predicts nothing are left out; ignored pixels do not count."""
-    classes, rng = ("sky", 'a, "b"', "wood", "never"), np.random.default_rng(0)
-    images, cells = ImageScores(classes, tmp_path / "images.csv"), torch.zeros(17, LANES, dtype=torch.int64)
+    classes = ("sky", 'a, "b"', "wood", "never")
+    rng = np.random.default_rng(0)
+    images = ImageScores(classes, tmp_path / "images.csv")
+    cells = torch.zeros(17, LANES, dtype=torch.int64)
     for number in range(5):
         label, prediction = rng.integers(0, 3 - number % 2, (2, 6, 7)).astype(np.uint8)
         label[rng.random(label.shape) < 0.2] = 255
@@ -66,9 +69,11 @@ def test_scores_of_single_images_add_up_to_the_splits_scores(tmp_path):
     }
     assert [row["name"] for row in rows] == [f"b/{number}" for number in (5, 6, 7, 8, 9)]
     sums = {
-        name: [sum(int(row[f"{of}_{name}"]) for row in rows) for of in ("intersection", "union")] for name in classes
+        name: [sum(int(row[f"{count}_{name}"]) for row in rows) for count in ("intersection", "union")]
+        for name in classes
     }
-    assert {name: both / union if union else None for name, (both, union) in sums.items()} == whole["iou"]
+    shares = {name: intersection / union if union else None for name, (intersection, union) in sums.items()}
+    assert shares == whole["iou"]
     iou = [int(rows[1][f"intersection_{name}"]) / int(rows[1][f"union_{name}"]) for name in classes[:2]]
     assert float(rows[1]["miou_of_image"]) == pytest.approx(sum(iou) / 2) and rows[1]["iou_wood"] == ""
     assert float(rows[1]['iou_a, "b"']) == iou[1] and rows[0]["iou_wood"] != "" and whole["iou"]["never"] is None

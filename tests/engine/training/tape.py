@@ -32,41 +32,43 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
-        self.own: set[int] = set()  # addresses of results' storages
+        self.addresses: set[int] = set()  # addresses of results' storages
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        given = tree_map(self.noted, (args, kwargs or {}))
+        noted_arguments = tree_map(self.noted, (args, kwargs or {}))
         result = operator(*args, **(kwargs or {}))
-        before = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        after = {one.untyped_storage()._cdata for one in tree_leaves(result) if isinstance(one, Tensor)}
-        self.own |= after - before
-        self.calls.append((operator, *given, tree_map(self.noted, result)))
+        self.addresses |= _addresses(result) - _addresses((args, kwargs))
+        self.calls.append((operator, *noted_arguments, tree_map(self.noted, result)))
         return result
 
-    def noted(self, one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return one
-        storage = one.untyped_storage()
-        kept = partial(_itself, storage) if storage._cdata in self.own else weakref.ref(storage)
-        return Noted(kept, one.dtype, (one.storage_offset(), one.shape, one.stride()))
+    def noted(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        storage = leaf.untyped_storage()
+        kept = partial(_itself, storage) if storage._cdata in self.addresses else weakref.ref(storage)
+        return Noted(kept, leaf.dtype, (leaf.storage_offset(), leaf.shape, leaf.stride()))
 
     def replay(self) -> None:
         """Run the operators again on the recorded tensors; results go to where the recorded ones lie."""
         with torch.no_grad():
             for call in self.calls:
-                operator, args, kwargs, result = tree_map(_there, call, is_leaf=lambda one: isinstance(one, Noted))
+                operator, args, kwargs, result = tree_map(_as_it_is, call, is_leaf=lambda leaf: isinstance(leaf, Noted))
                 again = operator(*args, **kwargs)
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                     if isinstance(old, Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                         old.copy_(new)
 
 
+def _addresses(tree: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+
+
 def _itself(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return storage
 
 
-def _there(one: Any) -> Any:
-    return one.tensor() if isinstance(one, Noted) else one
+def _as_it_is(leaf: Any) -> Any:
+    return leaf.tensor() if isinstance(leaf, Noted) else leaf
 
 
 def recorded_on(network: nn.Module) -> Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]:

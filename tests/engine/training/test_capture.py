@@ -42,7 +42,8 @@ from train_seg import train
 ADVICE, WORLD_SIZE = "give trainer.capture=auto or false", 2
 CROSS_ENTROPY = CrossEntropy(fraction=0.25)
 SUMMED = SummedLoss(lambda stride: CrossEntropy(fraction=0.25, stride=stride))  # of a `SegmentationNetwork`
-WAITS, NO_MEMORY = RuntimeError("operation not permitted when stream is capturing"), torch.OutOfMemoryError("no memory")
+WAITS = RuntimeError("operation not permitted when stream is capturing")
+NO_MEMORY = torch.OutOfMemoryError("no memory")
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing is recomputed under Tape")
 
@@ -72,7 +73,7 @@ def small_learner(captured: bool = False, precision: str = "float32", extra: nn.
 
 def losses_of(learner: Learner, steps: int, loss: Loss = CROSS_ENTROPY, channels: int = 3) -> list[float]:
     """Return the losses of steps that are captured from the fourth on, and again after the sixth."""
-    found = []
+    losses = []
     for number in range(steps):
         if learner.captured is not None and number == 3:
             learner.captured.begin()
@@ -80,14 +81,15 @@ def losses_of(learner: Learner, steps: int, loss: Loss = CROSS_ENTROPY, channels
             learner.captured.release()  # for an evaluation
         images = minibatch(number, channels=channels)
         outcome = train_step(learner, loss, images, minibatch_size=4, world=World())
-        found.append(learner.read(outcome)[0])
-    return found
+        losses.append(learner.read(outcome)[0])
+    return losses
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_captured_steps_are_the_eager_ones_to_the_bit(precision):
     """Two micro-batches: if autograd took over static gradients, the first would count twice."""
-    eager, captured = small_learner(precision=precision), small_learner(True, precision)
+    eager = small_learner(precision=precision)
+    captured = small_learner(True, precision)
     assert losses_of(captured, 8) == losses_of(eager, 8)
     assert captured.captured.replay is not None
     assert same(captured.network.state_dict(), eager.network.state_dict())  # with running statistics and their count
@@ -103,7 +105,7 @@ class Twice(nn.Conv2d):
 
 def test_a_weight_that_is_used_twice_is_cast_as_often_as_in_eager_steps():
     twice = Twice(8, 8, 3, padding=1)
-    eager, captured = (small_learner(own, "bfloat16", copy.deepcopy(twice)) for own in (False, True))
+    eager, captured = (small_learner(is_captured, "bfloat16", copy.deepcopy(twice)) for is_captured in (False, True))
     assert losses_of(captured, 8) == losses_of(eager, 8)
     assert same(captured.network.state_dict(), eager.network.state_dict())
 
@@ -141,15 +143,15 @@ def capture_on_the_cpu(patch: pytest.MonkeyPatch, fails: bool) -> None:
                 function()
                 raise WAITS
 
-            drawn = torch.get_rng_state()
-            found = record(failing if fails else function)
-            torch.set_rng_state(drawn)
-            return found
+            state = torch.get_rng_state()
+            recording = record(failing if fails else function)
+            torch.set_rng_state(state)
+            return recording
 
         return recorded
 
-    def captured(network: nn.Module, *about: Any) -> CapturedMicroBatches:
-        return CapturedMicroBatches(network, *about, record_on(network))
+    def captured(network: nn.Module, *arguments: Any) -> CapturedMicroBatches:
+        return CapturedMicroBatches(network, *arguments, record_on(network))
 
     for name in ("capture_problem", "capture_doubt"):
         patch.setattr(TrainingRun, name, lambda *_, **__: None)
@@ -198,19 +200,20 @@ def test_captured_runs_stop_resume_and_end_as_eager_ones(tmp_path, drawn, monkey
     words = (*words, "data=cityscapes", f"data.root={drawn}")
     whole = run(tmp_path / "whole", *words)
     capture_on_the_cpu(monkeypatch, fails=FAILS in (capture, then))
-    numbers, take = itertools.count(1), loop.train_step
+    numbers = itertools.count(1)
+    take = loop.train_step
 
-    def with_signal(*given: Any) -> Outcome:
+    def with_signal(*arguments: Any) -> Outcome:
         if next(numbers) == 7:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return take(*given)
+        return take(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(Preempted, match="^stopped after step 7 of 11$"):
         patch.setattr(loop, "train_step", with_signal)
         run(tmp_path / "run", *words, capture)
     assert same(run(tmp_path / "run", *words, then, "resume=auto"), whole)
-    said = (tmp_path / "run" / "log.txt").read_text().count("capture off: the network or its loss cannot be captured")
-    assert said == [capture, then].count(FAILS)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("capture off: the network or its loss cannot be captured") == [capture, then].count(FAILS)
     decided = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["config"]["trainer"]["capture"]
     assert decided is (then not in (FALSE, FAILS))
 
@@ -252,11 +255,15 @@ class Counts(nn.Module):
 
     def __init__(self, state: Any = None, change: Callable[["Counts"], None] | None = None):
         super().__init__()
-        self.state, self.change, self.first, self.outputs = state, change, None, []
+        self.state = state
+        self.change = change
+        self.first = None
+        self.outputs = []
         self.factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.first, self.outputs = x.shape, [x]
+        self.first = x.shape
+        self.outputs = [x]
         if self.training:
             self.change(self) if self.change else setattr(self, "factor", 0.99 * self.factor)
         return x * self.factor
@@ -331,7 +338,8 @@ class Fails(nn.Module):
 
     def __init__(self, error: Exception, in_backward: bool = False):
         super().__init__()
-        self.error, self.in_backward = error, in_backward
+        self.error = error
+        self.in_backward = in_backward
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_backward and x.requires_grad:
@@ -367,11 +375,11 @@ def loss_through(module: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
 
 def failing_learner(place: str, captured: bool, precision: str = "float32") -> tuple[Learner, Loss]:
     number, failing, _ = FAILURES[place]
-    own = copy.deepcopy(failing)
-    learner = small_learner(captured, precision, own if number == 4 else None)
+    module = copy.deepcopy(failing)
+    learner = small_learner(captured, precision, module if number == 4 else None)
     if number in (0, 2, 5):
-        learner.network[number] = nn.Sequential(own, learner.network[number])
-    return learner, CROSS_ENTROPY if number is not None else partial(loss_through, own)
+        learner.network[number] = nn.Sequential(module, learner.network[number])
+    return learner, CROSS_ENTROPY if number is not None else partial(loss_through, module)
 
 
 @pytest.mark.parametrize("place", [place for place in FAILURES if place not in ("memory", "counted")])
@@ -385,7 +393,8 @@ def test_what_cannot_be_captured_is_an_error_where_that_is_asked_for(place):
 @pytest.mark.parametrize("place, precision", [*((place, "float32") for place in FAILURES), ("backward", "float16")])
 def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(place, precision, caplog):
     """To the bit, with two micro-batches a step and averaged weights."""
-    states, losses = [], []
+    states = []
+    losses = []
     for captured in (False, True):
         learner, loss = failing_learner(place, captured, precision)
         learner.average = WeightAverage(learner.network, 0.9)
@@ -395,16 +404,16 @@ def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(place, precision
         states.append({**learner.network.state_dict(), **learner.evaluated.network.state_dict(prefix="average.")})
     assert losses[0] == losses[1] and same(*states)
     assert learner.captured is None
-    (said,) = (record.message for record in caplog.records if record.message.startswith("capture off"))
-    assert re.match(f"capture off: {FAILURES[place][2]}.*; this run goes on eagerly$", said)
+    (message,) = (record.message for record in caplog.records if record.message.startswith("capture off"))
+    assert re.match(f"capture off: {FAILURES[place][2]}.*; this run goes on eagerly$", message)
 
 
 def test_numbers_that_change_are_captured_where_that_is_asked_for_with_one_warning(caplog):
     learner, loss = failing_learner("counted", captured=True)
     losses_of(learner, 8, loss)
     assert learner.captured.replay is not None
-    (said,) = (record.message for record in caplog.records if "changes" in record.message)
-    assert re.match(f"trainer.capture=true: {FAILURES['counted'][2]}", said)
+    (message,) = (record.message for record in caplog.records if "changes" in record.message)
+    assert re.match(f"trainer.capture=true: {FAILURES['counted'][2]}", message)
 
 
 def at_once(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -414,42 +423,44 @@ def at_once(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
 
 def problem_of(network: nn.Module, loss: nn.Module) -> str | None:
     """Why steps of a network are not captured, after three with two micro-batches each."""
-    captured, x = CapturedMicroBatches(network, ADVICE, requested=False, record=at_once), torch.ones(2, 3)
+    captured = CapturedMicroBatches(network, ADVICE, requested=False, record=at_once)
+    x = torch.ones(2, 3)
 
     def micro_batch(images: Tensor, labels: Tensor) -> Tensor:
-        found = (loss(network(images)) - labels).square().mean()
-        found.backward()
-        return found
+        value = (loss(network(images)) - labels).square().mean()
+        value.backward()
+        return value
 
     for _ in range(6):
         captured(micro_batch, x, x)
     return captured.problem
 
 
-def counted(one: Counts) -> None:
-    type(one).total += 1
+def counted(counts: Counts) -> None:
+    type(counts).total += 1
 
 
 STATES = {
-    "switch": (False, lambda one: setattr(one, "state", not one.state)),
+    "switch": (False, lambda counts: setattr(counts, "state", not counts.state)),
     "of the class": (None, counted),
-    "dictionary": ({"calls": 0}, lambda one: one.state.update(calls=one.state["calls"] + 1)),
-    "history": (deque(), lambda one: one.state.append(one.first)),
-    "object": (SimpleNamespace(calls=[0]), lambda one: one.state.calls.append(0)),
-    "iterator": (itertools.count(), lambda one: next(one.state)),
-    "NumPy's number": (np.int64(0), lambda one: setattr(one, "state", one.state + 1)),
-    "NumPy's array": (np.zeros(3), lambda one: one.state.__iadd__(1)),
-    "scalar on the CPU": (torch.zeros(()), lambda one: one.state.add_(1)),
-    "Python's generator": (random.Random(0), lambda one: one.state.random()),
-    "NumPy's generator": (np.random.default_rng(0), lambda one: one.state.random()),
-    "torch's generator": (torch.Generator(), lambda one: torch.rand(1, generator=one.state)),
-    "hidden module": ([nn.Linear(1, 1)], lambda one: one.state[0].train(not one.state[0].training)),
+    "dictionary": ({"calls": 0}, lambda counts: counts.state.update(calls=counts.state["calls"] + 1)),
+    "history": (deque(), lambda counts: counts.state.append(counts.first)),
+    "object": (SimpleNamespace(calls=[0]), lambda counts: counts.state.calls.append(0)),
+    "iterator": (itertools.count(), lambda counts: next(counts.state)),
+    "NumPy's number": (np.int64(0), lambda counts: setattr(counts, "state", counts.state + 1)),
+    "NumPy's array": (np.zeros(3), lambda counts: counts.state.__iadd__(1)),
+    "scalar on the CPU": (torch.zeros(()), lambda counts: counts.state.add_(1)),
+    "Python's generator": (random.Random(0), lambda counts: counts.state.random()),
+    "NumPy's generator": (np.random.default_rng(0), lambda counts: counts.state.random()),
+    "torch's generator": (torch.Generator(), lambda counts: torch.rand(1, generator=counts.state)),
+    "hidden module": ([nn.Linear(1, 1)], lambda counts: counts.state[0].train(not counts.state[0].training)),
 }
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_every_kind_of_state_in_python_is_seen_in_the_network_and_in_its_loss(kind):
-    counts, linear = Counts(*STATES[kind]), nn.Linear(3, 3)
+    counts = Counts(*STATES[kind])
+    linear = nn.Linear(3, 3)
     for problem, place in (
         (problem_of(nn.Sequential(linear, counts), nn.Identity()), "1 (Counts)"),
         (problem_of(linear, counts), "loss (Counts)"),
@@ -460,8 +471,9 @@ def test_every_kind_of_state_in_python_is_seen_in_the_network_and_in_its_loss(ki
 
 def test_what_ordinary_modules_change_is_no_reason_against_a_capture():
     """Buffers, what the first call sets, tensors in lists, random numbers, weights of parametrizations."""
-    own = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
-    layers = own, nn.BatchNorm1d(3), nn.Dropout(0.5), nn.RReLU(), Counts(random.SystemRandom(), lambda one: None)
+    parametrized = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+    system = Counts(random.SystemRandom(), lambda _: None)
+    layers = parametrized, nn.BatchNorm1d(3), nn.Dropout(0.5), nn.RReLU(), system
     assert problem_of(nn.Sequential(*layers), nn.Identity()) is None
 
 
@@ -470,7 +482,10 @@ def test_a_captured_training_is_freed_by_its_last_name_and_nothing_is_collected_
     fails, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    network, x, watched, collects = nn.Linear(3, 3), torch.ones(2, 3), [], []
+    network = nn.Linear(3, 3)
+    x = torch.ones(2, 3)
+    watched = []
+    collects = []
 
     def record(stream: None, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         collects.append(gc.isenabled())
@@ -494,7 +509,7 @@ def test_a_captured_training_is_freed_by_its_last_name_and_nothing_is_collected_
             captured(partial(micro_batch, network), x, x)
         WAITS.__traceback__ = None  # this one outlives the capture
         del network, captured
-        assert collects == [False] and [one() for one in watched] == [None] * 4
+        assert collects == [False] and len(watched) == 4 and not any(reference() for reference in watched)
     finally:
         gc.enable()
 
@@ -502,7 +517,8 @@ def test_a_captured_training_is_freed_by_its_last_name_and_nothing_is_collected_
 def gradients_of(rank: int, flat: bool) -> list[Tensor]:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 5, 1))
-    learner, world = learner_of(network, accumulation_steps=2), World(rank, WORLD_SIZE)
+    learner = learner_of(network, accumulation_steps=2)
+    world = World(rank, WORLD_SIZE)
     if flat:
         learner.captured = CapturedMicroBatches(network, ADVICE, record=recorded_on(network))
     else:
@@ -516,8 +532,8 @@ def gradients_of(rank: int, flat: bool) -> list[Tensor]:
 
 
 def test_ranks_average_all_gradients_at_once_as_ddp_does(ranks):
-    (flat, others), (ddp, _) = ranks.run(gradients_of, True), ranks.run(gradients_of, False)
-    assert all(map(torch.equal, flat, others)) and all(map(torch.equal, flat, ddp))
+    (flat, flat_of_second), (ddp, _) = ranks.run(gradients_of, True), ranks.run(gradients_of, False)
+    assert all(map(torch.equal, flat, flat_of_second)) and all(map(torch.equal, flat, ddp))
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -70,9 +70,9 @@ def trained(*overrides: str, steps: int = STEPS) -> tuple[dict[str, Tensor], lis
 
 
 def assert_equal(*overrides: str) -> None:
-    eager, losses, _ = trained(*overrides, EAGER)
-    captured, others, _ = trained(*overrides, "trainer.capture=true")
-    assert losses == others
+    eager, eager_losses, _ = trained(*overrides, EAGER)
+    captured, captured_losses, _ = trained(*overrides, "trainer.capture=true")
+    assert eager_losses == captured_losses
     different = [name for name in eager if not torch.equal(eager[name], captured[name])]
     assert not different
 
@@ -80,8 +80,8 @@ def assert_equal(*overrides: str) -> None:
 @pytest.mark.parametrize("precision, parts", [("float32", 1), ("float32", 2), ("bfloat16", 2), ("float16", 2)])
 @pytest.mark.parametrize("norm", ["std", "checkpoint", "checkpoint_xhat", "inplace", "inplace_1"])
 def test_ten_steps_are_the_eager_ones_to_the_bit(norm, precision, parts):
-    more = ("trainer.ema_decay=0.9", "optim.max_gradient_norm=1")
-    words = (f"norm={norm}", f"trainer.precision={precision}", f"trainer.accumulation_steps={parts}", EXACT, *more)
+    options = ("trainer.ema_decay=0.9", "optim.max_gradient_norm=1")
+    words = (f"norm={norm}", f"trainer.precision={precision}", f"trainer.accumulation_steps={parts}", EXACT, *options)
     assert_equal(*words)
 
 
@@ -147,7 +147,9 @@ def test_a_body_that_reads_a_value_is_named():
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no memory"), RuntimeError("of this test")])
 def test_a_training_whose_capture_fails_goes_on_as_an_eager_one(error):
     """To the bit, with dropout after the failure; the next capture works, and no memory is lost."""
-    words, states, allocated = (*NARROW_A2, "norm=inplace", EXACT, "trainer.ema_decay=0.9"), [], []
+    words = (*NARROW_A2, "norm=inplace", EXACT, "trainer.ema_decay=0.9")
+    states = []
+    allocated = []
     device = torch.device("cuda")
     for capture in ("false", "auto"):
         learner, loss = learner_and_loss(*words, f"trainer.capture={capture}")
@@ -180,9 +182,9 @@ def test_a_captured_step_waits_for_nothing_and_takes_the_eager_memory():
         gradients = sum(parameter.nbytes for parameter in learner.network.parameters())
     assert peaks[1] < 1.1 * peaks[0] + 2 * gradients + 2**20
     loss = assemble.loss(run_config().loss).cuda()
-    given = drawn(0)
+    crops = drawn(0)
     with no_waits():
-        train_step(learner, loss, given, CROPS, World(device=torch.device("cuda")))
+        train_step(learner, loss, crops, CROPS, World(device=torch.device("cuda")))
 
 
 def run(folder: Path, *overrides: str) -> dict[str, Tensor]:

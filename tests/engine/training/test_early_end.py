@@ -39,8 +39,8 @@ def trained(run_dir: Path, *keys: str, scores: Mapping[int, float] = SCORES) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_imagenet, "classify_in_run", evaluate)
-        given = checked("train_imagenet", *KEYS, f"run_dir={run_dir}", "resume=auto", *keys)
-        return train_imagenet.train(given, COMMAND), steps
+        config = checked("train_imagenet", *KEYS, f"run_dir={run_dir}", "resume=auto", *keys)
+        return train_imagenet.train(config, COMMAND), steps
 
 
 def val_records(run_dir: Path) -> list[int]:
@@ -53,16 +53,18 @@ def test_a_run_ends_after_evaluations_that_are_not_better(tmp_path, capsys):
     results, steps = trained(tmp_path, "trainer.patience=2")
     assert steps == [2, 4, 6, 8] and results["top1"] == 0.5  # of the last one, which is not evaluated again
     assert json.loads((tmp_path / "results.json").read_text()) == results
-    state, best = checkpoint.load(last_of(tmp_path)), checkpoint.load(tmp_path / "checkpoints" / "best.pt")
+    state = checkpoint.load(last_of(tmp_path))
+    best = checkpoint.load(tmp_path / "checkpoints" / "best.pt")
     assert (state["step"], state["total_steps"], state["finished"], state["best"]) == (8, 12, True, [4, 0.5])
     assert state["scores"] == [[step, SCORES[step]] for step in (2, 4, 6, 8)]
     assert best["step"] == 4 and not best["finished"] and state.keys() - best.keys() == set() and "ema" in best
     why = "2 evaluations were not better than step 4's top-1 50.00 % (trainer.patience=2)"
     assert f"the run ends after step 8 of 12: {why}" in (tmp_path / "log.txt").read_text()
-    said = capsys.readouterr().out
-    assert f"ended     early: {why}" in said
+    output = capsys.readouterr().out
+    assert f"ended     early: {why}" in output
     for name in ("evaluate ", "or best  "):
-        assert re.search(rf"(?m)^{name} python eval.py checkpoint=\S*{'best' if 'best' in name else 'last'}.pt$", said)
+        kind = "best" if "best" in name else "last"
+        assert re.search(rf"(?m)^{name} python eval.py checkpoint=\S*{kind}.pt$", output)
     assert val_records(tmp_path) == [2, 4, 6, 8]
     options = Evaluation(checkpoint=str(last_of(tmp_path)))
     file = options.default_results_file(classification_config(*KEYS), None if has_ended(state) else 8)
@@ -72,10 +74,10 @@ def test_a_run_ends_after_evaluations_that_are_not_better(tmp_path, capsys):
     again, steps = trained(tmp_path, "trainer.patience=2")
     assert steps == [8] and again["top1"] == results["top1"] and val_records(tmp_path) == [2, 4, 6, 8]
     assert same(state["network"], checkpoint.load(last_of(tmp_path))["network"])
-    said = (
+    output = (
         "has ended early, after step 8: 2 evaluations were not better than step 4's top-1 50.00 % (trainer.patience=2)"
     )
-    assert f"{said}. It is evaluated again; a larger trainer.patience continues" in (tmp_path / "log.txt").read_text()
+    assert f"{output}. It is evaluated again; a larger trainer.patience continues" in (tmp_path / "log.txt").read_text()
     with pytest.raises(ValueError, match="trainer.steps was 12 and is 20. The run has ended. To train its weights for"):
         trained(tmp_path, "trainer.patience=2", "trainer.steps=20")
 
@@ -131,6 +133,6 @@ def ended_by_a_rank(rank: int, run_dir: str) -> tuple[int, torch.Tensor]:
 
 def test_two_processes_agree_on_the_end(tmp_path):
     pair = Ranks(2, tmp_path)
-    (first, weights), (second, others) = pair.run(ended_by_a_rank, str(tmp_path / "run"))
+    (first, weights), (second, weights_of_second) = pair.run(ended_by_a_rank, str(tmp_path / "run"))
     pair.stop()
-    assert first == second == 8 and torch.equal(weights, others)
+    assert first == second == 8 and torch.equal(weights, weights_of_second)

@@ -42,7 +42,8 @@ class FakeRun(SimpleNamespace):
         console = Console(quiet=True)
         self.metrics = MetricsLogger(None, console, score="miou", total_steps=schedule.total_steps, start_step=0)
         self.directory = SimpleNamespace(saved=lambda wait=True: None)
-        trainer, data = SimpleNamespace(profile=0), SimpleNamespace(crops_per_minibatch=2)
+        trainer = SimpleNamespace(profile=0)
+        data = SimpleNamespace(crops_per_minibatch=2)
         self.config = SimpleNamespace(trainer=trainer, data=data)
         self.share_plans = lambda: self.events.append(("share", loop.PLANNED_STEPS))
         self.begin = lambda loss, minibatches: None  # nothing to continue
@@ -71,7 +72,9 @@ def small_network() -> nn.Module:
 @pytest.fixture
 def noted(monkeypatch) -> FakeRun:
     run = FakeRun(World(), Schedule(STEPS, STEPS, evaluate_every=5, checkpoint_every=3, log_every=2), small_network())
-    take, read, launched = loop.train_step, Learner.read, []
+    take = loop.train_step
+    read = Learner.read
+    launched = []
 
     def train_step(*arguments: object) -> object:
         outcome = take(*arguments)
@@ -80,7 +83,8 @@ def noted(monkeypatch) -> FakeRun:
         return outcome
 
     def noted_read(learner: Learner, outcome: object) -> object:
-        run.events.append(("read", 1 + next(n for n, each in enumerate(launched) if each is outcome)))
+        number = next(number for number, other in enumerate(launched, start=1) if other is outcome)
+        run.events.append(("read", number))
         return read(learner, outcome)
 
     monkeypatch.setattr(loop, "train_step", train_step)
@@ -108,18 +112,19 @@ def test_a_run_within_a_budget_shares_its_plans():
 
 def test_each_step_counts_its_own_time_and_wait(noted, monkeypatch):
     """A minibatch takes five seconds, and each look at the clock a millisecond; steps 5 and 7 are read with others."""
-    now, counted = itertools.count(), []
-    slowly = minibatches(STEPS, before=lambda _: [next(now) for _ in range(5000)])
+    ticks = itertools.count()
+    counted = []
+    slowly = minibatches(STEPS, before=lambda _: [next(ticks) for _ in range(5000)])
 
     def training(*_: object) -> None:
         counted.append(dict(noted.metrics.recent))
         noted.metrics.recent.clear()
 
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now) / 1000)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) / 1000)
     monkeypatch.setattr(noted.metrics, "training", training)
     noted.schedule = Schedule(STEPS, STEPS, evaluate_every=5, checkpoint_every=STEPS, log_every=1)
     loop.train(noted, slowly, CrossEntropy(), lambda: None)
-    assert len(counted) == STEPS and all(5 < each["data_s"] < each["seconds"] < 5.1 for each in counted)
+    assert len(counted) == STEPS and all(5 < numbers["data_s"] < numbers["seconds"] < 5.1 for numbers in counted)
 
 
 def test_a_stop_loses_no_step(noted):
@@ -130,7 +135,7 @@ def test_a_stop_loses_no_step(noted):
 
 
 def test_a_step_that_is_not_finite_is_named_one_step_later(noted):
-    factors = iter([1.0, math.inf, *[1.0] * STEPS])
+    factors = itertools.chain([1.0, math.inf], itertools.repeat(1.0))
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return CrossEntropy()(logits, labels) * next(factors)
@@ -142,16 +147,18 @@ def test_a_step_that_is_not_finite_is_named_one_step_later(noted):
 
 
 def test_repetitions_of_reversible_branches_are_checked_in_the_first_two_steps(noted, monkeypatch):
-    take, checked = loop.train_step, []
-    monkeypatch.setattr(loop, "train_step", lambda *own: checked.append(checks._enabled.get()) or take(*own))
+    take = loop.train_step
+    checked = []
+    monkeypatch.setattr(loop, "train_step", lambda *args: checked.append(checks._enabled.get()) or take(*args))
     loop.train(noted, minibatches(STEPS), CrossEntropy(), lambda: None)
-    assert checked == [True, True, *[False] * (STEPS - 2)]
+    assert checked == [step < 2 for step in range(STEPS)]
 
 
 def calls_per_step(size: int, **options: object) -> Counter[str]:
     """Calls of Python functions of our files in the last step but one, outside of a network that has none of them."""
     schedule = Schedule(8, 8, evaluate_every=None, checkpoint_every=100, log_every=100)
-    run, counted = FakeRun(World(), schedule, small_network(), **options), Counter()
+    run = FakeRun(World(), schedule, small_network(), **options)
+    counted = Counter()
 
     def note(frame: object, event: str, _: object) -> None:
         path = frame.f_code.co_filename
@@ -168,7 +175,8 @@ def calls_per_step(size: int, **options: object) -> Counter[str]:
 
 def test_a_step_calls_few_of_our_functions():
     """129 when every step was read at once. Larger crops have more tiles, and the loss called once for each row."""
-    small, large = calls_per_step(64), calls_per_step(128)
+    small = calls_per_step(64)
+    large = calls_per_step(128)
     of_loss = sum(count for name, count in small.items() if name.startswith("losses.py"))
     assert sum(small.values()) <= 1.03 * 44 and sum(small.values()) - of_loss <= 16, small
     assert sum(large.values()) <= 1.03 * 58, large - small
@@ -178,16 +186,20 @@ def stopped(rank: int) -> tuple[str, list, int, int]:
     """How a run ends if rank 1 is asked to stop in step 3, and the collectives of its steps."""
     run = FakeRun(World(rank, WORLD_SIZE), Schedule(STEPS, STEPS, None, 100, 100), small_network())
     run.config.data.crops_per_minibatch = 4
-    collectives, reduce = [], dist.all_reduce
+    collectives = []
+    reduce = dist.all_reduce
 
     def noted_reduce(tensor: torch.Tensor) -> None:
         collectives.append(len(run.events))
         reduce(tensor)
 
-    asked = minibatches(STEPS, before=lambda number: rank == 1 and number == 3 and setattr(run.stop, "requested", True))
+    def ask(number: int) -> None:
+        if rank == 1 and number == 3:
+            run.stop.requested = True
+
     dist.all_reduce = noted_reduce
     try:
-        loop.train(run, asked, CrossEntropy(), lambda: None)
+        loop.train(run, minibatches(STEPS, before=ask), CrossEntropy(), lambda: None)
     except Preempted as error:
         return str(error), run.events, run.metrics.all["steps"], len(collectives)
     finally:

@@ -46,17 +46,17 @@ def test_everything_that_changes_continues(tmp_path):
     assert again.scaler.get_scale() == 32.0
     assert same(learner.network.state_dict(), again.network.state_dict())
     assert same(learner.average.module.state_dict(), again.average.module.state_dict())
-    for one in (learner, again):
+    for continued in (learner, again):
         with torch.no_grad():
-            [parameter.add_(1) for parameter in one.network.parameters()]
-        one.average.update(one.network, torch.tensor(True))
+            [parameter.add_(1) for parameter in continued.network.parameters()]
+        continued.average.update(continued.network, torch.tensor(True))
     assert torch.equal(learner.average.module.weight, again.average.module.weight)
     assert not torch.equal(learner.average.module.weight, learner.network.weight)
 
-    for one in (learner, again):  # with the momentum and the learning rate of the two steps
-        one.optimizer.zero_grad()
-        one.scaler.scale(one.network(torch.ones(3, 2)).square().mean()).backward()
-        one.step(*torch.zeros(2, dtype=torch.float64))
+    for continued in (learner, again):  # with the momentum and the learning rate of the two steps
+        continued.optimizer.zero_grad()
+        continued.scaler.scale(continued.network(torch.ones(3, 2)).square().mean()).backward()
+        continued.step(*torch.zeros(2, dtype=torch.float64))
     assert torch.equal(learner.network.weight, again.network.weight)
     assert learner.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 0.1 * 0.8
 
@@ -106,8 +106,8 @@ def test_a_step_that_is_not_finite_changes_no_weight_or_moment(optim, fused, fir
         learners.append(learner)
     clean, with_bad = learners
     assert same(clean.network.state_dict(), with_bad.network.state_dict())
-    for ours, theirs in zip(*(learner.optimizer.state.values() for learner in learners), strict=True):
-        assert same(ours, theirs)
+    for of_clean, of_bad in zip(*(learner.optimizer.state.values() for learner in learners), strict=True):
+        assert same(of_clean, of_bad)
 
 
 def test_an_average_stays_after_a_step_of_float16_that_is_not_finite():
@@ -124,12 +124,13 @@ def test_an_average_stays_after_a_step_of_float16_that_is_not_finite():
 def test_an_average_on_a_card_needs_a_copy_of_all_weights_in_float16_alone():
     with FakeTensors():  # nothing runs on it
         network = nn.Linear(100, 100, device="cuda")
-        average, peaks = WeightAverage(network, decay=0.9), []
+        average = WeightAverage(network, decay=0.9)
+        peaks = []
         average.update(network)
         for finite in (None, torch.ones((), dtype=torch.bool, device="cuda")):
-            with MadeTensors() as made:
+            with MadeTensors() as tensors:
                 average.update(network, finite)
-            peaks.append(made.peak)
+            peaks.append(tensors.peak)
     assert peaks[0] == 0 and peaks[1] >= sum(parameter.nbytes for parameter in network.parameters())
 
 

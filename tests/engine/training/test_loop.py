@@ -63,11 +63,11 @@ def test_a_step_that_fails_after_a_request_to_stop_is_a_stop(requested):
         stop=SimpleNamespace(requested=requested),
         world=World(),
     )
-    given = {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}
+    crops = {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}
     for error in (RuntimeError("C++ compile error"), ValueError("cannot compile")):
         expected = (Preempted, "stopped in step 3, which did not end") if requested else (type(error), str(error))
         with pytest.raises(expected[0], match=expected[1].replace("+", r"\+")):
-            _explain(error, 3, given, run)
+            _explain(error, 3, crops, run)
             raise error
 
 
@@ -107,13 +107,13 @@ def test_clipping_scales_longer_gradients_down_to_the_norm():
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_low_precision_steps_as_float32_does(precision):
+def test_low_precision_steps_as_float32_does(low_precision):
     steps = []
-    for each in ("float32", precision):
+    for precision in ("float32", low_precision):
         torch.manual_seed(0)
         network = nn.Conv2d(3, 5, 3, padding=1)
         before = network.weight.detach().clone()
-        step(learner_of(network, precision=each))
+        step(learner_of(network, precision=precision))
         steps.append(network.weight.detach() - before)
     assert 0 < (steps[1] - steps[0]).norm() < 1e-2 * steps[0].norm()
 
@@ -122,11 +122,12 @@ def test_averaged_weights_follow_the_recursion():
     """average <- decay * average + (1 - decay) * weights, starting from the weights after the first step."""
     network = nn.Conv2d(3, 5, 1)
     average = WeightAverage(network, decay=0.75)
-    learner, expected = learner_of(network, average=average), None
+    learner = learner_of(network, average=average)
+    expected = None
     for _ in range(4):
         step(learner)
-        now = network.weight.detach().clone()
-        expected = now if expected is None else 0.75 * expected + 0.25 * now
+        weights = network.weight.detach().clone()
+        expected = weights if expected is None else 0.75 * expected + 0.25 * weights
     torch.testing.assert_close(learner.evaluated.network.weight, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -140,18 +141,19 @@ def learner_with_everything(precision: str, device: str = "cpu") -> Learner:
 def test_a_step_waits_for_nothing_and_is_read_at_once(precision):
     learner = learner_with_everything(precision)
     step(learner)
-    given = minibatch()
+    crops = minibatch()
     with host_reads() as reads:
-        outcome = train_step(learner, CrossEntropy(fraction=0.25), given, 4, World())
+        outcome = train_step(learner, CrossEntropy(fraction=0.25), crops, 4, World())
         assert not reads
         learner.read(outcome)
     assert len(reads) == 1 and "read: Tensor.tolist" in reads[0]
 
 
 def test_an_optimiser_that_cannot_skip_a_step_waits_for_the_flag():
-    learner, given = learner_of(nn.Conv2d(3, 5, 1), fused=False), minibatch()
+    learner = learner_of(nn.Conv2d(3, 5, 1), fused=False)
+    crops = minibatch()
     with host_reads() as reads:
-        train_step(learner, CrossEntropy(), given, 4, World())
+        train_step(learner, CrossEntropy(), crops, 4, World())
     assert len(reads) == 1 and "learner.py" in reads[0]
 
 
@@ -160,8 +162,8 @@ def test_an_optimiser_that_cannot_skip_a_step_waits_for_the_flag():
 )
 def test_a_step_on_a_gpu_waits_for_nothing(precision):
     learner = learner_with_everything(precision, "cuda")
-    given = minibatch(device="cuda")
-    arguments = (learner, CrossEntropy(fraction=0.25), given, 4, World(device=torch.device("cuda")))
+    crops = minibatch(device="cuda")
+    arguments = (learner, CrossEntropy(fraction=0.25), crops, 4, World(device=torch.device("cuda")))
     for _ in range(3):
         train_step(*arguments)
     with no_waits():
@@ -170,7 +172,8 @@ def test_a_step_on_a_gpu_waits_for_nothing(precision):
 
 def test_a_save_waits_for_the_device_once(tmp_path):
     """It must see that all numbers are finite. The thread that writes the copies waits for them."""
-    learner, directory = learner_with_everything("float32"), RunDirectory(str(tmp_path))
+    learner = learner_with_everything("float32")
+    directory = RunDirectory(str(tmp_path))
     step(learner)
     with host_reads() as reads:
         directory.start_saving(learner.state_dict(1))

@@ -29,7 +29,7 @@ class Signs(Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             group["shrinks"] *= 0.9
-            for parameter in (each for each in group["params"] if each.grad is not None):
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 state = self.state[parameter]
                 if not state:
                     state |= {"mean": torch.zeros_like(parameter), "calls": 0, "counted": torch.tensor(0)}
@@ -67,8 +67,8 @@ def learner_of(kind: type[Optimizer], keys: dict[str, Any], fused: bool) -> Lear
     """Of a small network; one of its parameters never gets a gradient."""
     torch.manual_seed(0)
     matrices = [nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)]
-    others = [nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last), nn.BatchNorm2d(4)]
-    network = nn.Sequential(*(matrices if kind.__name__ == "Muon" else others))
+    convolution = [nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last), nn.BatchNorm2d(4)]
+    network = nn.Sequential(*(matrices if kind.__name__ == "Muon" else convolution))
     network.unused = nn.Parameter(torch.ones(2, 3))
     optimizer = assemble.optimizer(replace(choice_of(kind, **keys), fused=fused), network, ())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -90,17 +90,19 @@ def test_a_resumed_training_is_equal_to_the_bit(name, fused):
     train(whole, 0, 6)
     for first, step in ((0, 3), (3, 5)):  # it resumes twice
         train(before, first, step)
-        torch.save(before.state_dict(step), file := io.BytesIO())
+        file = io.BytesIO()
+        torch.save(before.state_dict(step), file)
         file.seek(0)
         after.load_state_dict(torch.load(file, weights_only=True))
         before, after = after, learner_of(*KINDS[name], fused)
     train(before, 5, 6)
-    found, expected = before.state_dict(6), whole.state_dict(6)
-    torch.testing.assert_close(found["network"], expected["network"], rtol=0, atol=0)
-    assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
-    found, expected = found["optimizer"]["state"], expected["optimizer"]["state"]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)  # and dtypes
-    assert [[*state] for state in found.values()] == [[*state] for state in expected.values()]
+    state = before.state_dict(6)
+    expected = whole.state_dict(6)
+    torch.testing.assert_close(state["network"], expected["network"], rtol=0, atol=0)
+    assert state["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    moments, expected_moments = (content["optimizer"]["state"] for content in (state, expected))
+    torch.testing.assert_close(moments, expected_moments, rtol=0, atol=0)  # and dtypes
+    assert [[*keys] for keys in moments.values()] == [[*keys] for keys in expected_moments.values()]
 
 
 def after_20_steps(optimizer_of: Callable[[nn.Module], Optimizer]) -> Tensor:
@@ -119,10 +121,10 @@ def after_20_steps(optimizer_of: Callable[[nn.Module], Optimizer]) -> Tensor:
 def test_it_trains_as_pytorch_s_own(name):
     """Rprop begins with the learning rate for a step size; from zeros it would go nowhere."""
     kind, keys = KINDS[name]
-    ours = after_20_steps(lambda network: assemble.optimizer(choice_of(kind, **keys), network, ()))
+    of_assemble = after_20_steps(lambda network: assemble.optimizer(choice_of(kind, **keys), network, ()))
     decay = {} if kind in (Signs, torch.optim.Rprop) else {"weight_decay": 1e-4}
-    theirs = after_20_steps(lambda network: kind(network.parameters(), lr=0.01, **decay, **keys))
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)  # ours may be fused
+    of_pytorch = after_20_steps(lambda network: kind(network.parameters(), lr=0.01, **decay, **keys))
+    torch.testing.assert_close(of_assemble, of_pytorch, rtol=1e-6, atol=0)  # ours may be fused
 
 
 @pytest.mark.parametrize("name", ["ASGD", "Adafactor", "NAdam"])  # they read numbers of their states, or of weights
@@ -131,7 +133,7 @@ def test_a_plan_has_the_bytes_of_its_states(name):
     config.optim = choice_of(*KINDS[name][:1])
     with FakeTensors():
         learner, *_, resident = fake_step(config, 2, 64)
-    parameters = [nn.Parameter(torch.zeros(each.shape)) for each in learner.parameters]
+    parameters = [nn.Parameter(torch.zeros(parameter.shape)) for parameter in learner.parameters]
     optimizer = KINDS[name][0](parameters, lr=0.01)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -77,8 +77,8 @@ def planned(*overrides: str):
 
 def test_the_least_share_of_synchronised_norms_is_one_crop():
     config = planned("norm=inplace", "norm.sync=true")
-    one, two = (planner.step_memory(config, share, config.data.crop_size, devices=2).peak for share in (1, 2))
-    config = planned(leaving((one + two) / 2**21, devices=2), "memory.fit=batch", "norm=inplace", "norm.sync=true")
+    peaks = [planner.step_memory(config, share, config.data.crop_size, devices=2).peak for share in (1, 2)]
+    config = planned(leaving(sum(peaks) / 2**21, devices=2), "memory.fit=batch", "norm=inplace", "norm.sync=true")
     assert planner.fitting(config, devices=2).data.crops_per_minibatch == 2
     with pytest.raises(ValueError, match="2 crops of .* pixels already need"):
         planner.fitting(replace(config, norm=replace(config.norm, sync=False)), devices=2)
@@ -90,11 +90,11 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     crops = planner.fitting(planned(*run, *budget), devices=1).data.crops_per_minibatch
     file = tmp_path / "run" / "config.yaml"
     train_seg.train(runs.checked("train_seg", *run, *budget, f"run_dir={tmp_path / 'run'}"))
-    written = yaml.safe_load(file.read_text())
-    assert written["data"]["crops_per_minibatch"] == crops > 2 and written["memory"]["fit"] is None
+    recorded = yaml.safe_load(file.read_text())
+    assert recorded["data"]["crops_per_minibatch"] == crops > 2 and recorded["memory"]["fit"] is None
     # Whatever fits now, a resumed run keeps its minibatch.
-    more = (leaving(60), "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    config, _ = planner.fitted(planned(*run, *more))
+    larger = (leaving(60), "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
+    config, _ = planner.fitted(planned(*run, *larger))
     assert config.data.crops_per_minibatch == crops
     # Without memory.fit nothing is taken from the run.
     plain = (leaving(60), "data.crops_per_minibatch=2", "resume=auto", f"run_dir={tmp_path / 'run'}")
@@ -108,15 +108,15 @@ def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch
     eager = planner.fitting(planned(*fit), devices=1).data.crops_per_minibatch
     assert planner.fitted(planned(*fit))[0].data.crops_per_minibatch == eager  # on a CPU
     monkeypatch.setattr(planner, "device_of", lambda *_, **__: torch.device("cuda"))
-    for own in ("trainer.capture=false", "trainer.profile=2", "trainer.steps=49"):
-        assert planner.fitted(planned(*fit, own))[0].data.crops_per_minibatch == eager, own
+    for word in ("trainer.capture=false", "trainer.profile=2", "trainer.steps=49"):
+        assert planner.fitted(planned(*fit, word))[0].data.crops_per_minibatch == eager, word
     drawing = planned(*fit, *runs.NARROW_A2, "trainer.recompute=blocks")
     assert planner.fitted(drawing)[0].data.crops_per_minibatch == eager
     fewer = planner.fitting(planned(leaving(40), "memory.fit=batch"), devices=1).data.crops_per_minibatch
     assert fewer < eager
-    for own in ("trainer.capture=auto", "trainer.capture=true", "trainer.steps=50"):
-        chosen, because = planner.fitted(planned(*fit, own))
-        assert (chosen.data.crops_per_minibatch, because) == (fewer, ""), own
+    for word in ("trainer.capture=auto", "trainer.capture=true", "trainer.steps=50"):
+        chosen, because = planner.fitted(planned(*fit, word))
+        assert (chosen.data.crops_per_minibatch, because) == (fewer, ""), word
 
 
 @pytest.mark.parametrize("entry, short", [(train_seg, runs.SHORT), (train_imagenet, runs.SHORT_SHAPES)])
@@ -125,8 +125,8 @@ def test_a_minibatch_that_leaves_nothing_for_a_graph_is_trained_eagerly(entry, s
     for name in ("capture_problem", "capture_doubt"):
         monkeypatch.setattr(TrainingRun, name, lambda *_: None)
     monkeypatch.setattr(loop, "train", lambda run, *_: pytest.fail(f"eager, as {run.learner.eager_because}"))
-    given = ("trainer.steps=50", "data.crop_size=64", "data.crops_per_minibatch=10", f"run_dir={tmp_path / 'run'}")
-    words = (entry.__name__, *short, *given, leaving(13))
+    keys = ("trainer.steps=50", "data.crop_size=64", "data.crops_per_minibatch=10", f"run_dir={tmp_path / 'run'}")
+    words = (entry.__name__, *short, *keys, leaving(13))
     with pytest.raises(pytest.fail.Exception, match=f"^eager, as {leaving(13)} leaves nothing for a CUDA graph$"):
         entry.train(runs.checked(*words))
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["capture"] == "auto"
@@ -153,10 +153,13 @@ def test_the_plan_of_an_experiment(capsys):
     """The pixels of a minibatch grow as in-place norms allow."""
     budget = (leaving(100, devices=2), "memory.fit=crop", "memory.gpus=2")
     config = runs.checked("train_seg", "run_dir=unused", *SMALL, *budget, "norm=std")
-    found = plan_memory.plan(config)
-    crops, sizes = zip(*((own.data.crops_per_minibatch, own.data.crop_size) for own in found.values()), strict=True)
-    assert [*found] == ["std", "checkpoint", "inplace"] and len({*crops}) == 1 and sizes[0] < sizes[2]
-    peaks = [planner.needed(own, planner.share_of(own, 2), own.data.crop_size, 2) for own in found.values()]
+    configs = plan_memory.plan(config)
+    crops = {config.data.crops_per_minibatch for config in configs.values()}
+    sizes = [config.data.crop_size for config in configs.values()]
+    assert [*configs] == ["std", "checkpoint", "inplace"] and len(crops) == 1 and sizes[0] < sizes[2]
+    peaks = [
+        planner.needed(chosen, planner.share_of(chosen, 2), chosen.data.crop_size, 2) for chosen in configs.values()
+    ]
     assert max(peaks) <= 100 * 2**20 + 2**10
     assert "memory.fit=crop (the paper's fixed batch), on each of 2 devices" in capsys.readouterr().out
 
@@ -187,22 +190,23 @@ WITHIN = ("trainer.recompute=budget", "norm=std", "norm.backend=eager", "data.cr
 
 def within_budget(config: SegmentationRun, devices: int, patch: pytest.MonkeyPatch) -> tuple[tuple, PlannedStep]:
     """What `planner.within_budget` returns, and the step that it plans."""
-    steps, plan = [], planner.planned_step
-    patch.setattr(planner, "planned_step", lambda *given: steps.append(plan(*given)) or steps[-1])
+    steps = []
+    plan = planner.planned_step
+    patch.setattr(planner, "planned_step", lambda *arguments: steps.append(plan(*arguments)) or steps[-1])
     return planner.within_budget(config, devices), *steps
 
 
 @pytest.mark.slow
 def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take(monkeypatch):
     config = planned(*WITHIN, leaving(24), "data.crops_per_minibatch=4", "trainer.ema_decay=0.9")
-    (memory, needed, about), step = within_budget(config, 1, monkeypatch)
+    (memory, needed, sum_text), step = within_budget(config, 1, monkeypatch)
     plain = planner.step_memory(replace(config, trainer=replace(config.trainer, recompute="none")), 4, 128)
     kinds = ("weights", "average", "momentum")
     assert {kind: step.resident[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
     assert step.gradients == step.resident["momentum"] and not step.resident["gradients"]
     left = config.memory.available(1) - step.held
     assert memory.activation_bytes() == (left - step.gradients) // 2**10 * 2**10
-    assert f"leave {size_text(left)} for activations, and {size_text(step.gradients)} of gradients" in about
+    assert f"leave {size_text(left)} for activations, and {size_text(step.gradients)} of gradients" in sum_text
     # The step that trains with it, with its loss and its optimiser, keeps to the whole.
     trace = planner.step_memory(replace(config, memory=memory), 4, 128)
     assert trace.peak <= needed <= config.memory.available(1) < plain.peak
@@ -227,6 +231,7 @@ def test_ranks_choose_by_the_same_times_and_leave_room_for_buckets(monkeypatch):
 @pytest.mark.parametrize("fit", ["memory.fit=batch", "memory.fit=crop"])
 def test_a_plan_within_a_budget_is_printed(capsys, fit):
     config = runs.checked("train_seg", "run_dir=unused", *SMALL, *WITHIN, leaving(30), fit)
-    found = plan_memory.plan(config)
-    assert found and all(planner.within_budget(each, 1)[1] <= 30 * 2**20 + 2**10 for each in found.values())
+    configs = plan_memory.plan(config)
+    assert configs
+    assert all(planner.within_budget(chosen, 1)[1] <= 30 * 2**20 + 2**10 for chosen in configs.values())
     assert "trainer.recompute=budget: 30.0 MiB less" in capsys.readouterr().out

@@ -36,8 +36,8 @@ class Averaging(CrossEntropy):
         self.teacher = nn.Conv2d(1, 1, 1).requires_grad_(False)
 
     def forward(self, logits, labels):
-        now = torch.bincount(labels.flatten().long(), minlength=256).float()
-        self.seen = now if self.seen is None else 0.9 * self.seen + 0.1 * now
+        counts = torch.bincount(labels.flatten().long(), minlength=256).float()
+        self.seen = counts if self.seen is None else 0.9 * self.seen + 0.1 * counts
         return super().forward(logits, labels) * self.seen[:9].sum() / self.seen.sum()
 
 
@@ -59,8 +59,9 @@ class Growing(ShuffledMinibatches):
     def keys(self, epoch):
         if epoch != self.kept["epoch"]:
             rng = np.random.default_rng([self.seed, epoch])
-            most, drawn = self.kept["most"] + 2, rng.integers(0, self.kept["most"] + 2, self.draws).tolist()
-            self.kept = {"epoch": epoch, "most": most, "drawn": [[epoch, each] for each in drawn]}
+            most = self.kept["most"] + 2
+            drawn = rng.integers(0, self.kept["most"] + 2, self.draws).tolist()
+            self.kept = {"epoch": epoch, "most": most, "drawn": [[epoch, number] for number in drawn]}
         return self.kept["drawn"]
 
 
@@ -100,10 +101,10 @@ class SavedInner(Inner):
         return {**super().state_dict(), "inner": self.inner.state_dict()["state"]}
 
     def load_state_dict(self, state):
-        super().load_state_dict({key: each for key, each in state.items() if key != "inner"})
+        super().load_state_dict({key: value for key, value in state.items() if key != "inner"})
         self.inner.param_groups = self.param_groups
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        self.inner.state.update({parameters[number]: each for number, each in state["inner"].items()})
+        parameters = [value for group in self.param_groups for value in group["params"]]
+        self.inner.state.update({parameters[number]: value for number, value in state["inner"].items()})
 
 
 class Wandering(LRScheduler):
@@ -137,19 +138,19 @@ class Notes:
     """A logger that keeps what it was told."""
 
     def __init__(self, folder, config):
-        self.told = 0
+        self.calls = 0
 
     def scalars(self, step, values):
-        self.told += 1
+        self.calls += 1
 
     def end(self, status):
         pass
 
     def state_dict(self):
-        return {"told": self.told}
+        return {"told": self.calls}
 
     def load_state_dict(self, state):
-        self.told = state["told"]
+        self.calls = state["told"]
 
 
 OWN = (
@@ -192,8 +193,8 @@ def test_parts_with_state_dict_resume_to_the_bit_also_where_workers_read_ahead(c
     config = checked("train_seg", *SHORT, *SMALL, *words)
     assert not resumption.has_passed(config)
     check(*words, "head.auxiliary_weight=0.4")
-    said = capsys.readouterr().out
-    assert "debug=resume: all is equal after 8 steps, also if a run is stopped after step 6 and continued" in said
+    message = capsys.readouterr().out
+    assert "debug=resume: all is equal after 8 steps, also if a run is stopped after step 6 and continued" in message
     assert resumption.has_passed(checked("train_seg", *SHORT, *SMALL, *words, "head.auxiliary_weight=0.4"))
 
 
@@ -213,9 +214,9 @@ def test_a_part_that_keeps_what_no_checkpoint_has_is_named(word, first):
     words = () if word.startswith("head") else ("head.auxiliary_weight=0.4",)
     with pytest.raises(ValueError, match="^debug=resume: ") as error:
         check(word, *words)
-    said = str(error.value)
-    assert "differ if a run is stopped after step 6 and continued" in said and first in said, said
-    assert word.replace("[", "").replace("]", "") in said
+    message = str(error.value)
+    assert "differ if a run is stopped after step 6 and continued" in message and first in message, message
+    assert word.replace("[", "").replace("]", "") in message
 
 
 def test_where_two_whole_runs_differ_it_says_so_first(monkeypatch):
@@ -258,17 +259,17 @@ def test_it_is_refused_under_torchrun(monkeypatch):
 
 
 def test_parameters_of_a_loss_are_saved_once_they_have_changed():
-    loss, other = (SummedLoss(lambda _: SavedAveraging(255, None, None), (8,)) for _ in range(2))
+    loss, resumed = (SummedLoss(lambda _: SavedAveraging(255, None, None), (8,)) for _ in range(2))
     assert [*loss.state_dict()["8"]] == ["_extra_state"]
     with torch.no_grad():
         loss.losses["8"].teacher.weight.data.fill_(3)  # its version says nothing
     state = loss.state_dict()
     assert {*state["8"]} == {"teacher.weight", "_extra_state"}
-    other.load_state_dict(state)
-    assert other.losses["8"].teacher.weight.item() == 3 and {*other.state_dict()["8"]} == {*state["8"]}
+    resumed.load_state_dict(state)
+    assert resumed.losses["8"].teacher.weight.item() == 3 and {*resumed.state_dict()["8"]} == {*state["8"]}
     state["8"]["teacher.weight"] = torch.zeros(2)
     with pytest.raises(RuntimeError, match="size mismatch for teacher.weight"):
-        other.load_state_dict(state)
+        resumed.load_state_dict(state)
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path, monkeypatch):

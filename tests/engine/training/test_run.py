@@ -43,7 +43,8 @@ def test_an_experiment_of_a_trained_body_warns_without_weights(tmp_path, monkeyp
 
 def test_weights_for_images_of_another_scale_are_doubted_in_the_log(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.training.run.other_scale", lambda *_: 9e3)
-    weights, small = tmp_path / "net.pt", ("norm=std", "norm.backend=eager", "data.verify=false", "trainer.device=cpu")
+    weights = tmp_path / "net.pt"
+    small = ("norm=std", "norm.backend=eager", "data.verify=false", "trainer.device=cpu")
     config = run_config(*SHORT, *small, f"run_dir={tmp_path}/run", f"init.weights={weights}", "init.format=standard_bn")
     network = assemble.network_of(config, 19)
     torch.save(network.state_dict(), weights)
@@ -67,34 +68,36 @@ def test_the_log_counts_the_files_that_each_split_leaves_out(tmp_path):
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeypatch, there):
+def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeypatch, is_folder):
     """Reading every file of a large dataset takes long."""
-    if there:
+    if is_folder:
         (tmp_path / "start").mkdir()
     monkeypatch.setattr("engine.training.preparation.verify", lambda *_, **__: pytest.fail("the data were checked"))
     config = run_config(*SHORT, f"run_dir={tmp_path}/run", f"init.weights={tmp_path}/start")
-    instead = "is a folder without checkpoints/last.pt" if there else "does not exist"
+    instead = "is a folder without checkpoints/last.pt" if is_folder else "does not exist"
     with pytest.raises(ValueError, match=f"^init.weights={tmp_path}/start {instead}: expected a file of weights"):
         with opened(config, "train_seg.py", assemble.labelled_splits) as run:
             run.start(lambda: assemble.network_of(config, 19))
 
 
 @pytest.mark.parametrize("what, problem", [("end", ValueError("gone")), ("scalars", SystemExit(1))])
-def test_a_logger_that_fails_is_named_and_the_others_and_the_run_go_on(what, problem, monkeypatch):
-    told, said = [], []
-    monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=said.append))
-    bad, good = (SimpleNamespace(**{what: call}) for call in (Mock(side_effect=problem), told.append))
-    Run.tell(MagicMock(loggers={"bad": bad, "good": good}), what, "finished")
-    assert told == ["finished"] and said == [f"logger=bad: {type(problem).__name__}: {problem}"]
+def test_a_logger_that_fails_is_named_and_the_others_and_the_run_go_on(method, problem, monkeypatch):
+    received = []
+    warnings = []
+    monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=warnings.append))
+    bad, good = (SimpleNamespace(**{method: call}) for call in (Mock(side_effect=problem), received.append))
+    Run.tell(MagicMock(loggers={"bad": bad, "good": good}), method, "finished")
+    assert received == ["finished"] and warnings == [f"logger=bad: {type(problem).__name__}: {problem}"]
 
 
 def test_a_logger_that_never_ends_is_given_up_and_named(monkeypatch):
-    told, said = [], []
+    received = []
+    warnings = []
     monkeypatch.setattr("engine.training.run.SECONDS_TO_END", 0.01)
-    monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=said.append))
+    monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=warnings.append))
     endless = SimpleNamespace(end=lambda status: threading.Event().wait())
-    Run.tell(MagicMock(loggers={"stuck": endless, "good": MagicMock(end=told.append)}), "end", "finished")
-    assert told == ["finished"] and said == ["logger=stuck: TimeoutError: did not return within 0.01 s"]
+    Run.tell(MagicMock(loggers={"stuck": endless, "good": MagicMock(end=received.append)}), "end", "finished")
+    assert received == ["finished"] and warnings == ["logger=stuck: TimeoutError: did not return within 0.01 s"]
 
 
 def test_arithmetic_is_of_the_keys():
@@ -108,10 +111,8 @@ def test_arithmetic_is_of_the_keys():
 
 
 def test_a_record_says_whether_steps_were_captured_and_the_configuration_stays():
-    config, learner = (
-        {"trainer": {"capture": "auto", "steps": 9}, "data": {"root": "data"}},
-        learner_of(nn.Conv2d(3, 5, 1)),
-    )
+    config = {"trainer": {"capture": "auto", "steps": 9}, "data": {"root": "data"}}
+    learner = learner_of(nn.Conv2d(3, 5, 1))
     recorded = Run.recorded_config(SimpleNamespace(plain_config=config, learner=learner))
     assert recorded["trainer"] == {"capture": False, "steps": 9} and config["trainer"]["capture"] == "auto"
     assert recorded["data"] == {"root": f"{Path.cwd()}/data"}  # which commands find from any folder
@@ -136,8 +137,8 @@ def test_bfloat16_that_a_device_only_emulates_gets_a_warning(computes, precision
 )
 def test_advice_against_too_little_memory_leaves_out_what_is_set(words, crops, ways):
     config = run_config("norm=std", *words, f"data.crops_per_minibatch={crops}")
-    found = re.search("memory for crops: (.*?)[.] memory.budget=… memory.fit=batch", advice.on_memory(config, 1))
-    assert re.fullmatch(ways, found[1])
+    advised = re.search("memory for crops: (.*?)[.] memory.budget=… memory.fit=batch", advice.on_memory(config, 1))
+    assert re.fullmatch(ways, advised[1])
     config.memory.fit = "batch"
     assert "memory.fit" not in advice.on_memory(config, 1)
 
@@ -145,9 +146,10 @@ def test_advice_against_too_little_memory_leaves_out_what_is_set(words, crops, w
 def test_in_an_evaluation_cudnn_does_not_search(monkeypatch):
     """It would search for every size of an image."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    own, seen = MagicMock(config=run_config(), world=World()), []
-    own.metrics.best, own.metrics.ends_early, own.schedule.total_steps = None, False, 1
-    Run.evaluate(own, 1, lambda: seen.append(torch.backends.cudnn.benchmark) or SimpleNamespace(scores={"miou": 0.5}))
+    run = MagicMock(config=run_config(), world=World())
+    seen = []
+    run.metrics.best, run.metrics.ends_early, run.schedule.total_steps = None, False, 1
+    Run.evaluate(run, 1, lambda: seen.append(torch.backends.cudnn.benchmark) or SimpleNamespace(scores={"miou": 0.5}))
     assert seen == [False] and torch.backends.cudnn.benchmark
 
 
@@ -155,8 +157,8 @@ def test_missing_images_of_a_dataset_are_warned_of_and_refused_in_a_row_of_a_pap
     root = trees.camvid_folders(tmp_path / "camvid")  # 6 of 367
     words = (*SHORT, "data=camvid", f"data.root={root}", "data.verify=false", "data.crop_size=32")
     row = "python train_seg.py experiment=camvid_table3/std"
-    for number, (command, more) in enumerate([("train_seg.py", ()), (row, ("data.incomplete=true",))]):
-        config = run_config(*words, f"run_dir={tmp_path}/{number}", *more)
+    for number, (command, extra) in enumerate([("train_seg.py", ()), (row, ("data.incomplete=true",))]):
+        config = run_config(*words, f"run_dir={tmp_path}/{number}", *extra)
         with opened(config, command, assemble.labelled_splits):
             log = (tmp_path / f"{number}" / "log.txt").read_text()
         assert log.count("data.train_split=train has 6 of the 367 images of camvid") == 1

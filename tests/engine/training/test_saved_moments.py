@@ -17,7 +17,8 @@ def optimizer_of(kind: str) -> torch.optim.Optimizer:
     """Two steps were taken on a channels-last weight and a bias; a third parameter never had a gradient."""
     network = nn.Module()
     network.weight = nn.Parameter(torch.randn(SIZE).to(memory_format=torch.channels_last))
-    network.bias, network.unused = nn.Parameter(torch.randn(2)), nn.Parameter(torch.ones(3))
+    network.bias = nn.Parameter(torch.randn(2))
+    network.unused = nn.Parameter(torch.ones(3))
     optimizer = assemble.optimizer(run_config(f"optim={kind}").optim, network, ())
     for _ in range(2):
         for parameter in (network.weight, network.bias):
@@ -28,7 +29,8 @@ def optimizer_of(kind: str) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_moments_are_copied_into_their_parameters_layout(kind):
-    saved, optimizer = copy.deepcopy(optimizer_of(kind).state_dict()), optimizer_of(kind)
+    saved = copy.deepcopy(optimizer_of(kind).state_dict())
+    optimizer = optimizer_of(kind)
     name = "momentum_buffer" if kind == "sgd" else "exp_avg_sq"
     values = saved["state"][0][name]
     saved["state"][0][name] = values.contiguous()

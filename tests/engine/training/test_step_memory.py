@@ -57,7 +57,8 @@ def test_pytorch_s_tracker_finds_the_same_peak_to_the_byte(overrides, monkeypatc
     monkeypatch.setattr("keepless.made_tensors.engine_adds", lambda: False)
     config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "optim.fused=true", *overrides.split())
     config.body.structure = [1] * len(config.body.structure)
-    trace, judged = step_memory(config, CROPS, SIZE), tracked(config)
+    trace = step_memory(config, CROPS, SIZE)
+    judged = tracked(config)
     assert trace.peak == judged["Total"]
     assert trace.at_peak["weights"] == judged["Parameter"] + judged["Buffer"]
     assert (trace.at_peak["momentum"], trace.at_peak["images"]) == (judged["Optstate"], judged["Other"])
@@ -89,8 +90,8 @@ def test_averaged_weights_are_a_second_copy_of_the_weights_made_without_a_warnin
 def test_nothing_of_a_trace_stays(monkeypatch):
     networks = []
 
-    def make(*given):
-        step = fake_step(*given)
+    def make(*arguments):
+        step = fake_step(*arguments)
         networks.append(weakref.ref(step[0].network))
         return step
 
@@ -126,12 +127,12 @@ def test_a_plan_of_fused_norms_has_no_tensor_in_between(strategy, frozen):
     with FakeTensors():
         layer = STRATEGIES[strategy](64, backend="compiled").train(not frozen)
         x = torch.empty((2, 64, 96, 96), requires_grad=True)
-        with MadeTensors() as made:
+        with MadeTensors() as tensors:
             z = layer(x)
-            assert z.nbytes <= made.peak < 1.01 * z.nbytes
+            assert z.nbytes <= tensors.peak < 1.01 * z.nbytes
             dz = torch.empty_like(z)
             z.backward(dz)
-        assert 3 * z.nbytes <= made.peak < 3.01 * z.nbytes  # z, dL/dz, dL/dx
+        assert 3 * z.nbytes <= tensors.peak < 3.01 * z.nbytes  # z, dL/dz, dL/dx
 
 
 def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
