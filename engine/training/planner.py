@@ -121,7 +121,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
 def _given_a_batch(loss: Loss, images: Tensor, outputs: Any, labels: Tensor) -> Tensor:
     """A loss that asks for each batch, with the first of a run."""
-    batch = Batch(images[: len(labels)], ["" for _ in labels], step=1, epoch=0.0)
+    batch = Batch(images[: len(labels)], ["" for _ in range(len(labels))], step=1, epoch=0.0)
     return loss(outputs, labels, batch=batch)
 
 
