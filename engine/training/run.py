@@ -192,7 +192,7 @@ class Run(Generic[Config, Split]):
         return parts
 
     def delivered(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
-        """The minibatches on the device, one for each step, which a loss that asks for batches gets with it.
+        """The minibatches on the device, one for each step, with its number if the loss asks for batches.
 
         ValueError: a step's learning rate is no rate.
         """
