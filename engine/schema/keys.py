@@ -223,9 +223,10 @@ def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
             if isinstance(kind, type) and is_dataclass(kind):
                 place = f"{name}.{choice}." if "is_list" in entry.metadata else f"{name}."
                 of_alternatives.append(declared_in(kind, place))
-        for key, declared in (pair for alternative in of_alternatives for pair in alternative.items()):
-            same = keys.get(key, declared).kind == declared.kind
-            keys[key] = declared if same else declared._replace(kind=Any)
+        for below in of_alternatives:
+            for key, declared in below.items():
+                is_same = keys.get(key, declared).kind == declared.kind
+                keys[key] = declared if is_same else declared._replace(kind=Any)
         if entry.name in groups or not of_alternatives:
             keys[name] = Declared(hints[entry.name], entry.metadata)
     return keys
