@@ -61,8 +61,8 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
     network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
-    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if dtype == torch.bfloat16 and emulated:
+    is_emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == torch.bfloat16 and is_emulated:
         logger.warning("precision=bfloat16: this device only emulates it, which takes longer: give float16 or float32")
     if config.trainer.precision == "float16":
         overflow = "precision=float16 overflows: use bfloat16 or float32"

@@ -48,11 +48,10 @@ def evaluate_split(
 
     MemoryError: the device does not have enough memory. FloatingPointError: some images have no finite score.
     """
-    classes = len(dataset.classes)
-    cells = torch.zeros(classes**2 + 2, dtype=torch.int64, device=world.device)
+    cells = torch.zeros(len(dataset.classes) ** 2 + 2, dtype=torch.int64, device=world.device)
     forward.network.eval()
-    loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}", kind="minibatches")
-    for minibatch in prefetched(loaded, world.device):
+    minibatches = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}", kind="minibatches")
+    for minibatch in prefetched(minibatches, world.device):
         size = "x".join(map(str, minibatch["image"].shape))
         with (
             memory_errors(f"while images of shape {size} were evaluated. {forward.memory_advice}"),
@@ -63,10 +62,17 @@ def evaluate_split(
             added.add(logits.argmax(dim=1), minibatch["label"])
             if added.reading(PROBABILITIES):
                 added.add_probabilities(logits.softmax(dim=1), minibatch["label"].to(world.device))
-    counts = world.sum_(cells).cpu().numpy()
+    return added.added_to(_evaluated(forward, dataset, world.sum_(cells)), world)
+
+
+def _evaluated(forward: Forward, dataset: ClassificationDataset, cells: Tensor) -> Evaluated:
+    """The scores of the cells that `count` has filled. FloatingPointError: some images have no finite score."""
+    classes = len(dataset.classes)
+    counts = cells.cpu().numpy()
     confusion = counts[:-2].reshape(classes, classes)
     in_top5, unscored = counts[-2:].tolist()
-    class_counts, right_counts = confusion.sum(axis=1).tolist(), confusion.diagonal().tolist()
+    class_counts = confusion.sum(axis=1).tolist()
+    right_counts = confusion.diagonal().tolist()
     total = sum(class_counts)
     forward.check_scores(unscored, total, "images")
     scores = {"top1": sum(right_counts) / max(total, 1), "top5": in_top5 / max(total, 1)}
@@ -76,13 +82,13 @@ def evaluate_split(
     }
     details: dict[str, object] = {"accuracy": accuracy}
     curves = {f"val/{name}": 100 * score for name, score in scores.items()}
-    listed = accuracy if classes <= MOST_LISTED else {}
-    if listed:
+    is_listed = classes <= MOST_LISTED
+    if is_listed:
         details["confusion_matrix"] = confusion.tolist()
         curves |= {f"val_accuracy/{name}": 100 * share for name, share in accuracy.items() if share is not None}
-    rows = {name: (share,) for name, share in listed.items()}
+    rows = {name: (share,) for name, share in accuracy.items()} if is_listed else {}
     totals = {"top-1": scores["top1"], "top-5": scores["top5"]}
-    evaluated = Evaluated(
+    return Evaluated(
         scores=scores,
         summary=f"top-1 {100 * scores['top1']:.2f} %  top-5 {100 * scores['top5']:.2f} %",
         images=total,
@@ -90,7 +96,6 @@ def evaluate_split(
         curves=curves,
         table=partial(table_of_shares, ["class", "accuracy %"], rows, totals),
     )
-    return added.added_to(evaluated, world)
 
 
 def count(cells: Tensor, logits: Tensor, labels: Tensor) -> None:

@@ -44,12 +44,12 @@ class Memory:
         if available is not None and available <= 0:
             raise ValueError(f"memory.budget={self.budget}: expected more than {deductions(devices)}")
 
-    def available(self, devices: int, captured: bool = False) -> int | None:
-        """Bytes for tensors on each device, also of `captured` steps; None if the device memory is not given."""
+    def available(self, devices: int, is_captured: bool = False) -> int | None:
+        """Bytes for tensors on each device, also of captured steps; None if the device memory is not given."""
         if self.budget is None:
             return None
         left = (self._bytes("budget") - _reserved(devices)) * (1 - FRAGMENTATION)
-        return int(left / (1 + CAPTURED) if captured else left)
+        return int(left / (1 + CAPTURED) if is_captured else left)
 
     def activation_bytes(self) -> int | None:
         """`activations` as a number; None if it is not given."""

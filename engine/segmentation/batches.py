@@ -44,7 +44,7 @@ class AtOnce:
         It is called again with less if memory runs out. MemoryError: there is not enough for one image or window.
         """
         size = batch["image"].shape[2:]
-        failed = 0  # passes that were too many
+        too_many = 0  # passes that were too many
         while batch["image"].shape[0]:
             images, windows = self.fitting(forward, views, size)
             part = {key: values[:images] for key, values in batch.items()}
@@ -56,15 +56,15 @@ class AtOnce:
                 if passes == 1 or not is_out_of_memory(error):
                     raise
             if result is None:  # the error is gone by now, and with it the tensors of its frames
-                failed = failed or passes
+                too_many = too_many or passes
                 self.images = passes // 2
                 if self.pixels is not None:
                     self.pixels = self.images * math.prod(views.widest(size, resolution(forward)[2])[0])
                 continue
-            if failed:
+            if too_many:
                 kind = f"images or windows of {size[0]}x{size[1]} pixels"
-                logger.warning(f"out of memory with {failed} {kind} at once: {passes} from now on")
-                failed = 0
+                logger.warning(f"out of memory with {too_many} {kind} at once: {passes} from now on")
+                too_many = 0
             yield part, result
             batch = {key: values[images:] for key, values in batch.items()}
 

@@ -38,7 +38,7 @@ def on_precision(config: TrainingRun) -> str | None:
     )
 
 
-def on_memory(config: TrainingRun, processes: int, captured: bool = False) -> str:
+def on_memory(config: TrainingRun, processes: int, is_captured: bool = False) -> str:
     """Changes that each roughly halve a training step's memory, and are not made already."""
     trainer, norm = config.trainer, config.norm
     ways = []
@@ -53,7 +53,7 @@ def on_memory(config: TrainingRun, processes: int, captured: bool = False) -> st
         ways.append("norm=inplace")
     ways.append(f"data.crop_size={int(config.data.crop_size / 2**0.5)}")
     fit = "" if config.memory.fit else ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
-    graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if captured else ""
+    graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if is_captured else ""
     halves = f"Each of these roughly halves the memory for crops: {', '.join(ways)}"
     return f"({config.division(processes)}). {halves}{fit}{graph}"
 

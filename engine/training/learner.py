@@ -160,8 +160,8 @@ class Learner:
             outcome.copied.synchronize()
         loss, gradient_norm, stops, scale, next_scale = outcome.numbers.tolist()
         if not math.isfinite(loss):
-            weights = {name: p.detach().double().norm().item() for name, p in self.network.named_parameters()}
-            name, norm = _largest(weights)
+            weights = self.network.named_parameters()
+            name, norm = _largest({name: weight.detach().double().norm().item() for name, weight in weights})
             raise FloatingPointError(f"the loss is {loss}; the weights with the largest norm are {name} ({norm:.3g})")
         if not math.isfinite(gradient_norm) and not SMALLEST_SCALE <= next_scale < scale:
             raise FloatingPointError(f"the gradient is {gradient_norm}; {self._broken(outcome)}")

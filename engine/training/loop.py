@@ -171,7 +171,7 @@ def _explain(error: Exception, step: int, minibatch: dict, run: Run[Config, Spli
         images = minibatch["image"]
         count = -(-len(images) // run.learner.accumulation_steps)
         crops = f"{count} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
-        smaller = advice.on_memory(run.config, run.world.size, captured=run.learner.captured is not None)
+        smaller = advice.on_memory(run.config, run.world.size, is_captured=run.learner.captured is not None)
         raise MemoryError(f"{cause_of(error)} in step {step} with {crops} on this device {smaller}") from error
     if isinstance(error, (RuntimeError, ValueError)) and run.stop.requested:
         logger.debug("", exc_info=True)  # the traceback goes to log.txt

@@ -88,8 +88,9 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     task = TASKS[config.task]
     network = network_of(config, classes_of(config.data))
     if config.trainer.channels_last:
-        for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        for parameter in network.parameters():
+            if parameter.dim() == 4:  # `to` cannot move fake ones
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     plain = forward(config, nn.Identity(), torch.device("cpu")).through(network)
     trainer = replace(config.trainer, compile=False, capture=False)
     uncompiled = replace(config, trainer=trainer, lr_schedule=Poly())
@@ -173,30 +174,30 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
     return step.memory(resident if in_buckets else resident | {"gradients": 0}, kept)
 
 
-def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, captured: bool = False) -> int:
+def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, is_captured: bool = False) -> int:
     """Bytes of tensors on one device in such a step; with trainer.recompute=budget the fewest within `memory.time`."""
     if config.trainer.recompute == "budget":
-        return planned_step(config, crops, crop_size, devices, captured).least(config.memory.time)
+        return planned_step(config, crops, crop_size, devices, is_captured).least(config.memory.time)
     return step_memory(config, crops, crop_size, devices).peak
 
 
 def planned_step(
-    config: TrainingRun, crops: int, crop_size: int, devices: int = 1, captured: bool = False, available: int = 0
+    config: TrainingRun, crops: int, crop_size: int, devices: int = 1, is_captured: bool = False, available: int = 0
 ) -> PlannedStep:
     """The second step of a training, with plans for its activations, among them one for `available` bytes in all.
 
     Gradients take memory as they come, and budgets leave their room free until then. But several micro-batches,
-    `captured` steps and DDP's buckets hold them throughout; with several devices and micro-batches, twice.
+    captured steps and DDP's buckets hold them throughout; with several devices and micro-batches, twice.
     """
     trainer = config.trainer
-    captured = captured or trainer.capture is True
+    is_captured = is_captured or trainer.capture is True
     same_times = times_of("meta") if devices > 1 else nullcontext()  # ranks measure different ones
     with FakeTensors(), same_times:
         learner, loss, minibatch, resident = fake_step(replace(config, memory=Memory()), crops, crop_size)
         images, labels = (minibatch[key].tensor_split(trainer.accumulation_steps)[0] for key in ("image", "label"))
         with CountedStep() as of_optimizer:
             update(learner)
-        come_one_by_one = devices == trainer.accumulation_steps == 1 and not captured
+        come_one_by_one = devices == trainer.accumulation_steps == 1 and not is_captured
         if come_one_by_one:
             learner.optimizer.zero_grad()
         inputs = learner.forward.normalised(images)
@@ -208,7 +209,7 @@ def planned_step(
         gradients = resident["gradients"]
         if come_one_by_one:
             resident["gradients"] = 0
-        elif devices > 1 and trainer.accumulation_steps > 1 and not captured:
+        elif devices > 1 and trainer.accumulation_steps > 1 and not is_captured:
             resident["gradients"] *= 2
         resident |= {"images": resident["images"] + inputs.nbytes, "loss": of_loss.peak}
         left = available - sum(resident.values()) - (gradients if come_one_by_one else 0)
@@ -219,16 +220,16 @@ def planned_step(
     return PlannedStep(resident, planned.gradients, of_optimizer.peak, list(plans))
 
 
-def within_budget(config: TrainingRun, devices: int, captured: bool = False) -> tuple[Memory, int, str]:
+def within_budget(config: TrainingRun, devices: int, is_captured: bool = False) -> tuple[Memory, int, str]:
     """For trainer.recompute=budget: keys with `memory.activations`, the bytes that `memory.budget` leaves for them.
 
     If no plan fits, the bytes of the plan with the lowest peak. Also returns the step's bytes, and a text that shows
     how these add up.
     """
-    available = config.memory.available(devices, captured)
+    available = config.memory.available(devices, is_captured)
     assert available is not None
-    with before_capture() if captured else nullcontext():
-        step = planned_step(config, share_of(config, devices), config.data.crop_size, devices, captured, available)
+    with before_capture() if is_captured else nullcontext():
+        step = planned_step(config, share_of(config, devices), config.data.crop_size, devices, is_captured, available)
     peak, time = step.within(available)
     left = max(available - step.held, peak + 2**10)
     resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)
@@ -245,19 +246,19 @@ def share_of(config: TrainingRun, devices: int) -> int:
     return -(-config.data.crops_per_minibatch // devices)
 
 
-def fitting(config: Config, devices: int, captured: bool = False) -> Config:
+def fitting(config: Config, devices: int, is_captured: bool = False) -> Config:
     """A copy with the minibatch or crop size that `memory.fit` chooses for `memory.budget`.
 
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
     memory, fewest = config.memory, config.fewest_on_each(devices) * config.trainer.accumulation_steps
-    available = memory.available(devices, captured)
+    available = memory.available(devices, is_captured)
     assert available is not None
     size = config.data.crop_size
     share = share_of(config, devices)
 
     def peak(crops: int, side: int) -> int:
-        return needed(config, crops, side, devices, captured)
+        return needed(config, crops, side, devices, is_captured)
 
     if memory.fit == "batch":
         smallest = fewest, size
@@ -297,43 +298,43 @@ def fitted(config: Config) -> tuple[Config, str]:
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
-    captured = False
+    is_captured = False
     if config.memory.budget is not None:  # it is captured, as far as its keys say it
         world = World(size=world_size(), device=device_of(config.trainer.device, key="trainer.device"))
         with FakeTensors():
             network = network_of(config, classes_of(config.data))
-        captured = why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is None
+        is_captured = why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is None
     try:
-        return _fitted(config, captured), ""
+        return _fitted(config, is_captured), ""
     except ValueError:
-        if not captured:
+        if not is_captured:
             raise
-    eager = _fitted(config, captured=False)
+    eager = _fitted(config, is_captured=False)
     because = f"memory.budget={config.memory.budget} leaves nothing for a CUDA graph"
     if config.trainer.capture is True:
         raise ValueError(f"trainer.capture=true: {because}; {CAPTURE_ADVICE}")
     return eager, because
 
 
-def _fitted(config: Config, captured: bool) -> Config:
+def _fitted(config: Config, is_captured: bool) -> Config:
     memory, processes = config.memory, world_size()
     if memory.gpus not in (None, processes):
         raise ValueError(
             f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "
             f"torchrun --nproc-per-node {memory.gpus}"
         )
-    available = memory.available(processes, captured)
+    available = memory.available(processes, is_captured)
     if available is None:
         return config
     rank = int(os.environ.get("RANK", "0"))
     log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)
     if memory.fit:
-        chosen = _of_resumed_run(config) or fitting(config, processes, captured)
+        chosen = _of_resumed_run(config) or fitting(config, processes, is_captured)
     data = chosen.data
     share = share_of(chosen, processes)
     if config.trainer.recompute == "budget":
-        chosen.memory, peak, sum_text = within_budget(chosen, processes, captured)
+        chosen.memory, peak, sum_text = within_budget(chosen, processes, is_captured)
     else:
         chosen.memory = Memory()
         peak = step_memory(chosen, share, data.crop_size, processes).peak

@@ -251,12 +251,15 @@ class Run(Generic[Config, Split]):
             logger.info(
                 "no debug=resume has passed with these plugins: if one keeps something, a resumed run may differ"
             )
-        parameters = sum(parameter.numel() for parameter in learner.network.parameters())
-        frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)
+        parameters = list(learner.network.parameters())
+        size = f"{sum(parameter.numel() for parameter in parameters):,} parameters"
+        frozen_count = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+        if frozen_count:
+            size += f", {frozen_count:,} of them frozen"
         logger.info(
-            f"{self.directory.path}: {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}, "
-            f"{images} training and {len(self.val_set)} validation images, steps {self.start_step} to {steps} on "
-            f"{world.size} x {world.device.type}, data workers of each: {workers_of(config.data)}"
+            f"{self.directory.path}: {size}, {images} training and {len(self.val_set)} validation images, steps "
+            f"{self.start_step} to {steps} on {world.size} x {world.device.type}, data workers of each: "
+            f"{workers_of(config.data)}"
         )
         if config.trainer.compile or config.compiles_norms(world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
