@@ -40,7 +40,7 @@ def test_class_weights_take_the_index_from_the_folder_that_is_given(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "cores, limit, local_ranks, given, workers",
+    "cores, limit, local_ranks, value, workers",
     [
         *[(4, "", 1, "auto", 4), (96, "", 8, "auto", 8), (16, "", 4, "auto", 4), (2, "", 4, "0", 0)],
         *[(96, "50000 100000", 1, "auto", 1), (96, "1200000 100000", 4, "auto", 3), (96, "max 100000", 1, "auto", 8)],

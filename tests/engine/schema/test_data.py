@@ -14,7 +14,7 @@ def test_a_range_of_16_bit_values_has_a_lowest_and_a_highest_value(range16):
 
 
 @pytest.mark.parametrize(
-    "keys, said",
+    "keys, expected",
     [
         (("data.crop_size=256",), "63 % of a crop is padding: give data.crop_size=128"),
         (("data.crop_size=1000",), "98 % of a crop is padding: give data.crop_size=128"),

@@ -106,7 +106,7 @@ def test_clipping_scales_longer_gradients_down_to_the_norm():
     torch.testing.assert_close(clipped, whole * (0.01 / norm))
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("low_precision", ["bfloat16", "float16"])
 def test_low_precision_steps_as_float32_does(low_precision):
     steps = []
     for precision in ("float32", low_precision):

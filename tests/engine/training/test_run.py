@@ -67,7 +67,7 @@ def test_the_log_counts_the_files_that_each_split_leaves_out(tmp_path):
     assert [log.count(sentence) for sentence in left_out] == [1, 1]
 
 
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("is_folder", [False, True])
 def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeypatch, is_folder):
     """Reading every file of a large dataset takes long."""
     if is_folder:
@@ -80,7 +80,7 @@ def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeyp
             run.start(lambda: assemble.network_of(config, 19))
 
 
-@pytest.mark.parametrize("what, problem", [("end", ValueError("gone")), ("scalars", SystemExit(1))])
+@pytest.mark.parametrize("method, problem", [("end", ValueError("gone")), ("scalars", SystemExit(1))])
 def test_a_logger_that_fails_is_named_and_the_others_and_the_run_go_on(method, problem, monkeypatch):
     received = []
     warnings = []
