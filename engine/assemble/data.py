@@ -113,7 +113,7 @@ def shortfalls(config: Data, train_set: Any, val_set: Any) -> list[str]:
     sentences = []
     for key, names, split in (("train_split", config.train_split, train_set), ("val_split", config.val_split, val_set)):
         count = sum(counts.get(name) or math.inf for name in as_list(names))
-        is_official = len(split.classes) == (official_classes(config) or len(split.classes))  # or own, in its layout
+        is_official = official_classes(config) in (None, len(split.classes))  # else it is own data in the same layout
         if is_official and len(split) < count < math.inf:
             sentences.append(f"data.{key}={names} has {len(split):,} of the {count:,} images of {config.name}")
     return sentences

@@ -86,6 +86,27 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     if config.trainer.device != "cpu":
         config = replace(config, norm=config.norm.fused())
     task = TASKS[config.task]
+    learner = _fake_learner(config)
+    update(learner)
+    size = config.data.crop(crop_size)
+    images = torch.zeros(crops, config.data.channels, *size, dtype=torch.uint8)
+    labels = task.labels(crops, size)
+    tensors_by_kind = {
+        "weights": [*learner.parameters, *learner.network.buffers()],
+        "average": () if learner.average is None else learner.average.module.state_dict().values(),
+        "momentum": [value for state in learner.optimizer.state.values() for value in state.values()],
+        "images": [images, labels],
+        "gradients": [parameter.grad for parameter in learner.parameters],
+    }
+    resident = {kind: bytes_of_tensors(tensors) for kind, tensors in tensors_by_kind.items()}
+    loss: Loss = task.loss(config, learner.network)
+    if getattr(loss, "asks_for_batch", False):
+        loss = partial(_given_a_batch, loss, images)
+    return learner, loss, {"image": images, "label": labels}, resident
+
+
+def _fake_learner(config: TrainingRun) -> Learner:
+    """A learner before its first step, with gradients of zero."""
     network = network_of(config, classes_of(config.data))
     if config.trainer.channels_last:
         for parameter in network.parameters():
@@ -102,22 +123,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         group["foreach"] = not config.optim.fused
     for parameter in learner.parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    update(learner)
-    size = config.data.crop(crop_size)
-    images = torch.zeros(crops, config.data.channels, *size, dtype=torch.uint8)
-    labels = task.labels(crops, size)
-    tensors_by_kind = {
-        "weights": [*learner.parameters, *network.buffers()],
-        "average": () if learner.average is None else learner.average.module.state_dict().values(),
-        "momentum": [value for state in learner.optimizer.state.values() for value in state.values()],
-        "images": [images, labels],
-        "gradients": [parameter.grad for parameter in learner.parameters],
-    }
-    resident = {kind: bytes_of_tensors(tensors) for kind, tensors in tensors_by_kind.items()}
-    loss: Loss = task.loss(config, network)
-    if getattr(loss, "asks_for_batch", False):
-        loss = partial(_given_a_batch, loss, images)
-    return learner, loss, {"image": images, "label": labels}, resident
+    return learner
 
 
 def _given_a_batch(loss: Loss, images: Tensor, outputs: Any, labels: Tensor) -> Tensor:
