@@ -1,6 +1,6 @@
 """Record a pass with the advice of earlier ones: most calls run as they are, and few questions are asked again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -27,10 +27,10 @@ from ..table.functions import EXPOSE, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
-from .advice import END, NOWHERE, Advice, Site
+from .advice import COUNT, DROP, END, FLAT, HOOKS, KEEP, MEMORY, NOWHERE, SIGNS, Advice, Site
 from .derivation import DERIVING, value_by_advice
 from .finders import Finder
-from .learning import drops_outside, note_of
+from .learning import Note, drops_outside
 from .packing import holder_of, is_simple, sign_mask
 from .plan import MORE, ByPlan, Flag
 from .recipes import DEEPEST, give_planned, give_recipe, how_to_repeat, may_drop, read_result_instead
@@ -40,19 +40,12 @@ from .report import KeptTensor
 
 _SHARE = 4  # a pass leaves its plan if more than one call in so many is new; missing calls do not count
 _SEQUENCES = frozenset([list, tuple])
-# Names of a module itself are found faster.
-HOOKS = bits.HOOKS
-DROP = bits.DROP
-SIGNS = bits.SIGNS
-KEEP = bits.KEEP
-MEMORY = bits.MEMORY
-COUNT = bits.COUNT
-FLAT = bits.FLAT
 _BY_RULES = bits.RULES | bits.UNKNOWN
 _SAVES = HOOKS | DROP
 _BUSY = ~COUNT
 _AFTERWARDS = KEEP | COUNT
 _DERIVED = bits.ANY_DERIVED
+# Names of this module are found faster than attributes.
 strided = torch.strided
 Parameter = nn.Parameter
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -91,7 +84,7 @@ class Advised(Recording):
         self.nodes = self.results = 0  # made in this pass: nodes of autograd; bytes of counted results
         self.cuts = 0  # calls such as `detach` that got tensors with a gradient, and have returned one without
         self.skipped = 0  # nodes and cuts of missing calls
-        self.notes: list[Callable[[], None]] = []  # see `note_of`
+        self.notes: list[Note] = []
         self.unknown: list[Site] = []
         # The running call
         self.site: Site = END
@@ -319,8 +312,8 @@ class Advised(Recording):
             self.cuts += torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs])
         if self.registry.by_plan and not is_view and (self.is_first or call.packed or call.recipes):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
-        note = note_of(call, result, self.registry.names.find)
-        if note is not None:
+        note = Note(call, result, self.registry.names.find)
+        if not note.is_empty:
             self.notes.append(note)
 
     def learn(self, fits: bool) -> None:
@@ -342,8 +335,8 @@ class Advised(Recording):
                 site = site.next
         for site in self.unknown:
             site.advice &= COUNT | FLAT | MEMORY | bits.ADDED
-        for decide in [] if fits and self.is_first else self.notes:
-            decide()
+        for note in [] if fits and self.is_first else self.notes:
+            note.decide()
         if advice.is_new:
             advice.is_new = False
             advice.first = advice.count
@@ -381,7 +374,7 @@ class Advised(Recording):
             push_hooks(self.packing, unpack)  # inside the try, because Ctrl-C may come right after it
             result = function(*args, **kwargs)
         except BaseException as error:
-            self._keep_own()
+            self._keep_candidates()
             is_pushed = hooks_are_allowed()
             if is_pushed:
                 pop_hooks()
@@ -467,7 +460,7 @@ class Advised(Recording):
                 find.is_noted = is_noted
                 self._drop(site, args, kwargs, result, is_written=True)
             elif self.saved_leaves or self.result_candidates:
-                self._keep_own()
+                self._keep_candidates()
         finally:
             find.before = None
             if writes:
@@ -497,11 +490,8 @@ class Advised(Recording):
             except NotRepeated:
                 pass
             find.result = find.node_packs = None
-            if (
-                again is not None
-                and not again.draws
-                and (again.fresh or is_written or not _is_among(result, args, kwargs))
-            ):
+            is_new = is_written or again is None or again.fresh
+            if again is not None and not again.draws and (is_new or not _is_among(result, args, kwargs)):
                 value = None
                 for tensor, saved_value in self.result_candidates:  # autograd holds it already
                     value = saved_value if tensor is result else value
@@ -516,9 +506,9 @@ class Advised(Recording):
                     else:
                         registry.names.by_id[id(result)] = ref(result), result._version, value
         if self.saved_leaves or self.result_candidates:
-            self._keep_own()
+            self._keep_candidates()
 
-    def _keep_own(self) -> None:
+    def _keep_candidates(self) -> None:
         """Keep what a call has saved that is not its result."""
         for tensor, value in self.result_candidates:
             value.source = value.source or Kept(tensor, None)

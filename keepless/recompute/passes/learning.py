@@ -30,65 +30,71 @@ class _Pack(NamedTuple):
     is_flat: bool  # it has no gradient
 
 
-def note_of(call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> Callable[[], None] | None:
-    """Note what a call of an unknown site has done that ran with our hooks. What is returned sets the site's advice.
+class Note:
+    """What a call of an unknown site has done that ran with our hooks.
 
-    It holds neither tensors nor values, as the pass goes on. None: there is nothing to note.
+    It holds neither tensors nor values, as the pass goes on.
     """
-    value = None
-    base_value = None
-    is_special = False
-    if isinstance(result, Tensor) and not result.is_nested:
-        value = find(result)
-        base_value = None if result._base is None else find(result._base)
-        node = node_of(result)
-        # Without advice, a recipe would not read the result itself, but what it is computed from, or a copy.
-        is_special = result._base is not None or node is None or type(node) in DERIVING
-    if not (call.packed or call.recipes or value is not None):
-        return None
-    packs = [
-        _Pack(
-            weakref.ref(saved) if isinstance(saved, Saved) else None,
-            tensor is result,
-            is_known,
-            bits.derived_from(call.arguments, call.copied.get(id(tensor), call.copied.get(id(tensor._base)))),
-            type(saved) is ShapeOnly,
-            not tensor.requires_grad,
-        )
-        for tensor, saved, is_known in call.packed
-    ]
-    node_packs = packs_of(node_of(result)) if isinstance(result, Tensor) else ()
+
+    def __init__(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
+        node = node_of(result) if isinstance(result, Tensor) else None
+        value = None
+        base_value = None
+        self.is_special = False
+        if isinstance(result, Tensor) and not result.is_nested:
+            value = find(result)
+            base_value = None if result._base is None else find(result._base)
+            # Without advice, a recipe would not read the result itself, but what it is computed from, or a copy.
+            self.is_special = result._base is not None or node is None or type(node) in DERIVING
+        self.site = call.site
+        self.planned = call.planned
+        self.value = _reference(value)
+        self.base_value = _reference(base_value)
+        self.is_empty = not (call.packed or call.recipes or value is not None)
+        self.packs = [
+            _Pack(
+                weakref.ref(saved) if isinstance(saved, Saved) else None,
+                tensor is result,
+                is_known,
+                bits.derived_from(call.arguments, call.copied.get(id(tensor), call.copied.get(id(tensor._base)))),
+                type(saved) is ShapeOnly,
+                not tensor.requires_grad,
+            )
+            for tensor, saved, is_known in call.packed
+        ]
+        self.recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]  # of its inside
+        self.needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
+        self.hides = _hides_parameters(call, node)
+
+    def decide(self) -> None:
+        """Set the site's advice, once the pass has ended."""
+        value = self.value()
+        base = self.base_value()
+        makes = [is_inside for recipe, is_inside in self.recipes if _is_read(recipe(), value)]
+        advice = bits.DROP if makes else 0
+        if makes and (self.needs_rules or any(makes)):
+            advice |= bits.RULES
+        if base is not None and base is not value and isinstance(base.source, Recipe) and base.consumers:
+            advice |= bits.RULES
+        for pack in self.packs:
+            advice |= _bits_of(pack, value)
+        if self.is_special and value is not None and type(value.source) is Kept and value.may_be_read():
+            advice |= bits.KEEP
+        if makes and self.planned is not None:
+            is_masked = self.site.row.mask is not None  # then what it saves inside, the mask, has a recipe of its own
+            if not self.planned & Flag.AGAIN or (is_masked and all(makes)):
+                advice &= ~bits.DROP
+            if self.planned & Flag.MASK and is_masked and any(makes):
+                advice |= bits.MASK
+        self.site.advice |= advice | bits.HOOKS if advice and self.hides else advice
+
+
+def _hides_parameters(call: Call, node: Any) -> bool:
+    """Whether the node of its result does not say that the call has saved a parameter."""
     tensors = [tensor for tensor, _, _ in call.packed]
     parameters = [tensor for tensor in tensors if tensor.requires_grad and (tensor.is_leaf or is_parameter(tensor))]
-    # The node of its result does not say that the call has saved a parameter.
-    hides = not all([any([parameter is pack for pack in node_packs]) for parameter in parameters])
-    recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]  # of what it saves inside
-    needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
-    site = call.site
-    planned = call.planned
-    value_reference = _reference(value)
-    base_reference = _reference(base_value)
-
-    def decide() -> None:
-        result_value = value_reference()
-        base = base_reference()
-        makes = [is_inside for recipe, is_inside in recipes if _is_read(recipe(), result_value)]
-        advice = bits.DROP if makes else 0
-        if makes and (needs_rules or any(makes)):
-            advice |= bits.RULES
-        if base is not None and base is not result_value and isinstance(base.source, Recipe) and base.consumers:
-            advice |= bits.RULES
-        for pack in packs:
-            advice |= _bits_of(pack, result_value)
-        if is_special and result_value is not None and type(result_value.source) is Kept and result_value.may_be_read():
-            advice |= bits.KEEP
-        if makes and planned is not None:
-            is_masked = site.row.mask is not None  # then what it saves inside, the mask, has a recipe of its own
-            advice &= ~bits.DROP if not planned & Flag.AGAIN or (is_masked and all(makes)) else -1
-            advice |= bits.MASK if planned & Flag.MASK and is_masked and any(makes) else 0
-        site.advice |= advice | bits.HOOKS if advice and hides else advice
-
-    return decide
+    packs = packs_of(node) if parameters else ()
+    return not all([any([parameter is pack for pack in packs]) for parameter in parameters])
 
 
 def _reference(value: Any) -> Any:

@@ -40,7 +40,7 @@ def holder_of(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         return registry.kept(tensor, None)
     if not is_ordinary(tensor):
         kept = registry.kept(tensor, registry.outer)
-        registry.log.keep_other(kept, tensor)
+        registry.log.keep_subclass(kept, tensor)
         return kept
     if row.reads_shape_only is not None and tensor.requires_grad and row.reads_shape_only(call.args, call.kwargs):
         return ShapeOnly(tensor)

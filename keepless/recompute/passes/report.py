@@ -55,10 +55,8 @@ class Log:
     """The values of a forward pass whose tensors were kept at first."""
 
     def __init__(self) -> None:
-        # Each with the address and bytes of its storage, the name of the node that made it, the function that reads it,
-        # and the module that calls this.
-        self.entries: list[tuple[weakref.ref[Any], int, int, str, Any, Any]] = []
-        self.without_value: list[tuple[weakref.ref[Kept], KeptTensor]] = []
+        self.values: list[tuple[weakref.ref[Any], int, KeptTensor]] = []  # with the addresses of their storages
+        self.subclasses: list[tuple[weakref.ref[Kept], KeptTensor]] = []  # tensors without values
         self.function: Callable[..., Any] | None = None  # the one that is running
         self.is_on = True
         self.reasons: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # why results of calls are kept, by their ids
@@ -75,50 +73,47 @@ class Log:
 
     def keep(self, value: Any, tensor: Tensor) -> None:
         node = tensor.grad_fn
-        base = tensor._base
-        if not self.is_on or (base is not None and isinstance(base, nn.Parameter)):
+        if not self.is_on or isinstance(tensor._base, nn.Parameter):
             return
         if node is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
             return
-        name = "input" if node is None else type(node).__name__
         storage = tensor.untyped_storage()
-        entry = (weakref.ref(value), address(storage), storage.nbytes(), name, self.function, calling_module())
-        self.entries.append(entry)
+        made_by = "input" if node is None else type(node).__name__.partition("Backward")[0]
+        line = KeptTensor(storage.nbytes(), made_by, self._reader(), calling_module())
+        self.values.append((weakref.ref(value), address(storage), line))
 
-    def keep_other(self, kept: Kept, tensor: Tensor) -> None:
+    def keep_subclass(self, kept: Kept, tensor: Tensor) -> None:
         """Note a kept tensor that has no value, if it is a tensor subclass."""
         if self.is_on and type(tensor) not in PLAIN and not tensor.is_nested:
             size = tensor.numel() * tensor.itemsize
-            reader = getattr(self.function, "__name__", "")
-            kept_tensor = KeptTensor(size, type(tensor).__name__, reader, calling_module(), "a subclass of tensors")
-            self.without_value.append((weakref.ref(kept), kept_tensor))
+            why = "a subclass of tensors"
+            line = KeptTensor(size, type(tensor).__name__, self._reader(), calling_module(), why)
+            self.subclasses.append((weakref.ref(kept), line))
+
+    def _reader(self) -> str:
+        return getattr(self.function, "__name__", "")
 
     def kept(self, planned: Callable[[Any], str] | None = None) -> list[KeptTensor]:
         """The tensors kept at the end of the forward pass, one per storage. Empties the log.
 
         `planned`: why a plan keeps a value. Without a plan, the rules have noted why they do.
         """
-        kept_tensors: dict[int | Signs, KeptTensor] = {}
-        entries = self.entries
-        subclasses = [kept_tensor for reference, kept_tensor in self.without_value if reference() is not None]
-        self.entries = []
-        self.without_value = []
-        self.reasons = {}
-        for reference, storage, size, made_by, function, module in entries:
+        lines: dict[int | Signs, KeptTensor] = {}
+        for reference, storage, line in self.values:
             value = reference()
             if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
                 continue
-            kept_for = getattr(function, "__name__", "")
             key: int | Signs = storage
             if isinstance(value.source, Signs):  # the tensor is freed, and others may have got its address
-                size = value.source.bytes
-                kept_for = f"signs for {kept_for}"
                 key = value.source
-            made_by = made_by.partition("Backward")[0]
-            why = "made without a gradient" if made_by == "input" else value.why or "no rule repeats it"
-            why = why if planned is None else planned(value)
-            kept_tensors.setdefault(key, KeptTensor(size, made_by, kept_for, module, why))
-        return [*kept_tensors.values(), *subclasses]
+                line = line._replace(bytes=key.bytes, kept_for=f"signs for {line.kept_for}")
+            why = "made without a gradient" if line.made_by == "input" else value.why or "no rule repeats it"
+            lines.setdefault(key, line._replace(why=why if planned is None else planned(value)))
+        subclasses = [line for reference, line in self.subclasses if reference() is not None]
+        self.values = []
+        self.subclasses = []
+        self.reasons = {}
+        return [*lines.values(), *subclasses]
 
 
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:
