@@ -384,5 +384,5 @@ def _is_recorded() -> bool:
     hooks = current_hooks()
     if hooks is None:
         recordings = [forward_pass.recording for forward_pass in _open.passes if forward_pass.recording is not None]
-        return bool(recordings) and recordings[-1].hooks is None and not recordings[-1].abandoned
+        return bool(recordings) and recordings[-1].hooks is None and not recordings[-1].is_abandoned
     return is_ours(hooks)

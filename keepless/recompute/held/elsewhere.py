@@ -89,10 +89,10 @@ class Elsewhere:
                 if place is None:
                     return None
                 return torch.frombuffer(place, dtype=torch.uint8).view(entries.dtype).copy_(entries)
-            return entries.cpu() if self._has_room(entries.nbytes) else None
+            return entries.cpu() if self._take_room(entries.nbytes) else None
 
-    def _has_room(self, size: int) -> bool:
-        """Take so many bytes of host memory, unless that would be more than half of what is free."""
+    def _take_room(self, size: int) -> bool:
+        """Take so many bytes of host memory; False if that would be more than half of what is free."""
         self.is_full = self.bytes + size > _SHARE * (self.bytes + free_host_bytes())
         self.bytes += 0 if self.is_full else size
         return not self.is_full
@@ -129,7 +129,7 @@ class Elsewhere:
             segment = mmap.mmap(self._file, size, offset=self._end)
         except OSError as error:
             _say_that_there_is_no_file(error.strerror)
-            return memoryview(mmap.mmap(-1, size)) if self._has_room(size) else None
+            return memoryview(mmap.mmap(-1, size)) if self._take_room(size) else None
         self._end += size
         return memoryview(segment)
 

@@ -194,6 +194,7 @@ def _of_equal_copy(registry: Registry, value: Value | None, argument: Tensor, co
     Kernels round otherwise for other strides, so argument and copy are each restored with their own.
     """
     call = registry.call
+    registry.storages.note_all()
     is_fixed = value is not None and registry.is_fixed(value, argument)
     is_alike = copy.stride() == argument.stride()
     if value is None or is_fixed or (value.unread and not is_alike and call and call.overwrites):

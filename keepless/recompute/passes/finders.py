@@ -110,12 +110,15 @@ class Finder:
         if not (is_small or ((may_keep or stays) and not copies)):
             raise NotRepeated("its input is not kept")
         may_copy = is_small and (tensor.is_leaf or not tensor.requires_grad)
-        if may_copy or not (stays or tensor.requires_grad or storages.has_made(tensor)):  # it may change unseen
+        may_change = not (may_copy or stays or tensor.requires_grad or storages.has_made(tensor))
+        if may_copy or may_change:
             if by_advice:
                 return copied(tensor)
             copy = registry.keep_copy(tensor)
             self.alone += 0 if stays else copy.bytes
             return copy
+        if not (stays or tensor.requires_grad):
+            storages.teach_maker(tensor)
         if by_advice and not is_parameter(tensor):
             return registry.keep(tensor, by_advice=True)
         kept = keep_for_recipe(registry, tensor)
@@ -138,7 +141,10 @@ class Finder:
             return None if value is not None and value.unread else value
         if value is None:
             is_large = MUCH * _bytes(tensor) > self.room  # e.g. a mask: a copy for each call would take too much
-            if registry.storages.is_made(tensor) or (is_large and registry.storages.has_made(tensor)):
+            is_made = registry.storages.is_made(tensor)
+            if is_made or (is_large and registry.storages.has_made(tensor)):
+                if not is_made:
+                    registry.storages.teach_maker(tensor)
                 value = registry.keep(tensor)
         if value is not None and value.unread:
             registry.log.keep(value, tensor)

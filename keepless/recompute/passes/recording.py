@@ -149,7 +149,7 @@ class Recording(TorchFunctionMode):
         self.inputs = inputs
         self.frame = frame
         self.is_mode = True
-        self.abandoned = False
+        self.is_abandoned = False
         self.hooks: saved_tensors_hooks | None = None
         self.around: list[Hooks] = []  # hooks around ours
         self.kept: Sequence[KeptTensor] = ()  # at the end
@@ -202,24 +202,27 @@ class Recording(TorchFunctionMode):
         self.kept = self.registry.log.kept() if self.policy is None else self.registry.log.kept(self.policy.why_kept)
         self.frame = None
 
-    def is_abandoned(self) -> bool:
-        """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
+    def end_if_abandoned(self) -> bool:
+        """End the recording if its pass has ended without leaving this context: modules call no hooks after Ctrl-C.
+
+        Returns whether it has.
+        """
         if not is_running(self.frame):
-            self.abandoned = True  # first, because this mode sees the functions that `forget` calls
+            self.is_abandoned = True  # first, because this mode sees the functions that `forget` calls
             self.frame = None
             self.forget(has_raised=True)
-        if self.abandoned and self.hooks is not None:
+        if self.is_abandoned and self.hooks is not None:
             hooks = current_hooks()
             # Contexts around, such as checkpoints, may have removed our hooks first, and so left one of theirs.
             is_left = hooks is not None and any([hooks[0] is pack for pack, _ in self.around])
             if is_left or self.is_innermost():
                 self._end_hooks()
-        return self.abandoned
+        return self.is_abandoned
 
     def leave_abandoned(self) -> bool:
         """Remove the rest of an abandoned recording; False if another context has been entered on top of it."""
         covered = self.is_mode and current_function_mode() is not self
-        if not self.is_abandoned() or self.hooks is not None or covered:
+        if not self.end_if_abandoned() or self.hooks is not None or covered:
             return False
         if self.is_mode:
             super().__exit__(None, None, None)
@@ -240,13 +243,13 @@ class Recording(TorchFunctionMode):
     def seen(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that this mode sees; record it, or the calls inside it."""
         if not self.sees_calls:
-            self.is_abandoned()
+            self.end_if_abandoned()
             return function(*args, **kwargs)
         row = row_of(function)
         are_plain = PLAIN.issuperset(types)
         if row.only_asks and are_plain and not self.around:
             return function(*args, **kwargs)
-        if self.is_abandoned() or (row.only_asks and are_plain):
+        if self.end_if_abandoned() or (row.only_asks and are_plain):
             return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._seen_inside(partial(_dispatched, types), function, args, kwargs)
@@ -415,7 +418,7 @@ class Recording(TorchFunctionMode):
                 give_recipe(self.registry, again, call, result)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
-        return Kept(tensor, None) if self.is_abandoned() else pack(self.registry, tensor)
+        return Kept(tensor, None) if self.end_if_abandoned() else pack(self.registry, tensor)
 
 
 def _dispatched(types: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

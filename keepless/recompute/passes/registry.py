@@ -90,12 +90,13 @@ class Storages:
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory noted by `note_made`, and not shared with NumPy or the like."""
         storage = tensor.untyped_storage()
-        maker = self.without_gradient.get(storage)
-        if maker is None or not storage.resizable():
-            return False
+        return self.without_gradient.get(storage) is not None and storage.resizable()
+
+    def teach_maker(self, tensor: Tensor) -> None:
+        """Let later passes note this memory, too: its maker's site gets advice."""
+        maker: Any = self.without_gradient.get(tensor.untyped_storage())
         if maker is not True:
             maker.advice |= MEMORY
-        return True
 
     def may_change_unseen(self, tensor: Tensor) -> bool:
         """Whether a tensor has no version, or the program may change its memory without a new one."""
@@ -249,8 +250,7 @@ class Registry:
         return address(tensor.untyped_storage())
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
-        """Whether a value can only be read from the memory of an argument."""
-        self.storages.note_all()
+        """Whether a value can only be read from the memory of an argument, once all memories are noted."""
         return not value.unread and value.reads_storage(self.place(argument))
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
@@ -275,7 +275,10 @@ class Registry:
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter) or storages.exposed.get(storage):
             return
-        if self.names.keys_in(storage) or storages.is_made(tensor) or storages.has_made(tensor):
+        is_known = bool(self.names.keys_in(storage)) or storages.is_made(tensor)
+        if is_known or storages.has_made(tensor):
+            if not is_known:
+                storages.teach_maker(tensor)
             storages.exposed.put(storage, True)
             self.read_as_pytorch(tensor)
 

@@ -79,19 +79,17 @@ class Log:
             return
         storage = tensor.untyped_storage()
         made_by = "input" if node is None else type(node).__name__.partition("Backward")[0]
-        line = KeptTensor(storage.nbytes(), made_by, self._reader(), calling_module())
+        reader = getattr(self.function, "__name__", "")
+        line = KeptTensor(storage.nbytes(), made_by, reader, calling_module())
         self.values.append((weakref.ref(value), address(storage), line))
 
     def keep_subclass(self, kept: Kept, tensor: Tensor) -> None:
         """Note a kept tensor that has no value, if it is a tensor subclass."""
         if self.is_on and type(tensor) not in PLAIN and not tensor.is_nested:
             size = tensor.numel() * tensor.itemsize
-            why = "a subclass of tensors"
-            line = KeptTensor(size, type(tensor).__name__, self._reader(), calling_module(), why)
+            reader = getattr(self.function, "__name__", "")
+            line = KeptTensor(size, type(tensor).__name__, reader, calling_module(), "a subclass of tensors")
             self.subclasses.append((weakref.ref(kept), line))
-
-    def _reader(self) -> str:
-        return getattr(self.function, "__name__", "")
 
     def kept(self, planned: Callable[[Any], str] | None = None) -> list[KeptTensor]:
         """The tensors kept at the end of the forward pass, one per storage. Empties the log.

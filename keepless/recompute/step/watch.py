@@ -178,8 +178,8 @@ class Watched(Recorded):
         if dispatch_modes()[-1:] == [self.counting.allocations]:
             pop_dispatch_mode()
 
-    def is_abandoned(self) -> bool:
-        is_abandoned = super().is_abandoned()
+    def end_if_abandoned(self) -> bool:
+        is_abandoned = super().end_if_abandoned()
         if is_abandoned:  # by Ctrl-C
             self._leave_mode()
             self.counting.end(State.LOST)
