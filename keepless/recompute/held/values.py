@@ -189,8 +189,7 @@ class Value:
             _pass.number = number
             _pass.holders = []
             at_end_of_backward(partial(_release, _pass.holders))
-        self.tensor = tensor
-        self.version = tensor._version
+        self.tensor, self.version = tensor, tensor._version
         self.left = consumers
         self.stream = current_stream(tensor) if tensor.is_cuda else None
         _pass.holders.append(weakref.ref(self))  # weak, because values hold what they are computed from
@@ -283,9 +282,7 @@ class Saved:
                 *_, shape, stride, offset = source.arguments
             else:
                 like = self.value.get()
-                shape = like.shape
-                stride = like.stride()
-                offset = 0
+                shape, stride, offset = like.shape, like.stride(), 0
             source = Kept(sharing.detach().as_strided(shape, stride, offset), hooks)
         self.read_instead(Value(source))
 
@@ -315,8 +312,7 @@ class Recipe:
         `wanted`: the value that it computes has consumers already.
         """
         self.function, self.arguments, self.fresh, self.can_overwrite, _ = again
-        self.dtype = like.dtype
-        self.stride = like.stride()
+        self.dtype, self.stride = like.dtype, like.stride()
         if again.function is not view and (not like.is_cpu or is_any_autocast_enabled()):
             self.device = like.device.type if has_autocast(like.device.type) else "cpu"
             self.autocast = autocast_of(self.device)

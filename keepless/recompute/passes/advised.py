@@ -251,8 +251,7 @@ class Advised(Recording):
 
     def _by_rules(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(function, site.row, args, kwargs)
-        call.site = site
-        call.is_advised = not site.advice & bits.UNKNOWN
+        call.site, call.is_advised = site, not site.advice & bits.UNKNOWN
         result = self.ask(call)
         if site.advice & bits.UNKNOWN and site.advice & bits.ADDED:
             self.advice.more_nodes += next_node_number() - call.first_node
@@ -324,8 +323,7 @@ class Advised(Recording):
         advice = self.advice
         if self.is_first:
             advice.has_hooks = drops_outside(self.registry.saved_outside)
-            advice.nodes = self.nodes
-            advice.end = self.nodes + self.cuts
+            advice.nodes, advice.end = self.nodes, self.nodes + self.cuts
             scale = 1 / self.growth if 0 < self.growth < 1 else 1.0  # as many bytes as planned are within the budget
             advice.results = int(scale * self.results)
             most = 0
@@ -340,8 +338,7 @@ class Advised(Recording):
         if advice.is_new:
             advice.is_new = False
             advice.first = advice.count
-        self.notes = []
-        self.unknown = []
+        self.notes, self.unknown = [], []
 
     @property
     def has_followed(self) -> bool:
@@ -363,12 +360,10 @@ class Advised(Recording):
     # Calls that drop their results, or save dropped tensors
 
     def _with_hooks(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.site = site
-        self.arguments = args
+        self.site, self.arguments = site, args
         if site.advice & _DERIVED:
             self.registry.call = call = Call(function, site.row, args, kwargs)
-            call.site = site
-            call.is_advised = True
+            call.site, call.is_advised = site, True
             call.overwrites = bool(site.writes)
         try:
             push_hooks(self.packing, unpack)  # inside the try, because Ctrl-C may come right after it
@@ -384,8 +379,7 @@ class Advised(Recording):
             pop_hooks()
             return result
         finally:
-            self.arguments = ()
-            self.registry.call = None
+            self.arguments, self.registry.call = (), None
         return function(*args, **kwargs)  # hooks are disabled
 
     def pack(self, tensor: Tensor) -> Any:

@@ -68,8 +68,7 @@ class Note:
 
     def decide(self) -> None:
         """Set the site's advice, once the pass has ended."""
-        value = self.value()
-        base = self.base_value()
+        value, base = self.value(), self.base_value()
         makes = [is_inside for recipe, is_inside in self.recipes if _is_read(recipe(), value)]
         advice = bits.DROP if makes else 0
         if makes and (self.needs_rules or any(makes)):

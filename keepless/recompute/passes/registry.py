@@ -129,8 +129,7 @@ class Storages:
             except NotImplementedError:  # sparse
                 continue
             if isinstance(value, Value):
-                value.storage = address(storage)
-                value.bytes = storage.nbytes()
+                value.storage, value.bytes = address(storage), storage.nbytes()
             self.note_kept(value, storage)
 
     def stays(self, tensor: Tensor) -> Kept:
@@ -176,8 +175,7 @@ class Registry:
             if value is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.names = Names()
-        self.signs = []
-        self.unsettled = []
+        self.signs, self.unsettled = [], []
         self.storages.clear()
         self.outer = None
 
@@ -241,8 +239,7 @@ class Registry:
     def keep_in(self, copy: Tensor, value: Value) -> None:
         """A tensor is the copy of another one: if nothing reads the value, keep it in the copy."""
         if value.unread:
-            value.source = self.kept(copy, None)
-            value.storage = self.place(copy)
+            value.source, value.storage = self.kept(copy, None), self.place(copy)
             self.storages.note_kept(value, copy.untyped_storage())
 
     def place(self, tensor: Tensor) -> int:

@@ -108,9 +108,7 @@ class Log:
             why = "made without a gradient" if line.made_by == "input" else value.why or "no rule repeats it"
             lines.setdefault(key, line._replace(why=why if planned is None else planned(value)))
         subclasses = [line for reference, line in self.subclasses if reference() is not None]
-        self.values = []
-        self.subclasses = []
-        self.reasons = {}
+        self.values, self.subclasses, self.reasons = [], [], {}
         return [*lines.values(), *subclasses]
 
 
