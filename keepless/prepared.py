@@ -168,8 +168,8 @@ def recomputing() -> Iterator[None]:
     _drop_abandoned()
     with Recording() if _can_record() else nullcontext() as recording:
         yield
-    if recording is not None and recording.registry.refused is not None:
-        _say_that_a_mode_changes_results(recording.registry.refused)
+    if recording is not None and recording.registry.refused_mode is not None:
+        _say_that_a_mode_changes_results(recording.registry.refused_mode)
 
 
 def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
@@ -309,9 +309,9 @@ class _Hooks:
                         f"`with keepless.recomputing():`"
                     )
                 self.signatures.pass_has_ended(module, recording, output)
-                if recording.registry.refused is not None and not self.has_named_mode:
+                if recording.registry.refused_mode is not None and not self.has_named_mode:
                     self.has_named_mode = True
-                    _say_that_a_mode_changes_results(recording.registry.refused)
+                    _say_that_a_mode_changes_results(recording.registry.refused_mode)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(

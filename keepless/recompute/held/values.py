@@ -68,7 +68,7 @@ class Value:
 
     tensor: Tensor | None = None  # while it is held in a backward pass: with its version, and the consumers left
     version: int
-    left: int
+    consumers_left: int
     recipes: tuple[weakref.ref[Any], ...] = ()  # recipes (and saves) that may still read it
     number = -1  # its call's in a plan; its own in a counted step
     why = ""  # why it is kept
@@ -86,7 +86,7 @@ class Value:
             self.bytes = bytes
 
     @property
-    def unread(self) -> bool:
+    def is_unread(self) -> bool:
         """Whether it is kept and nothing reads it: its memory is freed with the tensor."""
         return not (self.consumers or isinstance(self.source, Recipe) or self.may_be_read())
 
@@ -156,8 +156,8 @@ class Value:
             if self.stream is not None:
                 wait_for(self.stream, tensor)
             check_version(tensor, self.version)  # a backward function may have overwritten its input
-            self.left -= 1
-            if self.left == 0:
+            self.consumers_left -= 1
+            if self.consumers_left == 0:
                 self.tensor = None
             return tensor
         source = self.source
@@ -190,7 +190,7 @@ class Value:
             _pass.holders = []
             at_end_of_backward(partial(_release, _pass.holders))
         self.tensor, self.version = tensor, tensor._version
-        self.left = consumers
+        self.consumers_left = consumers
         self.stream = current_stream(tensor) if tensor.is_cuda else None
         _pass.holders.append(weakref.ref(self))  # weak, because values hold what they are computed from
 
@@ -304,12 +304,12 @@ class Recipe:
     outputs: Sequence[weakref.ref[Value]] = ()
     depth: int  # recipes in the longest chain from kept values to this one
     stream: torch.cuda.Stream | None = None  # on which the tensor was made
-    wanted = 0  # number of values that it computes and that have consumers
+    wanted_count = 0  # number of values that it computes and that have consumers
 
-    def __init__(self, again: Again, like: Tensor, wanted: bool = False):
+    def __init__(self, again: Again, like: Tensor, is_wanted: bool = False):
         """The recipe of a call that has just returned `like`; the result gets its dtype and strides.
 
-        `wanted`: the value that it computes has consumers already.
+        `is_wanted`: the value that it computes has consumers already.
         """
         self.function, self.arguments, self.fresh, self.can_overwrite, _ = again
         self.dtype, self.stride = like.dtype, like.stride()
@@ -317,8 +317,8 @@ class Recipe:
             self.device = like.device.type if has_autocast(like.device.type) else "cpu"
             self.autocast = autocast_of(self.device)
             self.stream = current_stream(like)
-        if wanted:
-            self.wanted = 1
+        if is_wanted:
+            self.wanted_count = 1
         depth = 0
         readers = (weakref.ref(self),)
         for value in again.arguments:
@@ -328,7 +328,7 @@ class Recipe:
                     value.recipes += readers
                 elif source.depth > depth:
                     depth = source.depth
-                if wanted:  # `Value.count`
+                if is_wanted:  # `Value.count`
                     is_first = not value.consumers
                     value.consumers += 1
                     if is_first and type(source) is Recipe:
@@ -341,9 +341,9 @@ class Recipe:
 
     def count(self, change: int) -> None:
         """Count a value that gets its first consumer (1) or loses its last (-1). Without any, inputs lose one."""
-        self.wanted += change
+        self.wanted_count += change
         turning = change > 0  # the number at which inputs gain their first consumer, or lose their last
-        if self.wanted == turning:
+        if self.wanted_count == turning:
             for value in self.arguments:  # `Value.count`
                 if type(value) is Value:
                     value.consumers = consumers = value.consumers + change

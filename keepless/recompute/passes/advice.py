@@ -36,22 +36,25 @@ _GROWS = 4  # advice grows to at most about so many times the sites of its first
 class Site:
     """A place in the program where a function is called."""
 
-    __slots__ = ("advice", "before", "branches", "function", "most", "next", "number", "parameter", "row", "writes")
+    __slots__ = (
+        *("advice", "branches", "function", "most_bytes", "next"),
+        *("nodes_before", "number", "parameter", "row", "writes"),
+    )
 
-    def __init__(self, function: Callable[..., Any] | None, row: Row, number: int, before: int, parameter: int = 0):
-        self.function: Any = function
+    def __init__(self, function: Any, row: Row, number: int, nodes_before: int, parameter: int = 0):
+        self.function = function  # None: no call
         self.row = row
         self.writes = row.writes
         self.number = number  # order in the first pass
-        self.before = before  # the nodes that autograd had made before it, and the calls that had cut the graph
+        self.nodes_before = nodes_before  # that autograd had made before it, and calls that had cut the graph
         self.parameter = parameter  # the id of the first one that it reads (programs may swap them: no reference)
         self.advice = UNKNOWN
-        self.most = -1  # bytes of counted results up to its own that a pass may make; -1: not known yet
+        self.most_bytes = -1  # bytes of counted results up to its own that a pass may make; -1: not known yet
         self.next: Site = self  # the one that has come next
         self.branches: dict[Any, Site] | None = None  # others that have come next, by their functions
 
 
-NOWHERE = -1  # number of sites without a place: see `Advice.flat`
+NOWHERE = -1  # number of sites without a place: see `Advice.no_grad_sites`
 END = Site(None, Row(), NOWHERE, 0)  # after the last call
 END.advice = 0
 
@@ -64,13 +67,13 @@ class Advice:
         self.root.next = END
         self.is_new = True  # until its first pass has ended
         # Calls under `no_grad` have no place, as their number may vary: one site for all of a function, and no bytes.
-        self.flat: dict[Any, Site] = {}
+        self.no_grad_sites: dict[Any, Site] = {}
         self.readers: dict[int, Site] = {}  # by id of a parameter: the first site that reads it (another does no harm)
-        self.first = self.count = 0  # numbers of sites after the first pass, and now
+        self.first_count = self.site_count = 0  # numbers of sites after the first pass, and now
         self.has_hooks = False  # hooks are around the whole pass, as dropped tensors are saved outside of calls
-        # Of the first pass: nodes that autograd made, with cuts (see `Site.before`) too, and bytes of counted results
-        self.nodes = self.end = self.results = 0
-        self.more_nodes = 0  # of calls that were added later
+        # Of the first pass: nodes that autograd made, with cuts too (see `Site`), and bytes of counted results
+        self.node_count = self.nodes_and_cuts = self.result_bytes = 0
+        self.added_nodes = 0  # of calls that were added later
 
     def sought(self, last_site: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
         """The site of a call that does not come next: other calls may be missing, or new."""
@@ -91,17 +94,17 @@ class Advice:
         return None
 
     def added(
-        self, last_site: Site, function: Callable[..., Any], row: Row, args: tuple[Any, ...], before: int
+        self, last_site: Site, function: Callable[..., Any], row: Row, args: tuple[Any, ...], nodes_before: int
     ) -> Site:
-        """A new site after another one. `before`: see `Site.before`; of use in the first pass alone."""
+        """A new site after another one. `nodes_before`: see `Site.nodes_before`; of use in the first pass alone."""
         if self.is_new:
-            site = Site(function, row, self.count, before, parameter_of(args))
+            site = Site(function, row, self.site_count, nodes_before, parameter_of(args))
         else:
-            site = Site(function, row, last_site.number, last_site.next.before, parameter_of(args))
+            site = Site(function, row, last_site.number, last_site.next.nodes_before, parameter_of(args))
             site.advice |= ADDED
-            site.most = int(MORE * self.results)  # instead of calls that are missing
+            site.most_bytes = int(MORE * self.result_bytes)  # instead of calls that are missing
         site.next = last_site.next
-        if not self.is_new and self.count > _GROWS * self.first:
+        if not self.is_new and self.site_count > _GROWS * self.first_count:
             return site  # forgotten
         if self.is_new or last_site.advice & UNKNOWN:
             last_site.next = site
@@ -109,7 +112,7 @@ class Advice:
             last_site.branches = {**(last_site.branches or {}), function: site}
         if site.parameter:
             self.readers.setdefault(site.parameter, site)
-        self.count += 1
+        self.site_count += 1
         return site
 
 

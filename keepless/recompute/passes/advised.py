@@ -74,18 +74,18 @@ class Advised(Recording):
         self.earlier = earlier
         self.slack = slack
         self.is_first = advice.is_new
-        self.flat = advice.flat
+        self.no_grad_sites = advice.no_grad_sites
         self.last_site: Site = advice.root  # of the last call
-        self.leaves = False  # too many calls are new for the plan to hold: record the rest of the pass
+        self.has_left_plan = False  # too many calls are new for the plan to hold: record the rest of the pass
         self.is_learnable = True
         self.has_strayed = False  # some calls were not in the first pass
-        self.is_seen = False  # a call was hidden in earlier passes, or had no gradient
-        self.differences = 0  # new calls, and returns to earlier sites
-        self.nodes = self.results = 0  # made in this pass: nodes of autograd; bytes of counted results
-        self.cuts = 0  # calls such as `detach` that got tensors with a gradient, and have returned one without
-        self.skipped = 0  # nodes and cuts of missing calls
+        self.reveals_calls = False  # a call was hidden in earlier passes, or had no gradient
+        self.difference_count = 0  # new calls, and returns to earlier sites
+        self.node_count = self.result_bytes = 0  # made in this pass: nodes of autograd; bytes of counted results
+        self.cut_count = 0  # calls such as `detach` that got tensors with a gradient, and have returned one without
+        self.skipped_nodes = 0  # nodes and cuts of missing calls
         self.notes: list[Note] = []
-        self.unknown: list[Site] = []
+        self.unknown_sites: list[Site] = []
         # The running call
         self.site: Site = END
         self.saved_leaves: list[Tensor] = []  # such as parameters
@@ -104,14 +104,14 @@ class Advised(Recording):
             super().start_hooks()
 
     def forget(self, has_raised: bool) -> None:
-        self.nodes = next_node_number() - self.registry.storages.first_node
+        self.node_count = next_node_number() - self.registry.storages.first_node
         if not self.is_first:
             self._jump_to(END)
         super().forget(has_raised)
-        if not (self.is_first or self.leaves):
+        if not (self.is_first or self.has_left_plan):
             self.kept = [*self.earlier, *self.kept]
         self.last_site = END  # after Ctrl-C, it may still see calls
-        self.flat = {}
+        self.no_grad_sites = {}
         self.__dict__.pop("packing", None)  # PyTorch holds it, and so this object, as long as the graph
         self.saved_leaves.clear()
         self.result_candidates.clear()
@@ -121,7 +121,7 @@ class Advised(Recording):
         if _is_compiling():
             return function(*args, **(kwargs or {}))
         has_place = _is_grad_enabled()
-        site = self.last_site.next if has_place else self.flat.get(function, END)
+        site = self.last_site.next if has_place else self.no_grad_sites.get(function, END)
         if site.function is function and (not types or PLAIN.issuperset(types)):
             if has_place:
                 self.last_site = site
@@ -148,22 +148,25 @@ class Advised(Recording):
                 self.count(result)
             return result
         if not _is_grad_enabled():
-            return self.advised(self.flat.setdefault(function, Site(function, row, NOWHERE, 0)), function, args, kwargs)
+            no_grad_site = self.no_grad_sites.setdefault(function, Site(function, row, NOWHERE, 0))
+            return self.advised(no_grad_site, function, args, kwargs)
         site: Site | None = None
-        if not (self.is_first or self.leaves):
+        if not (self.is_first or self.has_left_plan):
             site = self.advice.sought(self.last_site, function, args)
             if site is None or site.number < self.last_site.number:
-                self.differences += 1
-                if self.policy is not None and self.differences == 1:
+                self.difference_count += 1
+                if self.policy is not None and self.difference_count == 1:
                     self.policy.leave()
-                self.leaves = self.policy is not None and _SHARE * self.differences > self.advice.first
+                is_other = _SHARE * self.difference_count > self.advice.first_count
+                self.has_left_plan = self.policy is not None and is_other
             if site is not None:
                 self._jump_to(site)
-        if site is None or self.leaves:
-            self.is_seen = self.is_seen or (not self.is_first and function in self.flat)  # it may have had no gradient
-            before = next_node_number() - self.registry.storages.first_node + self.cuts
-            site = self.advice.added(self.last_site, function, row, args, before)
-        if self.leaves:
+        if site is None or self.has_left_plan:
+            if not self.is_first and function in self.no_grad_sites:  # it may have had no gradient
+                self.reveals_calls = True
+            nodes_before = next_node_number() - self.registry.storages.first_node + self.cut_count
+            site = self.advice.added(self.last_site, function, row, args, nodes_before)
+        if self.has_left_plan:
             site.next = END
         self.last_site = site
         return self.advised(site, function, args, kwargs)
@@ -174,8 +177,8 @@ class Advised(Recording):
         A missing cut counts, too, because what follows has a longer graph, though it makes no more nodes.
         """
         next_site = self.last_site.next
-        made_before = self.advice.end if site is END else site.before
-        self.skipped += made_before - (self.advice.end if next_site is END else next_site.before)
+        made_before = self.advice.nodes_and_cuts if site is END else site.nodes_before
+        self.skipped_nodes += made_before - (self.advice.nodes_and_cuts if next_site is END else next_site.nodes_before)
 
     def advised(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
@@ -213,8 +216,8 @@ class Advised(Recording):
                     self.registry.keep(result, True)
             if advice & COUNT:
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
-                    self.results += result.nbytes
-                    if self.results > site.most:
+                    self.result_bytes += result.nbytes
+                    if self.result_bytes > site.most_bytes:
                         self._exceeds(site, result.nbytes)
                 else:
                     self.count(result)
@@ -224,13 +227,13 @@ class Advised(Recording):
         """Count the bytes of a result: of tensors, alone or in tuples."""
         if type(result) is Tensor:
             if result.layout is strided:
-                self.results += result.nbytes
+                self.result_bytes += result.nbytes
                 if self.last_site.advice & FLAT and result.requires_grad and not self.is_first:
-                    self.is_seen = True
+                    self.reveals_calls = True
                     if self.elsewhere is None:
                         self.hold_elsewhere(0, result.nbytes)
                         self.last_site = END
-                if self.results > self.last_site.most:
+                if self.result_bytes > self.last_site.most_bytes:
                     self._exceeds(self.last_site, result.nbytes)
         elif isinstance(result, (tuple, list)):
             for part in result:
@@ -242,9 +245,9 @@ class Advised(Recording):
         `size`: bytes of the last result.
         """
         if self.is_first:
-            site.most = int(MORE * self.results)
-        elif self.elsewhere is None and self.results > site.most + self.slack:
-            self.hold_elsewhere(self.results - site.most, size)
+            site.most_bytes = int(MORE * self.result_bytes)
+        elif self.elsewhere is None and self.result_bytes > site.most_bytes + self.slack:
+            self.hold_elsewhere(self.result_bytes - site.most_bytes, size)
             self.last_site = END  # no further call has a site
 
     # Calls about which the rules decide
@@ -254,7 +257,7 @@ class Advised(Recording):
         call.site, call.is_advised = site, not site.advice & bits.UNKNOWN
         result = self.ask(call)
         if site.advice & bits.UNKNOWN and site.advice & bits.ADDED:
-            self.advice.more_nodes += next_node_number() - call.first_node
+            self.advice.added_nodes += next_node_number() - call.first_node
         return result
 
     def ask(self, call: Call) -> Any:
@@ -298,17 +301,17 @@ class Advised(Recording):
         if site is None or call.is_advised:
             return
         if site.number == NOWHERE:
-            self.unknown.append(site)
+            self.unknown_sites.append(site)
             return
         if is_hidden:
             site.advice |= bits.HIDDEN
             return
-        self.is_seen = self.is_seen or bool(site.advice & bits.HIDDEN)
-        self.unknown.append(site)
+        self.reveals_calls = self.reveals_calls or bool(site.advice & bits.HIDDEN)
+        self.unknown_sites.append(site)
         is_view = isinstance(result, Tensor) and result._is_view()
         if isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
             inputs = tensors_in(call.arguments)
-            self.cuts += torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs])
+            self.cut_count += torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs])
         if self.registry.by_plan and not is_view and (self.is_first or call.packed or call.recipes):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
         note = Note(call, result, self.registry.names.find)
@@ -323,39 +326,39 @@ class Advised(Recording):
         advice = self.advice
         if self.is_first:
             advice.has_hooks = drops_outside(self.registry.saved_outside)
-            advice.nodes, advice.end = self.nodes, self.nodes + self.cuts
+            advice.node_count, advice.nodes_and_cuts = self.node_count, self.node_count + self.cut_count
             scale = 1 / self.growth if 0 < self.growth < 1 else 1.0  # as many bytes as planned are within the budget
-            advice.results = int(scale * self.results)
+            advice.result_bytes = int(scale * self.result_bytes)
             most = 0
             site = advice.root.next
             while site is not END:
-                most = site.most = max(int(scale * site.most), most)
+                most = site.most_bytes = max(int(scale * site.most_bytes), most)
                 site = site.next
-        for site in self.unknown:
+        for site in self.unknown_sites:
             site.advice &= COUNT | FLAT | MEMORY | bits.ADDED
         for note in [] if fits and self.is_first else self.notes:
             note.decide()
         if advice.is_new:
             advice.is_new = False
-            advice.first = advice.count
-        self.notes, self.unknown = [], []
+            advice.first_count = advice.site_count
+        self.notes, self.unknown_sites = [], []
 
     @property
     def has_followed(self) -> bool:
         """Whether the pass was as earlier ones were."""
-        return not (self.is_first or self.differences or self.unknown or self.is_outdated)
+        return not (self.is_first or self.difference_count or self.unknown_sites or self.is_outdated)
 
     @property
     def is_outdated(self) -> bool:
         """Whether the pass has made more than earlier ones: nodes, larger results, or calls that were hidden there."""
-        if self.is_first or self.is_seen:
+        if self.is_first or self.reveals_calls:
             return not self.is_first
-        nodes = self.advice.nodes - self.skipped + (self.advice.more_nodes if self.has_strayed else 0)
-        return self.nodes > nodes or self.growth > MORE
+        nodes = self.advice.node_count - self.skipped_nodes + (self.advice.added_nodes if self.has_strayed else 0)
+        return self.node_count > nodes or self.growth > MORE
 
     @property
     def growth(self) -> float:
-        return super().growth if self.is_first else self.results / max(self.advice.results, 1)
+        return super().growth if self.is_first else self.result_bytes / max(self.advice.result_bytes, 1)
 
     # Calls that drop their results, or save dropped tensors
 
@@ -396,7 +399,7 @@ class Advised(Recording):
         if value is None or reference() is not tensor or version != tensor._version:
             value = None
             if not tensor.requires_grad:
-                if (tensor.ndim > 1 or tensor.numel() >= registry.short) and not is_simple(registry, tensor):
+                if (tensor.ndim > 1 or tensor.numel() >= registry.short_length) and not is_simple(registry, tensor):
                     registry.keep(tensor, True)  # recipes may read it uncopied, as it must not change anyway
                 return Kept(tensor, None, detaches=False)
             if self._may_be_derived(tensor):

@@ -100,7 +100,7 @@ def _of_base(registry: Registry, tensor: Tensor) -> Again | Value | None:
 def _of_our_norm(registry: Registry, tensor: Tensor, node: Any) -> Again | None:
     """The output of a norm that computes it again in its own backward pass, such as `CheckpointedABN`."""
     if isinstance(node.output_version, type):
-        registry.refused = node.output_version
+        registry.refused_mode = node.output_version
     if tensor._version != node.output_version:
         return None
     exposed = registry.storages.exposed
@@ -126,7 +126,7 @@ def _of_synchronised_norm(registry: Registry, node: Any) -> Again | None:
     """The output of `nn.SyncBatchNorm`. Its node saves all but the bias, which is found only if it is trained."""
     mode = changing_mode()
     if mode is not None:
-        registry.refused = mode
+        registry.refused_mode = mode
         return None
     packed = packed_by_function(node)
     x = _argument_in(registry, packed[0])
@@ -197,7 +197,7 @@ def _of_equal_copy(registry: Registry, value: Value | None, argument: Tensor, co
     registry.storages.note_all()
     is_fixed = value is not None and registry.is_fixed(value, argument)
     is_alike = copy.stride() == argument.stride()
-    if value is None or is_fixed or (value.unread and not is_alike and call and call.overwrites):
+    if value is None or is_fixed or (value.is_unread and not is_alike and call and call.overwrites):
         kept = registry.keep(copy)
         if is_alike:
             registry.remember(argument, kept)

@@ -42,8 +42,8 @@ class Finder:
         self.room = room
         self.saved_leaves = saved_leaves
         self.before = before
-        self.alone = 0  # bytes kept only for the recipe
-        self.unread: list[Value] = []
+        self.kept_bytes = 0  # bytes kept only for the recipe
+        self.unread_values: list[Value] = []
         self.node_packs: Sequence[Any] | None = None  # by advice: what the result's node holds, once somebody asks
         self.is_noted = True  # something is saved or kept in the memory of what the call has written over
 
@@ -101,7 +101,7 @@ class Finder:
         value = None if copies else self._available(tensor)
         if value is not None:
             if not by_advice and value.consumers == value.sign_consumers:
-                self.unread.append(value)
+                self.unread_values.append(value)
             return value
         if tensor is self.result:
             raise NotRepeated(_OVERWRITTEN)
@@ -115,7 +115,7 @@ class Finder:
             if by_advice:
                 return copied(tensor)
             copy = registry.keep_copy(tensor)
-            self.alone += 0 if stays else copy.bytes
+            self.kept_bytes += 0 if stays else copy.bytes
             return copy
         if not (stays or tensor.requires_grad):
             storages.teach_maker(tensor)
@@ -123,8 +123,8 @@ class Finder:
             return registry.keep(tensor, by_advice=True)
         kept = keep_for_recipe(registry, tensor)
         if not by_advice:
-            self.alone += 0 if stays else _bytes(tensor)
-            if isinstance(kept, Value) and kept.unread:
+            self.kept_bytes += 0 if stays else _bytes(tensor)
+            if isinstance(kept, Value) and kept.is_unread:
                 registry.log.keep(kept, tensor)
         return kept
 
@@ -138,7 +138,7 @@ class Finder:
         if value is not None and tensor is self.result:
             registry.note_read_when_overwritten(value, tensor)
         if not registry.by_plan:
-            return None if value is not None and value.unread else value
+            return None if value is not None and value.is_unread else value
         if value is None:
             is_large = MUCH * _bytes(tensor) > self.room  # e.g. a mask: a copy for each call would take too much
             is_made = registry.storages.is_made(tensor)
@@ -146,7 +146,7 @@ class Finder:
                 if not is_made:
                     registry.storages.teach_maker(tensor)
                 value = registry.keep(tensor)
-        if value is not None and value.unread:
+        if value is not None and value.is_unread:
             registry.log.keep(value, tensor)
         return value
 

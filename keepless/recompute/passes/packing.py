@@ -63,11 +63,11 @@ def is_simple(registry: Registry, tensor: Tensor) -> bool:
     if not tensor.is_leaf:
         return isinstance(base, nn.Parameter)
     size = tensor.numel()
-    if isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and size < registry.short):
+    if isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and size < registry.short_length):
         return True
-    is_of_vector = base is not None and base.ndim < 2 and base.numel() < registry.short_rows
+    is_of_vector = base is not None and base.ndim < 2 and base.numel() < registry.short_row_count
     is_of_vector = is_of_vector and address(tensor.untyped_storage()) not in registry.storages.of_inputs
-    return is_of_vector or (tensor.ndim > 1 and tensor.size(-1) == 1 and size < registry.short_rows)
+    return is_of_vector or (tensor.ndim > 1 and tensor.size(-1) == 1 and size < registry.short_row_count)
 
 
 def sign_mask(registry: Registry, tensor: Tensor, positive: Positive | None) -> Value | None:
@@ -90,7 +90,7 @@ def _saved(registry: Registry, tensor: Tensor, call: Call) -> Saved:
     value = value_of(registry, tensor)
     if value is None:
         value = _keep_saved(registry, tensor, call)
-    elif not value.consumers and value.unread:
+    elif not value.consumers and value.is_unread:
         log.keep(value, tensor)
     base = tensor._base
     base_value = None if base is None else registry.names.find(base)

@@ -48,10 +48,10 @@ class ByPlan:
     def __init__(self, plan: Plan | None = None, slack: int = 0) -> None:
         self.plan = plan  # None once a call has differed from it
         self.slack = slack  # bytes: see `Signature.slack`
-        self.call = -1  # number of the current call
-        self.total = 0  # bytes of all results so far
-        self.end = plan.bytes if plan is not None and plan.calls else sys.maxsize  # bytes of all planned results
-        self.excess = 0  # bytes of results beyond those planned, once there are more
+        self.call_number = -1  # number of the current call
+        self.result_bytes = 0  # bytes of all results so far
+        self.planned_bytes = plan.bytes if plan is not None and plan.calls else sys.maxsize  # of all results
+        self.excess_bytes = 0  # bytes of results beyond those planned, once there are more
 
     def leave(self) -> None:
         """Note that the calls of the pass differ from the plan."""
@@ -62,17 +62,17 @@ class ByPlan:
 
         Fewer bytes than planned are allowed.
         """
-        self.call += 1
-        self.total += bytes
+        self.call_number += 1
+        self.result_bytes += bytes
         planned = None
-        most = self.end
-        if self.plan is not None and self.call < len(self.plan.calls):
-            planned, most = self.plan.calls[self.call]
-        most = most if planned == function else self.end
-        if self.total > MORE * most + self.slack:
-            self.excess = self.total - most
+        most = self.planned_bytes
+        if self.plan is not None and self.call_number < len(self.plan.calls):
+            planned, most = self.plan.calls[self.call_number]
+        most = most if planned == function else self.planned_bytes
+        if self.result_bytes > MORE * most + self.slack:
+            self.excess_bytes = self.result_bytes - most
         elif planned == function and self.plan is not None:
-            return self.plan.flags[self.call]
+            return self.plan.flags[self.call_number]
         if self.plan is not None:
             self.leave()
         return None

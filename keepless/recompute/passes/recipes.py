@@ -50,9 +50,9 @@ def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) ->
         find = Finder(registry, result, room, saved_leaves, call.before)
         again = rule(find, call.args, call.kwargs, result)
         if room is not None:
-            alone = find.alone
+            alone = find.kept_bytes
             if not registry.by_plan:
-                alone += kept_bytes_below(find.unread, only_unread=True)
+                alone += kept_bytes_below(find.unread_values, only_unread=True)
                 inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
                 if kept_bytes_below(inputs) > MUCH * room:
                     raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
@@ -151,7 +151,7 @@ def decide_by_plan(registry: Registry, policy: ByPlan, rule: Rule, call: Call, r
         if result.grad_fn is None:
             return  # kept only once a recipe reads it: nothing else says when it is freed
         value = registry.keep(result)
-    value.number = policy.call
+    value.number = policy.call_number
     read_result_instead(registry, call, result, value, serves=policy.plan is None or not policy.plan.fits)
 
 

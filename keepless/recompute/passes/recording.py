@@ -352,13 +352,13 @@ class Recording(TorchFunctionMode):
                 registry.keep(tensor)
         rule = row.again if registry.by_plan or not row.is_slow else None
         if (
-            registry.refused is None
+            registry.refused_mode is None
             and rule is not None
             and isinstance(result, Tensor)
             and registry.storages.is_made(result)
         ):
             if how_to_repeat(registry, rule, call, result) is not None:
-                registry.refused = mode
+                registry.refused_mode = mode
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
         """Decide about a call's result. `target`: an argument that it may have overwritten; `version`: before that."""
@@ -400,18 +400,18 @@ class Recording(TorchFunctionMode):
     @property
     def growth(self) -> float:
         """How many times as large as planned its results were in the end. Experts may exceed it for a while."""
-        return 0.0 if self.policy is None else self.policy.total / max(self.policy.end, 1)
+        return 0.0 if self.policy is None else self.policy.result_bytes / max(self.policy.planned_bytes, 1)
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether a result gets a recipe."""
         if self.elsewhere is not None:
             self.excess = max(self.excess, _MEETING * result.nbytes)
             if self.policy is not None:
-                self.policy.total += result.nbytes
+                self.policy.result_bytes += result.nbytes
         elif self.policy is not None:
             decide_by_plan(self.registry, self.policy, rule, call, result)
-            if self.policy.excess:
-                self.hold_elsewhere(self.policy.excess, result.nbytes)
+            if self.policy.excess_bytes:
+                self.hold_elsewhere(self.policy.excess_bytes, result.nbytes)
         else:
             again = how_to_repeat(self.registry, rule, call, result)
             if again is not None:

@@ -158,13 +158,13 @@ class Registry:
         self.copy_parameters = copy_parameters
         self.by_plan = by_plan
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
-        self.short = _SHORT if by_plan else sys.maxsize
-        self.short_rows = _SHORT  # so are a norm's statistics of rows
+        self.short_length = _SHORT if by_plan else sys.maxsize
+        self.short_row_count = _SHORT  # so are a norm's statistics of rows
         self.log = Log()
         self.call: Call | None = None  # the running one
         self.signs: list[weakref.ref[Value]] = []  # values with sign consumers, in the order of these saves
         self.unsettled: list[Value] = []  # values in `signs` whose tensors have been freed
-        self.refused: type | None = None  # a mode under which a call would have got a recipe: see `changing_mode`
+        self.refused_mode: type | None = None  # a mode under which a call would have got a recipe: see `changing_mode`
         self.unseen = ""  # what has hidden calls from the recording, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls
 
@@ -238,7 +238,7 @@ class Registry:
 
     def keep_in(self, copy: Tensor, value: Value) -> None:
         """A tensor is the copy of another one: if nothing reads the value, keep it in the copy."""
-        if value.unread:
+        if value.is_unread:
             value.source, value.storage = self.kept(copy, None), self.place(copy)
             self.storages.note_kept(value, copy.untyped_storage())
 
@@ -248,7 +248,7 @@ class Registry:
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
         """Whether a value can only be read from the memory of an argument, once all memories are noted."""
-        return not value.unread and value.reads_storage(self.place(argument))
+        return not value.is_unread and value.reads_storage(self.place(argument))
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
         """Whether a value can only be read from the memory of a tensor that a call has overwritten."""

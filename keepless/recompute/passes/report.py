@@ -99,7 +99,7 @@ class Log:
         lines: dict[int | Signs, KeptTensor] = {}
         for reference, storage, line in self.values:
             value = reference()
-            if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
+            if value is None or value.is_unread or not isinstance(value.source, (Kept, Signs)):
                 continue
             key: int | Signs = storage
             if isinstance(value.source, Signs):  # the tensor is freed, and others may have got its address

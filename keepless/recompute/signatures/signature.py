@@ -432,7 +432,7 @@ class Signatures:
             return
         if isinstance(recording, Advised) and recording.is_learnable:
             if self._planner is None and not recording.is_first:
-                signature.note_functions([site.function for site in recording.unknown])
+                signature.note_functions([site.function for site in recording.unknown_sites])
             if recording.is_first and has_diverged and self._planner is not None and signature.strays < _TRIES:
                 signature.strays += 1
                 signature.kept = recording.kept
@@ -472,10 +472,10 @@ class Signatures:
         is_outdated = False
         if isinstance(recording, Advised) and not recording.is_first:
             is_outdated = recording.is_outdated
-            has_diverged = recording.leaves or is_outdated
+            has_diverged = recording.has_left_plan or is_outdated
         if planner is None:
             if has_diverged and isinstance(recording, Advised):
-                signature.note_nodes(recording.nodes)
+                signature.note_nodes(recording.node_count)
         elif recording.elsewhere is not None and not (is_outdated or recording.growth > MORE):
             signature.slack = max(signature.slack, 2 * recording.fluctuation)
         elif recording.elsewhere is not None or is_outdated:

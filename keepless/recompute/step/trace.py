@@ -78,7 +78,7 @@ class Trace(Registry):
 
     def __init__(self, inputs: Sequence[Tensor], step_memory: Callable[[Tensor], int | None]) -> None:
         super().__init__(inputs, None, copy_parameters=False, by_plan=True)
-        self.short_rows = 0  # statistics of rows have values
+        self.short_row_count = 0  # statistics of rows have values
         self.step_memory = step_memory
         self.sizes: list[int] = []  # bytes of each memory
         self.values: list[StepValue] = []

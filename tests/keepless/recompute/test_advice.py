@@ -25,7 +25,7 @@ ANY += [bits.DERIVE << number for number in range(3)]
 
 def sites_of(advice: Advice) -> list[Site]:
     sites_by_id: dict[int, Site] = {}
-    pending = [advice.root, *advice.readers.values(), *advice.flat.values()]
+    pending = [advice.root, *advice.readers.values(), *advice.no_grad_sites.values()]
     while pending:
         site = pending.pop()
         if id(site) not in sites_by_id:
@@ -312,7 +312,7 @@ def test_advice_grows_to_a_few_times_that_of_the_first_pass():
         assert agree(plain, ours, on(torch.randn(2, 4, 3, 3)))
     (last_signature,) = plans_of(ours).recent
     advice = last_signature.advice
-    assert advice.count == 4 * advice.first + 1
+    assert advice.site_count == 4 * advice.first_count + 1
 
 
 def test_calls_without_gradients_have_no_place_and_no_bytes():
