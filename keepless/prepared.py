@@ -107,7 +107,8 @@ def recompute_activations(
         _say_that_the_compiler_decides(None)
         return network
     if example is not None:
-        signatures.plan_for(network, *arguments_of(example))
+        args, kwargs = arguments_of(example)
+        signatures.add_plans(network, args, kwargs, signatures.plans_of_example(network, args, kwargs))
     for module in _recorded_by_themselves(network):
         _take_off(module)
         hooks = _Hooks(checkpointed_only, signatures if module is network else Signatures())

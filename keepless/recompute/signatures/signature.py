@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ...inputs import tensors_in
 from ...saved import PLAIN, autocast_of, is_ordinary
 from ...torch_internals import (
-    FakeTensor,
     changing_mode,
     current_hooks,
     dispatch_modes_on,
@@ -30,11 +29,11 @@ from ..passes.plan import MORE, ByPlan, Plan
 from ..passes.recording import Recording
 from ..passes.report import KeptTensor
 from ..step.costs import measures
-from ..step.dry import differentiable, rehearsed_step
 from ..step.sharded import is_sharded, may_have_buckets
-from ..step.stand_ins import OPTIMIZERS, stand_ins
+from ..step.stand_ins import OPTIMIZERS
 from ..step.watch import State, Watch, Watched
 from .plans import Planner, Plans
+from .watched import step_of_example, watched_pass
 
 _MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
 _LARGER = 1.5  # the plan of a size with at most so many times an input's bytes is good enough for the input
@@ -240,7 +239,11 @@ class Signatures:
                 )
                 is_ignored = True
             elif not signature.awaits_backward():
-                return self._watched(signature, module, inputs, frame)
+                self._note_watched(signature)
+                recording = watched_pass(module, inputs, frame)
+                recording.signature = signature
+                signature.watch = recording.counting
+                return recording
         if is_ignored:
             return self._unwatched(None, inputs, frame, has_shards, has_changing_mode)
         if signature.coming is not None:
@@ -363,19 +366,10 @@ class Signatures:
         else:
             signature.marker = _Backward()  # which no graph has: watch again after a pass with a backward pass
 
-    def _watched(
-        self, signature: Signature, module: nn.Module, inputs: Sequence[Tensor], frame: FrameType | None
-    ) -> Watched:
-        """The context of a forward pass whose step is watched."""
-        tensors = [*module.parameters(), *inputs]
-        has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
-        signature.watch = Watch(inputs, has_values)
+    def _note_watched(self, signature: Signature) -> None:
         signature.marker = None
         self._watched_sizes += 1
         self._passes_since = 0
-        recording = Watched(signature.watch, frame)
-        recording.signature = signature
-        return recording
 
     def _note_overlap(self) -> None:
         """Note whether an earlier pass still awaits its backward pass as the next one begins."""
@@ -487,39 +481,23 @@ class Signatures:
             signature.base.is_due = planner.is_cheap()
         return has_diverged
 
-    def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for a size before its first pass, from a real step. ValueError if that raises an error."""
+    def plans_of_example(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plans:
+        """The plans for the size of an example, from a real step. ValueError if that raises an error."""
         assert self._planner is not None
-        inputs = tensors_in((args, kwargs))
-        signature = self._signature(module, inputs, args, kwargs)
         try:
-            if is_sharded(module):
-                step = rehearsed_step(module, args, kwargs)
-            else:
-                with stand_ins(module) as trained:
-                    recording = self._watched(signature, module, inputs, None)
-                    with recording:
-                        outputs = module(*args, **kwargs)
-                    losses = [start.square().mean() for start in differentiable(outputs)]
-                    recording.counting.awaits(module, outputs)
-                    learns = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
-                    torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=learns)
-                    del outputs, losses
-                watch = recording.counting
-                if watch.elsewhere.is_full:
-                    step = rehearsed_step(module, args, kwargs)
-                elif watch.error is not None:
-                    raise watch.error
-                else:
-                    step = watch.step(module)
-            plans = self._planner.plans_of(module, step)
+            return self._planner.plans_of(module, step_of_example(module, args, kwargs))
         except Exception as error:  # a network may raise anything
             raise ValueError(
                 f"a step with the example raises {type(error).__name__}: {error}; give an example that the network can "
                 f"be trained on, several inputs as a tuple"
             ) from error
-        finally:
-            signature.watch = None
+
+    def add_plans(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plans: Plans) -> None:
+        """Let passes with arguments of this size follow plans from their first one on."""
+        signature = self._signature(module, tensors_in((args, kwargs)), args, kwargs)
+        if not is_sharded(module):
+            self._note_watched(signature)
+        signature.watch = None
         signature.plan_passes(plans)
 
     def share(self) -> None:
