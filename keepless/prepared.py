@@ -20,7 +20,7 @@ from .recompute.passes.plan import Plan
 from .recompute.passes.recording import RUN_AGAIN, Recording, is_ours, is_running, may_differ_when_repeated
 from .recompute.passes.report import KeptTensor, Report, summary
 from .recompute.signatures.plans import Budget, arguments_of, checked
-from .recompute.signatures.signature import Signatures
+from .recompute.signatures.signatures import Signatures
 from .recompute.step.sharded import is_sharded
 from .torch_internals import (
     KeeplessWarning,

@@ -171,7 +171,7 @@ def test_a_sharded_network_is_told_the_lowest_peak_with_all_its_bytes(monkeypatc
     network = convolutions()
     step = rehearsed_step(network, (IMAGES,), {})
     least = frontier(step.without_outputs())[-1].peak
-    for module in ("plans", "signature", "watched"):
+    for module in ("plans", "signatures", "watched"):
         monkeypatch.setattr(f"keepless.recompute.signatures.{module}.is_sharded", lambda network: True)
     with pytest.warns(UserWarning, match=f"no plan keeps this step within .*: the lowest peak is {size_text(least)},"):
         recompute_activations(network, budget=least - 4096, example=IMAGES)(IMAGES)
@@ -187,9 +187,9 @@ def follows(network: nn.Module) -> str:
     signatures = plans_of(network)
     (signature,) = signatures.recent
     assert signature.coming is not None
-    signatures._trained(network)
-    signatures._note_overlap()
-    return "coming" if signatures._gradients_come() else "there"
+    signatures.gradients.needed(network)
+    signatures.gradients.note_overlap()
+    return "coming" if signatures.gradients.come() else "there"
 
 
 @pytest.fixture

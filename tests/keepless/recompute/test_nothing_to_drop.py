@@ -145,7 +145,7 @@ def test_a_depth_that_changes_is_planned_and_no_step_is_beyond_its_budget_in_sil
     monkeypatch.setattr("keepless.recompute.step.counting.measure", lambda operators: None)
     monkeypatch.setattr("keepless.recompute.step.counting.host_seconds", lambda: 0.0)
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
-    monkeypatch.setattr("keepless.recompute.signatures.signature.profiler_runs", lambda: False)  # as in `peak_bytes`
+    monkeypatch.setattr("keepless.recompute.signatures.signatures.profiler_runs", lambda: False)  # as in `peak_bytes`
     torch.manual_seed(0)
     network, x = Blocks(), torch.randn(16, 64, 48)
     for parameter in network.parameters():

@@ -73,7 +73,7 @@ def test_a_step_that_is_profiled_is_watched_and_planned_later():
 def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     """Measuring would wait for the device. Masks that are drawn again might get other numbers, so they are kept."""
     plain, within = pair(Layers(3), budget=1.0)
-    monkeypatch.setattr("keepless.recompute.signatures.signature.is_capturing", lambda: True)
+    monkeypatch.setattr("keepless.recompute.signatures.signatures.is_capturing", lambda: True)
     with pytest.warns(UserWarning, match="a CUDA graph is captured without a plan: run three steps before"):
         assert_like(plain, within, X)
     assert plans(within) == [0]
