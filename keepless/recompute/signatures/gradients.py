@@ -14,23 +14,18 @@ from ..step.stand_ins import OPTIMIZERS
 
 
 class Backward:
-    """Notes that a backward pass has begun. It exists as long as the graph.
+    """Notes whether the backward pass of an output has begun. It exists as long as the graph.
 
     A pass that makes a graph itself, as for a penalty on gradients, keeps the network's: another one follows.
     """
 
-    has_begun = False
+    def __init__(self, output: object) -> None:
+        self.has_begun = False
+        for node in [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]:
+            node.register_prehook(self)
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         self.has_begun = self.has_begun or not torch.is_grad_enabled()
-
-
-def backward_of(output: object) -> Backward:
-    """The backward pass that will begin at an output of the network."""
-    backward = Backward()
-    for node in [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]:
-        node.register_prehook(backward)
-    return backward
 
 
 class Gradients:

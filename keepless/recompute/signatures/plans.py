@@ -316,7 +316,9 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     args, kwargs = tree_map(_apart, arguments_of(example))
     step = rehearsed_step(network, args, kwargs)
     gradients = 0
-    if step.coming and not _have_gradients(network):
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    has_gradients = is_sharded(network) or any(parameter.grad is not None for parameter in trained)
+    if step.coming and not has_gradients:
         gradients = step.gradients
         step = step.as_gradients_come()
     limits = [_limit(checked(budget), step, gradients) for budget in (_SHARES if budgets is None else budgets)]
@@ -338,12 +340,6 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
             f"budgets={budgets}: expected one of at least {size_text(least - gradients)}, the lowest that a plan keeps"
         )
     return Frontier(plain_peak(step), least - gradients, rows, gradients)
-
-
-def _have_gradients(network: nn.Module) -> bool:
-    """Whether parameters have gradients before a step. Gradients of sharded ones are not counted."""
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    return is_sharded(network) or any(parameter.grad is not None for parameter in trained)
 
 
 def _row(budget: int, step: Step, choice: Choice, simulation: Simulation) -> BudgetRow:

@@ -110,10 +110,6 @@ class Signature:
         self.advice = None
         self.lesson = Lesson.NEW
 
-    def conclude_lesson(self) -> None:
-        """A pass that was not like earlier ones has ended, and has set the advice if it could."""
-        self.lesson = Lesson.NONE if self.advice is None else Lesson.LEARNED
-
     def follow(self, plan: Plan | None, origin: Origin = Origin.OWN, advice: Advice | None = None) -> None:
         """Let the next pass follow a plan, and teach advice unless another size has lent some."""
         self.plan = plan

@@ -28,7 +28,7 @@ from ..passes.recording import Recording
 from ..step.costs import measures
 from ..step.sharded import is_sharded
 from ..step.watch import State, Watch, Watched
-from .gradients import Backward, Gradients, backward_of
+from .gradients import Backward, Gradients
 from .plans import Planner, Plans
 from .signature import Lesson, Origin, Signature, Size
 from .watched import step_of_example, watched_pass
@@ -63,7 +63,7 @@ def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
 
 
 def _has_diverged(signature: Signature, recording: Recording, is_outdated: bool) -> bool:
-    """Whether a pass has made other calls than planned, or many others than earlier ones. `is_outdated`: see there."""
+    """Whether a pass has made other calls than planned, or many others than earlier ones, or `Advised.is_outdated`."""
     if isinstance(recording, Advised) and not recording.is_first:
         return recording.has_left_plan or is_outdated
     policy = recording.policy
@@ -164,20 +164,22 @@ class Signatures:
         policy = None
         if planner is not None:
             policy = ByPlan() if signature is None else ByPlan(signature.plan, signature.slack)
-        recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         if signature is None or has_changing_mode or is_capturing():
-            return recording
+            return Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         if planner is not None and signature.plan is not None and signature.lesson in (Lesson.NEW, Lesson.LENT):
             for remark in signature.plan.remarks:
                 planner.warn_of_excess(*remark)
         signature.passes += 1
-        if not (signature.is_due or has_shards or None in signature.kind[0]):
-            if signature.lesson is Lesson.NEW:
-                recording = Advised(Advice(), policy, inputs=inputs, frame=frame)
-            elif signature.lesson is Lesson.LEARNED and signature.advice is not None:
-                policy = policy and ByPlan()  # sites know what it has decided
-                kept, slack = signature.kept, signature.slack
-                recording = Advised(signature.advice, policy, inputs=inputs, frame=frame, earlier=kept, slack=slack)
+        has_advice = not (signature.is_due or has_shards or None in signature.kind[0])
+        if has_advice and signature.lesson is Lesson.NEW:
+            recording: Recording = Advised(Advice(), policy, inputs=inputs, frame=frame)
+        elif has_advice and signature.advice is not None and signature.lesson is Lesson.LEARNED:
+            policy = policy and ByPlan()  # sites know what it has decided
+            recording = Advised(
+                signature.advice, policy, inputs=inputs, frame=frame, earlier=signature.kept, slack=signature.slack
+            )
+        else:
+            recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         recording.signature = signature
         return recording
 
@@ -238,7 +240,7 @@ class Signatures:
             planner.warn_of_failure(watch.error)
             signature.follow_own(None)
         else:
-            signature.backward = Backward()  # which no graph has: watch again after a pass with a backward pass
+            signature.backward = Backward(None)  # which no graph has: watch again after a pass with a backward pass
 
     def _use(self, signature: Signature) -> None:
         """Make this the last one used. At most `_MOST` have a plan of their own, and as many have none."""
@@ -266,8 +268,10 @@ class Signatures:
         if isinstance(recording, Watched):
             self._watched_pass_has_ended(module, recording, output)
             return
-        if signature is not None and (signature.is_coming or signature.is_due):
-            self._await_backward(signature, output)
+        if signature is not None and signature.is_coming:
+            self.gradients.await_backward(Backward(output))
+        elif signature is not None and signature.is_due:
+            signature.backward = Backward(output)
         has_followed = isinstance(recording, Advised) and recording.has_followed
         if signature is None or (has_followed and recording.elsewhere is None):
             return
@@ -290,16 +294,8 @@ class Signatures:
             fits = signature.plan is not None and signature.plan.fits
             recording.learn(fits=fits and not has_diverged)
             signature.advice = recording.advice
-        signature.conclude_lesson()
+        signature.lesson = Lesson.NONE if signature.advice is None else Lesson.LEARNED
         self.gradients.forget_parameters()
-
-    def _await_backward(self, signature: Signature, output: object) -> None:
-        """Let it be noted that the backward pass of an output has begun."""
-        backward = backward_of(output)
-        if signature.is_coming:
-            self.gradients.await_backward(backward)
-        else:
-            signature.backward = backward
 
     def _watched_pass_has_ended(self, module: nn.Module, recording: Watched, output: object) -> None:
         if output is None:
