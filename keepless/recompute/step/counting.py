@@ -112,10 +112,6 @@ class Counting(Trace):
             return Kept(tensor, None) if self.is_over else _Packed(tensor, self)
 
     @ends_watch
-    def note_saved(self, packed: "_Packed", tensor: Tensor) -> None:
-        packed.saved, packed.number = self.note_save(packed, tensor)
-
-    @ends_watch
     def held_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | ShapeOnly | None:
         """What autograd will read in place of a tensor; None: it stays, as what existed before the step does."""
         number = self.allocations.memory(tensor) if is_ordinary(tensor) else None
@@ -258,7 +254,7 @@ class _Packed(Kept):
         self.saved: Any = None  # what a recorder gives autograd
         self.number = -1  # of the save
         self._counting = counting
-        counting.note_saved(self, tensor)
+        counting.note_save(self, tensor)
         copy = counting.held_elsewhere(self, tensor)
         if copy is None:
             super().__init__(tensor, None)

@@ -25,29 +25,25 @@ def annealed(
     beginning, from which it falls to `COLD`.
     """
     draw = Random(0)
-    best = kept
-    outcome = simulation.run(kept)
-    scale = fastest = outcome.seconds
+    best = trial = simulation.run(kept)
+    scale = trial.seconds
     price = _PRICE * scale / limit
-    for trial in range(trials):
-        if trial == int(_BACK * trials):
-            kept = best
-            outcome = simulation.run(best)
-        worse = scale * temperature * (COLD / temperature) ** (trial / trials) * -math.log(1 - draw.random())
-        allowed = outcome.seconds + price * max(0, outcome.peak - limit) + worse
-        changed = {i for i in _drawn(draw, kept, free) if outcome.consumers[i]}
-        least = outcome.seconds + sum(simulation.seconds[i] * (1 if kept[i] else -_CHAIN) for i in changed)
+    for number in range(trials):
+        if number == int(_BACK * trials):
+            trial = best
+        worse = scale * temperature * (COLD / temperature) ** (number / trials) * -math.log(1 - draw.random())
+        allowed = trial.seconds + price * max(0, trial.peak - limit) + worse
+        changed = {i for i in _drawn(draw, trial.kept, free) if trial.consumers[i]}
+        least = trial.seconds + sum(simulation.seconds[i] * (1 if trial.kept[i] else -_CHAIN) for i in changed)
         if changed and least <= allowed:  # otherwise it is hopeless
-            price *= _RISES if outcome.peak > limit else 1 / _RISES
-            new_kept = simulation.extended([is_kept != (i in changed) for i, is_kept in enumerate(kept)])
-            new_outcome = simulation.run(new_kept)
-            if new_outcome.seconds + price * max(0, new_outcome.peak - limit) <= allowed:
-                kept = new_kept
-                outcome = new_outcome
-                if outcome.peak <= limit and outcome.seconds < fastest:
-                    best = kept
-                    fastest = outcome.seconds
-    return best
+            price *= _RISES if trial.peak > limit else 1 / _RISES
+            new_kept = [is_kept != (i in changed) for i, is_kept in enumerate(trial.kept)]
+            new_trial = simulation.run(simulation.extended(new_kept))
+            if new_trial.seconds + price * max(0, new_trial.peak - limit) <= allowed:
+                trial = new_trial
+                if trial.peak <= limit and trial.seconds < best.seconds:
+                    best = trial
+    return best.kept
 
 
 def _drawn(draw: Random, kept: Sequence[bool], free: Sequence[int]) -> set[int]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..passes.plan import Flag, Plan
 from .exchanges import COLD, HOT, annealed
-from .simulation import Outcome, Simulation, plain_peak
+from .simulation import Simulation, Trial, plain_peak
 from .step import Kind, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -52,17 +52,6 @@ class Choice(NamedTuple):
             elif value.kind == Kind.FREE and value.flag == Flag.AGAIN:
                 flags[value.call] |= Flag.KEEP
         return Plan(step.calls, bytes(flags), self.peak, plain_peak(step))
-
-
-class Trial(NamedTuple):
-    """A simulated choice."""
-
-    kept: Sequence[bool]
-    outcome: Outcome
-
-    @property
-    def peak(self) -> int:
-        return self.outcome.peak
 
 
 def frontier(
@@ -151,10 +140,10 @@ class _Search:
         """Simulate a choice, and note it among the choices."""
         kept = self.simulation.extended(kept)
         self.simulation.seconds = self.seconds
-        outcome = self.simulation.run(kept)
-        self.choices.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
-        self.lowest_peak = min(self.lowest_peak, outcome.peak)
-        return Trial(kept, outcome)
+        trial = self.simulation.run(kept)
+        self.choices.append(Choice(trial.peak, trial.seconds, tuple(kept)))
+        self.lowest_peak = min(self.lowest_peak, trial.peak)
+        return trial
 
     def baseline(self) -> Trial:
         """Simulate the choice that keeps everything that can be kept."""
@@ -221,13 +210,13 @@ class _Search:
 
     def improved(self, trial: Trial, target: int) -> Trial | None:
         """A choice with a smaller total excess over the target; None if none is found."""
-        excess = _excess(trial.outcome, target)
+        excess = _excess(trial, target)
         ranked = self.ranked_drops(trial, target)
-        groups = self.enough_drops(ranked, trial.outcome, target)
+        groups = self.enough_drops(ranked, trial, target)
         count = len(groups)
         while count > 1:  # try as many at once as the excess seems to need
             candidate = self.simulate(_flipped(trial.kept, set().union(*groups[:count])))
-            if _excess(candidate.outcome, target) < excess * 0.7:
+            if _excess(candidate, target) < excess * 0.7:
                 return candidate
             count //= 3
         keeps = ([number] for number in self.dropped_at_peak(trial))
@@ -239,7 +228,7 @@ class _Search:
 
         `moves`: each with one of every kind. Some may be missing.
         """
-        excess = _excess(trial.outcome, target)
+        excess = _excess(trial, target)
         best: Trial | None = None
         best_rate = 0.0
         for number, of_each_kind in enumerate(islice(moves, _MANY)):
@@ -247,8 +236,8 @@ class _Search:
                 break
             for move in filter(None, of_each_kind):
                 candidate = self.simulate(_flipped(trial.kept, move))
-                gain = excess - _excess(candidate.outcome, target)
-                rate = gain / max(candidate.outcome.seconds - trial.outcome.seconds, 1e-9)
+                gain = excess - _excess(candidate, target)
+                rate = gain / max(candidate.seconds - trial.seconds, 1e-9)
                 if rate > best_rate:
                     best = candidate
                     best_rate = rate
@@ -256,23 +245,22 @@ class _Search:
 
     def ranked_drops(self, trial: Trial, target: int) -> list[tuple[int, list[int]]]:
         """Values to drop while the step is above the target, each with its group; the cheapest per byte first."""
-        outcome = trial.outcome
         ranked = []
-        counts = [0, *accumulate(level > target for level in outcome.levels)]
+        counts = [0, *accumulate(level > target for level in trial.levels)]
         for i in self.free:
-            if trial.kept[i] and outcome.consumers[i]:
-                event_count = counts[outcome.first_read[i]] - counts[outcome.needed_from[i]]
+            if trial.kept[i] and trial.consumers[i]:
+                event_count = counts[trial.first_read[i]] - counts[trial.needed_from[i]]
                 if event_count:
                     group, seconds = self.drop_group(trial, i)
                     ranked.append((seconds / (self.bytes[i] * event_count + 1), i, group))
         return [(i, group) for _, i, group in sorted(ranked)]
 
-    def enough_drops(self, ranked: list[tuple[int, list[int]]], outcome: Outcome, target: int) -> list[list[int]]:
+    def enough_drops(self, ranked: list[tuple[int, list[int]]], trial: Trial, target: int) -> list[list[int]]:
         """As many groups as seem to bring the peak down to the target."""
-        excesses = [max(0, level - target) for level in outcome.levels]
+        excesses = [max(0, level - target) for level in trial.levels]
         groups = []
         for i, group in ranked:
-            span = slice(outcome.needed_from[i], outcome.first_read[i])
+            span = slice(trial.needed_from[i], trial.first_read[i])
             size = self.bytes[i]
             if any(excesses[span]):
                 groups.append(group)
@@ -290,36 +278,34 @@ class _Search:
             if trial.kept[number]:
                 group.append(number)
             for i in self.inputs[number]:
-                if not trial.outcome.consumers[i] and i not in group and i not in pending:
+                if not trial.consumers[i] and i not in group and i not in pending:
                     if not trial.kept[i] or self.is_free[i]:
                         pending.append(i)
         return group, seconds
 
     def dropped_at_peak(self, trial: Trial) -> list[int]:
         """The recomputed values in memory at the peak, smallest first."""
-        outcome = trial.outcome
-        peak = outcome.levels.index(outcome.peak)
-        dropped = [i for i in self.dropped(trial) if outcome.first_read[i] <= peak <= outcome.last_read[i]]
+        peak = trial.levels.index(trial.peak)
+        dropped = [i for i in self.dropped(trial) if trial.first_read[i] <= peak <= trial.last_read[i]]
         return sorted(dropped, key=self.bytes.__getitem__)
 
     def dropped(self, trial: Trial) -> list[int]:
         """The values that a choice recomputes instead of keeping."""
-        return [i for i in self.free if not trial.kept[i] and trial.outcome.consumers[i]]
+        return [i for i in self.free if not trial.kept[i] and trial.consumers[i]]
 
     def swaps(self, trial: Trial) -> list[list[int]]:
         """Pairs of a kept and a dropped value to swap, where one is computed from the other.
 
         Each swap lowers the memory at the peak, the first one the most.
         """
-        outcome = trial.outcome
-        peak = outcome.levels.index(outcome.peak)
+        peak = trial.levels.index(trial.peak)
         ranked = []
-        for i in filter(outcome.consumers.__getitem__, self.free):
+        for i in filter(trial.consumers.__getitem__, self.free):
             for j in self.sources(trial, i):
                 if self.is_free[j] and trial.kept[i] is not trial.kept[j]:
                     kept, dropped = (i, j) if trial.kept[i] else (j, i)
-                    is_kept_then = outcome.needed_from[kept] <= peak <= outcome.last_read[kept]
-                    is_held_then = outcome.first_read[dropped] <= peak <= outcome.last_read[dropped]
+                    is_kept_then = trial.needed_from[kept] <= peak <= trial.last_read[kept]
+                    is_held_then = trial.first_read[dropped] <= peak <= trial.last_read[dropped]
                     freed = self.bytes[kept] if is_kept_then else 0
                     added = 0 if is_held_then else self.bytes[dropped]
                     if freed > added:
@@ -363,11 +349,10 @@ class _Search:
 
     def filled(self, trial: Trial, target: int) -> Trial:
         """Use the remaining memory to keep values again, the most expensive to recompute first."""
-        outcome = trial.outcome
         kept = list(trial.kept)
-        levels = list(outcome.levels)
+        levels = list(trial.levels)
         for i in sorted(self.dropped(trial), key=lambda i: -self.step.values[i].seconds):
-            span = slice(outcome.needed_from[i], outcome.first_read[i])
+            span = slice(trial.needed_from[i], trial.first_read[i])
             size = self.bytes[i]
             span_levels = levels[span]
             if not span_levels or max(span_levels) + size <= target:
@@ -376,7 +361,7 @@ class _Search:
         if kept == list(trial.kept):
             return trial
         fuller = self.simulate(kept)
-        is_better = fuller.peak <= target and fuller.outcome.seconds <= outcome.seconds
+        is_better = fuller.peak <= target and fuller.seconds <= trial.seconds
         return fuller if is_better else trial
 
 
@@ -388,9 +373,9 @@ def _flipped(kept: Sequence[bool], move: Iterable[int]) -> list[bool]:
     return flipped
 
 
-def _excess(outcome: Outcome, target: int) -> int:
+def _excess(trial: Trial, target: int) -> int:
     """Bytes above the target, over all events."""
-    return sum(level - target for level in outcome.levels if level > target)
+    return sum(level - target for level in trial.levels if level > target)
 
 
 def segmented(step: Step) -> Iterator[list[bool]]:

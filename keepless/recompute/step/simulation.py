@@ -10,12 +10,13 @@ from .step import Event, Kind, Step
 _HOLD, _LET, _SAVE, _READ, _RELEASE, _BUSY, _PASS = map(int, Event)  # plain numbers are compared faster
 
 
-class Outcome(NamedTuple):
-    """Memory and time of a choice. Lists have an entry for each value; a leader's covers all values of its recipe.
+class Trial(NamedTuple):
+    """A simulated choice. Lists have an entry for each value; a leader's covers all values of its recipe.
 
     An event is an index into `Simulation.events`, which has fewer events than the step.
     """
 
+    kept: Sequence[bool]  # the choice
     peak: int  # bytes
     seconds: float  # to recompute values
     levels: list[int]  # the most bytes during each event
@@ -92,7 +93,7 @@ def plain_peak(step: Step, saves: bool = True) -> int:
     return levels.highest
 
 
-def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
+def simulate(step: Step, kept: Sequence[bool]) -> Trial:
     """See `Simulation.run`."""
     simulation = Simulation(step)
     return simulation.run(simulation.extended(kept))
@@ -153,12 +154,12 @@ class Simulation:
                 rise = alone.highest - level_before
                 self.events[-1] = MergedEvent(*self.events[-1][:3], rise, alone.level - level_before)
 
-    def run(self, kept: Sequence[bool]) -> Outcome:
+    def run(self, kept: Sequence[bool]) -> Trial:
         """The memory and time of the step if it keeps these values, and recomputes others as `Value.get` does.
 
         `kept`: for each value, after `extended`; True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`.
         """
-        return Run(self, kept).outcome()
+        return Run(self, kept).trial()
 
     def peak_of(self, kept: Sequence[bool]) -> str:
         """The call and the module at the peak of a choice."""
@@ -224,7 +225,7 @@ class Run(_Levels):
         self.run_counts = _filled(count, 0)  # of the recipe of each leader
         self.event_number = 0
 
-    def outcome(self) -> Outcome:
+    def trial(self) -> Trial:
         levels = self._run()
         for (
             leader,
@@ -236,7 +237,7 @@ class Run(_Levels):
             self.last_read[leader] = max([self.last_read[member] for member in members])
         seconds = sum(map(mul, self.run_counts, self.simulation.seconds))
         reads = self.consumers, self.needed_from, self.first_read, self.last_read
-        return Outcome(max(levels), seconds, levels, *reads)
+        return Trial(self.kept, max(levels), seconds, levels, *reads)
 
     def _run(self) -> list[int]:
         """Run all events. Returns the most bytes during each."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...inputs import tensors_in
-from ...saved import ByStorage, Gone, Kept, ShapeOnly, is_ordinary
+from ...saved import ByStorage, Gone, Kept, is_ordinary
 from ...torch_internals import at_end_of_backward, backward_runs
 from ..held.calls import Call
 from ..held.signs import unpacking_bytes
@@ -284,21 +284,22 @@ class Trace(Registry):
 
     # Saved tensors
 
-    def note_save(self, packed: Any, tensor: Tensor) -> tuple[Saved | Kept | ShapeOnly, int]:
-        """Autograd holds `packed` for a tensor. Returns what a recorder gives it, and the number of the save, or -1."""
-        saved = holder_of(self, tensor)
+    @ends_watch
+    def note_save(self, packed: Any, tensor: Tensor) -> None:
+        """Autograd holds `packed` for a tensor. It gets what a recorder would give, and the number of the save."""
+        packed.saved = saved = holder_of(self, tensor)
         if self.forward < 0 and backward_runs():  # saved by a backward pass, for another one through it
             self.unseen = "torch.autograd.grad with create_graph=True (second derivatives)"
         if isinstance(saved, _NotHeld):
             if is_ordinary(tensor) and not (tensor.requires_grad and self.call is not None):
                 self._note_held(packed, Event.HOLD, Event.LET, self.place(tensor))
-            return saved, -1
-        number = len(self.saved)
+            return
+        packed.number = len(self.saved)
         signs = 0
         unpacking = 0
         if isinstance(saved, Saved):
             value = saved.value.number
-            saved.number = number
+            saved.number = packed.number
             if saved.reads_signs and not tensor._is_view():  # else its base is saved
                 signs = -(-tensor.numel() // 8)
                 unpacking = unpacking_bytes(tensor)
@@ -306,8 +307,7 @@ class Trace(Registry):
             value = len(self.values)
             self.values.append(self._step_value(Kind.DERIVED, tensor, ()))
         self.saved.append(Save(value, signs, self.place(tensor), unpacking))
-        self._note_held(packed, Event.SAVE, Event.RELEASE, number)
-        return saved, number
+        self._note_held(packed, Event.SAVE, Event.RELEASE, packed.number)
 
     def _note_held(self, packed: Any, begin: Event, end: Event, number: int) -> None:
         """Note that something is held from now on, until autograd drops `packed`."""

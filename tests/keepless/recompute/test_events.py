@@ -60,7 +60,7 @@ class Simulated(Run):
         simulation, self.noted, self.saves = Simulation(step), list[Event](), saves
         super().__init__(simulation, kept)
         simulation.event_tuples = map(self.begins, simulation.event_tuples)
-        self.outcome()
+        self.trial()
 
     def note(self, kind: str, save: int) -> None:
         if save in self.saves:
