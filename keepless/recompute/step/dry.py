@@ -25,6 +25,7 @@ from ...torch_internals import (
     with_dispatch_modes_off,
     without_cached_weights,
 )
+from .costs import TensorSpec
 from .counting import Counting, Recorded
 from .sharded import attributes_without_fsdp2, is_sharded, without_fsdp2
 from .step import Step
@@ -40,14 +41,14 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.forms = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+        ctx.specs = [
+            TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors
+        ]
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # one for each tensor
-        return tuple(
-            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in ctx.forms
-        )
+        return tuple(spec.empty() for spec in ctx.specs)
 
 
 def differentiable(outputs: object) -> list[Tensor]:

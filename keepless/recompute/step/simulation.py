@@ -161,6 +161,16 @@ class Simulation:
         """
         return Run(self, kept).trial()
 
+    def consumers_of(self, kept: Sequence[bool]) -> list[int]:
+        """For each value, how many operations and recipes read it."""
+        consumers = list(self.consumers)
+        for number in reversed(range(len(kept))):  # a value's inputs have smaller numbers
+            if not kept[number] and number == self.leaders[number]:
+                if any([consumers[member] for member in self.members[number]]):
+                    for i in self.inputs[number]:
+                        consumers[i] += 1
+        return consumers
+
     def peak_of(self, kept: Sequence[bool]) -> str:
         """The call and the module at the peak of a choice."""
         levels = self.run(self.extended(kept)).levels
@@ -196,13 +206,8 @@ class Run(_Levels):
         self.kept = kept
         self.leaders = simulation.leaders
         self.inputs = simulation.inputs
-        self.consumers = list(simulation.consumers)
+        self.consumers = simulation.consumers_of(kept)
         count = len(kept)
-        for number in reversed(range(count)):  # a value's inputs have smaller numbers
-            if not kept[number] and number == self.leaders[number]:
-                if any([self.consumers[member] for member in simulation.members[number]]):
-                    for i in self.inputs[number]:
-                        self.consumers[i] += 1
         self.first_computed_memory = len(self.step.memories)
         self.first_sign_memory = self.first_computed_memory + count
         self.kept_memories = list(simulation.kept_memories)
@@ -227,10 +232,7 @@ class Run(_Levels):
 
     def trial(self) -> Trial:
         levels = self._run()
-        for (
-            leader,
-            members,
-        ) in self.simulation.groups:  # a leader's entries stand for all values that its recipe computes
+        for leader, members in self.simulation.groups:  # a leader's entries stand for those of all members
             self.consumers[leader] = sum([self.consumers[member] for member in members])
             self.needed_from[leader] = min([self.needed_from[member] for member in members])
             self.first_read[leader] = min([self.first_read[member] for member in members])
