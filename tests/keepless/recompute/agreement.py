@@ -32,7 +32,7 @@ def on(x: Tensor, needs_gradient: bool = True) -> Setup:
 
     def setup(network: nn.Module) -> tuple[tuple[Any, ...], list[Tensor]]:
         w = x.detach().clone().requires_grad_(needs_gradient)
-        return (w,), [one for one in (w, *network.parameters()) if one.requires_grad]
+        return (w,), [tensor for tensor in (w, *network.parameters()) if tensor.requires_grad]
 
     return setup
 
@@ -53,7 +53,10 @@ def in_parts(losses: list[Tensor], sources: list[Tensor]) -> list[Tensor | None]
 
 def second_derivatives(losses: list[Tensor], sources: list[Tensor]) -> list[Tensor | None]:
     first = grad(losses, sources, create_graph=True)
-    return [*first, *grad(torch.stack([one.square().sum() for one in first if one is not None]).sum(), sources)]
+    return [
+        *first,
+        *grad(torch.stack([gradient.square().sum() for gradient in first if gradient is not None]).sum(), sources),
+    ]
 
 
 def freed_in_part(losses: list[Tensor], sources: list[Tensor]) -> list[Tensor | None]:
@@ -86,8 +89,8 @@ AROUND = [nullcontext, save_on_cpu, *(partial(saved_tensors_hooks, keep, lambda 
 
 def write_over(outputs: Any) -> None:
     with torch.no_grad():
-        for given in outputs.pop("given", ()) if isinstance(outputs, dict) else ():
-            given.mul_(2)
+        for tensor in outputs.pop("given", ()) if isinstance(outputs, dict) else ():
+            tensor.mul_(2)
 
 
 def once(forward: Forward) -> Forward:
@@ -116,11 +119,11 @@ def under_a_checkpoint(forward: Forward) -> Forward:
 
 
 def under(mode: Callable[[], Any], forward: Forward) -> Forward:
-    def one() -> Any:
+    def wrapped() -> Any:
         with mode():
             return forward()
 
-    return one
+    return wrapped
 
 
 def run(
@@ -138,9 +141,10 @@ def run(
             outputs = wraps(partial(network, *arguments))()
         outputs = outputs if isinstance(outputs, dict) else {"out": outputs}
         write_over(outputs)
-        found = use([one.abs().square().mean() for one in outputs.values() if one.requires_grad], sources)
+        tensors = outputs.values()
+        gradients = use([tensor.abs().square().mean() for tensor in tensors if tensor.requires_grad], sources)
         buffers = [buffer.clone() for buffer in network.buffers()]
-        return [*(one.detach().clone() for one in outputs.values()), *found, *buffers, torch.rand(1)]
+        return [*(tensor.detach().clone() for tensor in tensors), *gradients, *buffers, torch.rand(1)]
     except (Exception, KeyboardInterrupt) as error:
         return error.with_traceback(None)  # which would keep a checkpoint from ending
 
@@ -148,8 +152,8 @@ def run(
 REFUSED = re.compile("modified by an inplace operation|norms have no second derivative")
 
 
-def is_refused(found: Found) -> bool:
-    return isinstance(found, Exception) and bool(REFUSED.search(str(found)))
+def is_refused(actual: Found) -> bool:
+    return isinstance(actual, Exception) and bool(REFUSED.search(str(actual)))
 
 
 def agrees(plain: Found, prepared: Found, may_refuse: bool = False) -> bool:
@@ -162,10 +166,10 @@ def agrees(plain: Found, prepared: Found, may_refuse: bool = False) -> bool:
         assert isinstance(plain, BaseException), f"only the prepared one raised {prepared}"
         assert all(refused) or str(plain) == str(prepared), (plain, prepared)
         return False
-    for expected, found in zip(plain, prepared, strict=True):
-        assert type(found) is type(expected) and getattr(found, "meta", None) == getattr(expected, "meta", None)
+    for expected, actual in zip(plain, prepared, strict=True):
+        assert type(actual) is type(expected) and getattr(actual, "meta", None) == getattr(expected, "meta", None)
         if expected is not None:
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, check_stride=False)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, check_stride=False)
     return True
 
 
@@ -185,16 +189,16 @@ def agree(
     gradients are those of copying hooks.
     """
     before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
-    expected, found = run(plain, setup, use, wraps), run(prepared, setup, use, wraps, around)
-    may_differ = may_refuse or around is not nullcontext or isinstance(found, BaseException)
+    expected, actual = run(plain, setup, use, wraps), run(prepared, setup, use, wraps, around)
+    may_differ = may_refuse or around is not nullcontext or isinstance(actual, BaseException)
     if is_refused(expected) and not may_differ:
         plain.load_state_dict(before, strict=False)
         expected = run(plain, setup, use, wraps, AROUND[-1])
-    if isinstance(expected, BaseException) or isinstance(found, BaseException):
+    if isinstance(expected, BaseException) or isinstance(actual, BaseException):
         prepared.load_state_dict(plain.state_dict())  # one may have ended before its statistics changed
     if isinstance(expected, BaseException) and around is not nullcontext:
         return False
-    return agrees(expected, found, may_refuse)
+    return agrees(expected, actual, may_refuse)
 
 
 def keep_by_chance(monkeypatch, draws: Random, shares: Sequence[float] = (0.0, 0.5, 0.5, 1.0)) -> None:
@@ -202,7 +206,9 @@ def keep_by_chance(monkeypatch, draws: Random, shares: Sequence[float] = (0.0, 0
 
     def drawn(step: Step, limit: int, **_: Any) -> list[Choice]:
         share = draws.choice(shares)
-        kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in step.values]
+        kept = [
+            value.kind == Kind.KEPT or (value.kind == Kind.FREE and draws.random() < share) for value in step.values
+        ]
         return [Choice(0, 0.0, tuple(kept))]
 
     monkeypatch.setattr(plans_module, "frontier", drawn if shares else frontier)
@@ -211,26 +217,26 @@ def keep_by_chance(monkeypatch, draws: Random, shares: Sequence[float] = (0.0, 0
 
 def note_followed(monkeypatch) -> list[bool]:
     """A list that gets True for each pass after the first that is like earlier ones, and False for one that differs."""
-    conclude, found = Advised.has_followed.fget, []
+    conclude, noted_passes = Advised.has_followed.fget, []
 
-    def noted(one: Advised) -> bool:
-        followed = conclude(one)
-        if not one.is_first:
-            found.append(followed)
+    def noted(recording: Advised) -> bool:
+        followed = conclude(recording)
+        if not recording.is_first:
+            noted_passes.append(followed)
         return followed
 
     monkeypatch.setattr(Advised, "has_followed", property(noted))
-    return found
+    return noted_passes
 
 
 def note_unknown(monkeypatch) -> list[Any]:
     """A list that gets the functions of calls of later passes about which earlier ones have taught nothing."""
-    ask, found = Advised.ask, []
+    ask, functions = Advised.ask, []
 
     def noted(self: Advised, call: Any) -> Any:
         if not self.is_first and not call.is_advised:
-            found.append(call.function)
+            functions.append(call.function)
         return ask(self, call)
 
     monkeypatch.setattr(Advised, "ask", noted)
-    return found
+    return functions

@@ -69,11 +69,11 @@ class Stream:
 @pytest.fixture
 def present(monkeypatch) -> list[Stream]:
     """Its item is the current stream of every device."""
-    found: list[Stream] = []
+    streams: list[Stream] = []
     for module in (torch.cuda, values, signs):
-        monkeypatch.setattr(module, "current_stream", lambda _: found[0])
+        monkeypatch.setattr(module, "current_stream", lambda _: streams[0])
     monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: stream.log.append(f"{stream.name} records"))
-    return found
+    return streams
 
 
 def test_a_reader_on_another_stream_waits_and_records(present, monkeypatch):
@@ -96,12 +96,12 @@ def test_a_reader_on_another_stream_waits_and_records(present, monkeypatch):
 def test_signs_are_packed_after_the_stream_that_made_the_values_and_read_after_the_one_that_packed(present):
     """A value that a later call packs may come from another stream, and be read on a third."""
     log: list[str] = []
-    made, packs, reads = (Stream(name, log) for name in ("made", "packs", "reads"))
+    maker, packs, reads = (Stream(name, log) for name in ("made", "packs", "reads"))
     present.append(packs)
     with FakeTensorMode(), torch.device("cuda"):
         value = Value(Kept(torch.empty(4), None))
         value.consumers = value.sign_consumers = 1
-        value.positive, value.stream = positive, made
+        value.positive, value.stream = positive, maker
         value.settle(None, at_end=True)
         present[0] = reads
         value.get()
@@ -136,15 +136,15 @@ def cuda_gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("budget", [None, "1KiB"])
-@pytest.mark.parametrize("activation", [pytest.param(one, marks=NEEDS_CUDA) for one in (nn.SiLU(), nn.ReLU())])
+@pytest.mark.parametrize("activation", [pytest.param(module, marks=NEEDS_CUDA) for module in (nn.SiLU(), nn.ReLU())])
 def test_gradients_on_two_streams_are_those_of_the_plain_network(activation, budget, deterministic):
     torch.manual_seed(0)
     plain, prepared = pair(TwoStreams(activation).cuda(), budget=budget)
     x = torch.randn(16, 3, 128, 128, device="cuda")
     expected = cuda_gradients(plain, x)
     for _ in range(10):
-        for ours, theirs in zip(cuda_gradients(prepared, x), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        for gradient, reference in zip(cuda_gradients(prepared, x), expected, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("around", ["nothing", "autocast", "save_on_cpu", "frozen"])
@@ -203,11 +203,11 @@ def test_every_step_is_within_the_budget_and_exact(device, with_example):
     recompute_activations(within, budget=budget, example=x if with_example else None)
     for _ in range(4):
         assert peak_of(within, x) <= 1.05 * budget
-    for one in (plain, within):
-        one.zero_grad()
-        train(one, x)
-    for ours, theirs in zip(within.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    for network in (plain, within):
+        network.zero_grad()
+        train(network, x)
+    for parameter, reference in zip(within.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("budget", [None, 0.7])
@@ -227,11 +227,11 @@ def test_a_captured_graph_replays_a_recomputed_step_with_new_masks(device, budge
         with torch.cuda.graph(graph):
             train(network, x)
         torch.cuda.manual_seed(5)
-        found = []
+        gradients = []
         for _ in range(2):
             graph.replay()
-            found.append(torch.cat([p.grad.flatten().clone() for p in network.parameters()]))
-        return found
+            gradients.append(torch.cat([p.grad.flatten().clone() for p in network.parameters()]))
+        return gradients
 
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(256)) for _ in range(6)]

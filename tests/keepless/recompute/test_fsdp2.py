@@ -91,10 +91,10 @@ def _read_by_another_unit(rank: int, wrapper: str, norm: str) -> bool:
     for prepare in (recompute_activations, nn.Sequential):
         torch.manual_seed(0)
         norms = [wrap(nn.Sequential(*layers())) for _ in range(3)]
-        made = wrap(nn.Sequential(nn.Conv2d(8, 8, 3), *norms, nn.Conv2d(8, 4, 1)))
-        prepare(made)(torch.randn(2, 8, 9, 9)).square().mean().backward()
-        found = [parameter.grad for parameter in made.parameters()]
-        gradients.append([one.to_local() if wrapper == "fsdp2" else one for one in found])
+        wrapped = wrap(nn.Sequential(nn.Conv2d(8, 8, 3), *norms, nn.Conv2d(8, 4, 1)))
+        prepare(wrapped)(torch.randn(2, 8, 9, 9)).square().mean().backward()
+        shards = [parameter.grad for parameter in wrapped.parameters()]
+        gradients.append([shard.to_local() if wrapper == "fsdp2" else shard for shard in shards])
     return all(map(torch.equal, *gradients))
 
 
@@ -106,22 +106,22 @@ def test_a_convolution_reads_the_output_of_a_norm_whose_parameters_are_freed(ran
 
 def _within_a_budget_by_fsdp1(rank: int) -> tuple[bool, list[str]]:
     """Whether a network that FSDP1 has sharded follows a plan with the plain one's gradients; and warnings."""
-    found = []
-    with warnings.catch_warnings(record=True) as said:
+    gradients = []
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for budget in (None, 0.8):
             torch.manual_seed(0)
             layers = [part for _ in range(4) for part in (nn.Linear(32, 32), nn.SiLU())]
-            made = FullyShardedDataParallel(nn.Sequential(*layers), device_id=torch.device("cpu"))
+            wrapped = FullyShardedDataParallel(nn.Sequential(*layers), device_id=torch.device("cpu"))
             if budget is not None:
-                recompute_activations(made, budget=budget)
+                recompute_activations(wrapped, budget=budget)
             for _ in range(4):
-                made.zero_grad()
-                made(torch.ones(64, 32) * (rank + 1)).square().mean().backward()
-            found.append([one.grad for one in made.parameters()])
-    is_planned = attempts(made) == [1] and plans_of(made).recent[0].plan is not None
-    return all(map(torch.equal, *found)) and is_planned, [
-        str(one.message) for one in said if "plan" in str(one.message)
+                wrapped.zero_grad()
+                wrapped(torch.ones(64, 32) * (rank + 1)).square().mean().backward()
+            gradients.append([parameter.grad for parameter in wrapped.parameters()])
+    is_planned = attempts(wrapped) == [1] and plans_of(wrapped).recent[0].plan is not None
+    return all(map(torch.equal, *gradients)) and is_planned, [
+        str(warning.message) for warning in warned if "plan" in str(warning.message)
     ]
 
 
@@ -152,11 +152,11 @@ def test_copies_of_parameters_are_planned(size):
 def _room_of_gradients(rank: int) -> int:
     """Bytes of gradients that plans of a network without gradients count on. It keeps the lowest budget among them."""
     network_in_shards = sharded(network())
-    found = plan(network_in_shards, X)
+    planned = plan(network_in_shards, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        recompute_activations(network_in_shards, budget=found.least, example=X)
-    return found.gradients
+        recompute_activations(network_in_shards, budget=planned.least, example=X)
+    return planned.gradients
 
 
 @FSDP2_ON_CPUS
@@ -186,30 +186,33 @@ class Unused(nn.Sequential):
 
 def _watched_in_ddp(rank: int, name: str) -> tuple[bool, list[int], list[str]]:
     """Whether steps are those of plain DDP, the plans, and warnings that there is none."""
-    found, made = [], InPlaceABNSync if name == "sizes" else nn.BatchNorm1d
-    with warnings.catch_warnings(record=True) as said:
+    states = []
+    norm = InPlaceABNSync if name == "sizes" else nn.BatchNorm1d
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for is_prepared in (False, True):
             torch.manual_seed(0)
-            own = Unused(*[part for _ in range(4) for part in (nn.Conv1d(16, 16, 1), made(16), nn.GELU())])
+            module = Unused(*[part for _ in range(4) for part in (nn.Conv1d(16, 16, 1), norm(16), nn.GELU())])
             if is_prepared and name != "outside":
-                recompute_activations(own, budget=0.85)
-            network = DistributedDataParallel(own, **PARALLEL[name])
+                recompute_activations(module, budget=0.85)
+            network = DistributedDataParallel(module, **PARALLEL[name])
             if is_prepared and name == "outside":
                 recompute_activations(network, budget=0.85)
             for number in range(5):
-                own.skips = name == "unused" and number % 2 == 1
+                module.skips = name == "unused" and number % 2 == 1
                 x = torch.linspace(-1, 1, 8 * 16 * 32).sin().view(8, 16, 32) * (rank + number + 1)
                 network.zero_grad()
                 network(x[..., : 9 if (name, number, rank) == ("sizes", 1, 1) else 32]).square().mean().backward()
-                found.append([one.grad for one in own.parameters()] + [one.clone() for one in own.buffers()])
-    prepared = network if name == "outside" else own
-    pairs = [pair for steps in zip(found[:5], found[5:], strict=True) for pair in zip(*steps, strict=True)]
-    is_same = all(one is other or torch.equal(one, other) for one, other in pairs)
-    return is_same, plans(prepared), [str(one.message) for one in said if "no plan" in str(one.message)]
+                gradients = [parameter.grad for parameter in module.parameters()]
+                states.append(gradients + [buffer.clone() for buffer in module.buffers()])
+    prepared = network if name == "outside" else module
+    pairs = [pair for steps in zip(states[:5], states[5:], strict=True) for pair in zip(*steps, strict=True)]
+    is_same = all(expected is actual or torch.equal(actual, expected) for expected, actual in pairs)
+    texts = [str(warning.message) for warning in warned]
+    return is_same, plans(prepared), [text for text in texts if "no plan" in text]
 
 
 @pytest.mark.parametrize("name", PARALLEL)
 def test_a_network_within_ddp_is_watched_without_further_communication(ranks, name):
-    for same, planned, said in ranks.run(_watched_in_ddp, name):
-        assert same and planned and not said, (planned, said)
+    for same, planned, texts in ranks.run(_watched_in_ddp, name):
+        assert same and planned and not texts, (planned, texts)
