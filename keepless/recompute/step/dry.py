@@ -191,29 +191,21 @@ def on_copy(
             and tensors are real.
         Exception: whatever `run` raises.
     """
-    inputs = tensors_in((args, kwargs))
-    tensors = [*network.parameters(), *network.buffers(), *inputs]
-    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
     mode: Any = nullcontext()
     if is_fake:
+        tensors = [*network.parameters(), *network.buffers(), *tensors_in((args, kwargs))]
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         mode = fakes[0].fake_mode if fakes else _Dry(allow_non_fake_inputs=True)
-    copy_of = partial(_faked, mode) if is_fake else Tensor.clone
-    memo: dict[int, Any] = {}
-    for tensor in tensors if is_fake else inputs:
-        memo[id(tensor)] = copy_of(tensor.detach()).requires_grad_(tensor.requires_grad)
-    for parameter in network.parameters() if is_fake else ():
-        memo[id(parameter)] = nn.Parameter(memo[id(parameter)].detach(), parameter.requires_grad)
+        memo = _faked_tensors(mode, network, tensors)
+    else:
+        inputs = tensors_in((args, kwargs))
+        memo = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs}
     sharded = without_fsdp2(network, mode, memo)
     if sharded and not is_fake:
         raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
-    parallel = [module for module in network.modules() if isinstance(module, DistributedDataParallel)]
-    memo |= {id(module): object.__new__(_Alone) for module in parallel}
     try:
         with with_dispatch_modes_off():
-            copied = _copied(network, args, kwargs, sharded, parallel, memo)
-            for new_parameter, parameter in zip(copied[0].parameters(), network.parameters(), strict=True):
-                if new_parameter.is_leaf and new_parameter.grad_dtype != gradient_dtype(parameter):
-                    new_parameter.grad_dtype = gradient_dtype(parameter)
+            copied = _copied(network, args, kwargs, sharded, memo)
             with _as_before(is_fake), without_cached_weights(), mode, _Apart(network):
                 return run(*copied)
     finally:
@@ -223,23 +215,34 @@ def on_copy(
 
 
 def _copied(
-    network: Network,
-    args: Any,
-    kwargs: Any,
-    sharded: list[tuple[nn.Module, nn.Module]],
-    parallel: list[DistributedDataParallel],
-    memo: dict[int, Any],
+    network: Network, args: Any, kwargs: Any, sharded: list[tuple[nn.Module, nn.Module]], memo: dict[int, Any]
 ) -> tuple[Network, Any, Any]:
     """Copy a network and its arguments. RuntimeError if that is impossible."""
+    parallel = [module for module in network.modules() if isinstance(module, DistributedDataParallel)]
+    memo |= {id(module): object.__new__(_Alone) for module in parallel}
     try:
         for module, empty in sharded:
             vars(empty).update(copy.deepcopy(attributes_without_fsdp2(module), memo))
         for module in parallel:
             attributes = {name: vars(module)[name] for name in vars(nn.Module())}
             vars(memo[id(module)]).update(copy.deepcopy(attributes, memo))
-        return copy.deepcopy((network, args, kwargs), memo)
+        copied = copy.deepcopy((network, args, kwargs), memo)
     except Exception as error:
         raise RuntimeError(f"the network cannot be copied for a dry step ({text_of(error)}); {_INSTEAD}") from error
+    for new_parameter, parameter in zip(copied[0].parameters(), network.parameters(), strict=True):
+        if new_parameter.is_leaf and new_parameter.grad_dtype != gradient_dtype(parameter):
+            new_parameter.grad_dtype = gradient_dtype(parameter)
+    return copied
+
+
+def _faked_tensors(mode: FakeTensorMode, network: nn.Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
+    """Fake tensors like these, by their ids; parameters of a network are parameters."""
+    fakes: dict[int, Any] = {}
+    for tensor in tensors:
+        fakes[id(tensor)] = _faked(mode, tensor.detach()).requires_grad_(tensor.requires_grad)
+    for parameter in network.parameters():
+        fakes[id(parameter)] = nn.Parameter(fakes[id(parameter)].detach(), parameter.requires_grad)
+    return fakes
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:

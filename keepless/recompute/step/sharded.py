@@ -36,8 +36,7 @@ def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[t
     """
     fsdp = sys.modules.get(_FSDP)
     sharded = [module for module in network.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
-    pairs: list[tuple[nn.Module, nn.Module]]
-    pairs = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
+    pairs: list[tuple[nn.Module, nn.Module]] = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
     memo |= {id(module): empty for module, empty in pairs}
     for module in sharded:  # inner ones last
         dtype = gathered_dtype(module)
