@@ -112,8 +112,8 @@ class Counting(Trace):
             return Kept(tensor, None) if self.is_over else _Packed(tensor, self)
 
     @ends_watch
-    def held_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | ShapeOnly | None:
-        """What autograd will read in place of a tensor; None: it stays, as what existed before the step does."""
+    def copy_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | ShapeOnly | None:
+        """Copy a tensor, for autograd to read instead. None: it stays, as what existed before the step does."""
         number = self.allocations.memory(tensor) if is_ordinary(tensor) else None
         if number is not None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
             return ShapeOnly(tensor)
@@ -255,7 +255,7 @@ class _Packed(Kept):
         self.number = -1  # of the save
         self._counting = counting
         counting.note_save(self, tensor)
-        copy = counting.held_elsewhere(self, tensor)
+        copy = counting.copy_elsewhere(self, tensor)
         if copy is None:
             super().__init__(tensor, None)
         else:
