@@ -62,7 +62,7 @@ def keep_for_recipe(registry: Registry, tensor: Tensor) -> Value | Kept:
         return Kept(copied(tensor), None)
     value = value_of(registry, tensor)
     if value is None and isinstance(tensor, nn.Parameter):
-        return registry.storages.stays(tensor)
+        return registry.storages.keep_in_place(tensor)
     return value or registry.keep(tensor)
 
 
@@ -206,5 +206,5 @@ def _of_equal_copy(registry: Registry, value: Value | None, argument: Tensor, co
         return kept
     if not is_alike:
         return Again(laid_out, (value, copy.stride()))
-    registry.keep_in(copy, value)
+    registry.keep_in(value, copy)
     return value

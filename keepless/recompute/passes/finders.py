@@ -78,7 +78,7 @@ class Finder:
         kind = type(tensor)
         if kind is nn.Parameter:
             if MUCH * tensor.nbytes > self.result.nbytes or self._is_saved(tensor):
-                return registry.storages.stays(tensor)
+                return registry.storages.keep_in_place(tensor)
             return copied(tensor)
         node = tensor.grad_fn
         is_usual = node is not None and kind is Tensor and tensor.layout is torch.strided and tensor._base is None
@@ -97,7 +97,7 @@ class Finder:
         if tensor.requires_grad and not copies and (tensor.is_leaf or isinstance(tensor._base, nn.Parameter)):
             is_saved = self._is_saved(tensor) if by_advice else any([leaf is tensor for leaf in self.saved_leaves])
             if is_saved:
-                return storages.stays(tensor)
+                return storages.keep_in_place(tensor)
         value = None if copies else self._available(tensor)
         if value is not None:
             if not by_advice and value.consumers == value.sign_consumers:

@@ -106,7 +106,7 @@ def _saved(registry: Registry, tensor: Tensor, call: Call) -> Saved:
         value.positive = row.positive
         value.stream = current_stream(tensor)
         value.sign_consumers += 1
-        registry.signs.append(weakref.ref(value))
+        registry.sign_values.append(weakref.ref(value))
     return saved
 
 

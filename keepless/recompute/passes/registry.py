@@ -132,8 +132,8 @@ class Storages:
                 value.storage, value.bytes = address(storage), storage.nbytes()
             self.note_kept(value, storage)
 
-    def stays(self, tensor: Tensor) -> Kept:
-        """A tensor that stays where it is, such as a parameter, for a recipe: copied before a call writes over it.
+    def keep_in_place(self, tensor: Tensor) -> Kept:
+        """Keep a tensor that stays anyway, such as a parameter, for a recipe: copied before a call writes over it.
 
         What autograd holds for it is not: it raises PyTorch's error.
         """
@@ -162,20 +162,20 @@ class Registry:
         self.short_row_count = _SHORT  # so are a norm's statistics of rows
         self.log = Log()
         self.call: Call | None = None  # the running one
-        self.signs: list[weakref.ref[Value]] = []  # values with sign consumers, in the order of these saves
-        self.unsettled: list[Value] = []  # values in `signs` whose tensors have been freed
+        self.sign_values: list[weakref.ref[Value]] = []  # values with sign consumers, in the order of these saves
+        self.unsettled: list[Value] = []  # values in `sign_values` whose tensors have been freed
         self.refused_mode: type | None = None  # a mode under which a call would have got a recipe: see `changing_mode`
         self.unseen = ""  # what has hidden calls from the recording, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls
 
     def clear(self, has_raised: bool = False) -> None:
         """The forward pass has ended; if by an error, perhaps a checkpoint's, whose hooks take no more tensors."""
-        for reference in [] if has_raised else self.signs:
+        for reference in [] if has_raised else self.sign_values:
             value = reference()
             if value is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.names = Names()
-        self.signs, self.unsettled = [], []
+        self.sign_values, self.unsettled = [], []
         self.storages.clear()
         self.outer = None
 
@@ -236,8 +236,8 @@ class Registry:
         self.log.keep(value, indices)
         return value
 
-    def keep_in(self, copy: Tensor, value: Value) -> None:
-        """A tensor is the copy of another one: if nothing reads the value, keep it in the copy."""
+    def keep_in(self, value: Value, copy: Tensor) -> None:
+        """Keep the value of an argument in its copy, which the call saves, if nothing else reads it."""
         if value.is_unread:
             value.source, value.storage = self.kept(copy, None), self.place(copy)
             self.storages.note_kept(value, copy.untyped_storage())
