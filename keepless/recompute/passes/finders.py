@@ -1,6 +1,7 @@
 """Find what a recipe reads for each argument of a call: a value, or a tensor that is kept for it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,35 +18,23 @@ _OVERWRITTEN = "its input is overwritten"
 MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 
 
+@dataclass(eq=False)
 class Finder:
     """Finds what the recipe of a call reads for each argument: a value, or a tensor that is kept for it (rule 4).
 
     If the rules decide, it counts what it would keep, and refuses what is too much (rule 5). By advice it keeps that
     whatever it costs, because an earlier pass has found that it is worth while.
-
-    Args:
-        room: bytes that can be freed if the call is repeated; None: by advice.
-        saved_leaves: what the call has saved as it is, such as parameters.
-        before: the value of the result before the call has written over it.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        result: Any = None,
-        room: int | None = None,
-        saved_leaves: Sequence[Tensor] = (),
-        before: Value | None = None,
-    ) -> None:
-        self.registry = registry
-        self.result = result
-        self.room = room
-        self.saved_leaves = saved_leaves
-        self.before = before
-        self.kept_bytes = 0  # bytes kept only for the recipe
-        self.unread_values: list[Value] = []
-        self.node_packs: Sequence[Any] | None = None  # by advice: what the result's node holds, once somebody asks
-        self.is_noted = True  # something is saved or kept in the memory of what the call has written over
+    registry: Registry
+    result: Any = None
+    room: int | None = None  # bytes that can be freed if the call is repeated; None: by advice
+    saved_leaves: Sequence[Tensor] = ()  # what the call has saved as it is, such as parameters
+    before: Value | None = None  # the value of the result before the call has written over it
+    is_noted: bool = True  # something is saved or kept in the memory of what the call has written over
+    kept_bytes: int = 0  # only for the recipe
+    unread_values: list[Value] = field(default_factory=list)
+    node_packs: Sequence[Any] | None = None  # by advice: what the result's node holds, once somebody asks
 
     def saved(self, node: Any, name: str) -> Any:
         packed = packed_by(node, name)
