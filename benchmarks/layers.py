@@ -178,7 +178,7 @@ def sections(call: dict, picture: str) -> Iterator[str]:
 
 
 _SHOWN = TITLES | dict(zip(("compiled", "compiled_budget", "other"), (*COMPILED, PACKAGE), strict=True))
-COLOURS = {title: charts.OF_METHODS[name] for name, title in _SHOWN.items()}
+COLOURS = {title: charts.METHOD_COLOURS[name] for name, title in _SHOWN.items()}
 
 
 def picture(call: dict) -> Figure | None:

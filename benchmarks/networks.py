@@ -226,7 +226,7 @@ def sections(call: dict, picture: str) -> Iterator[str]:
     yield compared(networks, "method", PLAIN)
 
 
-STYLES = {  # method: its name in charts.OF_METHODS, and its marker
+STYLES = {  # method: its name in charts.METHOD_COLOURS, and its marker
     PLAIN: ("std", "*"),
     RECOMPUTED: ("recomputed", "D"),
     BLOCKS: ("checkpoint", "s"),
@@ -268,14 +268,14 @@ def picture(call: dict) -> Figure | None:
         }
         plans = best([points[method] for method in points if "planned_bytes" in rows[method]])
         label = None if is_hollow else "recompute_activations, best budgets"
-        axes.plot(
-            *zip(*plans, strict=True), "o-", color=charts.OF_METHODS["recomputed"], label=label, markersize=5, **filling
-        )
+        colour = charts.METHOD_COLOURS["recomputed"]
+        axes.plot(*zip(*plans, strict=True), "o-", color=colour, label=label, markersize=5, **filling)
         axes.annotate(f" {plans[-1][1]:.2f}", plans[-1], va="center", fontsize=8)
         for method, (name, marker) in STYLES.items():
             if method in points and points[method][1] < SLOWEST and (method != PLAIN or not is_hollow):
                 label = None if is_hollow else SHOWN_AS.get(method, method)
-                axes.plot(*points[method], marker, color=charts.OF_METHODS[name], label=label, markersize=6, **filling)
+                colour = charts.METHOD_COLOURS[name]
+                axes.plot(*points[method], marker, color=colour, label=label, markersize=6, **filling)
                 if method != PLAIN:
                     axes.annotate(f"  {points[method][1]:.2f}", points[method], va="center", fontsize=8)
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))

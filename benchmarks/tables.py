@@ -31,7 +31,7 @@ from engine.schema.additions import Plugins
 from engine.schema.keys import as_list, key
 from scripts.reports import papers
 from scripts.reports.markdown import escaped, in_lines, mean_of, table
-from scripts.reports.runs import TITLES, Run, found_runs
+from scripts.reports.runs import TITLES, Run, find_runs
 
 LEFT_OUT = "left_out"  # name of the block of run directories that are in no table
 
@@ -70,7 +70,7 @@ def of_results() -> dict[str, str]:
 
 def tables_of(folders: list[str], out: Path) -> dict[str, str]:
     """{table: its lines}, and the run directories that are in none. Links are relative to the folder `out`."""
-    found, left_out = found_runs(folders)
+    found, left_out = find_runs(folders)
     finished: dict[str, Run] = {}  # by its records, as a page may hold a copy of another page's run
     for run in found:
         finished.setdefault(run.metrics, run)
@@ -185,8 +185,8 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
 def _values(runs: list[Run], evaluation: str, score: str) -> list[float]:
     """The percentages of the runs that have the evaluation and the score."""
     name = papers.results_of(evaluation, runs[0].typed).removeprefix("results_") if evaluation else ""
-    found = (run.others.get(name) if evaluation else run.results for run in runs)
-    return [100 * results[score] for results in found if results is not None and score in results]
+    evaluated = (run.evaluations.get(name) if evaluation else run.results for run in runs)
+    return [100 * results[score] for results in evaluated if results is not None and score in results]
 
 
 def _measured(runs: list[Run]) -> str:

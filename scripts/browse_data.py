@@ -38,9 +38,11 @@ from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.pictures import folder_for_pictures, labelled
 from scripts.reports import charts
 
-ROWS, COLUMNS, INCHES, DPI = 4, 2, 2.8, 130  # crops on a sheet, their size
+ROWS, COLUMNS = 4, 2  # of crops on a sheet
+INCHES = 2.8  # side of a crop
+DPI = 130
 Dataset = SegmentationDataset | ClassificationDataset
-Shown = tuple[str, np.ndarray, np.ndarray]  # title; crop, uint8 (h, w, 3) RGB; train ids in it, uint8
+Panel = tuple[str, np.ndarray, np.ndarray]  # title; crop, uint8 (h, w, 3) RGB; train ids in it, uint8
 
 
 @dataclass
@@ -58,25 +60,25 @@ class BrowseData(SegmentationRun):
 
 def browse(config: BrowseData) -> list[Path]:
     """Write the sheets and return their files. ValueError: data or keys do not fit."""
-    console, written = make_console(), list[Path]()
-    with reading_errors(config.data.timeout_seconds, keys="data."):
-        data, place = config.data, "data.train_split"
-        dataset: Dataset = (
-            assemble.classified_split(data, data.train_split, place)
-            if isinstance(data, ClassificationData)
-            else assemble.labelled_dataset(cast(SegmentationData, data), place, data.train_split)
-        )
+    console = make_console()
+    data = config.data
+    files: list[Path] = []
+    with reading_errors(data.timeout_seconds, keys="data."):
+        if isinstance(data, ClassificationData):
+            dataset: Dataset = assemble.classified_split(data, data.train_split, "data.train_split")
+        else:
+            dataset = assemble.labelled_dataset(cast(SegmentationData, data), "data.train_split", data.train_split)
         names = [f"page_{number:03d}.png" for number in range(-(-config.count // (ROWS * COLUMNS)))]
         out = folder_for_pictures("out", config.out, dataset, names)
         crops = islice(training_crops(config, dataset, console), config.count)
         while page := list(islice(crops, ROWS * COLUMNS)):
-            written.append(out / names[len(written)])
-            write_figure(written[-1], sheet(page, dataset), dpi=DPI)
-    console.print(f"{config.count} crops on {len(written)} page(s): {config.out}", soft_wrap=True)
-    return written
+            files.append(out / names[len(files)])
+            write_figure(files[-1], sheet(page, dataset), dpi=DPI)
+    console.print(f"{config.count} crops on {len(files)} page(s): {config.out}", soft_wrap=True)
+    return files
 
 
-def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> Iterator[Shown]:
+def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> Iterator[Panel]:
     """The crops of a run with this configuration, from the first step of the epoch on."""
     per_minibatch = config.data.crops_per_minibatch
     start_step = config.epoch * minibatches_per_epoch(len(dataset), per_minibatch)
@@ -99,7 +101,7 @@ def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> It
 
 
 @rc_context(charts.TEXTS)
-def sheet(page: Sequence[Shown], dataset: Dataset) -> Figure:
+def sheet(page: Sequence[Panel], dataset: Dataset) -> Figure:
     """Draw crops with their titles, and a legend of the classes in their labels."""
     rows = -(-len(page) // COLUMNS)
     figure = Figure(figsize=(COLUMNS * (2 * INCHES + 0.2), rows * (INCHES + 0.4) + 0.9), layout="constrained")

@@ -31,7 +31,7 @@ from engine.schema.additions import Plugins
 from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
 from scripts.reports.markdown import conditions, escaped, in_lines, mean_of, table
-from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
+from scripts.reports.runs import DATE, TITLES, Run, by_configuration, find_runs, titles_of
 
 
 @dataclass
@@ -49,47 +49,41 @@ class Group(NamedTuple):
 
     def training(self, name: str, form: str) -> str:
         """The mean of a training's fact over the runs that have it."""
-        known = [run.training[name] for run in self.runs if run.training]
-        return format(statistics.mean(known), form) if known else "–"
+        values = [run.training[name] for run in self.runs if run.training]
+        return format(statistics.mean(values), form) if values else "–"
 
     def cell(self, score: str, of_class: str = "") -> str:
         """A score, over the runs that have it."""
-        found = (run.percent.get((score, of_class)) for run in self.runs)
-        return mean_of([value for value in found if value is not None])
+        percentages = (run.percent.get((score, of_class)) for run in self.runs)
+        return mean_of([value for value in percentages if value is not None])
 
 
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
+    """The page: commands, a table of the groups, stopped runs and those left out, the `picture`, and the hardware."""
     runs = [run for group in groups for run in group.runs]
-    best = TITLES[runs[0].scores.best]
-    known = dict.fromkeys(key for run in runs for key, share in run.percent.items() if share is not None)
-    rows = [[f"**{best} %, last checkpoint**", *(f"**{g.cell(best)}**" for g in groups)]]
-    for score, of_class in known:
-        in_all = all((score, of_class) in run.percent for run in runs)
-        if score != best and (in_all or of_class):
-            about, _, view = score.partition(", ")
-            name = escaped(of_class) or f"{about} %" + (f", {view}" if view else "")
-            rows.append([name, *(group.cell(score, of_class) for group in groups)])
+    rows = score_rows(groups)
     varied = []
-    for what, value in (("folds", attrgetter("fold")), ("seeds", attrgetter("typed.seed"))):
-        values = [", ".join(dict.fromkeys(str(value(run)) for run in group.runs)) for group in groups]
-        if any("," in each for each in values):
-            varied.append(what)
-            rows.append([what, *("–" if each == "None" else f"{1 + each.count(',')} ({each})" for each in values)])
-    evaluated = [sorted({run.results["images"] for run in group.runs}) for group in groups]
+    for noun, attribute in (("folds", attrgetter("fold")), ("seeds", attrgetter("typed.seed"))):
+        values = [", ".join(dict.fromkeys(str(attribute(run)) for run in group.runs)) for group in groups]
+        if any("," in text for text in values):
+            varied.append(noun)
+            rows.append([noun, *("–" if text == "None" else f"{1 + text.count(',')} ({text})" for text in values)])
+    image_counts = [sorted({run.results["images"] for run in group.runs}) for group in groups]
     rows += [
-        ["images evaluated", *(" – ".join(dict.fromkeys((str(of[0]), str(of[-1])))) for of in evaluated)],
+        ["images evaluated", *(" – ".join(dict.fromkeys((str(c[0]), str(c[-1])))) for c in image_counts)],
         ["training images / s, median", *(group.training("images_per_second", ".1f") for group in groups)],
         ["peak memory, MiB (CUDA: of tensors)", *(group.training("peak_memory_mib", ",.0f") for group in groups)],
         ["training, minutes", *(group.training("minutes", ".1f") for group in groups)],
     ]
     folders = ",".join(quoted(f"OUT/{named_after([run.name])}") for run in runs)  # names of sweeps have = and commas
-    given = shlex.quote(f"runs=[{folders}]") if '"' in folders else f"runs=[{folders}]"
-    again = f'python -m scripts.compare_runs {given} out=OUT "title={title}"'
-    lines = [f"# {title}", "", "```", *map(printable, [*(run.launched() for run in runs), again]), "```", ""]
+    argument = shlex.quote(f"runs=[{folders}]") if '"' in folders else f"runs=[{folders}]"
+    command = f'python -m scripts.compare_runs {argument} out=OUT "title={title}"'
+    lines = [f"# {title}", "", "```", *map(printable, [*(run.launched() for run in runs), command]), "```", ""]
     lines.append(table(["", *(escaped(group.title) for group in groups)], rows))
     if len(runs) > len(groups):
         lines += ["", f"Means ± standard deviations over {' and '.join(varied)}."]
-    if stopped := [run for run in runs if run.interruptions()]:
+    stopped = [run for run in runs if run.interruptions()]
+    if stopped:
         lines += ["", "Stopped and continued:"]
         steps = ("; ".join(f"{step:,}" for step in run.interruptions()) for run in stopped)
         lines += (f"- {escaped(run.name)}, after steps {after}" for run, after in zip(stopped, steps, strict=True))
@@ -102,14 +96,29 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     return in_lines("\n".join(lines)) + "\n"
 
 
+def score_rows(groups: list[Group]) -> list[list[str]]:
+    """Rows of the scores that all runs have, the best first, and of all classes."""
+    runs = [run for group in groups for run in group.runs]
+    best = TITLES[runs[0].scores.best]
+    rows = [[f"**{best} %, last checkpoint**", *(f"**{group.cell(best)}**" for group in groups)]]
+    scores = (score for run in runs for score, percentage in run.percent.items() if percentage is not None)
+    for score, of_class in dict.fromkeys(scores):
+        in_all = all((score, of_class) in run.percent for run in runs)
+        if score != best and (in_all or of_class):
+            score_name, _, view = score.partition(", ")
+            name = escaped(of_class) or f"{score_name} %" + (f", {view}" if view else "")
+            rows.append([name, *(group.cell(score, of_class) for group in groups)])
+    return rows
+
+
 def environments(runs: list[Run]) -> list[str]:
     """Hardware and versions, once for all runs with the same."""
     shared: dict[str, list[str]] = {}
     for run in runs:
         shared.setdefault(conditions(run.results["environment"]), []).append(escaped(run.name))
     if len(shared) == 1:
-        return [f"{'All runs' if len(runs) > 1 else escaped(runs[0].name)}: {about}." for about in shared]
-    return [f"- {', '.join(names)}: {about}" for about, names in shared.items()]
+        return [f"{'All runs' if len(runs) > 1 else escaped(runs[0].name)}: {environment}." for environment in shared]
+    return [f"- {', '.join(names)}: {environment}" for environment, names in shared.items()]
 
 
 @rc_context(charts.TEXTS)
@@ -123,22 +132,22 @@ def curves(groups: list[Group]) -> Figure:
     runs = [(run, colour) for group, colour in zip(groups, colours(groups), strict=False) for run in group.runs]
     over_steps = all(len(run.curve("val", score)[0]) > 2 for run, _ in runs)
     has_scores = over_steps or len(runs) > 1
-    figure, (losses, *others) = charts.panels(1, 1 + has_scores, (5 + 5 * has_scores, 3.6))
-    lines = {id(run): losses.plot(*run.curve("train", "loss"), color=colour)[0] for run, colour in runs}
+    figure, (loss_axes, *score_panels) = charts.panels(1, 1 + has_scores, (5 + 5 * has_scores, 3.6))
+    lines = {id(run): loss_axes.plot(*run.curve("train", "loss"), color=colour)[0] for run, colour in runs}
     for group in groups:
         lines[id(group.runs[-1])].set_label(printable(group.title))
-    losses.set(xlabel="step", ylabel="training loss")
-    for scores in others:
+    loss_axes.set(xlabel="step", ylabel="training loss")
+    for axes in score_panels:
         for run, colour in runs:
             steps, values = run.curve("val", score)
             percent = 100 * np.array(values, float)
             if over_steps:
-                scores.plot(steps, percent, "o-", color=colour, markersize=4)
+                axes.plot(steps, percent, "o-", color=colour, markersize=4)
             elif steps and run.training:
-                scores.plot(run.training["minutes"], percent[-1], "o", color=colour, markersize=6)
-        middle = statistics.mean(scores.get_ylim())
-        scores.set_ylim(min(scores.get_ylim()[0], middle - 2), max(scores.get_ylim()[1], middle + 2))  # noise is no gap
-        scores.set(xlabel="step" if over_steps else "training, minutes", ylabel=f"validation {TITLES[score]} %")
+                axes.plot(run.training["minutes"], percent[-1], "o", color=colour, markersize=6)
+        middle = statistics.mean(axes.get_ylim())
+        axes.set_ylim(min(axes.get_ylim()[0], middle - 2), max(axes.get_ylim()[1], middle + 2))  # noise is no gap
+        axes.set(xlabel="step" if over_steps else "training, minutes", ylabel=f"validation {TITLES[score]} %")
     for axes in figure.axes:
         axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
     charts.legend(figure, columns=3)
@@ -147,9 +156,9 @@ def curves(groups: list[Group]) -> Figure:
 
 def colours(groups: list[Group]) -> Iterable[Any]:
     """A colour for each group: its method's, if every group has another method, else one of a palette."""
-    found = [charts.OF_METHODS.get(method_of(group.runs[0])) for group in groups]
-    if None not in found and len({*found}) == len(groups):
-        return found
+    method_colours = [charts.METHOD_COLOURS.get(method_of(group.runs[0])) for group in groups]
+    if None not in method_colours and len({*method_colours}) == len(groups):
+        return method_colours
     return cycle(color_sequences["tab10" if len(groups) <= 10 else "tab20"])
 
 
@@ -166,14 +175,14 @@ def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
 
     ValueError: no run has ended, or they are of several tasks.
     """
-    runs, left_out = found_runs(folders)
+    runs, left_out = find_runs(folders)
     if not runs:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out.items())
         raise ValueError(f"runs={folders}: no run has ended ({reasons})")
     if len({run.scores for run in runs}) > 1:
         scored = {TITLES[run.scores.best]: run.folder for run in runs}
-        found = " and ".join(f"{folder}, scored by {score}" for score, folder in scored.items())
-        raise ValueError(f"runs={folders}: expected runs of one task, found {found}")
+        actual = " and ".join(f"{folder}, scored by {score}" for score, folder in scored.items())
+        raise ValueError(f"runs={folders}: expected runs of one task, found {actual}")
     groups = by_configuration(runs)
     titles = titles_of(groups)
     if len({run.name for run in runs}) < len(runs) or any(DATE.fullmatch(run.name) for run in runs):
@@ -196,7 +205,8 @@ def compare(config: Comparison) -> Path:
     for folder in filter(Path.is_dir, folders):
         if any(folder.iterdir()) and not is_ours(folder / "results.json", "copy of a run"):
             raise ValueError(f"out={out}: {folder} holds no copy of a run, and would be overwritten: give another path")
-    page, picture = Path(f"{out}.md"), Path(f"{out}.png")
+    page = Path(f"{out}.md")
+    picture = Path(f"{out}.png")
     writable_file("out", page, kind="comparison")
     if not page.is_file():
         writable_file("out", picture)

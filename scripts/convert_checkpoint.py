@@ -75,15 +75,16 @@ class Conversion(Plugins):
 
 def convert(options: Conversion) -> list[str]:
     """Convert as configured (`Conversion`); return the printed lines. ValueError if the input does not allow it."""
-    source, output = checkpoint.file_of(options.input), Path(options.output)
+    source = checkpoint.file_of(options.input)
+    output = Path(options.output)
     name = f"input={source}"
     if output.suffix == SAFETENSORS:
         safetensors_for(f"output={output}")
     content = released.read(source, name, checkpoint.advice_if_damaged(source))
     ours = initial_weights.is_ours(content)
-    for key_name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
-        if ours and given is not None:
-            raise ValueError(f"{key_name}={given} has no effect on {name}, a checkpoint of ours: leave it out")
+    for key_name, value in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
+        if ours and value is not None:
+            raise ValueError(f"{key_name}={value} has no effect on {name}, a checkpoint of ours: leave it out")
     writable_file("output", output, source, kind="network")
     if ours and options.format == "checkpoint":
         lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
@@ -91,11 +92,14 @@ def convert(options: Conversion) -> list[str]:
         weights = initial_weights.weights_in_checkpoint(content, source, name)
         if not isinstance(weights.norm, BatchNorm):
             raise ValueError(f"{name} has norm={weights.norm and weights.norm.name}: expected a batch normalisation")
-        norm, tensors, lines = weights.norm, weights.converted(), [f"input {weights.source}"]
+        norm = weights.norm
+        tensors = weights.converted()
+        lines = [f"input {weights.source}"]
     else:
         file = released.weights_in(content, source, name, options.scale)
         norm = BatchNorm(activation="leaky_relu")  # its eps and activation are the release's
-        tensors, lines = file.converted(), [f"input {source}", *file.remarks]
+        tensors = file.converted()
+        lines = [f"input {source}", *file.remarks]
         if options.format == "checkpoint":
             lines += _write_checkpoint(options, file, source, output)
     if options.format == "standard_bn":
@@ -112,7 +116,10 @@ def convert(options: Conversion) -> list[str]:
 def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
     """Write the parts of our checkpoint that an evaluation needs. Returns lines that describe the file."""
     config = recorded.of_checkpoint(state, f"input={source}", NETWORK)
-    config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
+    config.run_dir = None
+    config.resume = None
+    config.data.root = None
+    config.init = Init()
     if isinstance(config, SegmentationRun):
         config.sampler.folder = None
     parts = {name: state[name] for name in (*checkpoint.NEEDED, *checkpoint.OPTIONAL) if name in state}
@@ -125,18 +132,19 @@ def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
 def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, source: Path, output: Path) -> list[str]:
     """Write an ordinary checkpoint of step 0. Returns lines that describe it."""
     config, state, architecture = of_released(file, f"input={source}")
-    segments, unnamed = isinstance(config, SegmentationRun), options.classes is None and options.data.root is None
+    segments = isinstance(config, SegmentationRun)
+    is_named = options.classes is not None or options.data.root is not None
     config.data.root = options.data.root
     if isinstance(config.data, ClassFoldersData):
         config.data.class_order = options.data.class_order
-    if not unnamed:
+    if is_named:
         del state["unnamed_classes"]
         names, colours, ids = _classes(options, config, len(state["classes"]))
         state |= {"classes": names} | ({"palette": colours, "label_ids": ids} if segments else {})
     checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **state, "config": configuration.plain(config)})
     names = state["classes"]
-    named = "numbered, as the file does not name them" if unnamed else f"{names[0]}, …"
-    lines = [f"{config.task} with norm={config.norm.name}, {architecture}", f"{len(names)} classes: {named}"]
+    description = f"{names[0]}, …" if is_named else "numbered, as the file does not name them"
+    lines = [f"{config.task} with norm={config.norm.name}, {architecture}", f"{len(names)} classes: {description}"]
     if options.classes is not None and not segments:
         lines.append(NAMES)
     if architecture.kind == "wider_resnet" and not segments:
@@ -148,28 +156,36 @@ def _classes(
     options: Conversion, config: SegmentationRun | ClassificationRun, count: int
 ) -> tuple[list[str], Colours, list[int]]:
     """Names, colours and label ids of the classes; the last two mean nothing in classification."""
-    given, colours, ids = "", list(distinct_colours(count)), list(range(count))
     names = [str(number) for number in range(count)]
+    colours = list(distinct_colours(count))
+    ids = list(range(count))
+    argument = ""
     if options.data.root is not None:
-        given = f"data.root={options.data.root}"
+        argument = f"data.root={options.data.root}"
         if isinstance(config, SegmentationRun):
             dataset = assemble.dataset(config.data, config.data.val_split, key="data.val_split")
-            names, colours, ids = list(dataset.classes), list(dataset.palette), list(dataset.label_ids)
+            names = list(dataset.classes)
+            colours = list(dataset.palette)
+            ids = list(dataset.label_ids)
         else:
             names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)
             check_order(names, f"input={options.input}", config.data.order_key)
     elif options.classes is not None:
-        given, file = f"classes={options.classes}", Path(options.classes)
+        argument = f"classes={options.classes}"
+        file = Path(options.classes)
         if file.suffix == ".json":
             table = vistas_classes(file)
-            names, colours, ids = list(table.names), list(table.palette), list(table.official_ids)
+            names = list(table.names)
+            colours = list(table.palette)
+            ids = list(table.official_ids)
         else:
             names = [line.strip() for line in read_list(file, "one class")]
-            check_names(enumerate(names), f"{given}: ")
-            if repeated := [name for name, times in Counter(names).items() if times > 1]:
-                raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")
+            check_names(enumerate(names), f"{argument}: ")
+            repeated = [name for name, times in Counter(names).items() if times > 1]
+            if repeated:
+                raise ValueError(f"{argument} has {listed(repeated)} more than once: expected different names; {NAMES}")
     if len(names) != count:
-        raise ValueError(f"{given} has {len(names)} classes: expected {count}, as the classifier of the file")
+        raise ValueError(f"{argument} has {len(names)} classes: expected {count}, as the classifier of the file")
     return names, colours, ids
 
 

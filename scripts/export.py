@@ -77,15 +77,19 @@ def export(options: Export) -> dict:
     """Export as configured (`Export`); return the metadata. ValueError: the network cannot be exported this way."""
     output = Path(options.output)
     source = checkpoint.file_of(options.checkpoint)
-    found = open_checkpoint(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
-    about = metadata(found, options)
+    opened = open_checkpoint(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
+    description = metadata(opened, options)
     writable_file("output", output, source, kind="program")
-    with parts_named(found.config):
-        program = exported(found.network, options.size, getattr(torch, options.precision), options.argmax)
-    content = onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)
-    loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
+    with parts_named(opened.config):
+        program = exported(opened.network, options.size, getattr(torch, options.precision), options.argmax)
+    if options.format == "onnx":
+        content = onnx_model(program, description, options.size)
+        loaded = run_onnx(content)
+    else:
+        content = exported_program(program, description)
+        loaded = torch.export.load(BytesIO(content)).module()
     try:
-        difference = largest_difference(loaded, found.network, options.size)
+        difference = largest_difference(loaded, opened.network, options.size)
     except RuntimeError as error:  # a pooling window depends on the size; reversible bodies keep float32
         raise ValueError(
             f"checkpoint={source}: the program fails at other sizes than it was made with, or in "
@@ -97,18 +101,18 @@ def export(options: Export) -> dict:
             f"{difference:.1e}; expected less than {LARGEST[options.precision]}: give size=[HEIGHT,WIDTH]"
         )
     write_file(output, content)
-    make_console().print(f"wrote the network of step {found.state['step']} to {output}", soft_wrap=True)
-    return json.loads(about)
+    make_console().print(f"wrote the network of step {opened.state['step']} to {output}", soft_wrap=True)
+    return json.loads(description)
 
 
-def metadata(found: Opened, options: Export) -> str:
+def metadata(opened: Opened, options: Export) -> str:
     """What a user of the file needs to know, as JSON."""
-    network, config, state = found
-    mean, std = (each.flatten().tolist() if each[0, 0].numel() == 1 else None for each in (network.mean, network.std))
-    shape, colours = ["N", network.channels, *(options.size or "HW")], "RGB" if network.channels == COLOURS else None
-    plain, data = configuration.plain(config), config.data
-    made = provenance()
-    about = {
+    network, config, state = opened
+    colours = "RGB" if network.channels == COLOURS else None
+    shape = ["N", network.channels, *(options.size or "HW")]
+    plain = configuration.plain(config)
+    origin = provenance()
+    facts = {
         "task": config.task,
         "classes": network.classes,
         "palette": state.get("palette"),  # RGB of each class
@@ -117,30 +121,35 @@ def metadata(found: Opened, options: Export) -> str:
         "output": "classes" if options.argmax else "logits",
         "precision": options.precision,
         "input": {"dtype": "float32", "shape": shape, "colours": colours, "levels": [0, 255]},
-        "range16": data.range16,  # the values of 16-bit images that became levels 0 and 255
+        "range16": config.data.range16,  # the values of 16-bit images that became levels 0 and 255
         # Included: (image - mean) / std. Without mean: the mean image of the training images.
-        "normalisation": {"mean": mean, "std": std},
+        "normalisation": {"mean": channel_values(network.mean), "std": channel_values(network.std)},
         # How an evaluation resizes and crops images first.
-        "sizes": {name: getattr(data, name) for name in SIZES if hasattr(data, name)},
+        "sizes": {name: getattr(config.data, name) for name in SIZES if hasattr(config.data, name)},
         "network": {part: plain[part] for part in ("body", "head", "norm") if part in plain},
         "step": state["step"],
-        "commit": made["commit"],
-        "versions": made["versions"],
+        "commit": origin["commit"],
+        "versions": origin["versions"],
     }
-    return json.dumps(about, indent=1, ensure_ascii=False)
+    return json.dumps(facts, indent=1, ensure_ascii=False)
 
 
-def exported_program(program: ExportedProgram, about: str) -> bytes:
+def channel_values(statistic: Tensor) -> list[float] | None:
+    """The values of the channels, (1, C, 1, 1); None if there is one for each pixel."""
+    return statistic.flatten().tolist() if statistic[0, 0].numel() == 1 else None
+
+
+def exported_program(program: ExportedProgram, description: str) -> bytes:
     """The file of `torch.export.save`."""
     content = BytesIO()
-    torch.export.save(program, content, extra_files={METADATA: about})
+    torch.export.save(program, content, extra_files={METADATA: description})
     return content.getvalue()
 
 
-def onnx_model(program: ExportedProgram, about: str, size: Sequence[int] | None) -> bytes:
+def onnx_model(program: ExportedProgram, description: str, size: Sequence[int] | None) -> bytes:
     """The ONNX file of a program, for images of one `size` or any. ValueError: PyTorch's exporter lacks a package."""
     try:
-        made = torch.onnx.export(
+        onnx_program = torch.onnx.export(
             program,
             dynamo=True,
             input_names=["images"],
@@ -150,10 +159,10 @@ def onnx_model(program: ExportedProgram, about: str, size: Sequence[int] | None)
         )
     except ImportError as error:  # torch.onnx's own error derives from it
         raise ValueError(f"format=onnx needs packages ({error}): {_INSTALL}") from error
-    assert made is not None
-    _in_one_dtype(made.model)
-    made.model.metadata_props["network"] = about
-    return made.model_proto.SerializeToString()
+    assert onnx_program is not None
+    _in_one_dtype(onnx_program.model)
+    onnx_program.model.metadata_props["network"] = description
+    return onnx_program.model_proto.SerializeToString()
 
 
 def _in_one_dtype(model: Any) -> None:
@@ -165,7 +174,8 @@ def _in_one_dtype(model: Any) -> None:
         for weight in filter(None, weights):
             if image and image.dtype and weight.const_value is not None and weight.dtype != image.dtype:
                 values = weight.const_value.numpy().astype(image.dtype.numpy())
-                weight.const_value, weight.dtype = onnx_ir.tensor(values, name=weight.name), image.dtype
+                weight.const_value = onnx_ir.tensor(values, name=weight.name)
+                weight.dtype = image.dtype
 
 
 def run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:

@@ -59,8 +59,11 @@ from scripts.verify_data import class_table
 
 WHITE = 255
 RECORDED = "as scripts.make_classes wrote the lists beside this file"
-BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colours", "ids"  # kinds of labels
-
+# Kinds of labels.
+BITS = "single bits"
+GRAY = "ids in three equal channels"
+COLOURS = "colours"
+IDS = "ids"
 
 USED = ("root", "palettes", "image_folder", "label_folder", "label_suffix", "range16", "timeout_seconds")
 
@@ -92,7 +95,7 @@ class MakeClasses:
     def lists(self) -> dict[str, tuple[str, bool]]:
         """{name: (part, whether the list holds this part, or all others)}"""
         ends = {"": True} if self.folds is None else {"/train": False, "/val": True}
-        return {f"{part}{end}": (part, is_own) for part in self.parts() for end, is_own in ends.items()}
+        return {f"{part}{end}": (part, holds_part) for part in self.parts() for end, holds_part in ends.items()}
 
     @property
     def record_name(self) -> str:
@@ -101,15 +104,17 @@ class MakeClasses:
 
     def record(self) -> dict[str, Any]:
         """What must be the same where images are added."""
-        made = {"split": self.split} if self.folds is None else {"folds": self.folds}
-        return {**made, "group": self.group}
+        if self.folds is None:
+            return {"split": self.split, "group": self.group}
+        return {"folds": self.folds, "group": self.group}
 
     def check(self) -> None:
-        if (given := self.split) is not None and (len(given) not in (2, 3) or not math.isclose(sum(given), 1)):
-            such = f"[{given[0]:g},{1 - given[0]:g}]" if len(given) == 1 and given[0] < 1 else "[0.7,0.15,0.15]"
-            raise ValueError(f"split={given}: expected two or three shares that add up to 1, such as {such}")
-        if given is not None and self.folds is not None:
-            raise ValueError(f"split={given} and folds={self.folds}: give one of them")
+        shares = self.split
+        if shares is not None and (len(shares) not in (2, 3) or not math.isclose(sum(shares), 1)):
+            example = f"[{shares[0]:g},{1 - shares[0]:g}]" if len(shares) == 1 and shares[0] < 1 else "[0.7,0.15,0.15]"
+            raise ValueError(f"split={shares}: expected two or three shares that add up to 1, such as {example}")
+        if shares is not None and self.folds is not None:
+            raise ValueError(f"split={shares} and folds={self.folds}: give one of them")
         if self.add and not self.parts():
             raise ValueError("add=true needs the split or folds, and the group, that wrote the lists")
         if self.group is not None and not self.parts():
@@ -121,7 +126,7 @@ class MakeClasses:
 
 
 @dataclass
-class Held:
+class LabelCounts:
     """What the labels hold: for each kind, the pixels of every id or 0xRRGGBB, and the labels that hold it."""
 
     pixels: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
@@ -131,11 +136,11 @@ class Held:
     other_sizes: list[str] = field(default_factory=list)  # than their images have
     used: list[Use] = field(default_factory=list)  # by 16-bit images, and some of 8 bits
 
-    def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
-        """Count entries of one kind as another, under the `value` of each."""
-        for of in (self.pixels, self.labels):
-            for entry, count in of.pop(kind, Counter()).items():
-                of[to][value(entry)] += count
+    def recast(self, kind: str, new_kind: str, convert: Callable[[int], int]) -> None:
+        """Count ids or colours of one kind as another, which `convert` gives for each."""
+        for counters in (self.pixels, self.labels):
+            for number, count in counters.pop(kind, Counter()).items():
+                counters[new_kind][convert(number)] += count
 
 
 def make_classes(config: MakeClasses) -> Path:
@@ -148,13 +153,18 @@ def make_classes(config: MakeClasses) -> Path:
         options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.", config.data.image_folder)
         check_whole(config.data.root, options)
         labels = folder_labels(config.data.root, options, config.data.channels)
-        file, console = Path(str(config.data.root)) / CLASSES, make_console()
-        lists, parts, known, sources = config.lists(), config.parts(), dict[str, str](), dict[str, str]()
-        check_record(config, file.parent)
+        root = Path(str(config.data.root))
+        lists = config.lists()
+        parts = config.parts()
+        sources: dict[str, str] = {}
+        listed: dict[str, str] = {}
+        check_record(config, root)
         if parts:
-            sources = sources_of(file.parent, labels, lists, len(parts), config.group, "group", config.add)
+            sources = sources_of(root, labels, lists, len(parts), config.group, "group", config.add)
         if config.add:
-            known = parts_of(file.parent, labels, lists, sources)
+            listed = parts_of(root, labels, lists, sources)
+    console = make_console()
+    file = root / CLASSES
     is_there = os.path.lexists(file)  # also a dangling link
     if is_there and not config.overwrite and not sources:
         raise ValueError(
@@ -162,162 +172,189 @@ def make_classes(config: MakeClasses) -> Path:
         )
     if not is_there or config.overwrite:
         write_classes(config, file, labels, console)
-    if sources and not sources.keys() <= known.keys():
-        write_lists(config, file.parent, sources, known, console)
+    if sources and not sources.keys() <= listed.keys():
+        write_lists(config, root, sources, listed, console)
     elif config.add:
         console.print("every labelled image that may be on these lists is there: they stay as they are")
-    if config.add and (left := unlisted(file.parent, labels)):
-        of_test = f"{WITHHELD}.txt, which never grows, has images of their source"
+    images = unlisted(root, labels) if config.add else []
+    if images:
+        reason = f"{WITHHELD}.txt, which never grows, has images of their source"
         console.print(
-            f"{len(left)} images are still on no list, such as {first_of(left[:1])}: {of_test}", soft_wrap=True
+            f"{len(images)} images are still on no list, such as {first_of(images[:1])}: {reason}", soft_wrap=True
         )
     return file
 
 
 def check_record(config: MakeClasses, root: Path) -> None:
     """ValueError if lists cannot be recorded, or to `add`, if others wrote them than this split or folds and group."""
-    given, file = config.record(), root / config.record_name
+    file = root / config.record_name
     if not config.add:
         if config.parts():
             writable_file("data.root", file, kind="lists")
         return
+    record = config.record()
     try:
-        written = {**read_json(file)}
+        old_record = {**read_json(file)}
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"add=true: {file}, which says how the lists were made, cannot be read ({error}); if they are as this "
-            f"command makes them, write {json.dumps(given)} there"
+            f"command makes them, write {json.dumps(record)} there"
         ) from None
-    if other := [name for name in given if given[name] != written.get(name)]:
-        was = " ".join(f"{name}={json.dumps(written.get(name))}" for name in other)
-        raise ValueError(f"add=true: {file} says that the lists were written with {was}: give the same")
+    changed = [name for name in record if record[name] != old_record.get(name)]
+    if changed:
+        options = " ".join(f"{name}={json.dumps(old_record.get(name))}" for name in changed)
+        raise ValueError(f"add=true: {file} says that the lists were written with {options}: give the same")
 
 
 def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: Console) -> None:
     """Write classes.json; print each id's pixels, how many labels hold it, and what looks odd."""
     root = f"data.root={config.data.root}"
     with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
-        held = read_labels(labels.images, config.workers, console, config.data.channels)
-    if held.palettes.conflict is not None and config.data.palettes != "any":
-        raise ValueError(f"{root}: {held.palettes.conflict}. {palette_fix('data.')}")
+        label_counts = read_labels(labels.images, config.workers, console, config.data.channels)
+    if label_counts.palettes.conflict is not None and config.data.palettes != "any":
+        raise ValueError(f"{root}: {label_counts.palettes.conflict}. {palette_fix('data.')}")
     notes = [
-        f"{what}: {first_of([*map(str, files)])}"
-        for what, files in (
+        f"{description}: {first_of([*map(str, files)])}"
+        for description, files in (
             (f"left out {len(labels.alone)} labels without an image", labels.alone),
             (f"{len(labels.without)} images have no label, so no training takes them", labels.without),
-            (f"{len(held.other_sizes)} labels are of another size than their image", held.other_sizes),
+            (f"{len(label_counts.other_sizes)} labels are of another size than their image", label_counts.other_sizes),
         )
         if files
     ]
     void = [] if config.ignored is None else [config.ignored]
     notes += in_other_capitals(*([path.stem for path in paths] for paths in (labels.without, labels.alone)))
-    notes += [*about_unlisted(unlisted(file.parent, labels)), *filter(None, [held.palettes.about_grays()])]
-    notes += settle_kind(held, void, config.gray)
-    if len(held.pixels) > 1:
-        raise ValueError(f"{root}: some labels hold {', others '.join(sorted(held.pixels))}; expected one kind")
-    ((kind, pixels),), (holding,) = held.pixels.items(), held.labels.values()
+    notes += [*about_unlisted(unlisted(file.parent, labels)), *filter(None, [label_counts.palettes.about_grays()])]
+    notes += settle_kind(label_counts, void, config.gray)
+    if len(label_counts.pixels) > 1:
+        raise ValueError(f"{root}: some labels hold {', others '.join(sorted(label_counts.pixels))}; expected one kind")
+    ((kind, pixels),) = label_counts.pixels.items()
+    (labels_by_value,) = label_counts.labels.values()
     ignored = [] if kind == COLOURS else void
     values_of = dict(enumerate(sorted(pixels))) if kind == COLOURS else {number: number for number in sorted(pixels)}
     if len(values_of) <= 256:
         names = [
-            f"{n} ignored" if n in ignored else f"{n} {held.colours.get(value, '')}" for n, value in values_of.items()
+            f"{number} ignored" if number in ignored else f"{number} {label_counts.colours.get(value, '')}"
+            for number, value in values_of.items()
         ]
-        counts = ([of[value] for value in values_of.values()] for of in (pixels, holding))
+        counts = ([counter[value] for value in values_of.values()] for counter in (pixels, labels_by_value))
         console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
-    ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
+    ids = {number: label_counts.colours.get(value) for number, value in values_of.items() if number not in ignored}
     check_number(root, pixels, ids, ignored)
-    dark = doubts_of_levels(held.used, config.data.range16, "images", keys="data.")
-    for note in [*notes, *doubts(pixels, ids, ignored), *dark]:
+    level_doubts = doubts_of_levels(label_counts.used, config.data.range16, "images", keys="data.")
+    for note in [*notes, *doubts(pixels, ids, ignored), *level_doubts]:
         console.print(note, soft_wrap=True)
-    write_file(file, written(ids, ignored))
+    write_file(file, classes_text(ids, ignored))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
 
 
 def write_lists(
-    config: MakeClasses, root: Path, sources: Mapping[str, str], known: Mapping[str, str], console: Console
+    config: MakeClasses, root: Path, sources: Mapping[str, str], listed: Mapping[str, str], console: Console
 ) -> None:
     """Write the lists of images, {name: source}; print how many images of each part hold each class, and its pixels.
 
-    `known`: the parts of images that are on the lists; one without a part, "", stays where it is.
+    `listed`: the parts of images that are on the lists; one without a part, "", stays where it is.
     """
-    parts, data = config.parts(), replace(config.data, fold=None)
-    parts = {part: share for part, share in parts.items() if not (config.add and part == WITHHELD)}
-    names, places = [name for name in sources if known.get(name) != ""], {part: n for n, part in enumerate(parts)}
-    with (
-        reading_errors(data.timeout_seconds, keys="data.", workers_key="workers"),
-        counted(console, "counting") as done,
-    ):
-        images = builder("data", data)(root, split="", listed=names)
-        count = lambda number: np.bincount(images.read_label(number).ravel(), minlength=256)  # noqa: E731
-        pixels = np.stack([*map_images(images, count, config.workers, done)])[:, : len(images.classes)]
-    given = np.array([places.get(known.get(name, ""), -1) for name in names])
-    part_of = spread(pixels, [sources[name] for name in names], [*parts.values()], config.seed, given)
-    own = {part: part_of == number for number, part in enumerate(parts)}
-    if os.path.lexists(test := root / f"{WITHHELD}.txt"):
-        console.print(f"the images on {test} are left out", soft_wrap=True)
+    parts = config.parts()
+    if config.add:
+        parts.pop(WITHHELD, None)
+    names = [name for name in sources if listed.get(name) != ""]
+    classes, pixels = pixels_by_class(config, root, names, console)
+    numbers = {part: number for number, part in enumerate(parts)}
+    old_parts = np.array([numbers.get(listed.get(name, ""), -1) for name in names])
+    part_of = spread(pixels, [sources[name] for name in names], [*parts.values()], config.seed, old_parts)
+    in_part = {part: part_of == number for number, part in enumerate(parts)}
+    test_list = root / f"{WITHHELD}.txt"
+    if os.path.lexists(test_list):
+        console.print(f"the images on {test_list} are left out", soft_wrap=True)
     rows = [["images", *map(str, np.bincount(part_of))]]
-    for name, of_class in zip(images.classes, pixels.T, strict=True):
-        shown = ((of_class[each], max(pixels[each].sum(), 1)) for each in own.values())
-        rows.append([name, *(f"{np.count_nonzero(of)} ({of.sum() / total:.1%})" for of, total in shown)])
-    of_folds = ", in val.txt of each fold" * (config.folds is not None)
-    console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
+    for name, counts in zip(classes, pixels.T, strict=True):  # the pixels of a class in each image
+        cells = ((counts[chosen], max(pixels[chosen].sum(), 1)) for chosen in in_part.values())
+        rows.append([name, *(f"{np.count_nonzero(shown)} ({shown.sum() / total:.1%})" for shown, total in cells)])
+    title = "images that hold a class (share of the pixels)"
+    if config.folds is not None:
+        title += ", in val.txt of each fold"
+    console.print(table_of(["", *parts], rows, title))
     group, shared = prefixes(names, len(parts))
     if config.group is None and not config.add and group:
         advice = f"remove the lists and add 'group={group}', which keeps them together"
         same = f"{len(shared)} beginnings before a number, such as {readable(min(shared))}"
         console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
-    lists = {stem: entry for stem, entry in config.lists().items() if entry[0] in parts}
-    for stem, (part, is_own) in lists.items():
-        chosen = [name for name, it in zip(names, own[part], strict=True) if it == is_own and name not in known]
-        before = (root / f"{stem}.txt").read_bytes() if config.add else b""
-        before += b"\n" * bool(before and not before.endswith(b"\n"))
-        write_file(root / f"{stem}.txt", before + "".join(f"{name}\n" for name in chosen).encode())
-    verb = f"added {sum(name not in known for name in names)} images to" if config.add else "wrote"
+    lists = {stem: choice for stem, choice in config.lists().items() if choice[0] in parts}
+    for stem, (part, holds_part) in lists.items():
+        is_on_list = in_part[part] == holds_part
+        new_names = [name for name, is_on in zip(names, is_on_list, strict=True) if is_on and name not in listed]
+        content = (root / f"{stem}.txt").read_bytes() if config.add else b""
+        if content and not content.endswith(b"\n"):
+            content += b"\n"
+        write_file(root / f"{stem}.txt", content + "".join(f"{name}\n" for name in new_names).encode())
+    verb = f"added {sum(name not in listed for name in names)} images to" if config.add else "wrote"
     console.print(f"{verb} {', '.join(f'{stem}.txt' for stem in lists)} in {root}", soft_wrap=True)
     if not config.add:
         record = {"about": RECORDED, **config.record(), "seed": config.seed}
         write_file(root / config.record_name, json.dumps(record, indent=1) + "\n")
 
 
-def read_labels(images: Mapping[Path, Path | None], workers: int | None, console: Console, channels: int) -> Held:
+def pixels_by_class(
+    config: MakeClasses, root: Path, names: Sequence[str], console: Console
+) -> tuple[Sequence[str], np.ndarray]:
+    """The classes, and their pixels in the label of each image, (images, classes)."""
+    data = replace(config.data, fold=None)
+    with (
+        reading_errors(data.timeout_seconds, keys="data.", workers_key="workers"),
+        counted(console, "counting") as progress,
+    ):
+        images = builder("data", data)(root, split="", listed=names)
+        count = lambda number: np.bincount(images.read_label(number).ravel(), minlength=256)  # noqa: E731
+        pixels = np.stack([*map_images(images, count, config.workers, progress)])
+        return images.classes, pixels[:, : len(images.classes)]
+
+
+def read_labels(
+    images: Mapping[Path, Path | None], workers: int | None, console: Console, channels: int
+) -> LabelCounts:
     """Read labels, {file: its image}. `channels`: of the images."""
-    held, pairs = Held(), [*images.items()]
+    counts = LabelCounts()
+    pairs = [*images.items()]
     with progress_bar(console) as progress:
         count = len(pairs)
         contents_of = in_order(lambda n: contents(*pairs[n], channels, is_decoded(n, count)), range(count), workers)
-        for (label, _), found in zip(tracked(progress, pairs, "reading labels"), contents_of, strict=True):
-            held.pixels[found.kind].update(found.pixels)
-            held.labels[found.kind].update(found.pixels.keys())
-            held.palettes.add(label, found.colours)
-            held.colours = found.colours | held.colours
-            held.other_sizes += filter(None, [found.other_size])
-            held.used += filter(None, [found.used])
-    return held
+        for (label, _), content in zip(tracked(progress, pairs, "reading labels"), contents_of, strict=True):
+            counts.pixels[content.kind].update(content.pixels)
+            counts.labels[content.kind].update(content.pixels.keys())
+            counts.palettes.add(label, content.colours)
+            counts.colours = content.colours | counts.colours
+            counts.other_sizes += filter(None, [content.other_size])
+            counts.used += filter(None, [content.used])
+    return counts
 
 
-def settle_kind(held: Held, ignored: list[int], gray: str | None) -> list[str]:
+def settle_kind(counts: LabelCounts, ignored: list[int], gray: str | None) -> list[str]:
     """Decide whether gray values are ids or colours, unless `gray` does; return notes about it.
 
     ValueError: `gray` is given, but no label has gray values in RGB.
     """
     notes = []
-    if levels := {code & WHITE for code in held.pixels.get(GRAY, ())}:
+    levels = {code & WHITE for code in counts.pixels.get(GRAY, ())}
+    if levels:
         between = levels - {*ignored, WHITE}  # 255 beside small ids marks pixels without a class
-        taken, other = "colours", "ids"
-        if COLOURS not in held.pixels and (IDS in held.pixels or (any(between) and not has_large_gaps(between))):
-            taken, other = other, taken
-        if gray is None and COLOURS not in held.pixels:
-            notes = [f"labels in RGB have three equal channels: they are read as {taken}, with gray={other} as {other}"]
-        if (gray or taken) == "colours":
-            held.recast(GRAY, COLOURS, lambda code: code)
+        are_ids = IDS in counts.pixels or (any(between) and not has_large_gaps(between))
+        reading, alternative = "colours", "ids"
+        if COLOURS not in counts.pixels and are_ids:
+            reading, alternative = alternative, reading
+        if gray is None and COLOURS not in counts.pixels:
+            hint = f"with gray={alternative} as {alternative}"
+            notes = [f"labels in RGB have three equal channels: they are read as {reading}, {hint}"]
+        if (gray or reading) == "colours":
+            counts.recast(GRAY, COLOURS, lambda code: code)
         else:
-            held.recast(GRAY, IDS, lambda code: code & WHITE)
-            held.colours = {}
+            counts.recast(GRAY, IDS, lambda code: code & WHITE)
+            counts.colours = {}
     elif gray is not None:
         raise ValueError(f"gray={gray}: no label is in RGB with three equal channels; leave it out")
-    if {*held.pixels} == {IDS} and not held.colours and {*held.pixels[IDS]} == {0, WHITE} and gray is None:
-        held.recast(IDS, COLOURS, lambda level: 0x010101 * level)  # masks in black and white
-        held.colours = {code: (code & WHITE,) * 3 for code in held.pixels[COLOURS]}
+    if {*counts.pixels} == {IDS} and not counts.colours and {*counts.pixels[IDS]} == {0, WHITE} and gray is None:
+        counts.recast(IDS, COLOURS, lambda level: 0x010101 * level)  # masks in black and white
+        counts.colours = {code: (code & WHITE,) * 3 for code in counts.pixels[COLOURS]}
     return notes
 
 
@@ -339,16 +376,19 @@ def check_number(root: str, pixels: Counter[int], ids: Mapping[int, Sequence[int
 
 def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]) -> Iterator[str]:
     """What may be wrong with the classes."""
-    if unseen := [number for number in range(max(ids)) if number not in ids and number not in ignored]:
+    unseen = [number for number in range(max(ids)) if number not in ids and number not in ignored]
+    if unseen:
         yield f"ids that occur nowhere, and are ignored: {ranges(unseen)}"
     left_out = {number: pixels[number] for number in ignored if pixels[number]}
-    if (share := sum(left_out.values()) / pixels.total()) > 0.5:
+    share = sum(left_out.values()) / pixels.total()
+    if share > 0.5:
         yield f"{share:.0%} of the pixels have the ignored id {ranges(left_out)}: if it is a class, give ignored=null"
-    if similar := sorted(alike({number: colour for number, colour in ids.items() if colour})):
+    similar = sorted(alike({number: colour for number, colour in ids.items() if colour}))
+    if similar:
         yield f"the colours of the classes {ranges(similar)} can hardly be told apart: pictures show others"
 
 
-def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
+def classes_text(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
     """The file's text: the ids with their colours, except colours that several ids share. `ignored` are called void."""
     several = [colour for colour, count in Counter(ids.values()).items() if count > 1]
     colours = {number: colour for number, colour in ids.items() if colour and colour not in several}
@@ -358,12 +398,12 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
         for number in range(max(ids) + 1)
     ]
     ignored = sorted({*range(len(classes)), *ignored} - {*ids})
-    entries = ",\n".join(map(json.dumps, classes))
-    return f'{{"classes": [\n{entries}\n],\n"ignored": {ignored}}}\n'
+    lines = ",\n".join(map(json.dumps, classes))
+    return f'{{"classes": [\n{lines}\n],\n"ignored": {ignored}}}\n'
 
 
 class Contents(NamedTuple):
-    """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; its and its image's size, if these differ;
+    """A label's kind; {id or 0xRRGGBB: pixels}; the colours of some; its and its image's size, if these differ;
     and what 16-bit images and some others use, see `datasets.levels`."""
 
     kind: str
@@ -379,13 +419,16 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    size, other_size, its_use = raw.shape[::-1], None, None
+    size = raw.shape[::-1]
+    other_size = None
+    levels_use = None
     with suppress(ValueError):  # a damaged image, which a training reports
         if image is not None:
             stored = read(image, True, channels)
-            if (shown := of_channels.size(stored, True, channels)) != size:
-                other_size = f"{readable(path)} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
-            its_use = used(stored, turned=True, channels=channels, shallow=shallow)
+            image_size = of_channels.size(stored, True, channels)
+            if image_size != size:
+                other_size = f"{readable(path)} ({size[0]}x{size[1]}, {image_size[0]}x{image_size[1]})"
+            levels_use = used(stored, turned=True, channels=channels, shallow=shallow)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
         colours = {code: tuple(code.to_bytes(3, "big")) for code in pixels}
@@ -393,7 +436,7 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
         palette = label_palette(file)
         kind = BITS if file.png_kind is not None and file.png_kind[0] == 1 and not palette else IDS
         colours = {number: palette[number] for number in pixels if number in palette}
-    return Contents(kind, pixels, colours, other_size, its_use)
+    return Contents(kind, pixels, colours, other_size, levels_use)
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

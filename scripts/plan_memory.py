@@ -37,68 +37,73 @@ FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row o
 
 def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     """Print the plan; return what fits, by norm. ValueError: a key is wrong, or the step exceeds the budget."""
-    console, devices = make_console(), config.memory.gpus or 1
+    console = make_console()
+    devices = config.memory.gpus or 1
     config.check_shares(devices)
-    share, size, crop = planner.share_of(config, devices), config.data.crop_size, planner.crop_text(config.data)
-    budget, step = config.memory.available(devices), config
-    found: dict[str, TrainingRun] = {}
+    share = planner.share_of(config, devices)
+    budget = config.memory.available(devices)
+    step = config
+    fitting: dict[str, TrainingRun] = {}
     if budget is not None and config.trainer.recompute == "budget":
-        memory, _, about = planner.within_budget(config, devices)
+        memory, _, remark = planner.within_budget(config, devices)
         step = replace(config, memory=memory)
-        console.print(f"trainer.recompute=budget: {about}.")
-    trace = planner.step_memory(step, share, size, devices)
+        console.print(f"trainer.recompute=budget: {remark}.")
+    trace = planner.step_memory(step, share, config.data.crop_size, devices)
     fails = budget is not None and trace.peak > budget
     if budget is not None:
         verdict = f"This step {'does not fit' if fails else 'fits'} into memory.budget={config.memory.budget}"
         console.print(f"{verdict}: less {deductions(devices)}, {size_text(budget)} are left for tensors.")
-    each = "on one device" if devices == 1 else f"on each of {devices} devices"
-    if (parts := config.trainer.accumulation_steps) > 1:
-        each += f", in {parts} micro-batches"
-    console.print(f"{share} crops of {crop} pixels {each}: {size_text(trace.peak)}, most in: {trace.place}")
+    on_devices = "on one device" if devices == 1 else f"on each of {devices} devices"
+    if config.trainer.accumulation_steps > 1:
+        on_devices += f", in {config.trainer.accumulation_steps} micro-batches"
+    crops = f"{share} crops of {planner.crop_text(config.data)} pixels"
+    console.print(f"{crops} {on_devices}: {size_text(trace.peak)}, most in: {trace.place}")
     at_peak = ([kind, size_text(size)] for kind, size in trace.at_peak.items() if size)
     console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"saved for backward: {size_text(trace.kept)}")
     if config.memory.fit is not None:
-        found, paper = fits(config, devices, console), FITS[config.memory.fit].replace("_", " ")
-        limit = max(planner.all_images(chosen, devices) for chosen in found.values())
-        console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {each}{limit}:")
-        console.print(fit_table(found, devices))
+        fitting = fits(config, devices, console)
+        paper = FITS[config.memory.fit].replace("_", " ")
+        limit = max(planner.all_images(chosen, devices) for chosen in fitting.values())
+        console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {on_devices}{limit}:")
+        console.print(fit_table(fitting, devices))
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
         console.print("trainer.compile=true is estimated as without it: compiled graphs save about as much.")
-    if fails and not found:
+    if fails and not fitting:
         raise ValueError(
             f"memory.budget={config.memory.budget}: this step needs {size_text(trace.peak)}; memory.fit=batch or "
             f"memory.fit=crop finds what fits"
         )
-    return found
+    return fitting
 
 
 def fits(config: TrainingRun, devices: int, console: Console) -> dict[str, TrainingRun]:
     """{norm: the configuration with the largest minibatch that fits}; prints why other norms have none."""
-    found = {}
+    fitting = {}
     for norm in ("std", "checkpoint", "inplace"):
-        changed = replace(deepcopy(config), norm=config.norm.as_kind(CHOICES["norm"][norm]))
+        candidate = replace(deepcopy(config), norm=config.norm.as_kind(CHOICES["norm"][norm]))
         try:
-            check_values(changed)
-            found[norm] = planner.fitting(changed, devices)
+            check_values(candidate)
+            fitting[norm] = planner.fitting(candidate, devices)
         except ValueError as reason:
             console.print(f"norm={norm}: {reason}", soft_wrap=True)
-    if not found:
+    if not fitting:
         raise ValueError(f"memory.budget={config.memory.budget}: no norm of these has a minibatch that fits")
-    return found
+    return fitting
 
 
-def fit_table(found: dict[str, TrainingRun], devices: int) -> Table:
+def fit_table(fitting: dict[str, TrainingRun], devices: int) -> Table:
     """The minibatches that fit, and their pixels relative to the first norm's."""
     table = table_of(["norm", "crops per minibatch", "on each device", "crop", "memory", "pixels"])
-    pixels = [chosen.data.crops_per_minibatch * chosen.data.crop_size**2 for chosen in found.values()]
-    for (norm, chosen), own in zip(found.items(), pixels, strict=True):
-        data, share = chosen.data, planner.share_of(chosen, devices)
+    pixels = [chosen.data.crops_per_minibatch * chosen.data.crop_size**2 for chosen in fitting.values()]
+    for (norm, chosen), pixel_count in zip(fitting.items(), pixels, strict=True):
+        data = chosen.data
+        share = planner.share_of(chosen, devices)
         needed = size_text(planner.needed(chosen, share, data.crop_size, devices))
         crops = (str(data.crops_per_minibatch), str(share), planner.crop_text(data))
-        table.add_row(norm, *crops, needed, f"{own / pixels[0] - 1:+.0%}")
+        table.add_row(norm, *crops, needed, f"{pixel_count / pixels[0] - 1:+.0%}")
     return table
 
 
@@ -107,14 +112,14 @@ def entry_of(arguments: list[str]) -> str:
 
     ValueError: there is no such experiment.
     """
-    known = papers.all_experiments()
+    experiments = papers.all_experiments()
     chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
     if chosen is None:
         classified = {f"data={name}" for name in groups_of(ClassificationRun)["data"]}
         return "train_imagenet" if classified & {*arguments} else "train_seg"
-    if chosen[1] not in known:
-        raise ValueError(f"experiment={chosen[1]}: {no_such('experiment', chosen[1], known)}")
-    return known[chosen[1]]
+    if chosen[1] not in experiments:
+        raise ValueError(f"experiment={chosen[1]}: {no_such('experiment', chosen[1], experiments)}")
+    return experiments[chosen[1]]
 
 
 def main() -> None:

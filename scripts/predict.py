@@ -15,8 +15,9 @@ import csv
 import json
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -30,14 +31,15 @@ from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
 from datasets.layout import RARE, first_of, read_json
 from datasets.levels import Use, doubts_of_levels, used
-from datasets.stored import ARRAY_SUFFIX, COLOURS, Stored, read
+from datasets.reading import Range16
+from datasets.stored import ARRAY_SUFFIX, COLOURS, read
 from datasets.verify import notes_as_remarks
 from engine import assemble
 from engine.assemble.contracts import parts_named
 from engine.checkpoint.files import file_of
 from engine.configuration.command_line import configured
 from engine.prediction.opening import open_checkpoint
-from engine.prediction.predictors import Segmenter
+from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import log_to, logger, make_console, progress_bar, speed_of, tracked
 from engine.process.output_files import (
     WrittenBehind,
@@ -55,7 +57,9 @@ from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
 from scripts.reports.predictions import Page
 
-KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
+KINDS = ("ids", "colour", "overlays", "probabilities")
+CLASSES = "classes.json"
+TABLE = "predictions.csv"
 SUFFIXES = {"probabilities": "npy"}  # of the others png
 _USUAL = LabelNames()
 T = TypeVar("T")
@@ -78,13 +82,13 @@ def predict(options: Prediction) -> list[Path]:
         ValueError: the checkpoint or the input cannot be used; or some images are unreadable, which are named after
             the others have been predicted.
     """
-    console, source, output = make_console(), Path(options.input), Path(options.output)
+    console = make_console()
     log_to(console, None)
+    source = Path(options.input)
+    output = Path(options.output)
     network, config, state = open_checkpoint(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
-    written, unreadable, rows, deep = [] if segments else [output / TABLE], [], list[list[str]](), list[Use]()
-    started, since_s, notes = 0, 0.0, defaultdict[str, dict[str, int]](dict)
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
@@ -92,73 +96,96 @@ def predict(options: Prediction) -> list[Path]:
     check_written(options, output, images.values(), class_list(network) if isinstance(network, Segmenter) else None)
     if isinstance(network, Segmenter):
         write_classes(output / CLASSES, network)
+    findings = Findings()
+    written: list[Path] = [] if segments else [output / TABLE]
+    rows: list[list[str]] = []
+    since_s = 0.0
     with parts_named(config), progress_bar(console) as progress, WrittenBehind() as files:
         for name, file in tracked(progress, images.items(), "predicting"):
-            places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
-            try:
-                stored = stored_image(file, network.channels)
-                image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
-                deep += filter(None, [used(stored, True, network.channels, network.range16)])
-            except (ValueError, MemoryError) as error:
-                unreadable.append(named(file, error))
-                continue
-            started, since_s = started + 1, time.perf_counter() if started < 2 else since_s  # of the second image
             shown = str(file.relative_to(source if source.is_dir() else source.parent))
-            if (pages := of_channels.pages_if_one_is_read(stored, network.channels)) > 1:
-                notes["pages"][shown] = pages
+            image = findings.decoded(file, shown, network)
+            if image is None:
+                continue
+            if findings.images < 3:  # the first may take longer than others
+                since_s = time.perf_counter()
             picture = of_channels.picture(image, network.shown)
             add = partial(page.add, shown, picture) if options.report else None
             if isinstance(network, Segmenter):
+                places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
                 written.append(places["ids"])
-                found = network.started(image, options.probabilities)
-                make = partial(unless_too_large, unreadable, file, partial(segmented, network, picture, found, options))
-                held = 2 + 2 * len(network.classes) * options.probabilities  # these in float32 and float16
-                files.add(make, partial(write_segmented, places, add), held * image.nbytes)
+                predicted = network.started(image, options.probabilities)
+                segment = partial(segmented, network, picture, predicted, options)
+                make = partial(findings.unless_too_large, file, segment)
+                layers = 2 + (2 * len(network.classes) if options.probabilities else 0)  # these in float32 and float16
+                files.add(make, partial(write_segmented, places, add), layers * image.nbytes)
             else:
                 note = partial(note_classes, rows, [shown], network.classes, options.top_k, add)
                 files.add(network.started(image), note, image.nbytes)
-    if started > 1:
-        logger.info(speed_of(started - 1, since_s))
+    if findings.images > 1:
+        logger.info(speed_of(findings.images - 1, since_s))
     if not segments:
         write_table(output / TABLE, rows)
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
-    of_levels = doubts_of_levels(deep, network.range16, f"images in {source}", keys=None)
-    for doubt in [*notes_as_remarks(notes), *of_levels]:
+    for doubt in findings.doubts(source, network.range16):
         logger.warning(doubt)
-    console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
-    if unreadable:
-        raise ValueError("\n".join([f"{len(unreadable)} of {len(images)} images were not predicted:", *unreadable]))
+    bad = findings.unreadable
+    console.print(f"predicted {len(images) - len(bad)} of {len(images)} images: {output}", soft_wrap=True)
+    if bad:
+        raise ValueError("\n".join([f"{len(bad)} of {len(images)} images were not predicted:", *bad]))
     return written
 
 
-def stored_image(file: Path, channels: int) -> Stored:
-    """An image's file. ValueError: it cannot be read, or its header says that it is too large."""
-    stored = read(file, True, channels)
-    if stored.is_png_or_jpeg:
-        stored.size()
-    return stored
+@dataclass
+class Findings:
+    """What is said of the images in the end."""
 
+    images: int = 0  # that were decoded
+    unreadable: list[str] = field(default_factory=list)  # why images were put aside
+    pages: dict[str, int] = field(default_factory=dict)  # of files of which only the first was read
+    levels: list[Use] = field(default_factory=list)  # of 16-bit images, and some of 8 bits
 
-def named(file: Path, error: Exception) -> str:
-    """Why an image is put aside."""
-    return str(error) if file.name in str(error) else f"{file}: {error}: cut it into tiles, or use smaller windows"
+    def decoded(self, file: Path, shown: str, network: Segmenter | Classifier) -> np.ndarray | None:
+        """An image; None if it cannot be read, or its header says that it is too large, which is noted."""
+        try:
+            stored = read(file, True, network.channels)
+            if stored.is_png_or_jpeg:
+                stored.size()
+            image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
+            self.levels += filter(None, [used(stored, True, network.channels, network.range16)])
+        except (ValueError, MemoryError) as error:
+            self.put_aside(file, error)
+            return None
+        self.images += 1
+        pages = of_channels.pages_if_one_is_read(stored, network.channels)
+        if pages > 1:
+            self.pages[shown] = pages
+        return image
 
+    def doubts(self, source: Path, range16: Range16) -> list[str]:
+        """What may be wrong with the images of `source`."""
+        pages = notes_as_remarks({"pages": self.pages}) if self.pages else ()
+        return [*pages, *doubts_of_levels(self.levels, range16, f"images in {source}", keys=None)]
 
-def unless_too_large(unreadable: list[str], file: Path, make: Callable[[], T]) -> T | None:
-    """What `make` returns; None if memory runs out, which is noted."""
-    try:
-        return make()
-    except MemoryError as error:
-        unreadable.append(named(file, error))
-        return None
+    def put_aside(self, file: Path, error: Exception) -> None:
+        text = str(error) if file.name in str(error) else f"{file}: {error}: cut it into tiles, or use smaller windows"
+        self.unreadable.append(text)
+
+    def unless_too_large(self, file: Path, make: Callable[[], T]) -> T | None:
+        """What `make` returns; None if memory runs out, which is noted."""
+        try:
+            return make()
+        except MemoryError as error:
+            self.put_aside(file, error)
+            return None
 
 
 def segmented(
-    network: Segmenter, image: np.ndarray, found: Callable[[], np.ndarray], options: Prediction
+    network: Segmenter, image: np.ndarray, predicted: Callable[[], np.ndarray], options: Prediction
 ) -> tuple[np.ndarray, np.ndarray, dict[str, bytes]]:
     """When an image is predicted: the share of each class, the train ids, uint8 (H, W), and the files' contents."""
-    ids, contents = found(), {}
+    ids = predicted()
+    contents = {}
     if options.probabilities:  # (K, H, W)
         contents["probabilities"] = npy(ids.astype(np.float16))
         ids = network.decided(ids)
@@ -167,11 +194,11 @@ def segmented(
     return np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids, contents
 
 
-def write_segmented(places: dict[str, Path], add: Callable | None, made: tuple | None) -> None:
+def write_segmented(places: dict[str, Path], add: Callable | None, prediction: tuple | None) -> None:
     """Write the files of an image, see `segmented`, and add it to the page; nothing of one that was put aside."""
-    if made is None:
+    if prediction is None:
         return
-    shares, ids, contents = made
+    shares, ids, contents = prediction
     for kind, content in contents.items():
         write_file(places[kind], content)
     if add is not None:
@@ -221,19 +248,22 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
     if not source.is_dir():
         raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
-    real = ((Path(entry.path), Path(os.path.realpath(entry))) for _, entry in files_in(source))
-    files = sorted(path for path, its in real if ours.isdisjoint([its, *its.parents]))
+    real = ((Path(file.path), Path(os.path.realpath(file))) for _, file in files_in(source))
+    files = sorted(path for path, real_path in real if ours.isdisjoint([real_path, *real_path.parents]))
     named = [path for path in files if path.suffix.lower() in (*image_suffixes(channels), *RARE)]
-    taken = {path.with_suffix("") for path in named}  # a .npy file beside an image of three channels is none
-    named += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in taken]
+    stems = {path.with_suffix("") for path in named}  # a .npy file beside an image of three channels is none
+    named += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in stems]
     images = sorted(path for path in named if unfit(path) is None)
-    skipped = {"without an image's suffix": {*files} - {*named}}
-    skipped["that are no regular files of at most 4 GiB"] = {*named} - {*images}
-    of_images = {source / path for path in labels.among([path.relative_to(source) for path in images])}
-    skipped["that are labels of images"] = of_images
-    images = [path for path in images if path not in of_images]
-    for why, left in skipped.items():
-        if names := [str(path.relative_to(source)) for path in sorted(left)]:
+    label_files = {source / path for path in labels.among([path.relative_to(source) for path in images])}
+    skipped = {
+        "without an image's suffix": {*files} - {*named},
+        "that are no regular files of at most 4 GiB": {*named} - {*images},
+        "that are labels of images": label_files,
+    }
+    images = [path for path in images if path not in label_files]
+    for why, paths in skipped.items():
+        names = [str(path.relative_to(source)) for path in sorted(paths)]
+        if names:
             logger.info(f"skipped {len(names)} file(s) {why}: {first_of(names)}")
     if not images:
         raise ValueError(f"input={source} holds no image, such as .png, .jpg or .tif, or only predictions")
@@ -269,15 +299,19 @@ def check_written(options: Prediction, output: Path, images: Iterable[Path], mea
         return
     file = writable_folder("output", output) / CLASSES
     if is_ours(file, "class list"):
-        if (there := read_json(file)) != meant:
-            lists = (", ".join(str(entry["name"]) for entry in entries) for entries in (there, meant))
-            names = "the classes {}; this network has {}".format(*lists)
-            raise ValueError(f"output={output} holds another network's predictions, of {names}: give another folder")
+        classes = read_json(file)
+        if classes != meant:
+            old, new = (", ".join(str(row["name"]) for row in rows) for rows in (classes, meant))
+            raise ValueError(
+                f"output={output} holds another network's predictions, of the classes {old}; this network has {new}: "
+                f"give another folder"
+            )
         return
     if os.path.lexists(file) and not (file.is_file() and not file.stat().st_size):
         raise ValueError(f"output={output} has a dataset's {CLASSES}, which would be lost: give another folder")
-    there = (path for kind in KINDS for path in (output / kind).rglob("*") if not path.is_dir())
-    if foreign := next((path for path in there if path.suffix.lower() in (".png", ".npy")), None):
+    files = (path for kind in KINDS for path in (output / kind).rglob("*") if not path.is_dir())
+    foreign = next((path for path in files if path.suffix.lower() in (".png", ".npy")), None)
+    if foreign is not None:
         raise ValueError(
             f"output={output} holds {foreign.relative_to(output)}, which might be replaced: no {CLASSES} says that "
             f"this command wrote it. Give another folder"
@@ -285,8 +319,8 @@ def check_written(options: Prediction, output: Path, images: Iterable[Path], mea
 
 
 def write_classes(path: Path, network: Segmenter) -> None:
-    entries = (json.dumps(entry, ensure_ascii=False) for entry in class_list(network))
-    write_file(path, "[\n" + ",\n".join(entries) + "\n]\n")
+    lines = (json.dumps(row, ensure_ascii=False) for row in class_list(network))
+    write_file(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def class_list(network: Segmenter) -> list[dict]:

@@ -64,9 +64,9 @@ class RunTable(Plugins):
 
     def check(self) -> None:
         for name in ("roots", "weights"):
-            given = getattr(self, name)
-            if not isinstance(given, (dict, type(None))):
-                raise ValueError(f"{name}={given}: expected {{NAME: PATH, …}}")
+            paths = getattr(self, name)
+            if not isinstance(paths, (dict, type(None))):
+                raise ValueError(f"{name}={paths}: expected {{NAME: PATH, …}}")
         for name in self.roots or {}:
             if name not in DATA:
                 raise ValueError(f"roots={{{name}: …}}: expected one of {', '.join(DATA)}")
@@ -75,8 +75,10 @@ class RunTable(Plugins):
                 raise ValueError(f"weights={{{name}: …}}: no experiment has this in its name")
             if not Path(path).exists():
                 raise ValueError(f"weights={{{name}: {path}}}: there is no such file or run directory")
-        if own := [each for each in self.overrides if each.partition("=")[0] in ("seed", "run_dir", "resume")]:
-            raise ValueError(f"overrides=[{','.join(own)}]: a table sets these itself; give seeds=[…] or runs=FOLDER")
+        refused = [word for word in self.overrides if word.partition("=")[0] in ("seed", "run_dir", "resume")]
+        if refused:
+            words = ",".join(refused)
+            raise ValueError(f"overrides=[{words}]: a table sets these itself; give seeds=[…] or runs=FOLDER")
 
 
 class Training(NamedTuple):
@@ -100,16 +102,17 @@ def run(arguments: RunTable) -> int:
         Preempted: a training was asked to stop.
     """
     console = make_console()
-    check_given(arguments)
+    check_files(arguments)
     trainings = list(trainings_of(arguments))
     console.print(training_table(trainings, papers.titles()[arguments.table]))
-    for command in (command for training in trainings for command in (training.command, *training.evaluations)):
-        console.print(shlex.join(command), soft_wrap=True)
+    for training in trainings:
+        for command in (training.command, *training.evaluations):
+            console.print(shlex.join(command), soft_wrap=True)
     if arguments.dry_run:
         return 0
     waiting = [training for training in trainings if not training.has_ended]
     ready = [training for training in waiting if not training.missing]
-    lacking = sorted({entry for training in waiting for entry in training.missing})
+    lacking = sorted({option for training in waiting for option in training.missing})
     if waiting and not ready:
         raise ValueError(f"table={arguments.table} needs {'; '.join(lacking)}")
     commands = {training.title: training.command for training in ready}
@@ -131,13 +134,14 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
     accumulation = accumulation_of(experiment, devices, arguments.overrides)
     config = papers.configured_as(experiment, *accumulation, *arguments.overrides)
     run_dir = Path(arguments.runs) / experiment / f"seed{seed}"
-    entry, missing = papers.all_experiments()[experiment], []
+    missing = []
     options = [f"experiment={experiment}", f"seed={seed}", override("run_dir", run_dir.resolve()), "resume=auto"]
-    roots, weights = arguments.roots or {}, arguments.weights or {}
-    given = {each.partition("=")[0] for each in arguments.overrides}
+    roots = arguments.roots or {}
+    weights = arguments.weights or {}
+    overridden = {word.partition("=")[0] for word in arguments.overrides}
     if config.data.name in roots:
         options.append(override("data.root", roots[config.data.name]))
-    elif config.data.name in DATA and "data.root" not in given:
+    elif config.data.name in DATA and "data.root" not in overridden:
         options.append("data.root=DIR")
         missing.append(f"roots={{{config.data.name}: DIR}}")
     for name in papers.weights_of(experiment):
@@ -146,39 +150,45 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
         if fitting:
             file = Path(weights[fitting[-1]])
             options.append(override(name, file))
-            options += (
-                ["init.format=released"] if name == "init.weights" and file.is_file() and released_file(file) else []
-            )
-        elif name not in given:
+            if name == "init.weights" and file.is_file() and released_file(file):
+                options.append("init.format=released")
+        elif name not in overridden:
             options.append(f"{name}=FILE")
             missing.append(f"weights={{{shared_part(experiment, arguments.table)}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
-    steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
-    unquoted = (f"{entry}.py", *plugins.words(), *options, *accumulation, *arguments.overrides)
+    entry = f"{papers.all_experiments()[experiment]}.py"
+    unquoted = (entry, *plugins.words(), *options, *accumulation, *arguments.overrides)
     words = [as_typed(word, type(config)) for word in unquoted]
-    command, ended = [sys.executable, *start, *words], has_ended(run_dir, words, devices)
-    changed = papers.changed_keys(config, experiment, devices)
-    rows = [entry for name in (experiment, *papers.sharing(experiment)) for entry in papers.published(name)]
+    rows = [row for name in (experiment, *papers.sharing(experiment)) for row in papers.published(name)]
     evaluate = [sys.executable, "eval.py", *plugins.words(), override("checkpoint", run_dir.resolve())]
-    evaluations = [[*evaluate, *each.split()] for each in dict.fromkeys(row.evaluation for row in rows) if each]
-    return Training(f"{experiment}, seed {seed}", command, evaluations, missing, ended, devices, steps, changed)
+    return Training(
+        title=f"{experiment}, seed {seed}",
+        command=[sys.executable, *start, *words],
+        evaluations=[[*evaluate, *row.split()] for row in dict.fromkeys(row.evaluation for row in rows) if row],
+        missing=missing,
+        has_ended=has_ended(run_dir, words, devices),
+        devices=devices,
+        steps=assemble.schedule_of(config, planner.training_images(config.data)).total_steps,
+        changed=papers.changed_keys(config, experiment, devices),
+    )
 
 
 def shared_part(experiment: str, table: str) -> str:
     """A part of the names of all experiments of a table that start from the same weights, and of no others."""
     rows = [name for name in papers.experiments_of(table) if papers.weights_of(name)]
-    body, data = papers.configured_as(experiment).body, papers.configured_as(experiment).data.name
-    same = {name for name in rows if papers.configured_as(name).body == body}
+    config = papers.configured_as(experiment)
+    same = {name for name in rows if papers.configured_as(name).body == config.body}
     folder, _, network = experiment.rpartition("/")
-    network = network.removeprefix(f"{data}_")
+    network = network.removeprefix(f"{config.data.name}_")
     parts = (part for part in (network.partition("_")[0], folder) if {name for name in rows if part in name} == same)
     return next(parts, network)
 
 
-def check_given(arguments: RunTable) -> None:
+def check_files(arguments: RunTable) -> None:
     """ValueError: the data or a file of weights that is given cannot be read, or images are missing."""
     for name, path in (arguments.weights or {}).items():
-        if not released_file(file := checkpoint.file_of(path)):
+        file = checkpoint.file_of(path)
+        if not released_file(file):
             with plugins.errors_named(f"weights={{{name}: {path}}}"):
                 checkpoint.read(file)
     firsts = {papers.configured_as(name).data.name: name for name in papers.experiments_of(arguments.table)}
@@ -186,16 +196,19 @@ def check_given(arguments: RunTable) -> None:
         if name in firsts:
             data = papers.configured_as(firsts[name], override("data.root", root), *arguments.overrides).data
             find: Any = assemble.labelled_splits if isinstance(data, SegmentationData) else assemble.classified_splits
-            if (short := assemble.shortfalls(data, *find(data))) and not data.incomplete:
+            shortfalls = assemble.shortfalls(data, *find(data))
+            if shortfalls and not data.incomplete:
                 cure = "get the rest, or give overrides=[data.incomplete=true]"
-                raise ValueError(f"roots={{{name}: {root}}}: {'; '.join(short)}: {cure}")
+                raise ValueError(f"roots={{{name}: {root}}}: {'; '.join(shortfalls)}: {cure}")
 
 
 def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:
     """The override of micro-batches with which an experiment's norms see as many crops on fewer devices."""
-    config, usual = papers.configured_as(experiment, *overrides), papers.devices_of(experiment)
-    is_given = any(each.startswith("trainer.accumulation_steps=") for each in overrides)
-    if is_given or papers.crops_per_norm(config, devices) <= papers.crops_per_norm(config, usual) or usual % devices:
+    config = papers.configured_as(experiment, *overrides)
+    usual = papers.devices_of(experiment)
+    is_overridden = any(word.startswith("trainer.accumulation_steps=") for word in overrides)
+    has_more = papers.crops_per_norm(config, devices) > papers.crops_per_norm(config, usual)
+    if is_overridden or not has_more or usual % devices:
         return []
     return [f"trainer.accumulation_steps={config.trainer.accumulation_steps * usual // devices}"]
 
@@ -204,11 +217,14 @@ def training_table(trainings: list[Training], title: str) -> Table:
     table = table_of(["training", "devices", "steps", "evaluations"], title=title)
     table.columns[0].overflow = "fold"
     table.add_column("", overflow="fold")
-    for each in trainings:
-        state = "has ended" if each.has_ended else "needs " + "; ".join(each.missing) if each.missing else "to run"
-        if each.changed:
-            state += "; no run of the row: " + " ".join(each.changed)
-        table.add_row(each.title, str(each.devices), f"{each.steps:,}", str(1 + len(each.evaluations)), state)
+    for training in trainings:
+        state = "needs " + "; ".join(training.missing) if training.missing else "to run"
+        if training.has_ended:
+            state = "has ended"
+        if training.changed:
+            state += "; no run of the row: " + " ".join(training.changed)
+        evaluations = str(1 + len(training.evaluations))
+        table.add_row(training.title, str(training.devices), f"{training.steps:,}", evaluations, state)
     return table
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -46,8 +46,28 @@ class VerifyData(Plugins):
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
 
 
-def verify_data(config: VerifyData) -> dict[str, dict]:
-    """Check the splits, print the findings, write `out`; returns {split: see `check_split`}.
+class SplitReport(NamedTuple):
+    """What an inspection of a split has found."""
+
+    images: int  # 0 if the split cannot be opened
+    official_images: int | None  # None if no number is published
+    problems: dict[str, list[str]]  # {kind: messages}
+    doubts: list[str] = []  # about the labels
+    classes: dict[str, dict[str, int]] | None = None  # {name: {"pixels": …, "labels": …}}; None without label pixels
+    ignored_pixels: int | None = None
+
+    @property
+    def problem_count(self) -> int:
+        return sum(map(len, self.problems.values()))
+
+    def record(self) -> dict[str, Any]:
+        """As in the JSON file: without classes and ignored pixels if there are no label pixels."""
+        fields = self._asdict()
+        return fields if self.classes is not None else {name: fields[name] for name in self._fields[:4]}
+
+
+def verify_data(config: VerifyData) -> dict[str, SplitReport]:
+    """Check the splits, print the findings, write `out`; returns the report of each split.
 
     ValueError: a key is wrong; problems of data are only reported.
     """
@@ -63,85 +83,84 @@ def verify_data(config: VerifyData) -> dict[str, dict]:
         reports = {split: check_split(config.data, split, official[split], config.workers, console) for split in splits}
     show(reports, title=", ".join(filter(None, (config.data.name, config.data.root))), console=console)
     if config.out is not None:
-        count = sum(len(messages) for report in reports.values() for messages in report["problems"].values())
-        result = {"dataset": config.data.name, "problems": count, "splits": reports, "environment": provenance()}
-        write_file(Path(config.out), json.dumps(result, indent=1) + "\n")
+        record = {
+            "dataset": config.data.name,
+            "problems": sum(report.problem_count for report in reports.values()),
+            "splits": {split: report.record() for split, report in reports.items()},
+            "environment": provenance(),
+        }
+        write_file(Path(config.out), json.dumps(record, indent=1) + "\n")
     return reports
 
 
 def check_split(
     config: Data, split: str, official_images: int | None, workers: int | None, console: Console
-) -> dict[str, Any]:
-    """Inspect a whole split. ValueError: there is no such folder.
-
-    {"images": 0 if it cannot be opened, "official_images": None if no number is published, "problems": {kind:
-    messages}, "doubts": about the labels}; with label pixels also {"classes": {name: {"pixels", "labels"}},
-    "ignored_pixels"}.
-    """
-    report: dict[str, Any] = {"images": 0, "official_images": official_images, "problems": {}, "doubts": []}
+) -> SplitReport:
+    """Inspect a whole split. ValueError: there is no such folder."""
     dataset: SegmentationDataset | ClassificationDataset
     try:
         if isinstance(config, ClassificationData):
             dataset = assemble.classified_split(config, split)
             if len(dataset.classes) != assemble.official_classes(config):  # other images in ImageNet's layout
-                official_images = report["official_images"] = None
+                official_images = None
         else:
             assert isinstance(config, SegmentationData), config
             dataset = assemble.dataset(config, split, draw=config.root is None)
         with counted(console, f"checking {dataset.name} {split}") as progress:
-            found = inspect(dataset, workers, progress)
+            inspection = inspect(dataset, workers, progress)
     except ValueError as error:
         if config.root is not None and not Path(config.root).is_dir():
             raise
-        return report | {"problems": {"split cannot be opened": [str(error)]}}
-    problems = report["problems"]
+        return SplitReport(0, official_images, {"split cannot be opened": [str(error)]})
+    problems: dict[str, list[str]] = {}
     if official_images is not None and len(dataset) != official_images:
         message = f"expected {official_images}, found {len(dataset)}: an incomplete dataset, or an archive not unpacked"
         problems["number of images"] = [message]
-    for problem in found.problems:
+    for problem in inspection.problems:
         problems.setdefault(problem.kind, []).append(problem.message)
-    report |= {"images": len(dataset), "doubts": [*dataset.remarks, *found.doubts(f"image of {split}", keys="data.")]}
-    pixels = found.by_class.tolist()
-    if any(pixels):
-        counts = zip(dataset.classes, pixels, found.holding, strict=False)  # those have 256 entries
-        report["classes"] = {name: {"pixels": count, "labels": labels} for name, count, labels in counts}
-        report["ignored_pixels"] = pixels[255]
-    return report
+    doubts = [*dataset.remarks, *inspection.doubts(f"image of {split}", keys="data.")]
+    report = SplitReport(len(dataset), official_images, problems, doubts)
+    pixels = inspection.by_class.tolist()
+    if not any(pixels):
+        return report
+    counts = zip(dataset.classes, pixels, inspection.holding, strict=False)  # all ids have a count
+    classes = {name: {"pixels": count, "labels": labels} for name, count, labels in counts}
+    return report._replace(classes=classes, ignored_pixels=pixels[255])
 
 
-def show(reports: Mapping[str, dict], title: str, console: Console) -> None:
+def show(reports: Mapping[str, SplitReport], title: str, console: Console) -> None:
     """Print the classes, then the problems, then one line per split: the most important comes last."""
-    said = set[str]()  # what is true of the whole folder is said once
+    printed = set[str]()  # what is true of the whole folder is said once
     for split, report in reports.items():
-        if "classes" in report:
-            console.print(histogram(split, report["classes"], report["ignored_pixels"]))
-        for doubt in report["doubts"]:
-            if doubt not in said:
+        if report.classes is not None:
+            console.print(histogram(split, report.classes, report.ignored_pixels or 0))
+        for doubt in report.doubts:
+            if doubt not in printed:
                 console.print(f"{split}: {doubt}", soft_wrap=True)
-        said.update(report["doubts"])
-        if "classes" in report or report["doubts"]:
+        printed.update(report.doubts)
+        if report.classes is not None or report.doubts:
             console.print()
-    layout_is_known = any(report["images"] for report in reports.values())  # or has been shown
+    layout_is_known = any(report.images for report in reports.values())  # or has been shown
     for split, report in reports.items():
-        for kind, messages in report["problems"].items():
+        for kind, messages in report.problems.items():
             console.print(f"{split}: {kind}, {len(messages)}:", style="bold red")
             for message in first_lines(messages):
-                problem, found_layout, explanation = message.partition("\nExpected layout")
-                fix = "".join(explanation.rpartition("\nFix: ")[1:]) if found_layout else ""
+                problem, layout, explanation = message.partition("\nExpected layout")
+                fix = "".join(explanation.rpartition("\nFix: ")[1:]) if layout else ""
                 text = problem + fix if layout_is_known else message
-                layout_is_known |= bool(found_layout)
+                layout_is_known |= bool(layout)
                 console.print(indent(text, "  "), soft_wrap=True)
             console.print()
     summary = table_of(["split", "images", "official", "problems"], title=title)
     for split, report in reports.items():
-        count, official = sum(map(len, report["problems"].values())), report["official_images"] or "–"
-        cells = (split, str(report["images"]), str(official), str(count))
-        summary.add_row(*cells, style="bold red" if count else "green")
+        official = str(report.official_images or "–")
+        style = "bold red" if report.problems else "green"
+        summary.add_row(split, str(report.images), official, str(report.problem_count), style=style)
     console.print(summary)
 
 
-def histogram(split: str, classes: Mapping[str, dict], ignored: int) -> Table:
-    pixels, labels = ([found[name] for found in classes.values()] for name in ("pixels", "labels"))
+def histogram(split: str, classes: Mapping[str, dict[str, int]], ignored: int) -> Table:
+    pixels, labels = ([counts[name] for counts in classes.values()] for name in ("pixels", "labels"))
     table = class_table(f"{split}: labelled pixels", [*classes], pixels, labels)
     table.add_section()
     table.add_row("ignored", f"{ignored:,}", f"{100 * ignored / (ignored + sum(pixels)):.2f} of all", "")
@@ -160,7 +179,7 @@ def class_table(title: str, classes: Sequence[str], pixels: Sequence[int], label
 
 @configured("verify_data", VerifyData)
 def main(config: VerifyData) -> None:
-    sys.exit(any(report["problems"] for report in verify_data(config).values()))
+    sys.exit(any(report.problems for report in verify_data(config).values()))
 
 
 if __name__ == "__main__":

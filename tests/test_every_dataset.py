@@ -121,5 +121,5 @@ def test_every_command_takes_a_dataset_of_ones_own_for_a_classification(tmp_path
         assert planner.training_images(planned.data) == 6
         assert planner.step_memory(planned, crops=2, crop_size=32).peak > 0
         reports = verify_data(checked("verify_data", *data, "splits=[train,val]", "workers=0"))
-        assert [own["problems"] for own in reports.values()] == [{}, {}]
+        assert [report.problems for report in reports.values()] == [{}, {}]
         assert train_imagenet.train(config)["dataset"] == "flowers"

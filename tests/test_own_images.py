@@ -98,7 +98,7 @@ def test_every_command_of_the_tour(tmp_path, capsys):
             named = {"classes": [{"name": name} for name in names], "ignored": [11]}
             (own / "classes.json").write_text(json.dumps(named))
     _, _, verified, pages, tried, tuned, trained, evaluated, predicted, *_ = results
-    assert {split: report["problems"] for split, report in verified.items()} == {"train": {}, "val": {}, "test": {}}
+    assert {split: report.problems for split, report in verified.items()} == {"train": {}, "val": {}, "test": {}}
     assert len(pages) == 1 and len(predicted) == 2 and (tmp_path / "PICTURES").is_dir()
     assert "data:image" in (tmp_path / "REPORT.html").read_text()
     kinds = {folder.name for folder in (tmp_path / "PREDICTED").iterdir() if [*folder.rglob("*.png")]}
@@ -149,7 +149,7 @@ def test_own_images_are_planned_from_their_files(tmp_path):
     assert (planner.classes_of(config.data), planner.training_images(config.data)) == (3, 6)
     (root / "val").rename(root / "test")
     reports = verify_data(checked("verify_data", "data=image_folder", f"data.root={root}", "workers=0"))
-    assert [(own["images"], own["problems"]) for own in reports.values()] == [(6, {}), (3, {})]
+    assert [(report.images, report.problems) for report in reports.values()] == [(6, {}), (3, {})]
 
 
 def test_rectangular_crops_are_planned_with_their_width():

@@ -17,7 +17,7 @@ from engine.process.output_files import write_figure
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
 SKY, BLUE, PURPLE, GREEN = "#56B4E9", "#0072B2", "#CC79A7", "#009E73"
-OF_METHODS = {  # one colour per method in all pictures: norms, `recomputed` by keepless, the compiler, and others
+METHOD_COLOURS = {  # one colour per method in all pictures: norms, `recomputed` by keepless, the compiler, and others
     **{"std": BLACK, "inplace": ORANGE, "inplace_1": YELLOW, "checkpoint": PURPLE, "checkpoint_xhat": GREEN},
     **{"recomputed": BLUE, "compiled": GREY, "compiled_budget": SKY, "other": VERMILION},
 }
@@ -50,7 +50,8 @@ def bars(
     **labels: Any,
 ) -> None:
     """Draw a group of bars for each of `names`: {label: heights}, NaN for none; and {label: texts above them}."""
-    places, width = np.arange(len(names)), 0.84 / len(shown)
+    places = np.arange(len(names))
+    width = 0.84 / len(shown)
     for number, (label, heights) in enumerate(shown.items()):
         middles = places + (number - (len(shown) - 1) / 2) * width
         drawn = axes.bar(middles, heights, 0.92 * width, color=colours[label], label=label)

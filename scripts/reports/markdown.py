@@ -12,7 +12,7 @@ WIDTH = 140  # of the lines of pages, in characters
 
 def escaped(name: object) -> str:
     """A name of a file or class in prose or a table, where Markdown would take some characters for HTML or its own."""
-    return re.sub(r"[&<>|`\[\]]", lambda found: f"&#{ord(found[0])};", printable(name))
+    return re.sub(r"[&<>|`\[\]]", lambda match: f"&#{ord(match[0])};", printable(name))
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -27,7 +27,8 @@ def in_lines(text: str) -> str:
 
     A shell reads the lines of a command as one.
     """
-    lines, is_code = [], False
+    lines = []
+    is_code = False
     for line in text.splitlines():
         is_code ^= line.startswith("```")
         if len(line) <= WIDTH or line.startswith(("|", "!", "#")):
@@ -60,7 +61,7 @@ def unfolded(text: str) -> str:
 def conditions(environment: dict) -> str:
     """Hardware, threads if known, versions and commit, and why the commit is not the code's."""
     count = environment.get("threads")
-    threads = "" if count is None else f", {count} thread" + "s" * (count > 1)
+    threads = "" if count is None else f", {count} threads" if count > 1 else f", {count} thread"
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     lost = f" ({environment['provenance']})" if "provenance" in environment else ""
     return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}{lost}"

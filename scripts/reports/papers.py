@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from engine.configuration.choices import choices, file_of
@@ -64,9 +65,11 @@ def experiments_of(table: str) -> list[str]:
 
 def tables_of(experiment: str) -> list[str]:
     """The tables of which an experiment is a row; one of a plugin may name others. ValueError: there is no such."""
-    tables, file = as_list(paper_of(experiment).get("table", [])), file_of("experiment", experiment)
+    tables = as_list(paper_of(experiment).get("table", []))
+    file = file_of("experiment", experiment)
     is_ours = file is None or file.is_relative_to(CONFIGS)
-    if is_ours and (unknown := {*tables} - TABLES.keys()):
+    unknown = {*tables} - TABLES.keys()
+    if is_ours and unknown:
         name = f"configs/experiment/{experiment}.yaml: paper: table={unknown.pop()}"
         raise ValueError(f"{name}: expected one of {', '.join(TABLES)}, or none")
     return tables
@@ -74,18 +77,19 @@ def tables_of(experiment: str) -> list[str]:
 
 def titles() -> dict[str, str]:
     """The title of each table, by its name. The tables of plugins come after ours."""
-    return {table: TABLES.get(table, table) for each in (TABLES, *map(tables_of, all_experiments())) for table in each}
+    names = chain(TABLES, *map(tables_of, all_experiments()))
+    return {table: TABLES.get(table, table) for table in names}
 
 
 @cache
 def all_experiments() -> dict[str, str]:
     """{experiment: entry that trains it}. If both entries could, its command decides, else train_seg."""
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for entry, schema in SCHEMAS.items():
         for name in choices("experiment", schema):
-            if name not in found or f"{entry}.py" in command_of(name):
-                found[name] = entry
-    return found
+            if name not in entries or f"{entry}.py" in command_of(name):
+                entries[name] = entry
+    return entries
 
 
 def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
@@ -126,14 +130,14 @@ def results_of(evaluation: str, config: TrainingRun) -> str:
 def training_of(config: TrainingRun) -> dict[str, object]:
     """The keys, with values, that have an effect and distinguish one training, or its score, from another."""
     left_out = {*FREE, *(["data.antialias"] if getattr(config.data, "never_shrinks", False) else [])}
-    found = {
+    values = {
         name: value
-        for name, value, entry in leaves(config)
-        if name not in left_out and (name in KEPT_ON_RESUMING or not entry.metadata.get("free_on_resume"))
+        for name, value, field in leaves(config)
+        if name not in left_out and (name in KEPT_ON_RESUMING or not field.metadata.get("free_on_resume"))
     }
-    if found["trainer.capture"] == "auto":  # of an experiment; results say what was decided
-        found["trainer.capture"] = False
-    return found
+    if values["trainer.capture"] == "auto":  # of an experiment; results say what was decided
+        values["trainer.capture"] = False
+    return values
 
 
 def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[str]:
@@ -144,23 +148,23 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[s
     changed = [f"{name}={value}" for name, value in differing(config, experiment).items() if name not in SPEED]
     started = config.init.weights or getattr(config.body, "weights", None)
     changed += [f"{name}=null" for name in weights_of(experiment) if not started]
-    own, parts = _composed(experiment), config.trainer.accumulation_steps
-    if not changed and crops_per_norm(config, processes) != crops_per_norm(own, devices_of(experiment)):
-        changed.append(f"processes={processes} trainer.accumulation_steps={parts}")
+    row_crops = crops_per_norm(_composed(experiment), devices_of(experiment))
+    if not changed and crops_per_norm(config, processes) != row_crops:
+        changed.append(f"processes={processes} trainer.accumulation_steps={config.trainer.accumulation_steps}")
     return changed
 
 
 def differing(config: TrainingRun, experiment: str) -> dict[str, str]:
     """{key: value as text} in which a run differs from its experiment."""
-    theirs = _training(experiment)
-    ours = training_of(config).items()
-    return {name: as_text(value) for name, value in ours if name not in theirs or theirs[name] != value}
+    row_keys = _training(experiment)
+    run_keys = training_of(config).items()
+    return {name: as_text(value) for name, value in run_keys if name not in row_keys or row_keys[name] != value}
 
 
 def crops_per_norm(config: TrainingRun, processes: int) -> int:
     """The most crops that a norm sees at a time."""
-    among = config.trainer.accumulation_steps * (1 if getattr(config.norm, "sync", False) else processes)
-    return -(-config.data.crops_per_minibatch // among)
+    norms = config.trainer.accumulation_steps * (1 if getattr(config.norm, "sync", False) else processes)
+    return -(-config.data.crops_per_minibatch // norms)
 
 
 @cache

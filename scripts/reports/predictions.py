@@ -45,7 +45,9 @@ class Page:
     """
 
     def __init__(self, title: str, classes: Sequence[str], palette: np.ndarray | None, shown: int):
-        self.title, self.classes, self.palette = title, classes, palette
+        self.title = title
+        self.classes = classes
+        self.palette = palette
         self.shown = shown if palette is None else len(classes)
         self.sections: list[str] = []
         self.total = np.zeros(len(classes))
@@ -62,7 +64,8 @@ class Page:
             source = encoded(mask, "PNG")
             pictures += f'<div class="over"><img class="copy" alt=""><img class="mask" alt="" src="{source}"></div>'
         self.total += shares
-        layout, table = "row whole" if ids is None else "row", self.table(shares, self.shown)
+        layout = "row whole" if ids is None else "row"
+        table = self.table(shares, self.shown)
         self.sections.append(
             f'<section><h2>{escape(printable(name))}</h2><div class="{layout}">{pictures}{table}</div></section>\n'
         )
@@ -81,11 +84,12 @@ class Page:
 
     def html(self) -> Iterable[str]:
         """The parts of the page."""
-        count, segments = len(self.sections), self.palette is not None
+        count = len(self.sections)
+        segments = self.palette is not None
         yield _HEAD.format(title=escape(self.title), slider=_SLIDER if segments else "")
-        what = "Share of each class" if segments else "Mean probability of each class"
+        heading = "Share of each class" if segments else "Mean probability of each class"
         overall = self.table(self.total / max(count, 1), len(self.classes))
-        yield f"<section><details open><summary>{what} in {count} images</summary>{overall}</details></section>\n"
+        yield f"<section><details open><summary>{heading} in {count} images</summary>{overall}</details></section>\n"
         yield from self.sections
         yield _FOOT
 

@@ -7,6 +7,7 @@ import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # ke
 DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
 MOST_POINTS = 250  # of a curve in a copy of a run
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
-OF_A_RUN = ("run_dir", "resume", "seed", "data.fold")  # keys in which runs of one configuration differ
+SEED_AND_FOLDERS = ("run_dir", "resume", "seed", "data.fold")  # keys in which runs of one configuration differ
 MEASURED = ("data.mean", "data.std")  # keys that follow from the images of a run, unless they are given
-OF_CUDA = ("trainer.tf32", "trainer.capture")  # keys without effect on a CPU
+CUDA_KEYS = ("trainer.tf32", "trainer.capture")  # keys without effect on a CPU
 
 
 TITLES = {
@@ -53,28 +54,30 @@ class Run:
         experiment: the one that it was started from, if any.
         classes: their names.
         fold: its data.fold; None without one.
-        keys: the configuration's keys without `OF_A_RUN`, paths, devices and, on a CPU, `OF_CUDA`; the processes;
-            whether it is of a fold, and then without `MEASURED` ones, otherwise the images evaluated: folds have
-            different numbers.
+        keys: the configuration's keys without `SEED_AND_FOLDERS`, paths, devices and, on a CPU, `CUDA_KEYS`; the
+            processes; whether it is of a fold, and then without `MEASURED` ones, otherwise the images evaluated: folds
+            have different numbers.
+        evaluations: the results of eval.py with other options, by the end of their files' names.
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.name = folder, folder.resolve().name
+        self.folder = folder
+        self.name = folder.resolve().name
         self.results = _content(folder / "results.json")
-        known = [scores for scores in SCORES if scores.best in self.results]
-        if not known:
+        tasks = [scores for scores in SCORES if scores.best in self.results]
+        if not tasks:
             raise ValueError("it has neither miou nor top1 in its results.json: expected a run of this project")
-        (self.scores,) = known
+        (self.scores,) = tasks
         header, self.config = (folder / "config.yaml").read_text("utf-8").split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
         self.processes = int(self.config.split()[1])  # "# 2 x cpu"
-        named = re.search(r"experiment=([\w/.-]+)", self.command)
-        self.experiment = named[1] if named else None
+        match = re.search(r"experiment=([\w/.-]+)", self.command)
+        self.experiment = match[1] if match else None
         self.classes = list(self.results[self.scores.of_classes])
         self.is_copy = self.results["config"]["run_dir"] == "DIR"
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
-        self.others = {
+        self.evaluations = {
             path.stem.removeprefix("results_"): _hide_folders(_content(path))
             for path in sorted(folder.glob("results_*.json"))
         }
@@ -92,8 +95,11 @@ class Run:
         self.typed = recorded.from_plain(self.results["config"], schema, f"{folder}")
         shared = configuration.values_but(self.typed, "per_machine").items()
         self.fold: int | None = getattr(self.typed.data, "fold", None)
-        own = () if self.fold is None else [key for key in MEASURED if f"{key}=" not in self.command]
-        left_out = (*OF_A_RUN, *own, *(OF_CUDA if self.config.split()[3] == "cpu" else ()))
+        left_out = [*SEED_AND_FOLDERS]
+        if self.fold is not None:
+            left_out += [key for key in MEASURED if f"{key}=" not in self.command]
+        if self.config.split()[3] == "cpu":
+            left_out += CUDA_KEYS
         self.keys = {name: value for name, value in shared if name not in left_out}
         images = self.results["images"] if self.fold is None else "of a fold"
         self.keys |= {"processes": self.processes, "images": images}
@@ -114,8 +120,9 @@ class Run:
         steps, speeds = self.curve("train", "images_per_second")
         if not steps:
             return {}
-        crops, done = self.results["config"]["data"]["crops_per_minibatch"], [0, *steps[:-1]]
-        seconds = sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True))
+        crops = self.results["config"]["data"]["crops_per_minibatch"]
+        pairs = zip(pairwise([0, *steps]), speeds, strict=True)
+        seconds = sum((step - previous_step) * crops / speed for (previous_step, step), speed in pairs)
         peak = max(self.curve("train", "peak_memory_mib")[1])
         return {"images_per_second": statistics.median(speeds), "minutes": seconds / 60, "peak_memory_mib": peak}
 
@@ -131,14 +138,14 @@ class Run:
     def percent(self) -> dict[tuple[str, str], float | None]:
         """{(score, class): percent}; the class is "" for scores of all classes, the value None where there is none."""
         scores = self.scores
-        found: dict[tuple[str, str], float | None] = {(TITLES[name], ""): self.results[name] for name in scores[:2]}
-        for name, results in self.others.items():
-            found[f"{TITLES[scores.best]}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
-        found |= {(TITLES[scores.of_classes], name): share for name, share in self.results[scores.of_classes].items()}
-        return {key: None if share is None else 100 * share for key, share in found.items()}
+        shares: dict[tuple[str, str], float | None] = {(TITLES[name], ""): self.results[name] for name in scores[:2]}
+        for name, results in self.evaluations.items():
+            shares[f"{TITLES[scores.best]}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
+        shares |= {(TITLES[scores.of_classes], name): share for name, share in self.results[scores.of_classes].items()}
+        return {key: None if share is None else 100 * share for key, share in shares.items()}
 
     def write(self, folder: Path) -> None:
-        files = {"results": self.results, **{f"results_{name}": results for name, results in self.others.items()}}
+        files = {"results": self.results, **{f"results_{name}": results for name, results in self.evaluations.items()}}
         for stem, results in files.items():
             write_file(folder / f"{stem}.json", json.dumps(results) + "\n")
         write_file(folder / "config.yaml", f"# {self.command}\n{self.config}")
@@ -148,8 +155,8 @@ class Run:
 def thinned(records: list[dict], best: str) -> list[dict]:
     """The records for curves: at most `MOST_POINTS` of the training, all evaluations, and resumptions."""
     train = [record for record in records if record["kind"] == "train"]
-    every = max(1, -(-len(train) // MOST_POINTS))
-    left_out = {record["step"] for number, record in enumerate(train, 1) if number % every}
+    interval = max(1, -(-len(train) // MOST_POINTS))
+    left_out = {record["step"] for number, record in enumerate(train, 1) if number % interval}
     shown = [record for record in records if record["kind"] != "train" or record["step"] not in left_out]
     names = ("kind", "step", "loss", best)
     return [{name: _short(record[name]) for name in names if name in record} for record in shown]
@@ -186,7 +193,7 @@ def _without_folders(command: str) -> str:
     return shlex.join(f"{key}=DIR" if key in _FOLDERS else word for key, word in zip(keys, words, strict=True))
 
 
-def found_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str]]:
+def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str]]:
     """The runs in folders, at any depth, that have ended; and the run directories left out, with the reason.
 
     Copies that comparisons wrote are used only from folders without other runs.
@@ -198,22 +205,22 @@ def found_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ValueError(f"runs: {folder} is not a folder")
-        found = [file.parent for file in folder.rglob("config.yaml")]
-        if not found:
+        folders_of_runs = [file.parent for file in folder.rglob("config.yaml")]
+        if not folders_of_runs:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
-        own: list[Run] = []
-        for path in sorted(found, key=with_numbers):
+        folder_runs: list[Run] = []
+        for path in sorted(folders_of_runs, key=with_numbers):
             if not (path / "results.json").is_file():
                 records = path / "metrics.jsonl"
                 steps = re.findall(r'"step": (\d+)', records.read_text(errors="replace")) if records.is_file() else []
                 left_out[path] = "it has not ended" + (f" (step {steps[-1]})" if steps else "")
                 continue
             try:
-                own.append(Run(path))
+                folder_runs.append(Run(path))
             except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".replace(f"{path}", path.name).split())
                 left_out[path] = f"it cannot be read ({printable(reason)})"
-        runs += [run for run in own if not run.is_copy] or own
+        runs += [run for run in folder_runs if not run.is_copy] or folder_runs
     return runs, left_out
 
 
@@ -226,14 +233,11 @@ def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:
     """Groups of runs that differ only in seed and fold. A second run with the same of both starts another group."""
     groups: list[list[Run]] = []
     for run in runs:
-        alike = (group for group in groups if group[0].keys == run.keys and group[0].scores == run.scores)
-        free = (
-            group
-            for group in alike
-            if all((other.typed.seed, other.fold) != (run.typed.seed, run.fold) for other in group)
-        )
-        if (group := next(free, None)) is not None:
-            group.append(run)
+        for group in groups:
+            is_alike = group[0].keys == run.keys and group[0].scores == run.scores
+            if is_alike and all((other.typed.seed, other.fold) != (run.typed.seed, run.fold) for other in group):
+                group.append(run)
+                break
         else:
             groups.append([run])
     return groups

@@ -18,7 +18,7 @@ from engine.schema.keys import check_values
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare
 from scripts.reports.markdown import unfolded
-from scripts.reports.runs import Run, found_runs
+from scripts.reports.runs import Run, find_runs
 from tests import trees
 from tests.benchmarks.records import CIFAR, changed, copied
 from tests.runs import SHORT, checked
@@ -183,7 +183,7 @@ def test_what_a_run_lacks_or_has_twice_is_said():
 def test_runs_are_found_in_the_order_of_their_numbers(tmp_path):
     for number, lr in enumerate(("10", "9", "0.05", "1e-3")):
         copied(tmp_path / f"optim.lr={lr}", score=number / 10)
-    runs, _ = found_runs([tmp_path])
+    runs, _ = find_runs([tmp_path])
     assert [run.name for run in runs] == [f"optim.lr={lr}" for lr in ("1e-3", "0.05", "9", "10")]
 
 
