@@ -92,18 +92,18 @@ CIFAR = [(3, 32, 4, [1, 1, 1]), (3, 2, 2, [1, 1, 2]), (4, 32, 8, [1, 1, 1, 1]), 
 
 
 @pytest.mark.parametrize("build", [ResNet, resnext101, DenseNet])
-@pytest.mark.parametrize("stages, asked, reached, dilations", CIFAR)
-def test_the_cifar_stem_keeps_the_resolution(build, stages, asked, reached, dilations):
+@pytest.mark.parametrize("stages, requested, reached, dilations", CIFAR)
+def test_the_cifar_stem_keeps_the_resolution(build, stages, requested, reached, dilations):
     with torch.device("meta"):
-        body = build(structure=(1,) * stages, output_stride=asked, stem="cifar")
+        body = build(structure=(1,) * stages, output_stride=requested, stem="cifar")
         assert body.mod1(torch.empty(2, 3, 32, 32)).shape == (2, 64, 32, 32)
         assert body(torch.empty(2, 3, 32, 32)).shape == (2, body.out_channels, 32 // reached, 32 // reached)
     assert body.output_stride == reached
-    found = [
+    actual = [
         max(m.dilation[0] for m in getattr(body, f"mod{number}").modules() if isinstance(m, nn.Conv2d))
         for number in range(2, stages + 2)
     ]
-    assert found == dilations
+    assert actual == dilations
 
 
 def test_dropout_is_before_the_last_convolution_in_the_last_two_stages_of_a2_alone():
@@ -180,8 +180,8 @@ OTHERS = [norm for norm in STRATEGIES if norm not in ("std", "inplace")]
 
 def with_norms(names: list[str]) -> list[tuple[str, str]]:
     """Every body with in-place norms, and with one of the other norms in turn."""
-    others = zip(names, cycle(OTHERS), strict=False)
-    return [*((name, "inplace") for name in names), *others]
+    in_turn = zip(names, cycle(OTHERS), strict=False)
+    return [*((name, "inplace") for name in names), *in_turn]
 
 
 @pytest.mark.table

@@ -23,14 +23,14 @@ def test_gradients_equal_float64_s_and_nothing_more_is_kept(channels, groups, ke
     image = torch.randn(2, channels, 30, 30).contiguous(memory_format=torch.channels_last).requires_grad_()
     double, dy = image.detach().double().requires_grad_(), torch.randn(2, channels, 30, 30)
     with torch.autocast("cpu", torch.bfloat16):
-        y, kept = network(image), [kept_bytes(each, lambda e=each: e(image)) for each in (network, before)]
+        y, kept = network(image), [kept_bytes(module, lambda e=module: e(image)) for module in (network, before)]
     assert kept[0] == kept[1] and y.is_contiguous(memory_format=torch.channels_last)
     y.float().mul(dy).sum().backward()
     exact(double).mul(dy.double()).sum().backward()
-    found = [image.grad, *(parameter.grad for parameter in network.parameters())]
-    for ours, right in zip(found, [double.grad, *(p.grad for p in exact.parameters())], strict=True):
-        if right.abs().max() > 1e-6:  # a bias before a norm has none
-            assert (ours - right).abs().max() / right.abs().max() < 0.03
+    gradients = [image.grad, *(parameter.grad for parameter in network.parameters())]
+    for gradient, exact_gradient in zip(gradients, [double.grad, *(p.grad for p in exact.parameters())], strict=True):
+        if exact_gradient.abs().max() > 1e-6:  # a bias before a norm has none
+            assert (gradient - exact_gradient).abs().max() / exact_gradient.abs().max() < 0.03
 
 
 def test_other_kinds_of_convolutions_are_named():

@@ -30,8 +30,8 @@ def test_a_body_gives_the_features_that_it_names_in_any_order(name):
     body = (LIBRARY | SMALL_BODIES)[name](partial(ABN, activation="relu"), output_stride=16 if name in LIBRARY else 32)
     names, images = names_of(body.eval()), torch.randn(1, 3, 64, 96)
     maps = body(images, names)
-    for (_, channels, stride), found in zip(body.feature_info, maps, strict=True):
-        assert found.shape == (1, channels, 64 // stride, 96 // stride)
+    for (_, channels, stride), feature in zip(body.feature_info, maps, strict=True):
+        assert feature.shape == (1, channels, 64 // stride, 96 // stride)
     assert body.feature_info[-1][1:] == (body.out_channels, body.output_stride)
     assert torch.equal(maps[-1], body(images))
     first, last, again = body(images, [names[1], names[-1], names[1]])
@@ -49,7 +49,7 @@ def step(body: nn.Module, images: torch.Tensor, recompute: str = "none") -> list
     recompute_blocks(body, recompute)
     names = names_of(body)
     maps = body(images, [names[0], names[-2], names[-1], names[-2]])
-    sum((one * torch.randn_like(one)).sum() for one in maps).backward()
+    sum((feature * torch.randn_like(feature)).sum() for feature in maps).backward()
     return [*maps, *(parameter.grad for parameter in body.parameters()), *body.buffers()]
 
 
@@ -72,11 +72,11 @@ def test_gradients_are_the_same_to_the_bit_however_activations_are_saved(name):
 def test_a_reversible_body_gives_stages_that_its_chain_does_not_free():
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
 
-    def found(**options) -> list[torch.Tensor]:
+    def tensors(**options) -> list[torch.Tensor]:
         torch.manual_seed(0)
         return step(small_revnet(ABN, **options).double(), images)
 
-    torch.testing.assert_close(found(), found(keep_activations=True), rtol=0, atol=1e-8)
+    torch.testing.assert_close(tensors(), tensors(keep_activations=True), rtol=0, atol=1e-8)
     body = small_revnet(ABN)
     first, last = body(images.float(), ["mod2", "mod4"])
     before = first.detach().clone()
@@ -87,23 +87,23 @@ def test_a_reversible_body_gives_stages_that_its_chain_does_not_free():
 
 @torch.no_grad()
 def test_features_of_torchvision_are_its_modules_and_those_of_timm_are_timm_s():
-    theirs = torchvision.models.resnet18(weights=None).eval()
+    library = torchvision.models.resnet18(weights=None).eval()
     body = torchvision_body(network="resnet18", output_stride=8).eval()
-    assert [tuple(each) for each in body.feature_info] == [
+    assert [tuple(feature) for feature in body.feature_info] == [
         *(("relu", 64, 2), ("layer1", 64, 4), ("layer2", 128, 8), ("layer3", 256, 8), ("layer4", 512, 8))
     ]
-    body.load_state_dict({name: values for name, values in theirs.state_dict().items() if not name.startswith("fc.")})
-    found, hooks = {}, []
-    for network, modules in (("theirs", theirs), ("ours", body)):
+    body.load_state_dict({name: values for name, values in library.state_dict().items() if not name.startswith("fc.")})
+    outputs, hooks = {}, []
+    for network, modules in (("theirs", library), ("ours", body)):
         for name in ("relu", "layer1"):
-            note = lambda *call, key=(network, name): found.__setitem__(key, call[-1])  # noqa: E731
+            note = lambda *call, key=(network, name): outputs.__setitem__(key, call[-1])  # noqa: E731
             hooks.append(getattr(modules, name).register_forward_hook(note))
     images = torch.randn(1, 3, 64, 64)
-    theirs(images)
+    library(images)
     stem, first = body(images, ["relu", "layer1"])
-    torch.testing.assert_close(first, found["theirs", "layer1"])
-    torch.testing.assert_close(stem, found["theirs", "relu"])
-    assert found["ours", "layer1"] is first  # its hooks fire
+    torch.testing.assert_close(first, outputs["theirs", "layer1"])
+    torch.testing.assert_close(stem, outputs["theirs", "relu"])
+    assert outputs["ours", "layer1"] is first  # its hooks fire
     assert names_of(torchvision_body(network="mobilenet_v2", last="features.13"))[-2:] == ["features.6", "features.13"]
     timm = pytest.importorskip("timm")
     info = timm.create_model("resnet18", features_only=True).feature_info

@@ -55,13 +55,14 @@ def test_every_strategy_keeps_and_repeats_what_the_slides_say(strategy):
     x = torch.randn(4, CHANNELS, 8, 8, requires_grad=True) * 2 + 1
     var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
     x_hat, y = (F.batch_norm(x, None, None, *scale, training=True, eps=layer.eps) for scale in ((), (gamma, beta)))
-    known = {"x": x, "x_hat": x_hat, "z": F.leaky_relu(y, SLOPE), "mean": mean, "sigma": torch.rsqrt(var + layer.eps)}
+    sigma = torch.rsqrt(var + layer.eps)
+    expected = {"x": x, "x_hat": x_hat, "z": F.leaky_relu(y, SLOPE), "mean": mean, "sigma": sigma}
     output, saved = saved_for_backward(lambda: block(x))
     with Repeated() as repeated:
         output.sum().backward()
     kept = {
         name
-        for name, value in known.items()
+        for name, value in expected.items()
         if any(tensor.shape == value.shape and torch.allclose(tensor, value, atol=1e-5) for tensor in saved)
     }
     assert (kept, repeated.names) == SLIDES[strategy]

@@ -68,11 +68,11 @@ def step(name: str, norm: str, recompute: str, compiled: bool = False) -> dict[s
     return results | gradients | dict(network.named_buffers())
 
 
-def assert_equal_steps(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal_steps(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for key, values in expected.items():
         scale = max(1, values.abs().max().item())
-        torch.testing.assert_close(found[key], values, rtol=0, atol=1e-10 * scale, msg=key)
+        torch.testing.assert_close(actual[key], values, rtol=0, atol=1e-10 * scale, msg=key)
 
 
 @pytest.mark.table
@@ -142,10 +142,10 @@ def kept_values(name: str, norm: str, recompute: str, blocks: int) -> int:
     network = FIRST_STAGE[name](NORMS[norm], structure=(blocks - 2, 1, 1))
     recompute_blocks(network, recompute)
     images = torch.randn(2, 3, 16, 16)
-    with MadeTensors() as made:
+    with MadeTensors() as made_tensors:
         features = network(images)
     assert features.requires_grad
-    return made.bytes // 4
+    return made_tensors.bytes // 4
 
 
 @pytest.mark.parametrize("name, norm", list(zip(cycle(FIRST_STAGE), NORMS, strict=False)))
@@ -158,9 +158,9 @@ def test_a_dense_layer_keeps_its_output(norm):
     """It keeps no concatenation, so bytes grow in proportion to the layers."""
     for recompute in ("blocks", "sqrt"):
         module = DenseModule(8, 9, growth=4, norm_act=NORMS[norm])
-        with MadeTensors() as made:
+        with MadeTensors() as made_tensors:
             (outputs,) = run_blocks(module.layers(), torch.randn(2, 8, 16, 16), recompute)
-        assert made.bytes // 4 == (8 + 9 * 4) * PIXELS and len(outputs) == 1 + 9, recompute
+        assert made_tensors.bytes // 4 == (8 + 9 * 4) * PIXELS and len(outputs) == 1 + 9, recompute
 
 
 @pytest.mark.parametrize("name, norm", [("resnext", "std"), ("resnet", "inplace"), ("preact", "nn.BatchNorm2d")])
@@ -185,9 +185,9 @@ def test_a_compiled_block_keeps_its_input():
 def test_without_gradients_nothing_is_kept_and_nothing_changes(recompute):
     network = built("resnext", "nn.BatchNorm2d", recompute)
     images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad(), MadeTensors() as made:
+    with torch.no_grad(), MadeTensors() as made_tensors:
         features = network.eval()(images)
-    assert made.bytes == features.nbytes and not features.requires_grad
+    assert made_tensors.bytes == features.nbytes and not features.requires_grad
     recompute_blocks(network, "none")
     assert torch.equal(network(images), features)
 

@@ -73,8 +73,8 @@ class Pyramid(nn.Module):
         self.convs, self.out_channels = nn.ModuleList(nn.Conv2d(channels, 6, 1) for channels in in_channels), 6
 
     def forward(self, features):
-        maps = [conv(each) for conv, each in zip(self.convs, features, strict=True)]
-        return sum(F.interpolate(each, maps[0].shape[2:], mode="bilinear") for each in maps)
+        maps = [conv(feature) for conv, feature in zip(self.convs, features, strict=True)]
+        return sum(F.interpolate(feature, maps[0].shape[2:], mode="bilinear") for feature in maps)
 
 
 def pyramid(reads=Pyramid.reads, **options) -> SegmentationNetwork:
@@ -153,6 +153,6 @@ def test_windows_of_a_body_coarser_than_the_logits_begin_at_its_cells():
             total[start : start + 8] += weights
         torch.testing.assert_close(total, torch.ones(cells))
     images = torch.randint(256, (2, 3, 70, 101), dtype=torch.uint8)
-    found = predict(forward, images, Views(window=64), probabilities=True, windows=2)
-    assert found.shape == (2, 4, 70, 101)
-    torch.testing.assert_close(found.sum(1), torch.ones(2, 70, 101))
+    actual = predict(forward, images, Views(window=64), probabilities=True, windows=2)
+    assert actual.shape == (2, 4, 70, 101)
+    torch.testing.assert_close(actual.sum(1), torch.ones(2, 70, 101))

@@ -65,9 +65,9 @@ def test_writes_pages_of_eight_and_the_legend_names_what_occurs(tmp_path):
     for folder in (root / "train" / "images" / "new", root / "train" / "labels"):
         with pytest.raises(ValueError, match=f"^out={folder} (lies in .*, the images|holds labels) of (a|the) dataset"):
             browse(checked("browse_data", *data, f"out={folder}"))
-    written = browse(checked("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))  # again
-    assert [path.name for path in written] == ["page_000.png", "page_001.png"]
-    full, last = (cv2.imread(str(path)) for path in written)
+    pages = browse(checked("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))  # again
+    assert [path.name for path in pages] == ["page_000.png", "page_001.png"]
+    full, last = (cv2.imread(str(path)) for path in pages)
     assert full.shape[0] > 2 * last.shape[0] > 400 and full.shape[1] == last.shape[1]  # one row of crops on the last
     page = [("a", np.zeros((1, 8, 3), np.uint8), np.array([[3, 3, 10, 255]], np.uint8))]
     (legend,) = sheet(page, camvid(root, "train")).legends

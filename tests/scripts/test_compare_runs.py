@@ -54,13 +54,13 @@ def finished(tmp_path_factory) -> Path:
 
 def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     root = finished.parents[1]
-    other = shutil.copytree(finished, tmp_path / "inplace" / "seed0", ignore=shutil.ignore_patterns("checkpoints"))
+    second_run = shutil.copytree(finished, tmp_path / "inplace" / "seed0", ignore=shutil.ignore_patterns("checkpoints"))
     # As of a row that starts from a trained body, and of an evaluation on another device.
-    changed(other, lambda results: results["config"]["init"].update(weights=str(root / "net.pt")))
-    changed(other, lambda results: results.update(miou=results["miou"] + 1e-6))
-    config = (other / "config.yaml").read_text().replace("  weights: null", f"  weights: {root}/net.pt")
-    (other / "config.yaml").write_text(config.replace(" norm=", f" init.weights={root}/net.pt norm=", 1))
-    page = report(tmp_path / "report", finished, other, picture=True)
+    changed(second_run, lambda results: results["config"]["init"].update(weights=str(root / "net.pt")))
+    changed(second_run, lambda results: results.update(miou=results["miou"] + 1e-6))
+    config = (second_run / "config.yaml").read_text().replace("  weights: null", f"  weights: {root}/net.pt")
+    (second_run / "config.yaml").write_text(config.replace(" norm=", f" init.weights={root}/net.pt norm=", 1))
+    page = report(tmp_path / "report", finished, second_run, picture=True)
     kept = [tmp_path / "report" / name for name in ("std", "inplace")]
     assert report(tmp_path / "report", *kept) == page
     assert str(root) not in page and " data.root=DIR " in page and "run_dir" not in page
@@ -95,8 +95,8 @@ def test_seeds_share_a_column_named_by_their_folders(tmp_path):
     assert columns(page) == ["optim.lr=0.25", "optim.lr=0.5"]
     cells = []
     for lr in (0.25, 0.5):
-        own = [100 * score for (rate, _), score in scores.items() if rate == lr]
-        cells.append(f"{statistics.mean(own):.2f} ± {statistics.stdev(own):.2f}")
+        percentages = [100 * score for (rate, _), score in scores.items() if rate == lr]
+        cells.append(f"{statistics.mean(percentages):.2f} ± {statistics.stdev(percentages):.2f}")
     assert f"| **top-1 %, last checkpoint** | **{cells[0]}** | **{cells[1]}** |" in page
     assert "| seeds | 2 (0, 1) | 3 (1, 0, 2) |" in page
     assert "- runs/2026-11-22_18-00-00: it has not ended (step 40)\n" in page
@@ -110,12 +110,12 @@ def test_seeds_share_a_column_named_by_their_folders(tmp_path):
 
 
 def test_a_report_replaces_only_reports(tmp_path):
-    run, other = copied(tmp_path / "mine"), copied(tmp_path / "out" / "mine", run_dir="somewhere")
+    run, second_run = copied(tmp_path / "mine"), copied(tmp_path / "out" / "mine", run_dir="somewhere")
     before = trees.contents(tmp_path)
-    with pytest.raises(ValueError, match=f"^out={tmp_path}/out: {other} holds no copy of a run"):
+    with pytest.raises(ValueError, match=f"^out={tmp_path}/out: {second_run} holds no copy of a run"):
         report(tmp_path / "out", run)
     with pytest.raises(ValueError, match=f"^out={tmp_path}/out: the copies .*: give out={tmp_path}/out/comparison$"):
-        report(tmp_path / "out", other)
+        report(tmp_path / "out", second_run)
     for name in ("b.md", "c.png"):
         (tmp_path / name).write_text("mine")
         with pytest.raises(ValueError, match=f"^out={tmp_path}/{name} was not written by this command"):
@@ -128,26 +128,26 @@ def test_a_report_replaces_only_reports(tmp_path):
 
 def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     runs = [copied(tmp_path / name, seed=seed) for seed, name in enumerate(("mine_seed0", "mine_seed1"))]
-    other = copied(tmp_path / "its", optim={"lr": 0.25})
-    assert columns(report(tmp_path / "report", *runs, other)) == ["mine", "its"]
+    second_run = copied(tmp_path / "its", optim={"lr": 0.25})
+    assert columns(report(tmp_path / "report", *runs, second_run)) == ["mine", "its"]
     tables = [copied(tmp_path / name / f"seed{seed}", seed=seed) for name in ("a", "b") for seed in (0, 1)]
     for path in tables[2:]:
         changed(path, lambda results: results["config"]["norm"].update(eps=0.5))
     assert columns(report(tmp_path / "tables", *tables)) == ["a", "b"]
-    found = sorted(path.name for path in (tmp_path / "tables").iterdir())
-    assert found == ["a,seed=0", "a,seed=1", "b,seed=0", "b,seed=1"]
+    names = sorted(path.name for path in (tmp_path / "tables").iterdir())
+    assert names == ["a,seed=0", "a,seed=1", "b,seed=0", "b,seed=1"]
     seeds = [copied(tmp_path / "seeds" / f"other.seed={seed}", seed=seed) for seed in (0, 1)]
     assert columns(report(tmp_path / "one", *seeds)) == ["other.seed=0"]  # one configuration of two seeds
-    one, two = (copied(tmp_path / place / "same", trainer={"recompute": place}) for place in ("blocks", "activations"))
-    assert columns(report(tmp_path / "places", one, two)) == ["blocks/same", "activations/same"]
+    ways = [copied(tmp_path / way / "same", trainer={"recompute": way}) for way in ("blocks", "activations")]
+    assert columns(report(tmp_path / "places", *ways)) == ["blocks/same", "activations/same"]
 
 
 def of_fold(run: Path, fold: int | None, images: int, miou: float, seed: int = 0) -> Path:
     changed(run, lambda results: results["config"]["data"].update(name="folder", fold=fold, palettes="equal"))
     changed(run, lambda results: results["config"].update(seed=seed, run_dir="no copy"))
     records = run / "metrics.jsonl"
-    *others, last = records.read_text().splitlines()
-    records.write_text("\n".join([*others, json.dumps({**json.loads(last), "miou": miou})]))
+    *lines, last = records.read_text().splitlines()
+    records.write_text("\n".join([*lines, json.dumps({**json.loads(last), "miou": miou})]))
     return changed(run, lambda results: results.update(images=images, miou=miou))
 
 
@@ -225,12 +225,12 @@ def test_names_that_are_not_utf8_are_written_as_escapes(tmp_path):
 
 def test_a_run_that_ended_before_its_first_logged_step_is_compared(tmp_path):
     """As trainer.patience may end it: its speed and memory are unknown, its scores are not."""
-    early, other = copied(tmp_path / "early"), copied(tmp_path / "other", seed=1)
+    early, second_run = copied(tmp_path / "early"), copied(tmp_path / "other", seed=1)
     records = (early / "metrics.jsonl").read_text().splitlines()
     (early / "metrics.jsonl").write_text("".join(f"{line}\n" for line in records if '"train"' not in line))
     changed(early, lambda results: results.pop("training"))
     page = report(tmp_path / "report", early, picture=True)
     assert "| **top-1 %, last checkpoint** | **90.00** |" in page and "| training, minutes | – |" in page
     assert report(tmp_path / "report", tmp_path / "report" / "early", picture=True) == page
-    both = report(tmp_path / "both", early, other, picture=True)
-    assert f"| training, minutes | {Run(other).training['minutes']:.1f} |" in both  # of the run that has it
+    page = report(tmp_path / "both", early, second_run, picture=True)
+    assert f"| training, minutes | {Run(second_run).training['minutes']:.1f} |" in page  # of the run that has it

@@ -50,8 +50,8 @@ def test_the_segmentation_network_predicts_as_released(vistas, tmp_path):
 
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(tmp_path / "street.png")
     options = (f"checkpoint={vistas[1]}", f"input={tmp_path / 'street.png'}", f"output={tmp_path / 'out'}")
-    written = predict(checked("predict", *options, "device=cpu", "data.base_size=96"))
-    assert np.asarray(Image.open(written[0])).shape == (40, 60)
+    ids = predict(checked("predict", *options, "device=cpu", "data.base_size=96"))
+    assert np.asarray(Image.open(ids[0])).shape == (40, 60)
     assert len(json.loads((tmp_path / "out" / "classes.json").read_text())) == 65
     options = (f"checkpoint={vistas[1]}", f"data.root={trees.vistas(tmp_path / 'data')}", "workers=0", "device=cpu")
     results = evaluate(checked("eval", *options, "data.base_size=64", f"results={tmp_path / 'results.json'}"))
@@ -62,13 +62,13 @@ def test_class_names_come_from_the_data_or_a_file(vistas, tmp_path):
     root = trees.vistas(tmp_path / "data")
     expected = [f"Class {number}" for number in range(65)]
     (tmp_path / "names.txt").write_text("\n".join(expected) + "\n\n")
-    for given in (f"data.root={root}", f"classes={root / 'config.json'}", f"classes={tmp_path / 'names.txt'}"):
-        printed = run(vistas[0], tmp_path / "net.pt", "scale=released", given)
+    for colours in (f"data.root={root}", f"classes={root / 'config.json'}", f"classes={tmp_path / 'names.txt'}"):
+        printed = run(vistas[0], tmp_path / "net.pt", "scale=released", colours)
         state = checkpoint.load(tmp_path / "net.pt")
         assert state["classes"] == expected and "65 classes: Class 0, …" in printed and "unnamed_classes" not in state
         official = [tuple(label["color"]) for label in trees.vistas_config()["labels"][:65]]
-        assert (list(map(tuple, state["palette"])) == official) == ("txt" not in given)
-        assert state["config"]["data"]["root"] == (str(root) if given.startswith("data.root") else None)
+        assert (list(map(tuple, state["palette"])) == official) == ("txt" not in colours)
+        assert state["config"]["data"]["root"] == (str(root) if colours.startswith("data.root") else None)
 
 
 def test_class_names_of_imagenet(tmp_path):
@@ -100,12 +100,12 @@ def test_class_names_of_imagenet(tmp_path):
 
 def test_to_standard_norms(vistas, tmp_path):
     """eps and activation are printed, as the file does not hold them."""
-    made = checkpoint.load(vistas[1])["network"]
+    network = checkpoint.load(vistas[1])["network"]
     read = {"std.pth": partial(torch.load, weights_only=True), "std.safetensors": load_file}
-    for (source, more), name in product(((vistas[1], ()), (vistas[0], ("scale=released",))), read):
-        printed = run(source, tmp_path / name, "format=standard_bn", *more)
+    for (source, overrides), name in product(((vistas[1], ()), (vistas[0], ("scale=released",))), read):
+        printed = run(source, tmp_path / name, "format=standard_bn", *overrides)
         assert "its norms need eps=1e-05 and leaky_relu (0.01), which" in printed
-        assert same(without_counts(read[name](tmp_path / name)), without_counts(made))
+        assert same(without_counts(read[name](tmp_path / name)), without_counts(network))
 
 
 def test_norms_of_another_library_s_network_keep_their_eps_in_what_is_printed(tmp_path):
@@ -157,11 +157,11 @@ def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, mo
 
 def test_a_file_of_safetensors_holds_all_of_a_checkpoint_for_other_programs_too(vistas, tmp_path, monkeypatch):
     run(vistas[1], tmp_path / "net.safetensors")
-    made, expected = checkpoint.load(tmp_path / "net.safetensors"), checkpoint.load(vistas[1])
-    assert same(made.pop("network"), weights := expected.pop("network"))
+    state, expected = checkpoint.load(tmp_path / "net.safetensors"), checkpoint.load(vistas[1])
+    assert same(state.pop("network"), weights := expected.pop("network"))
     assert same(load_file(tmp_path / "net.safetensors"), weights)
-    assert json.dumps(made, sort_keys=True) == json.dumps(expected, sort_keys=True)
-    with_mean = {**made, "network": {"body.a": torch.ones(2, 3).T}, "mean_image": torch.rand(3, 4, 4)}
+    assert json.dumps(state, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    with_mean = {**state, "network": {"body.a": torch.ones(2, 3).T}, "mean_image": torch.rand(3, 4, 4)}
     checkpoint.write_alone(tmp_path / "mean.safetensors", with_mean)
     again = checkpoint.load(tmp_path / "mean.safetensors")
     assert same(again["network"], with_mean["network"]) and torch.equal(again["mean_image"], with_mean["mean_image"])

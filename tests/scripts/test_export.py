@@ -25,11 +25,11 @@ NAMES = [f"class {number} ä" for number in range(5)]
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     palette = [[number, 2 * number, 3] for number in range(5)]
-    for config, more in (
+    for config, keys in (
         (run_config("data=camvid", "data.base_size=96", *TINY, *HEAD), {"palette": palette}),
         (classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", *TINY), {}),
     ):
-        saved(folder / f"{config.task}.pt", config, NAMES, **more, step=7)
+        saved(folder / f"{config.task}.pt", config, NAMES, **keys, step=7)
     four = ("data.channels=4", "data.mean=[0.5,0.4,0.3,0.2]", "data.std=[0.2,0.2,0.2,0.3]")
     saved(folder / "four.pt", run_config("data=folder", *four, *TINY, *HEAD), NAMES, palette=palette, step=7)
     return folder
@@ -55,23 +55,23 @@ assert not ours, ours
 @pytest.mark.parametrize("task", ["segmentation", "classification"])
 def test_an_export_runs_in_a_fresh_process_with_torch_alone(checkpoints, tmp_path, task):
     """Images have other sizes than the export's example; the metadata comes with the file."""
-    about = run(checkpoints / f"{task}.pt", tmp_path / "net.pt2")
+    facts = run(checkpoints / f"{task}.pt", tmp_path / "net.pt2")
     network = open_network(checkpoints / f"{task}.pt")
     images = [255 * torch.rand(size) for size in ((1, 3, 57, 81), (3, 3, 40, 96))]
     with torch.no_grad():
-        torch.save((images, [network(each) for each in images]), tmp_path / "net.images")
+        torch.save((images, [network(image) for image in images]), tmp_path / "net.images")
     command = [sys.executable, "-I", "-W", "ignore", "-c", READER, str(tmp_path / "net")]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == about
-    assert about["input"] == {"dtype": "float32", "shape": ["N", 3, "H", "W"], "colours": "RGB", "levels": [0, 255]}
-    assert about["classes"] == NAMES and about["step"] == 7
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == facts
+    assert facts["input"] == {"dtype": "float32", "shape": ["N", 3, "H", "W"], "colours": "RGB", "levels": [0, 255]}
+    assert facts["classes"] == NAMES and facts["step"] == 7
     with pytest.raises(ValueError, match="net.pt2 is a program of torch.export, such as scripts.export makes"):
         open_network(tmp_path / "net.pt2")
     if task == "classification":
-        assert about["sizes"] == {"resize": 64, "crop_size": 48} and about["palette"] is None
+        assert facts["sizes"] == {"resize": 64, "crop_size": 48} and facts["palette"] is None
     else:
-        assert (about["sizes"]["base_size"], about["ignore_index"], about["palette"][4]) == (96, 255, [4, 8, 3])
+        assert (facts["sizes"]["base_size"], facts["ignore_index"], facts["palette"][4]) == (96, 255, [4, 8, 3])
 
 
 @pytest.mark.slow
@@ -81,20 +81,20 @@ def test_an_onnx_model_computes_the_same_at_other_sizes(checkpoints, task, optio
     """The command compares it in onnxruntime before it writes it."""
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
-    about = run(checkpoints / f"{task}.pt", tmp_path / "net.onnx", "format=onnx", *options)
+    facts = run(checkpoints / f"{task}.pt", tmp_path / "net.onnx", "format=onnx", *options)
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
     sides = [40, 64] if "size=[40,64]" in options else ["height", "width"]
     channels = 4 if task == "four" else 3
     assert session.get_inputs()[0].shape == ["batch", channels, *sides]
-    assert json.loads(session.get_modelmeta().custom_metadata_map["network"]) == about
+    assert json.loads(session.get_modelmeta().custom_metadata_map["network"]) == facts
     images = 255 * torch.rand(1, channels, 40, 64)
-    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    output = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
     expected = open_network(checkpoints / f"{task}.pt")(images)
     if options == ("argmax=true",):
-        assert (found == expected.argmax(dim=1)).double().mean() > 0.99
+        assert (output == expected.argmax(dim=1)).double().mean() > 0.99
     else:
         limit = 2e-2 if "precision=float16" in options else 1e-4
-        assert (found - expected).abs().max() < limit * expected.abs().max()
+        assert (output - expected).abs().max() < limit * expected.abs().max()
 
 
 def test_the_metadata_holds_the_ids_that_labels_and_predictions_have(checkpoints, tmp_path):
@@ -103,9 +103,9 @@ def test_the_metadata_holds_the_ids_that_labels_and_predictions_have(checkpoints
     checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": [0, 1, 3, 7, 12]})
     options = checked("export", "checkpoint=net.pt", "output=net.pt2", "argmax=true")
     for file, ids in ((tmp_path / "net.pt", [0, 1, 3, 7, 12]), (checkpoints / "classification.pt", None)):
-        found = open_checkpoint(file, Prediction(device="cpu"))
-        about = json.loads(metadata(found, options))
-        assert (about["label_ids"], about["classes"], about["output"]) == (ids, NAMES, "classes")
+        opened = open_checkpoint(file, Prediction(device="cpu"))
+        facts = json.loads(metadata(opened, options))
+        assert (facts["label_ids"], facts["classes"], facts["output"]) == (ids, NAMES, "classes")
 
 
 def test_what_cannot_be_exported_is_refused(checkpoints, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def equal_channels(ids: np.ndarray) -> np.ndarray:
 IMAGE = equal_channels(80 * IDS)
 
 
-def made(tmp_path: Path, label: np.ndarray, *keys: str, image: np.ndarray = IMAGE) -> dict:
+def classes_of_two(tmp_path: Path, label: np.ndarray, *keys: str, image: np.ndarray = IMAGE) -> dict:
     """The classes of two images with this label."""
     for split in ("train", "val"):
         trees.write(tmp_path / "own" / split / "images" / "a.png", image)
@@ -36,14 +36,14 @@ def made(tmp_path: Path, label: np.ndarray, *keys: str, image: np.ndarray = IMAG
     return json.loads(run(tmp_path / "own", *keys).read_text())
 
 
-def values(*of: int) -> np.ndarray:
+def values(*numbers: int) -> np.ndarray:
     """A label with these values, each as often as the others."""
-    return np.resize(np.array(of, np.uint8), (24, 40))
+    return np.resize(np.array(numbers, np.uint8), (24, 40))
 
 
 READINGS = [("ids", "colours"), ("colours", "ids")]
 IDS_READ, COLOURS_READ = (f"equal channels: they are read as {a}, with gray={b} as {b}" for a, b in READINGS)
-SAID = {  # a label, the keys, the classes and the entries of the file, and what is printed about it
+KINDS = {  # a label, the keys, the classes and the entries of the file, and what is printed about it
     "ids in RGB": (equal_channels(IDS), (), 3, 3, (IDS_READ,)),
     "ids in RGB as colours": (equal_channels(values(0, 9, 50)), ("gray=colours",), 3, 3, ()),
     "ids and 255 in RGB": (equal_channels(values(0, 1, 255)), (), 2, 2, (IDS_READ,)),
@@ -57,14 +57,14 @@ SAID = {  # a label, the keys, the classes and the entries of the file, and what
 }
 
 
-@pytest.mark.parametrize("what", SAID)
-def test_classes_are_what_the_values_mean_and_what_is_odd_is_said(what, tmp_path, capsys):
-    label, keys, classes, entries, said = SAID[what]
-    written = made(tmp_path, label, *keys)
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_are_what_the_values_mean_and_what_is_odd_is_said(kind, tmp_path, capsys):
+    label, keys, classes, entries, remarks = KINDS[kind]
+    content = classes_of_two(tmp_path, label, *keys)
     printed = [f"{line}\n" for line in capsys.readouterr().out.splitlines() if ":" in line]
-    assert len(printed) == len(said) and all(map(str.__contains__, printed, said)), printed
-    assert len(written["classes"]) == entries
-    assert (written["classes"][0]["name"] == "void") == ("ignored=0" in keys)  # a name that no training doubts
+    assert len(printed) == len(remarks) and all(map(str.__contains__, printed, remarks)), printed
+    assert len(content["classes"]) == entries
+    assert (content["classes"][0]["name"] == "void") == ("ignored=0" in keys)  # a name that no training doubts
     train = folder(tmp_path / "own", "train")
     assert len(train.classes) == classes and {*np.unique(train[0].label)} - {255} == {*range(classes)}
     shown = np.array(train.palette, int)
@@ -105,21 +105,21 @@ SHARP = {
 
 def test_images_of_8_bits_that_are_nearly_black_are_doubted(tmp_path, capsys):
     """Somebody may have cast floats from 0 to 1 to bytes."""
-    made(tmp_path, IDS, image=equal_channels((IDS > 0).astype(np.uint8)))
+    classes_of_two(tmp_path, IDS, image=equal_channels((IDS > 0).astype(np.uint8)))
     assert "8-bit images use 2 of the 256 levels" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_reading_of_gray_is_refused_without_gray_and_so_is_a_single_class(tmp_path):
     with pytest.raises(ValueError, match="number of classes in the labels is 1; expected 2 to 253"):
-        made(tmp_path, np.dstack([0 * IDS, 0 * IDS, 0 * IDS + 9]))
+        classes_of_two(tmp_path, np.dstack([0 * IDS, 0 * IDS, 0 * IDS + 9]))
     with pytest.raises(ValueError, match="gray=ids: no label is in RGB with three equal channels; leave it out"):
-        made(tmp_path, IDS, "gray=ids")
+        classes_of_two(tmp_path, IDS, "gray=ids")
 
 
 def test_only_labels_of_an_image_count(tmp_path, capsys):
     """A second folder of colour maps may lie beside the masks. Without a folder of images, all labels count."""
     trees.write(tmp_path / "own/train/labels/colour/a.png", np.dstack([IDS, 9 * IDS, 99 * IDS]))
-    assert len(made(tmp_path, IDS)["classes"]) == 3
+    assert len(classes_of_two(tmp_path, IDS)["classes"]) == 3
     left_out = f"left out 1 labels without an image: {tmp_path}/own/train/labels/colour/a.png"
     assert left_out in capsys.readouterr().out.replace("\n", "")
     (tmp_path / "own/train/images").rename(tmp_path / "own/train/pictures")
@@ -129,15 +129,15 @@ def test_only_labels_of_an_image_count(tmp_path, capsys):
 
 
 def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
-    made(tmp_path, IDS)
+    classes_of_two(tmp_path, IDS)
     root = tmp_path / "own"
     for name in ("train/images/b.png", "train/images/c.png", "more/images/d.png", "test/images/e.png"):
         trees.write(root / name, np.zeros((24, 40, 3), np.uint8))
     trees.write(root / "train/labels/c.png", IDS[:, :20].copy())
     capsys.readouterr()
     with pytest.raises(ValueError, match="classes.json is there already; overwrite=true replaces it"):
-        made(tmp_path, IDS)
-    assert len(made(tmp_path, IDS, "ignored=0", "overwrite=true")["classes"]) == 3
+        classes_of_two(tmp_path, IDS)
+    assert len(classes_of_two(tmp_path, IDS, "ignored=0", "overwrite=true")["classes"]) == 3
     printed = capsys.readouterr().out.splitlines()
     without = f"{root}/more/images/d.png, {root}/train/images/b.png"  # a test needs no labels
     assert f"2 images have no label, so no training takes them: {without}" in printed
@@ -145,7 +145,7 @@ def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
 
 
 def test_one_of_several_splits_is_not_taken_for_the_dataset(tmp_path):
-    made(tmp_path, IDS)
+    classes_of_two(tmp_path, IDS)
     root = tmp_path / "own"
     with pytest.raises(ValueError, match=f"train looks like one of the splits train, val of {root}: give {root}"):
         run(root / "train")
@@ -177,9 +177,9 @@ def divided(root: Path, *keys: str) -> dict[str, list[str]]:
 def test_images_are_divided_into_lists_that_trainings_read(tmp_path, capsys):
     root = sixty(tmp_path)
     trees.write(root / "images" / "without.png", IDS)
-    found = divided(root, "split=[0.7,0.15,0.15]")
-    assert {name: len(lines) for name, lines in found.items()} == {"train.txt": 42, "val.txt": 9, "test.txt": 9}
-    assert sorted(sum(found.values(), [])) == sorted(f"place{n // 4:02d}/{n}" for n in range(60))
+    splits = divided(root, "split=[0.7,0.15,0.15]")
+    assert {name: len(lines) for name, lines in splits.items()} == {"train.txt": 42, "val.txt": 9, "test.txt": 9}
+    assert sorted(sum(splits.values(), [])) == sorted(f"place{n // 4:02d}/{n}" for n in range(60))
     assert [len(folder(root, split)) for split in ("train", "val", "test")] == [42, 9, 9]
     printed = capsys.readouterr().out
     rows = [[word for word in line.split() if word.isdigit()] for line in printed.splitlines() if "class_2" in line]
@@ -188,7 +188,7 @@ def test_images_are_divided_into_lists_that_trainings_read(tmp_path, capsys):
     (root / "classes.json").write_text(classes)  # somebody has named the classes
     folds = divided(root, "folds=5")
     assert "hole" in capsys.readouterr().out
-    rest = {*found["train.txt"], *found["val.txt"]}  # test.txt is withheld from all folds
+    rest = {*splits["train.txt"], *splits["val.txt"]}  # test.txt is withheld from all folds
     vals = [folds[f"fold{number}/val.txt"] for number in range(5)]
     assert sorted(map(len, vals)) == [10, 10, 10, 10, 11] and {*sum(vals, [])} == rest
     for number, val in enumerate(vals):
@@ -197,13 +197,13 @@ def test_images_are_divided_into_lists_that_trainings_read(tmp_path, capsys):
 
 
 def test_the_seed_and_the_sources_decide_the_lists(tmp_path):
-    found = []
+    divisions = []
     by_place = r"group=^(.*?)\d+\D*$"
     for number, keys in enumerate((("folds=3",), ("folds=3",), ("folds=3", "seed=1"), ("folds=6", by_place))):
-        found.append(divided(sixty(tmp_path / str(number), 24), *keys))
-    assert found[0] == found[1] != found[2]
-    places = [{line.partition("/")[0] for line in found[3][f"fold{number}/val.txt"]} for number in range(6)]
-    assert [len(each) for each in places] == [1] * 6 and len(set.union(*places)) == 6  # as many lists as sources
+        divisions.append(divided(sixty(tmp_path / str(number), 24), *keys))
+    assert divisions[0] == divisions[1] != divisions[2]
+    places = [{line.partition("/")[0] for line in divisions[3][f"fold{number}/val.txt"]} for number in range(6)]
+    assert [len(sources) for sources in places] == [1] * 6 and len(set.union(*places)) == 6  # as many lists as sources
 
 
 def one_is_there(root: Path) -> None:
@@ -252,7 +252,7 @@ def annotated(root: Path, *names: str) -> None:
 
 def unlisted(root: Path, **options) -> list[str]:
     remarks = folder(root, "train", **options).remarks
-    return [each.partition(" images")[0] for each in remarks if "are on no list, so nothing uses them" in each]
+    return [remark.partition(" images")[0] for remark in remarks if "are on no list, so nothing uses them" in remark]
 
 
 def test_images_labelled_since_are_added_to_lists(tmp_path, capsys):
@@ -273,20 +273,20 @@ def test_images_labelled_since_are_added_to_lists(tmp_path, capsys):
     assert new["test.txt"] == old["test.txt"] and new["val.txt"][:12] == before == old["val.txt"]
     assert new["train.txt"][:36] == old["train.txt"] and sorted(new["train.txt"][36:] + new["val.txt"][12:]) == later
     assert [len(new[f"{name}.txt"]) for name in ("train", "val")] == [51, 17] and unlisted(root) == []
-    written = trees.contents(root)
+    contents = trees.contents(root)
     run(root, *keys)
-    assert trees.contents(root) == written
+    assert trees.contents(root) == contents
 
 
 def test_added_images_join_their_source_and_none_joins_a_test(tmp_path, capsys):
     root, keys = sixty(tmp_path), ("split=[0.6,0.2,0.2]", r"group=^(.*)/")
-    places = {name: {line[:7] for line in found} for name, found in divided(root, *keys).items()}
+    places = {name: {line[:7] for line in lines} for name, lines in divided(root, *keys).items()}
     annotated(root, *(f"place{number:02d}/more" for number in range(20)))  # five places are new
     run(root, *keys, "add=true")
-    found = lists(root)
+    new = lists(root)
     for name, of_list in places.items():
-        assert all((f"{place}/more" in found[name]) == (name != "test.txt") for place in of_list)
-    assert len(found["train.txt"]) + len(found["val.txt"]) == 48 + 12 + 5 and len(found["test.txt"]) == 12
+        assert all((f"{place}/more" in new[name]) == (name != "test.txt") for place in of_list)
+    assert len(new["train.txt"]) + len(new["val.txt"]) == 48 + 12 + 5 and len(new["test.txt"]) == 12
     assert "3 images are still on no list, such as place" in capsys.readouterr().out.replace("\n", " ")
 
 
@@ -301,8 +301,8 @@ def test_images_are_added_to_folds(tmp_path):
     assert [len(val) for val in vals] == [9, 9, 9] and len({*sum(vals, [])}) == 27
     for name, lines in lists(root).items():
         assert lines[: len(before[name])] == before[name]
-        others = sum((val for number, val in enumerate(vals) if name != f"fold{number}/train.txt"), [])
-        assert "val" in name or sorted(lines) == sorted(others)
+        expected = sum((val for number, val in enumerate(vals) if name != f"fold{number}/train.txt"), [])
+        assert "val" in name or sorted(lines) == sorted(expected)
 
 
 def test_lists_of_other_hands_are_added_to_if_their_making_is_written_down(tmp_path):
@@ -323,7 +323,7 @@ def test_lists_of_other_hands_are_added_to_if_their_making_is_written_down(tmp_p
 
 
 def test_lists_are_for_images_in_one_folder(tmp_path):
-    made(tmp_path, IDS)
+    classes_of_two(tmp_path, IDS)
     with pytest.raises(ValueError, match="own/train is a split already: lists are for images in .*own/images alone"):
         run(tmp_path / "own", "split=[0.5,0.5]")
     with pytest.raises(ValueError, match="there are 0 images with labels in .*own/images: expected at least 2"):

@@ -58,11 +58,11 @@ def test_probabilities_agree_with_the_predictions(trained, views, tmp_path):
     (plain,) = run(trained, tmp_path / "a.png", tmp_path / "plain", *views)
     (ids,) = run(trained, tmp_path / "a.png", tmp_path / "out", "probabilities=true", *views)
     assert ids.read_bytes() == plain.read_bytes()
-    found = np.load(tmp_path / "out" / "probabilities" / "a.npy")
-    assert found.dtype == np.float16 and found.shape == (65, 50, 72)
-    assert np.abs(found.astype(float).sum(axis=0) - 1).max() < 0.01
-    taken = np.take_along_axis(found, np.asarray(Image.open(ids)).astype(int)[None], axis=0)[0]
-    assert np.array_equal(taken, found.max(axis=0))  # 16 bits make ties
+    probabilities = np.load(tmp_path / "out" / "probabilities" / "a.npy")
+    assert probabilities.dtype == np.float16 and probabilities.shape == (65, 50, 72)
+    assert np.abs(probabilities.astype(float).sum(axis=0) - 1).max() < 0.01
+    of_predicted = np.take_along_axis(probabilities, np.asarray(Image.open(ids)).astype(int)[None], axis=0)[0]
+    assert np.array_equal(of_predicted, probabilities.max(axis=0))  # 16 bits make ties
 
 
 def test_a_classifier_writes_the_likeliest_classes_of_each_image(classifier, tmp_path):
@@ -94,11 +94,11 @@ def relative_files(folder: Path) -> list[str]:
 def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     """The ids are what `open_network` predicts, at the size of the image. The checkpoint has the dataset's colours."""
     trees.picture(tmp_path / "street.jpg")
-    written = run(trained, tmp_path / "street.jpg", tmp_path / "out", f"report={tmp_path / 'page.html'}")
-    assert written == [tmp_path / "out" / "ids" / "street.png"]
+    files = run(trained, tmp_path / "street.jpg", tmp_path / "out", f"report={tmp_path / 'page.html'}")
+    assert files == [tmp_path / "out" / "ids" / "street.png"]
     pictures = [f"{kind}/street.png" for kind in ("colour", "ids", "overlays")]
     assert relative_files(tmp_path / "out") == ["classes.json", *pictures]
-    ids = cv2.imread(str(written[0]), cv2.IMREAD_UNCHANGED)
+    ids = cv2.imread(str(files[0]), cv2.IMREAD_UNCHANGED)
     image = decode_image(tmp_path / "street.jpg")
     expected = open_network(trained[0]).predict(image)
     assert ids.dtype == np.uint8 and np.array_equal(ids, expected) and len(np.unique(ids)) > 1
@@ -111,23 +111,23 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     overlay = decode_image(tmp_path / "out" / "overlays" / "street.png").astype(float)
     assert np.abs(overlay - (0.6 * colours + 0.4 * image)).max() <= 1
     classes = json.loads((tmp_path / "out" / "classes.json").read_text())
-    assert [entry["id"] for entry in classes] == list(range(65)) and classes[7]["name"] == "Class 7"
-    assert [tuple(entry["colour"]) for entry in classes] == list(trained[1])
+    assert [row["id"] for row in classes] == list(range(65)) and classes[7]["name"] == "Class 7"
+    assert [tuple(row["colour"]) for row in classes] == list(trained[1])
 
 
 def test_ids_are_numbered_as_in_the_labels(trained, tmp_path):
     """eval.py writes the same ids, and classes.json lists them. What lies in the output is no input of a second run."""
-    state, found = checkpoint.load(trained[0]), []
-    for own in ([*range(65)], [3 * number for number in range(65)]):
-        checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": own})
-        folder = tmp_path / f"ids {own[1]}"
+    state, ids = checkpoint.load(trained[0]), []
+    for label_ids in ([*range(65)], [3 * number for number in range(65)]):
+        checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": label_ids})
+        folder = tmp_path / f"ids {label_ids[1]}"
         trees.picture(folder / "a.png")
         for _ in range(2):
             (file,) = run((tmp_path / "net.pt",), folder, folder)
-        found.append(np.asarray(Image.open(file)))
+        ids.append(np.asarray(Image.open(file)))
         classes = json.loads((folder / "classes.json").read_text())
-        assert [entry.pop("id") for entry in classes] == own and {*classes[0]} == {"name", "colour"}
-    assert np.array_equal(found[1], 3 * found[0]) and found[1].any()
+        assert [row.pop("id") for row in classes] == label_ids and {*classes[0]} == {"name", "colour"}
+    assert np.array_equal(ids[1], 3 * ids[0]) and ids[1].any()
 
 
 def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_path, capsys):
@@ -178,15 +178,15 @@ def test_16_bit_images_are_predicted_with_the_range_of_the_training(range16, tmp
     saved(tmp_path / "net.pt", config, ["a", "b"], palette=[[0, 0, 0], [9, 9, 9]])
     shallow = trees.picture(tmp_path / "in" / "8.png")
     trees.write(tmp_path / "in" / "16.png", shallow.astype(np.uint16) + 1000)
-    found = run((tmp_path / "net.pt",), tmp_path / "in", tmp_path / "out")
-    same = Image.open(found[0]).tobytes() == Image.open(found[1]).tobytes()
+    files = run((tmp_path / "net.pt",), tmp_path / "in", tmp_path / "out")
+    same = Image.open(files[0]).tobytes() == Image.open(files[1]).tobytes()
     printed, source = " ".join(capsys.readouterr().out.split()), tmp_path / "in"
     is_named = f"16-bit images in {source} use {2 if range16[1] > 500 else 1} of the 256" in printed
     assert (same, is_named) == ((True, False) if range16[0] else (False, True))
     clipped = "and have up to 100% of an image's pixels outside of 0 to 500, made black or white: the training had"
     assert (clipped in printed) == (range16[1] == 500)
     network = open_network(tmp_path / "net.pt")
-    assert np.array_equal(network.predict(tmp_path / "in" / "16.png"), np.asarray(Image.open(found[0])))
+    assert np.array_equal(network.predict(tmp_path / "in" / "16.png"), np.asarray(Image.open(files[0])))
 
 
 def test_every_usual_format_is_found(tmp_path):
@@ -196,10 +196,10 @@ def test_every_usual_format_is_found(tmp_path):
         Image.fromarray(pixels).save(tmp_path / f"{number:02d}{suffix}", "JPEG" if suffix == ".mpo" else None)
     for name in ("a", "b"):
         np.save(tmp_path / f"{name}.npy", pixels)  # an image, unless another has its name
-    found = find_images(tmp_path, tmp_path / "out")
-    assert [*found] == [*(f"{number:02d}" for number in range(len(formats))), "a", "b"]
-    assert found["a"].suffix == ".png" and found.pop("b").suffix == ".npy"
-    assert all(decode_image(file, turned=True).shape == (40, 60, 3) for file in found.values())
+    images = find_images(tmp_path, tmp_path / "out")
+    assert [*images] == [*(f"{number:02d}" for number in range(len(formats))), "a", "b"]
+    assert images["a"].suffix == ".png" and images.pop("b").suffix == ".npy"
+    assert all(decode_image(file, turned=True).shape == (40, 60, 3) for file in images.values())
 
 
 def test_the_command_ends_with_1_where_an_image_is_broken_and_names_files_that_are_not_utf_8(trained, tmp_path):
@@ -246,8 +246,8 @@ def test_every_image_is_predicted_however_long_its_name_is(trained, tmp_path):
         trees.picture(folder / image, (20, 30))
     (folder / (alone := 255 * "y")).touch()  # without a suffix, but it can be given by name
     run(trained, folder, tmp_path / "out", "probabilities=true")
-    written = [file.partition("/")[0] for file in relative_files(tmp_path / "out")]
-    assert [written.count(kind) for kind in ("colour", "ids", "overlays", "probabilities")] == 4 * [2]
+    kinds = [file.partition("/")[0] for file in relative_files(tmp_path / "out")]
+    assert [kinds.count(kind) for kind in ("colour", "ids", "overlays", "probabilities")] == 4 * [2]
     (name,) = find_images(folder / alone, tmp_path / "out")
     assert name.startswith(230 * "y") and len(name) == 251
 
@@ -359,9 +359,9 @@ def test_labels_beside_their_images_are_left_out_and_counted(label_folder, suffi
         trees.picture(tmp_path / split / label_folder / "place" / f"a{suffix}.png")
     trees.picture(tmp_path / "train" / "labels" / "other.png")
     log_to(make_console(), None)
-    found = find_images(tmp_path, tmp_path / "out", labels=names)
+    names_of_images = find_images(tmp_path, tmp_path / "out", labels=names)
     images = ["train/images/place/a", "val/deep/images/place/a"]
-    assert sorted(found) == sorted([*images, "train/labels/other"])
+    assert sorted(names_of_images) == sorted([*images, "train/labels/other"])
     left_out = f"train/{label_folder}/place/a{suffix}.png, val/deep/{label_folder}/place/a{suffix}.png"
     assert f"skipped 2 file(s) that are labels of images: {left_out}" in capsys.readouterr().out.replace("\n", " ")
     alone = find_images(tmp_path / "train" / label_folder, tmp_path / "out")
@@ -394,10 +394,10 @@ def test_images_that_are_too_large_are_put_aside_with_the_cure(trained, tmp_path
     monkeypatch.setattr("datasets.stored.MOST_PIXELS", 80 * 72)
     segmented = predict.__globals__["segmented"]
 
-    def short_of_memory(network, image, *others):
+    def short_of_memory(network, image, *arguments):
         if len(image) == 60:
             raise MemoryError("out of memory")
-        return segmented(network, image, *others)
+        return segmented(network, image, *arguments)
 
     monkeypatch.setitem(predict.__globals__, "segmented", short_of_memory)
     with pytest.raises(ValueError, match="2 of 3 images were not predicted") as error:

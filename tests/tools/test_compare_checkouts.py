@@ -16,13 +16,13 @@ def test_values_are_equal_to_the_bit_or_differ(tmp_path):
         (tmp_path / "metrics.jsonl").write_text(f'{{"loss": {loss}}}\n{json.dumps({"mfu": compress_level})}\n')
         torch.save({"w": zero * torch.ones(2, dtype=torch.bfloat16), "step": step}, tmp_path / "last.pt")
         Image.new("L", (2, 2), level).save(tmp_path / "picture.png", compress_level=compress_level)
-        found = {name: text for file in tmp_path.iterdir() for name, text in leaves(read(file), file.name)}
-        return [text for name, text in sorted(found.items()) if not IGNORED.search(name)]
+        values = {name: text for file in tmp_path.iterdir() for name, text in leaves(read(file), file.name)}
+        return [text for name, text in sorted(values.items()) if not IGNORED.search(name)]
 
-    one = texts("0.5", 0.0, 1, 7, 9)
-    assert one == texts("0.50000000000000001", 0.0, 1, 7, 0)
-    other = texts("0.50000000000000011", -0.0, 1.0, 8, 9)
-    assert len(one) == 4 and not {*one} & {*other}
+    texts_of_values = texts("0.5", 0.0, 1, 7, 9)
+    assert texts_of_values == texts("0.50000000000000001", 0.0, 1, 7, 0)
+    changed_texts = texts("0.50000000000000011", -0.0, 1.0, 8, 9)
+    assert len(texts_of_values) == 4 and not {*texts_of_values} & {*changed_texts}
 
 
 def test_the_commands_name_keys_that_exist():

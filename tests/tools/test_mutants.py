@@ -10,8 +10,8 @@ from tools.mutants import REPOSITORY, WORKERS
 
 @pytest.mark.slow
 def test_mutants_of_a_file_are_killed_by_its_tests():
-    given = ["count=4", "room=keepless/units.py", "tests=tests/keepless/test_units.py"]
-    command = [sys.executable, "-m", "tools.mutants", *given]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert WORKERS > 1 and ended.returncode == 0, ended.stdout + ended.stderr
-    assert "; failed: []" in ended.stdout and "of 4 mutants {'killed': 4}" in ended.stdout, ended.stdout
+    options = ["count=4", "room=keepless/units.py", "tests=tests/keepless/test_units.py"]
+    command = [sys.executable, "-m", "tools.mutants", *options]
+    process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert WORKERS > 1 and process.returncode == 0, process.stdout + process.stderr
+    assert "; failed: []" in process.stdout and "of 4 mutants {'killed': 4}" in process.stdout, process.stdout

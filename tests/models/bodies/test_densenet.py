@@ -36,8 +36,8 @@ def test_a_dense_module_is_its_equation(norm_act, dilation):
     assert y.shape == (2, 3 + 3 * 2, 5, 6) and module.out_channels == 9
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     dy, sources = torch.randn_like(y), [x, *module.parameters()]
-    ours, theirs = torch.autograd.grad(y, sources, dy), torch.autograd.grad(expected, sources, dy)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    gradients, expected_gradients = torch.autograd.grad(y, sources, dy), torch.autograd.grad(expected, sources, dy)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("norm_act, copies", [(ABN, 2), (CheckpointedABN, 1), (InPlaceABN, 1)])

@@ -51,11 +51,11 @@ def exchanged(network: nn.Module, old: tuple[type[nn.Module], ...], new: Callabl
 
 def library_features(network: nn.Module, name: str, images: torch.Tensor) -> torch.Tensor:
     """Those that the library's own module computes, without our code."""
-    found = []
-    hook = network.get_submodule(LAST[name]).register_forward_hook(lambda *call: found.append(call[-1]))
+    features = []
+    hook = network.get_submodule(LAST[name]).register_forward_hook(lambda *call: features.append(call[-1]))
     network(images)
     hook.remove()
-    return found[0].relu() if name == "densenet121" else found[0]
+    return features[0].relu() if name == "densenet121" else features[0]
 
 
 @pytest.mark.parametrize("name", some_slow(LAST))
@@ -63,13 +63,13 @@ def library_features(network: nn.Module, name: str, images: torch.Tensor) -> tor
 def test_features_are_torchvision_s(name):
     """Standard norms are compared in float32 and float64, in-place ones with the network with leaky ReLUs."""
     torch.manual_seed(0)
-    theirs = trained(torchvision.models.get_model(name, weights=None))
+    library = trained(torchvision.models.get_model(name, weights=None))
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
-    expected = library_features(theirs, name, images)
+    expected = library_features(library, name, images)
     body = torchvision_body(network=name).double().eval()
-    classifier = {key for key in theirs.state_dict() if key not in body.state_dict()}
+    classifier = {key for key in library.state_dict() if key not in body.state_dict()}
     assert all(key.startswith(("fc.", "classifier.")) for key in classifier)
-    weights = {key: tensor for key, tensor in theirs.state_dict().items() if key not in classifier}
+    weights = {key: tensor for key, tensor in library.state_dict().items() if key not in classifier}
     body.load_state_dict(weights)
     assert body.out_channels == expected.shape[1] and body.output_stride == 32 and expected.std() > 0
     scale = expected.abs().max().item()
@@ -77,7 +77,7 @@ def test_features_are_torchvision_s(name):
     single = body.float()(images.float())
     torch.testing.assert_close(single, expected.float(), rtol=0, atol=1e-5 * scale)
 
-    leaky = library_features(exchanged(theirs, (nn.ReLU, nn.ReLU6), partial(nn.LeakyReLU, 0.01)), name, images)
+    leaky = library_features(exchanged(library, (nn.ReLU, nn.ReLU6), partial(nn.LeakyReLU, 0.01)), name, images)
     norms = {"densenet121": (), "convnext_tiny": (LEAKY,)}  # its last ReLU is a function in torchvision; layer norms
     for norm in norms.get(name, (LEAKY, IN_PLACE)):
         body = torchvision_body(norm, network=name).double().eval()
@@ -98,8 +98,8 @@ def check_dilation(build, output_strides: tuple[int, ...], first: int = 0) -> No
         dilated.load_state_dict(strided.state_dict())
         features = dilated(images)
         assert dilated.output_stride == output_stride and features.shape[2:] == (3 * factor, 2 * factor)
-        found = features[:, :, first * (factor == 4) :: factor, first * (factor == 4) :: factor]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * expected.abs().max().item())
+        matching = features[:, :, first * (factor == 4) :: factor, first * (factor == 4) :: factor]
+        torch.testing.assert_close(matching, expected, rtol=0, atol=1e-10 * expected.abs().max().item())
         assert dilated(images[:, :, :67, :45]).shape[2:] == (-(-67 // output_stride), -(-45 // output_stride))
 
 
@@ -172,10 +172,11 @@ def test_every_network_composes_steps_and_evaluates(name):
         choose_recomputation(stored, stored.body, "none")
         torch.set_rng_state(random)
         stored(images).main.logits.square().mean().backward()
-        for ours, theirs in zip(network.parameters(), stored.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * theirs.grad.abs().max().item())
-        for ours, theirs in zip(network.buffers(), stored.buffers(), strict=True):
-            torch.testing.assert_close(ours, theirs)
+        for ours, reference in zip(network.parameters(), stored.parameters(), strict=True):
+            scale = reference.grad.abs().max().item()
+            torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-4, atol=1e-5 * scale)
+        for ours, reference in zip(network.buffers(), stored.buffers(), strict=True):
+            torch.testing.assert_close(ours, reference)
     torch.optim.SGD(network.parameters(), lr=1e-4).step()
     assert network.eval()(torch.randn(1, 3, 67, 45)).shape == (1, 3, 67, 45)
     again = assemble.network_of(config, 3)
@@ -193,10 +194,10 @@ def test_an_activation_after_the_first_block_may_overwrite_its_input(recompute):
     stored = copy.deepcopy(body)
     body.recompute = recompute
     images = torch.randn(2, 3, 8, 8)
-    for each in (body, stored):
-        each(images).square().mean().backward()
-    for ours, theirs in zip(body.parameters(), stored.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    for network in (body, stored):
+        network(images).square().mean().backward()
+    for ours, reference in zip(body.parameters(), stored.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, reference.grad)
 
 
 @pytest.mark.slow
@@ -232,13 +233,13 @@ def test_norms_take_the_options_of_the_run_and_keep_their_eps():
 def test_a_body_may_end_early():
     """It then has the features of that part, and a file of the whole network fits it."""
     torch.manual_seed(0)
-    theirs, images = torchvision.models.mobilenet_v2(weights=None).eval(), torch.randn(1, 3, 64, 64)
+    library, images = torchvision.models.mobilenet_v2(weights=None).eval(), torch.randn(1, 3, 64, 64)
     body = torchvision_body(network="mobilenet_v2", last="features.13").eval()
     assert (body.out_channels, body.output_stride) == (96, 16)
-    tensors, remarks = from_library(theirs.state_dict(), body.state_dict(), body.left_out)
+    tensors, remarks = from_library(library.state_dict(), body.state_dict(), body.left_out)
     assert remarks == () and not body.load_state_dict(tensors, strict=False).missing_keys
     assert all(name.startswith("classifier.") for name in tensors.keys() - body.state_dict().keys())
-    torch.testing.assert_close(body(images), theirs.features[:14](images), rtol=0, atol=0)
+    torch.testing.assert_close(body(images), library.features[:14](images), rtol=0, atol=0)
     whole = torchvision_body(network="resnet18", last="layer3")
     assert (whole.order[-1], whole.left_out, whole.out_channels) == ("layer3", ("layer4",), 256)
     for last in ("features.40", "stem", "features.0.0.x"):
@@ -285,11 +286,11 @@ def test_networks_and_options_that_cannot_be_are_refused(network, options, messa
 def test_features_are_timm_s(name):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    theirs = trained(timm.create_model(name, features_only=True, out_indices=(-1,)))
+    library = trained(timm.create_model(name, features_only=True, out_indices=(-1,)))
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
-    (expected,) = theirs(images)
+    (expected,) = library(images)
     body = timm_body(network=name).double().eval()
-    body.load_state_dict(theirs.state_dict())
+    body.load_state_dict(library.state_dict())
     torch.testing.assert_close(body(images), expected, rtol=0, atol=1e-10 * expected.abs().max().item())
     assert all(isinstance(norm, ABN) for norm in body.modules() if isinstance(norm, nn.BatchNorm2d | ABN))
     if name != "convnext_atto":  # has no batch norms
@@ -298,8 +299,8 @@ def test_features_are_timm_s(name):
             inplace.recompute = "blocks"
             inplace(images.float()).mean().backward()
         leaky = timm_body(LEAKY, network=name).double().eval()
-        leaky.load_state_dict(theirs.state_dict())
-        inplace.double().eval().load_state_dict(theirs.state_dict())
+        leaky.load_state_dict(library.state_dict())
+        inplace.double().eval().load_state_dict(library.state_dict())
         torch.testing.assert_close(inplace(images), leaky(images), rtol=1e-10, atol=1e-10)
     if name in ("resnet18", "convnext_atto", "regnetx_002"):  # the others average cells: over all, or in shortcuts
         check_dilation(partial(timm_body, network=name), (8, 16), first=int(name.startswith("convnext")))
@@ -324,10 +325,10 @@ def test_maps_whose_channels_are_last_become_features_as_heads_read_them():
     reference.load_state_dict(body.state_dict(), strict=False)  # without its classifier
     names = [feature.name for feature in body.feature_info]
     with torch.no_grad():
-        found = body.eval()(images, features=names)
+        maps = body.eval()(images, features=names)
         expected = [reference.features[: 2 * stage](images).permute(0, 3, 1, 2) for stage in (1, 2, 3)]
         expected.append(reference.permute(reference.norm(reference.features(images))))
-        assert all(map(torch.equal, found, expected)) and torch.equal(body(images), found[-1])
+        assert all(map(torch.equal, maps, expected)) and torch.equal(body(images), maps[-1])
         early = torchvision_body(network="swin_t", last="features.3")
         assert early(images).shape == (1, 192, 8, 12) == (1, early.out_channels, 64 // 8, 96 // 8)
     with pytest.raises(ValueError, match="merges patches and attends within windows, so it can neither be dilated"):

@@ -34,22 +34,22 @@ def test_torchvision_s_weights_give_torchvision_s_function(block, build, channel
     """Both modes are compared, the statistics that training leaves, and the first convolution's gradient."""
     torch.manual_seed(0)
     ours = build(RELU, classes=7, structure=(1, 2, 1, 1), base_channels=channels).double().eval()
-    theirs = Narrow(block, (1, 2, 1, 1))
-    theirs.fc = nn.Linear(ours.out_channels, 7)
-    trained(theirs)
-    report = load_by_name(ours, from_torchvision(theirs.state_dict()), source="", name="", advice="")
+    library = Narrow(block, (1, 2, 1, 1))
+    library.fc = nn.Linear(ours.out_channels, 7)
+    trained(library)
+    report = load_by_name(ours, from_torchvision(library.state_dict()), source="", name="", advice="")
     assert not report.skipped and not report.new
     images = torch.randn(3, 3, 33, 32, dtype=torch.float64)
     with torch.no_grad():
-        logits, expected = ours(images), theirs(images)
+        logits, expected = ours(images), library(images)
     assert expected.std() > 1e-3
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
 
-    logits, expected = ours.train()(images), theirs.train()(images)
+    logits, expected = ours.train()(images), library.train()(images)
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
-    torch.testing.assert_close(ours.state_dict(), from_torchvision(theirs.state_dict()), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours.state_dict(), from_torchvision(library.state_dict()), rtol=1e-9, atol=1e-9)
     (gradient,) = torch.autograd.grad(logits.square().mean(), ours.mod1.conv1.weight)
-    (reference,) = torch.autograd.grad(expected.square().mean(), theirs.conv1.weight)
+    (reference,) = torch.autograd.grad(expected.square().mean(), library.conv1.weight)
     torch.testing.assert_close(gradient, reference, rtol=1e-7, atol=1e-7 * reference.abs().max().item())
 
 
@@ -67,10 +67,10 @@ def test_a_conversion_changes_the_activation_after_the_sum_too():
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "densenet121"])
 def test_torchvision_s_names_and_shapes_become_ours(name):
     with torch.device("meta"):
-        theirs = getattr(torchvision.models, name)(weights=None)
+        library = getattr(torchvision.models, name)(weights=None)
         ours = assemble.body(run_config(f"body={name}").body, ABN, classes=1000)
-    found = {name: tensor.shape for name, tensor in from_torchvision(theirs.state_dict()).items()}
-    assert found == {name: tensor.shape for name, tensor in ours.state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in from_torchvision(library.state_dict()).items()}
+    assert shapes == {name: tensor.shape for name, tensor in ours.state_dict().items()}
 
 
 @torch.no_grad()
@@ -84,18 +84,18 @@ def test_densenet_and_resnext_compute_what_torchvision_s_do():
         (DenseNet(growth_rate=4, block_config=(2, 1, 2, 1)), densenet264(RELU, classes=1000, **dense)),
         (Narrow(Bottleneck, (1, 1, 1, 1), groups=4, width_per_group=32), resnet50(RELU, classes=1000, **grouped)),
     )
-    for theirs, ours in pairs:
-        if isinstance(theirs, ResNet):
-            theirs.fc = nn.Linear(ours.out_channels, 1000)
-        state = trained(theirs).state_dict()
+    for library, ours in pairs:
+        if isinstance(library, ResNet):
+            library.fc = nn.Linear(ours.out_channels, 1000)
+        state = trained(library).state_dict()
         old = {re.sub(r"(denselayer\d+\.(norm|conv))(\d)", r"\1.\3", name): tensor for name, tensor in state.items()}
         ours.double().load_state_dict(from_torchvision(old))
-        torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(ours.train()(images), theirs.train()(images), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours.eval()(images), library.eval()(images), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ours.train()(images), library.train()(images), rtol=1e-9, atol=1e-9)
 
 
 def test_other_networks_are_refused():
     with torch.device("meta"):
-        other = torchvision.models.mnasnet0_5(weights=None).state_dict()
+        tensors = torchvision.models.mnasnet0_5(weights=None).state_dict()
     with pytest.raises(ValueError, match="a ResNet, ResNeXt or DenseNet, found layers.0.weight"):
-        from_torchvision(other)
+        from_torchvision(tensors)

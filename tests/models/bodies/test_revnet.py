@@ -98,8 +98,8 @@ def assert_equal_to_stored(norm_act, options) -> None:
     for net in (network, stored):
         (net(images) ** 2).sum().backward()
         results.append([*(p.grad for p in net.parameters()), *net.buffers()])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * max(1e-3, expected.abs().max().item()))
+    for tensor, expected in zip(*results, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-9 * max(1e-3, expected.abs().max().item()))
 
 
 @pytest.mark.parametrize("options, norm", CASES)

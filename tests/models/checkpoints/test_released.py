@@ -55,12 +55,12 @@ def test_names_and_shapes_of_the_released_networks(name):
     shapes = {key: tensor.shape for key, tensor in without_counts(network.state_dict()).items()}
     assert shapes == {key: tensor.shape for key, tensor in released.tensors.items()}
 
-    found = recognised(released.tensors)
-    assert (found.kind, found.classes) == ("wider_resnet" if kind == "wider" else kind, 1000)
+    architecture = recognised(released.tensors)
+    assert (architecture.kind, architecture.classes) == ("wider_resnet" if kind == "wider" else kind, 1000)
     expected = {OUR_NAMES.get(key, key): value for key, value in options.items() if key != "a2"}
     expected |= {"resnet": {"groups": 1}, "densenet": {"stem_norm": False}}.get(kind, {})
-    assert {key: value for key, value in found.options.items() if key != "stem"} == expected
-    assert found.options.get("stem") == {"wider": None, "resnet": "7x7"}.get(kind, "3x3")
+    assert {key: value for key, value in architecture.options.items() if key != "stem"} == expected
+    assert architecture.options.get("stem") == {"wider": None, "resnet": "7x7"}.get(kind, "3x3")
 
 
 NETWORKS = {
@@ -128,9 +128,9 @@ def test_layouts_of_all_ages_give_the_same_weights(tmp_path, name):
         *((renamed, "module.", False), (renamed, "", True), (released.tensors, "", False)),
         (released.tensors, "module._orig_mod.", True),
     ):
-        other = build(classes=3).double()
-        report = load_released(other, files.write_classifier(tmp_path / "other.pth.tar", tensors, prefix, zipped))
-        assert same(network.state_dict(), other.state_dict())
+        loaded = build(classes=3).double()
+        report = load_released(loaded, files.write_classifier(tmp_path / "other.pth.tar", tensors, prefix, zipped))
+        assert same(network.state_dict(), loaded.state_dict())
         assert any("without _orig_mod., which" in remark for remark in report.remarks) == ("_orig_mod" in prefix)
 
 
@@ -139,18 +139,18 @@ def file(tmp_path) -> Path:
     return files.small_resnext(tmp_path / "net.pth.tar")[0]
 
 
-@pytest.mark.parametrize("norm, scale, other", [("std", "raw", "released"), ("inplace", "released", "raw")])
-def test_the_md5_of_a_released_file_decides_the_scale(file, monkeypatch, norm, scale, other):
-    told, recognising = small_resnext(classes=3), small_resnext(classes=3)
-    assert f"({scale}): as scale says" in str(load_released(told, file, scale))
+@pytest.mark.parametrize("norm, scale, wrong_scale", [("std", "raw", "released"), ("inplace", "released", "raw")])
+def test_the_md5_of_a_released_file_decides_the_scale(file, monkeypatch, norm, scale, wrong_scale):
+    with_scale, by_md5 = small_resnext(classes=3), small_resnext(classes=3)
+    assert f"({scale}): as scale says" in str(load_released(with_scale, file, scale))
     md5 = hashlib.md5(file.read_bytes()).hexdigest()
     entry = released_files.ReleasedFile("a net", md5, norm, "imagenet", {"224": (77.0, 93.5)})
     monkeypatch.setattr(released_files, "RELEASED_FILES", (*released_files.RELEASED_FILES, entry))
-    report = load_released(recognising, file)
+    report = load_released(by_md5, file)
     assert f"({scale}): it is the released a net, norm {norm}: ImageNet top-1/top-5 224 77.00/93.50" in str(report)
-    assert same(told.state_dict(), recognising.state_dict())
-    with pytest.raises(ValueError, match=f"scale={other} is wrong for .*released.*or give scale={scale}"):
-        load_released(recognising, file, other)
+    assert same(with_scale.state_dict(), by_md5.state_dict())
+    with pytest.raises(ValueError, match=f"scale={wrong_scale} is wrong for .*released.*or give scale={scale}"):
+        load_released(by_md5, file, wrong_scale)
 
 
 def test_the_report_says_which_scale_was_taken_for_other_files(tmp_path, file):

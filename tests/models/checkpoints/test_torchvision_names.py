@@ -22,11 +22,11 @@ def test_names_of_efficientnet_pytorch_become_timm_s_and_other_names_are_not_gue
         "_bn1.bias": "classifier._bn1.bias",
         "_fc.weight": "classifier._fc.weight",
     }
-    theirs = {name: torch.full((2,), float(number)) for number, name in enumerate(pairs)}
+    tensors_of_file = {name: torch.full((2,), float(number)) for number, name in enumerate(pairs)}
     names = {name: torch.zeros(2) for name in pairs.values() if not name.startswith("classifier.")}
-    tensors, (remark,) = from_library(theirs, names)
+    tensors, (remark,) = from_library(tensors_of_file, names)
     assert remark == "names of EfficientNet-PyTorch"
-    assert tensors == {ours: theirs[name] for name, ours in pairs.items()}
+    assert tensors == {ours: tensors_of_file[name] for name, ours in pairs.items()}
     same_shapes = {f"other_{name}": tensor for name, tensor in names.items()}
     tensors, remarks = from_library(same_shapes, names)
     assert not remarks and tensors.keys().isdisjoint(names)

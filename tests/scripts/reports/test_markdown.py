@@ -18,5 +18,5 @@ def test_lines_are_short_and_a_shell_reads_the_same_command():
     assert unfolded(text).splitlines()[1] == command and command not in text
     assert all(len(line) <= WIDTH or "'" in line for line in lines[:-1]) and len(lines[-1]) > 300
     assert [line[:2] for line in lines if "word " in line and "title" not in line][:3] == ["- ", "  ", "  "]
-    said = [subprocess.check_output(["bash", "-c", each]) for each in (command, text.split("```")[1])]
-    assert said[0] == said[1] and said[0].count(b"\n") == 3
+    outputs = [subprocess.check_output(["bash", "-c", script]) for script in (command, text.split("```")[1])]
+    assert outputs[0] == outputs[1] and outputs[0].count(b"\n") == 3
