@@ -59,7 +59,8 @@ def evaluate(options: Evaluation) -> dict:
 
 def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, results_file: Path, world: World) -> dict:
     """`evaluate` on one rank of `world`; `state` is the content of the checkpoint `path`."""
-    console, task = make_console(world.rank), TASKS[config.task]
+    console = make_console(world.rank)
+    task = TASKS[config.task]
     log_to(console, None, world.rank)
     split = options.data.split or config.data.val_split
     dataset = task.dataset(config.data, split, state)
@@ -82,14 +83,16 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         file = results_file if world.first else None
         results = write_results(file, evaluated, dataset, checkpoint=path, config=configuration.plain(config))
         print_results(console, evaluated, f"{dataset.name} {split}, {path}, step {state['step']}")
-        if lacking := [name for name, own in config.scores.items() if is_absent(own)]:
+        lacking = [name for name, added_score in config.scores.items() if is_absent(added_score)]
+        if lacking:
             console.print(f"scores=[{','.join(lacking)}] could not be computed: give the plugins that register them")
         console.print(f"results: {results_file}", soft_wrap=True)
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
-    for what in ("predictions", "overlays", "per_image"):
-        if where := getattr(options, what):
-            console.print(f"{what}: {where}", soft_wrap=True)
+    for key in ("predictions", "overlays", "per_image"):
+        destination = getattr(options, key)
+        if destination:
+            console.print(f"{key}: {destination}", soft_wrap=True)
     return results
 
 

@@ -29,10 +29,15 @@ def train(
     config, eager_because = planner.fitted(config)
     with opened(config, command, assemble.classified_splits, watch) as run:
         run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
-        evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
-        images = assemble.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)
-        steps, start_step = run.schedule.total_steps, run.start_step
-        minibatches = assemble.classified_crops(config, run.train_set, steps, run.world, start_step)
+        images = assemble.classified_images(
+            config.data,
+            run.val_set,
+            run.world,
+            config.trainer.evaluate_images,
+            batch_size=config.trainer.evaluate_batch_size,
+        )
+        steps = run.schedule.total_steps
+        minibatches = assemble.classified_crops(config, run.train_set, steps, run.world, run.start_step)
         evaluate = partial(classify_in_run, run, images)
         return run.conclude(loop.train(run, minibatches, assemble.cross_entropy, evaluate))
 

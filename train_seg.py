@@ -44,14 +44,16 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
     """
     config, eager_because = planner.fitted(config)
     with opened(config, command, assemble.labelled_splits, watch) as run:
-        trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
-        run.start(partial(assemble.network_of, config, len(train_set.classes)), eager_because)
+        world = run.world
+        steps = run.schedule.total_steps
+        run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
 
         with counted(run.console, "indexing the classes") as progress:
-            index = assemble.class_index(config, train_set, world, progress)
-        minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, index)
+            index = assemble.class_index(config, run.train_set, world, progress)
+        minibatches = assemble.training_loader(config, run.train_set, steps, world, run.start_step, index)
         loss = assemble.loss(config.loss, index, network=run.learner.network).to(world.device)
-        images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
+        evaluated = config.trainer.evaluate_images
+        images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, evaluated)
         at_once = assemble.at_once(config, world.device, world.size)
         return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images, at_once)))
 

@@ -33,43 +33,49 @@ EASY = 0.5  # budgets from here on
 def measure(arguments: frame.Arguments, name: str) -> Rows:
     """{"network", "share": of the baseline's peak, "time", "bound": shares of a step, "seconds": to find all bounds}"""
     with FakeTensorMode():
-        network, inputs = zoo.build(name, SIDE), torch.randn(IMAGES, 3, SIDE, SIDE)
-        own = plan(network, inputs, [*SHARES, 1.0]).rows
+        network = zoo.build(name, SIDE)
+        inputs = torch.randn(IMAGES, 3, SIDE, SIDE)
+        plan_rows = plan(network, inputs, [*SHARES, 1.0]).rows
         began = time.process_time()
-        bounds = bounds_of(network, inputs, own)
-        seconds = round((time.process_time() - began) / len(own), 2)
-    found = {round(row.budget / own[-1].budget, 3): (row, bound) for row, bound in zip(own[:-1], bounds, strict=False)}
+        bounds = bounds_of(network, inputs, plan_rows)
+        seconds = round((time.process_time() - began) / len(plan_rows), 2)
+    largest = plan_rows[-1].budget
     common = {"network": name, "seconds": seconds}
-    return [{**common, "share": share, "time": row.seconds, "bound": bound} for share, (row, bound) in found.items()]
+    rows = {}
+    for row, bound in zip(plan_rows[:-1], bounds, strict=False):
+        share = round(row.budget / largest, 3)
+        rows[share] = {**common, "share": share, "time": row.seconds, "bound": bound}
+    return [*rows.values()]
 
 
-def about(arguments: dict) -> tuple[str, str]:
-    words = f"Estimated on fake tensors; {IMAGES} images of {SIDE}x{SIDE} per step"
-    return "Plans, and the bound of all plans", words
+def heading(arguments: dict) -> tuple[str, str]:
+    conditions = f"Estimated on fake tensors; {IMAGES} images of {SIDE}x{SIDE} per step"
+    return "Plans, and the bound of all plans", conditions
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
     rows = []
-    for name, own in call["items"].items():
+    for name, plan_rows in call["items"].items():
         cells = dict.fromkeys(SHARES, "")
-        for row in own if "share" in own[0] else []:
+        for row in plan_rows if "share" in plan_rows[0] else []:
             bound = "–" if row["bound"] is None else f"{100 * row['bound']:.1f}"
             cells[row["share"]] = f"{100 * row['time']:.1f}, {bound}"
-        rows.append([name, *cells.values(), f"{own[0].get('seconds', '')}"])
+        rows.append([name, *cells.values(), f"{plan_rows[0].get('seconds', '')}"])
     yield (
         "Time to recompute within a share of the baseline's peak, in % of a step, and the time below which no plan is. "
         "Empty: no plan reaches it; –: no bound, or one that says little. *seconds*: of processor time, to find one "
         "bound."
     )
     yield table(["network", *(f"{share:.1f}" for share in SHARES), "seconds"], rows)
-    found = [row for row in frame.rows_of(call) if row.get("bound") is not None and row["share"] >= EASY]
-    if gaps := [100 * (row["time"] - row["bound"]) for row in found]:
+    easy_rows = [row for row in frame.rows_of(call) if row.get("bound") is not None and row["share"] >= EASY]
+    gaps = [100 * (row["time"] - row["bound"]) for row in easy_rows]
+    if gaps:
         middle = statistics.median(gaps)
         yield f"From {EASY} on, plans are {middle:.2f} % of a step above the bound (median), at most {max(gaps):.1f} %."
 
 
 BENCHMARK = frame.Benchmark(
-    "bounds", frame.Arguments, lambda _: {name: (name,) for name in NETWORKS}, measure, about, sections
+    "bounds", frame.Arguments, lambda _: {name: (name,) for name in NETWORKS}, measure, heading, sections
 )
 run, main = frame.command(BENCHMARK, __doc__)
 

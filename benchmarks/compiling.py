@@ -20,8 +20,9 @@ class _NothingDrawn(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in function.tags:
-            names = [one.name for one in function._schema.arguments]  # without dropout, attention draws nothing
-            if "dropout_p" not in names or (dict(zip(names, args, strict=False)) | (kwargs or {})).get("dropout_p"):
+            names = [argument.name for argument in function._schema.arguments]
+            values = dict(zip(names, args, strict=False)) | (kwargs or {})
+            if "dropout_p" not in names or values.get("dropout_p"):  # without dropout, attention draws nothing
                 raise ValueError(f"{function} draws random numbers: gradients would be wrong on CPUs, so give budget=1")
         return function(*args, **(kwargs or {}))
 
@@ -33,7 +34,7 @@ def compile_within(graph: fx.GraphModule, inputs: list[Any], compiler: str, budg
     """
     if budget < 1:
         with FakeTensorMode() as fakes, _NothingDrawn():
-            graph(*[fakes.from_tensor(one) if isinstance(one, Tensor) else one for one in inputs])
+            graph(*[fakes.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs])
     from torch._functorch import config  # `import torch` alone does not load it
 
     with config.patch(activation_memory_budget=budget):

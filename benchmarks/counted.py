@@ -52,7 +52,8 @@ def _network(body: str, norm: str, recompute: str = "none") -> SegmentationNetwo
 
 def _loss(network: nn.Module) -> Tensor:
     """The loss on upsampled logits of square images, as in the paper."""
-    images, labels = torch.zeros(CROPS, 3, SIDE, SIDE), torch.zeros(CROPS, SIDE, SIDE, dtype=torch.long)
+    images = torch.zeros(CROPS, 3, SIDE, SIDE)
+    labels = torch.zeros(CROPS, SIDE, SIDE, dtype=torch.long)
     return F.cross_entropy(upsampled(network(images).main.logits, labels.shape[1:], None), labels)
 
 
@@ -70,18 +71,20 @@ def cost(norm: str, recompute: str) -> tuple[int, int, int]:
     """
     with FakeTensorMode():
         network = _network("ResNeXt-101", norm, recompute)
-        with MadeTensors() as made:
-            result = _loss(network)
-            kept = made.bytes
-            result.backward()
+        with MadeTensors() as made_tensors:
+            loss = _loss(network)
+            kept = made_tensors.bytes
+            loss.backward()
         network.zero_grad()
         operations = operations_of(lambda: _loss(network).backward())  # separately, because counting keeps tensors
-    return round(kept / PIXELS), round(made.peak / PIXELS), operations
+    return round(kept / PIXELS), round(made_tensors.peak / PIXELS), operations
 
 
 def bodies_table() -> str:
-    of_bodies = [{norm: bytes_per_pixel(norm, body) for norm in TITLES} for body in BODIES]
-    rows = ([title, norm, *(_relative(own[norm], own["std"]) for own in of_bodies)] for norm, title in TITLES.items())
+    by_body = [{norm: bytes_per_pixel(norm, body) for norm in TITLES} for body in BODIES]
+    rows = []
+    for norm, title in TITLES.items():
+        rows.append([title, norm, *(_relative(bytes_by_norm[norm], bytes_by_norm["std"]) for bytes_by_norm in by_body)])
     return table(["strategy", "`norm=`", *BODIES], rows, left=2 + len(BODIES))
 
 
@@ -90,8 +93,8 @@ def recomputation_table() -> str:
     rows = []
     for norm in ("std", "inplace"):
         costs = {recompute: cost(norm, recompute) for recompute in RECOMPUTE}
-        for name, own in costs.items():
-            *memory, operations = zip(own, costs["none"], strict=True)
+        for name, cost_of_choice in costs.items():
+            *memory, operations = zip(cost_of_choice, costs["none"], strict=True)
             rows.append([norm, name, *starmap(_relative, memory), f"{operations[0] / operations[1]:.2f}"])
     return table(["`norm=`", "`trainer.recompute=`", "saved", "peak", "operations"], rows, left=2)
 

@@ -34,25 +34,25 @@ DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in NAMES]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 MEASURED = (bounds, fit, layers, memory_plan, networks, repetition, reversible, steps)
 BENCHMARKS = [module.BENCHMARK for module in MEASURED]
-RECORDS = {own.name: file for own in BENCHMARKS for file in RESULTS.rglob(f"{own.name}.json")}
+RECORDS = {benchmark.name: file for benchmark in BENCHMARKS for file in RESULTS.rglob(f"{benchmark.name}.json")}
 KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
 COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results
 
 
-def written(text: str, only: Callable[[str], bool] = lambda name: True) -> str:
+def updated(text: str, only: Callable[[str], bool] = lambda name: True) -> str:
     """A document with new text in its blocks, or in those whose names `only` accepts. KeyError: an unknown name."""
 
-    def block(found: re.Match) -> str:
-        name, mark, before = found.groups()
-        return f"{name}{mark}{BLOCKS[name](before) if only(name) else before}"
+    def block(match: re.Match) -> str:
+        name, mark, old_text = match.groups()
+        return f"{name}{mark}{BLOCKS[name](old_text) if only(name) else old_text}"
 
     return BLOCK.sub(block, text)
 
 
-def comparison(name: str, before: str) -> str:
+def comparison(name: str, old_text: str) -> str:
     """What `scripts.compare_runs` reports for the command in the block."""
-    command = re.search(r"(?m)^python -m scripts.compare_runs .*$", unfolded(before))
+    command = re.search(r"(?m)^python -m scripts.compare_runs .*$", unfolded(old_text))
     assert command is not None, name
     runs, _, title = (word.partition("=")[2] for word in shlex.split(command[0])[3:])
     folder = COMPARISONS[name]
@@ -62,21 +62,22 @@ def comparison(name: str, before: str) -> str:
 
 def benchmark_text(benchmark: Benchmark, _: str) -> str:
     """Nothing if there is no record yet."""
-    if (file := RECORDS.get(benchmark.name)) is None:
+    file = RECORDS.get(benchmark.name)
+    if file is None:
         return ""
     return calls_text(benchmark, json.loads(file.read_text()), file.relative_to(RESULTS).with_suffix("").as_posix())
 
 
-def printed(before: str) -> str:
+def printed(old_text: str) -> str:
     """A module, a command that takes it, and what the command prints now."""
-    kept = re.match(r"(?s)```py\n(.*?)```\n```\n\$ python -m (.*?)\n", before)
-    assert kept is not None, before
-    module, *_ = re.findall(r"(\w+):", kept[2])
+    match = re.match(r"(?s)```py\n(.*?)```\n```\n\$ python -m (.*?)\n", old_text)
+    assert match is not None, old_text
+    module, *_ = re.findall(r"(\w+):", match[2])
     with tempfile.TemporaryDirectory() as folder:
-        write_file(Path(folder, f"{module}.py"), kept[1])
-        command = [sys.executable, "-m", *shlex.split(kept[2])]
-        ended = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True, text=True)
-    return f"{kept[0]}{ended.stdout}```"
+        write_file(Path(folder, f"{module}.py"), match[1])
+        command = [sys.executable, "-m", *shlex.split(match[2])]
+        process = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True, text=True)
+    return f"{match[0]}{process.stdout}```"
 
 
 def functions(_: str) -> str:
@@ -87,12 +88,15 @@ def functions(_: str) -> str:
         if not inspect.isfunction(function) or function.__doc__ is None:
             continue  # __version__
         signature = inspect.signature(function)
-        own = (each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL)
-        parameters = [each.replace(annotation=each.empty) for each in own]
-        given = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
-        about = re.split(r"(?<=\.) (?=[A-Z])", " ".join(function.__doc__.split()).replace("|", r"\|"))[0]
-        given = re.sub("<function (.*?) at .*?>", r"\1", given)  # a default
-        rows.append([f"`{name}{given}`", about])
+        parameters = [
+            parameter.replace(annotation=parameter.empty)
+            for parameter in signature.parameters.values()
+            if parameter.kind is not parameter.VAR_POSITIONAL
+        ]
+        arguments = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+        description = re.split(r"(?<=\.) (?=[A-Z])", " ".join(function.__doc__.split()).replace("|", r"\|"))[0]
+        arguments = re.sub("<function (.*?) at .*?>", r"\1", arguments)  # a default
+        rows.append([f"`{name}{arguments}`", description])
     return table(["function", "what it does"], rows, left=2)
 
 
@@ -105,7 +109,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "functions": functions,
     **{name: partial(lambda name, _: SUMMARIES[name](), name) for name in SUMMARIES},
     **{name: partial(comparison, name) for name in COMPARISONS},
-    **{own.name: partial(benchmark_text, own) for own in BENCHMARKS},
+    **{benchmark.name: partial(benchmark_text, benchmark) for benchmark in BENCHMARKS},
     **{name: partial(lambda name, _: tables.of_results()[name], name) for name in (*papers.TABLES, tables.LEFT_OUT)},
 }
 
@@ -118,7 +122,7 @@ class NoKeys:
 @configured("documents", NoKeys)
 def main(_: NoKeys) -> None:
     for document in DOCUMENTS:
-        write_file(document, written(document.read_text()))
+        write_file(document, updated(document.read_text()))
     charts.save(picture(), papers.REPOSITORY / "docs" / "memory.png")
 
 

@@ -39,7 +39,8 @@ CLAIMS = {
     "RevNet-104": ("revnet/imagenet_revnet104",),
     "RevNet-602": ("revnet/imagenet_revnet104", "body.structure=[2,2,94,2]"),
 }
-FEWEST, SMALLEST, STRIDE = 2, 256, 8  # crops: the head's pooled branch needs two; pixels
+FEWEST = 2  # crops: the head's pooled branch needs two
+SMALLEST, STRIDE = 256, 8  # pixels
 TINY = ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8", "data.crop_size=48")
 
 
@@ -50,8 +51,8 @@ class FitArguments(frame.DeviceArguments):
 
 
 def items(arguments: FitArguments) -> dict[str, tuple]:
-    found = [*itertools.product(COLUMNS, ROWS), *((network, "std") for network in CLAIMS)]
-    return {"/".join(item): item for item in found}
+    pairs = [*itertools.product(COLUMNS, ROWS), *((network, "std") for network in CLAIMS)]
+    return {"/".join(item): item for item in pairs}
 
 
 class Trained:
@@ -65,7 +66,8 @@ class Trained:
         self.config = papers.configured_as(row, *words, *trainer, "trainer.capture=false")
         self.row_crops = self.config.data.crops_per_minibatch // papers.devices_of(row)
         assemble.arithmetic(self.config.trainer)
-        self.task, self.world = TASKS[self.config.task], World(device=torch.device(arguments.device))
+        self.task = TASKS[self.config.task]
+        self.world = World(device=torch.device(arguments.device))
         make = partial(assemble.network_of, self.config, planner.classes_of(self.config.data))
         self.learner = build.learner(self.config, make, ENDLESS, self.world)
         self.loss = self.task.loss(self.config, self.learner.network)
@@ -96,25 +98,27 @@ def measure(arguments: FitArguments, network: str, kind: str) -> Rows:
     {"network", "norm", "limit", "grows": crops or pixels, "the row's": of Table 3, on one of four devices, "most":
     that fit, "planned GiB": of the step found, "allocated GiB": its peak, "reserved GiB": of the allocator}
     """
-    trained, cuda = Trained(arguments, network, kind), arguments.device == "cuda"
-    allowed = _limited(trained) if cuda else 200 * MIB
-    data, in_size = trained.config.data, kind == "inplace/size"
+    trained = Trained(arguments, network, kind)
+    is_cuda = arguments.device == "cuda"
+    allowed = _limited(trained) if is_cuda else 200 * MIB
+    data = trained.config.data
+    grows_pixels = kind == "inplace/size"
     row: dict = {"network": network, "norm": trained.config.norm.name, "limit": BUDGET}
-    row["grows"] = "pixels" if in_size else "crops"
-    row["the row's"] = data.crop_size if in_size else trained.row_crops
+    row["grows"] = "pixels" if grows_pixels else "crops"
+    row["the row's"] = data.crop_size if grows_pixels else trained.row_crops
 
     def shape(value: int) -> tuple[int, int]:
-        return (trained.row_crops, value) if in_size else (value, data.crop_size)
+        return (trained.row_crops, value) if grows_pixels else (value, data.crop_size)
 
-    smallest, step, power = (48 if arguments.tiny else SMALLEST, STRIDE, 2) if in_size else (FEWEST, 1, 1)
-    found = largest(lambda value: trained.steps_peak(*shape(value), allowed), allowed, smallest, step, power)
-    if found is None:
+    smallest, step, power = (48 if arguments.tiny else SMALLEST, STRIDE, 2) if grows_pixels else (FEWEST, 1, 1)
+    most = largest(lambda value: trained.steps_peak(*shape(value), allowed), allowed, smallest, step, power)
+    if most is None:
         return [{**row, "reason": f"not even {smallest} fit"}]
-    row["most"] = found
-    trained.steps_peak(*shape(found), allowed)  # the device's counters are of this step
-    counted = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
-    planned = planner.step_memory(trained.config, *shape(found)).peak
-    for name, size in zip(("planned", "allocated", "reserved"), (planned, *counted), strict=True):
+    row["most"] = most
+    trained.steps_peak(*shape(most), allowed)  # the device's counters are of this step
+    device_counters = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if is_cuda else (0, 0)
+    planned = planner.step_memory(trained.config, *shape(most)).peak
+    for name, size in zip(("planned", "allocated", "reserved"), (planned, *device_counters), strict=True):
         row[f"{name} GiB"] = round(size / GIB, 3)
     return [row]
 
@@ -135,12 +139,12 @@ def _own_bytes() -> int | None:
     return next((int(float(megabytes) * MIB) for pid, megabytes in listed if int(pid) == os.getpid()), None)
 
 
-def about(arguments: dict) -> tuple[str, str]:
+def heading(arguments: dict) -> tuple[str, str]:
     words = "`keepless.fit` should take off what is allocated beyond the plan, and what is reserved beyond that"
     return "What fits into a device", words
 
 
-BENCHMARK = frame.Benchmark("fit", FitArguments, items, measure, about)
+BENCHMARK = frame.Benchmark("fit", FitArguments, items, measure, heading)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

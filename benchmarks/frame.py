@@ -73,16 +73,16 @@ class Benchmark(NamedTuple):
     schema: type[Any]  # of its arguments
     items: Callable[[Any], Mapping[str, tuple]]  # arguments -> {name: what `measure` takes after them}
     measure: Callable[..., Rows]  # a row with "reason" says what could not be measured
-    about: Callable[[dict], tuple[str, str]]  # arguments -> title of the part, and the conditions in words
+    heading: Callable[[dict], tuple[str, str]]  # arguments -> title of the part, and the conditions in words
     # (call, name of its picture) -> sections of its part of the page; by default a table of its rows.
     sections: Callable[[dict, str], Iterable[str]] = lambda call, _: [compared(call["items"].values())]
     picture: Callable[[dict], Figure | None] = lambda call: None
 
 
-def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[Any], str], Callable[[], None]]:
+def command(benchmark: Benchmark, text: str | None) -> tuple[Callable[[Any], str], Callable[[], None]]:
     """`carry_out(benchmark, …)` and its command; `about`: text of --help."""
     run = partial(carry_out, benchmark)
-    return run, configured(benchmark.name, benchmark.schema, about=f"{about}\n{FILES}")(run)
+    return run, configured(benchmark.name, benchmark.schema, about=f"{text}\n{FILES}")(run)
 
 
 FILES = """\
@@ -99,15 +99,16 @@ def carry_out(benchmark: Benchmark, arguments: Any) -> str:
     writable_file("out", out, kind="record")
     record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
     measure(benchmark, arguments, record, out)
-    for number, call in written_here(record):
-        if figure := benchmark.picture(call):
+    for number, call in current_calls(record):
+        figure = benchmark.picture(call)
+        if figure is not None:
             charts.save(figure, out.with_name(f"{picture_of(out.stem, number)}.png"))
     text = calls_text(benchmark, record, out.stem)
     print(text)
     return text
 
 
-def written_here(record: dict) -> list[tuple[int, dict]]:
+def current_calls(record: dict) -> list[tuple[int, dict]]:
     """The calls whose tables this code writes, and their numbers.
 
     The other calls have a `code`, the commit that can measure them again; their tables stand on the page as text.
@@ -123,15 +124,16 @@ def picture_of(name: str, number: int) -> str:
 def calls_text(benchmark: Benchmark, record: dict, name: str) -> str:
     """What the page `name` says of a record: a part for each call, with its command and conditions."""
     parts = []
-    for number, call in written_here(record):
-        title, words = benchmark.about(call["arguments"])
-        took = f"{conditions(call['environment'])}. {words}; the run took {call['seconds'] / 60:.1f} minutes."
+    for number, call in current_calls(record):
+        title, description = benchmark.heading(call["arguments"])
+        minutes = f"the run took {call['seconds'] / 60:.1f} minutes"
+        paragraph = f"{conditions(call['environment'])}. {description}; {minutes}."
         failed = []
         for item, rows in call["items"].items():
             for row in filter(lambda row: "reason" in row, rows):
-                named = ", ".join(str(value) for key, value in row.items() if key != "reason")
-                failed.append(f"- {named or item}: {row['reason']}")
-        parts.append(section(title, f"```\n{call['command']}\n```", took, level=2))
+                values = ", ".join(str(value) for key, value in row.items() if key != "reason")
+                failed.append(f"- {values or item}: {row['reason']}")
+        parts.append(section(title, f"```\n{call['command']}\n```", paragraph, level=2))
         parts += benchmark.sections(call, picture_of(name, number))
         if failed:
             parts.append(section("Not measured", "\n".join(failed)))
@@ -146,34 +148,39 @@ def rows_of(call: dict, part: str | None = None) -> Rows:
 def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> None:
     """Measure the items that a record lacks, or that have failed, and write it after each."""
     started_s = time.monotonic()
-    items, environment = benchmark.items(arguments), provenance(PACKAGES)
+    items = benchmark.items(arguments)
+    environment = provenance(PACKAGES)
     chosen = chosen_of(items, arguments.only)
     if hasattr(arguments, "threads"):
         torch.set_num_threads(arguments.threads)
         environment["threads"] = arguments.threads
     if getattr(arguments, "device", "cpu") == "cpu":
         keep_freed_memory()
-    known = {name: value for name, value in vars(arguments).items() if name not in vars(Arguments())}
-    new: dict[str, Any] = {"arguments": known, "environment": environment}
-    call = next((other for _, other in written_here(record) if other.items() >= new.items()), None)
+    values = {name: value for name, value in vars(arguments).items() if name not in vars(Arguments())}
+    circumstances: dict[str, Any] = {"arguments": values, "environment": environment}
+    old_calls = (old_call for _, old_call in current_calls(record))
+    call = next((old_call for old_call in old_calls if old_call.items() >= circumstances.items()), None)
     if call is None:
         # Summaries find a call by its name; a better one may be written into the record.
-        call = {"name": environment["commit"], "command": "", **new, "seconds": 0, "items": {}}
+        call = {"name": environment["commit"], "command": "", **circumstances, "seconds": 0, "items": {}}
         record["calls"].append(call)
-    before_s, found = call["seconds"], call["items"]
-    for name in [name for name in chosen if name not in found or [*map(list, found[name])] == [FAILED]]:
+    before_s = call["seconds"]
+    rows_by_item = call["items"]
+    for name in chosen:
+        if name in rows_by_item and [*map(list, rows_by_item[name])] != [FAILED]:
+            continue
         try:
-            found[name] = benchmark.measure(arguments, *items[name])
+            rows_by_item[name] = benchmark.measure(arguments, *items[name])
         except Exception as error:  # the other items can still be measured
-            found[name] = [{"reason": reason(error)}]
+            rows_by_item[name] = [{"reason": reason(error)}]
         torch.compiler.reset()  # compiled code
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        failed = [f": {row['reason']}" for row in found[name] if [*row] == FAILED]
+        failed = [f": {row['reason']}" for row in rows_by_item[name] if [*row] == FAILED]
         print(f"{time.monotonic() - started_s:6.1f} s  {name}", *failed, sep="", flush=True)
-        call["items"] = {name: found[name] for name in items if name in found}
-        call["command"] = command_of(benchmark, arguments, call["items"] if len(found) < len(items) else ())
+        call["items"] = {name: rows_by_item[name] for name in items if name in rows_by_item}
+        call["command"] = command_of(benchmark, arguments, call["items"] if len(rows_by_item) < len(items) else ())
         call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
         write_file(out, json_lines(record))
 
@@ -184,17 +191,18 @@ FAILED = ["reason"]  # the keys of the only row of an item
 def chosen_of(items: Iterable[str], only: Iterable[str]) -> list[str]:
     """The items that `only` names, all if it is empty. ValueError: it names none."""
     names = list(items)
-    found = {given: [name for name in names if f"{name}/".startswith(f"{given}/")] for given in only}
-    for given, own in found.items():
-        if not own:
-            nearest = ", ".join(difflib.get_close_matches(given, names, n=5, cutoff=0))
-            raise ValueError(f"only={given}: there is no such item; the nearest names are {nearest}")
-    return [name for name in names if not found or name in itertools.chain(*found.values())]
+    names_by_word = {word: [name for name in names if f"{name}/".startswith(f"{word}/")] for word in only}
+    for word, chosen in names_by_word.items():
+        if not chosen:
+            nearest = ", ".join(difflib.get_close_matches(word, names, n=5, cutoff=0))
+            raise ValueError(f"only={word}: there is no such item; the nearest names are {nearest}")
+    return [name for name in names if not names_by_word or name in itertools.chain(*names_by_word.values())]
 
 
 def command_of(benchmark: Benchmark, arguments: Any, only: Iterable[str]) -> str:
     """The command that measures the same again."""
-    words, default = [f"python -m benchmarks.{benchmark.name}"], vars(benchmark.schema())
+    words = [f"python -m benchmarks.{benchmark.name}"]
+    default = vars(benchmark.schema())
     for argument, value in {**vars(arguments), "only": [*only], "out": MISSING}.items():
         if value != default[argument]:
             text = json.dumps(value, separators=(",", ":"))

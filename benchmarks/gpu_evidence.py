@@ -27,14 +27,14 @@ TRAINED = "checkpoint=OUT/runs/equal_time/std_seed0 device=cuda"
 EVAL = f"python eval.py {TRAINED} data.split=train results=OUT/evaluated_NUMBER.json"
 COMMANDS = (  # program, minutes on one H100 with 16 cores, arguments or the whole command; in the order to run them
     ("tests", 4.0, "python -m pytest -m gpu -n auto --junitxml=OUT/tests.xml"),
-    *(  # the default path on the installed torch, which no record has
-        ("train_seg", 1.0, ARM.format("std", 0).replace("=true", f"={one}").replace("equal_time", f"capture_{one}"))
-        for one in ("auto", "false")
-    ),
+    # The default path on the installed torch, which no record has.
+    ("train_seg", 1.0, ARM.format("std", 0).replace("=true", "=auto").replace("equal_time", "capture_auto")),
+    ("train_seg", 1.0, ARM.format("std", 0).replace("=true", "=false").replace("equal_time", "capture_false")),
     ("train_seg", 1.0, ARM.format("std", 0)),
     *(("train_seg", 1.0, ARM.format("recompute_larger_crops", seed)) for seed in range(3)),
     *(("train_seg", 1.5, ARM.format("std_equal_time", seed) + " trainer.steps=N_STEPS") for seed in range(3)),
-    *(("networks", 3.0, f"{NETWORKS} precisions=[{one}] only=[resnet50]") for one in ("bfloat16", "float32")),
+    ("networks", 3.0, f"{NETWORKS} precisions=[bfloat16] only=[resnet50]"),
+    ("networks", 3.0, f"{NETWORKS} precisions=[float32] only=[resnet50]"),
     ("networks", 4.0, f"{NETWORKS} precisions=[bfloat16] only=[vit_b_16,convnext_tiny]"),
     ("networks", 4.0, f"{NETWORKS} precisions=[bfloat16] gradients=freed only=[resnet50,vit_b_16]"),
     ("steps", 4.0, f"{STEPS} parts=[card] recipe=table3/cityscapes_resnext101_inplace_fixed_crop crops=4"),
@@ -72,28 +72,31 @@ class GpuArguments:
     rehearse: bool = False  # on a CPU, with tiny tensors: nothing is measured
 
 
-def listed(arguments: GpuArguments) -> list[str]:
+def commands(arguments: GpuArguments) -> list[str]:
     """The commands, for a shell."""
-    roots, weights = ({} if arguments.rehearse else given or {} for given in (arguments.roots, arguments.weights))
+    roots = {} if arguments.rehearse else arguments.roots or {}
+    weights = {} if arguments.rehearse else arguments.weights or {}
     paths = {"CAMVID": roots.get("camvid"), "WEIGHTS": weights.get("table3_trained"), "IMAGES": arguments.images}
     places = {"OUT": arguments.out, "N_STEPS": str(arguments.equal_steps)}
     places |= {place: quoted(path) for place, path in paths.items() if path}
     lines = []
-    for number, (program, minutes, given) in enumerate(COMMANDS):
-        if program not in arguments.only or ("N_STEPS" in given and not arguments.equal_steps):
+    for number, (program, minutes, argument) in enumerate(COMMANDS):
+        if program not in arguments.only or ("N_STEPS" in argument and not arguments.equal_steps):
             continue
         places["NUMBER"] = str(number)
-        start = "" if given.startswith("python") else f"python -m benchmarks.{program} out=OUT/{program}.json "
-        words = (start + given + f" {REHEARSED.get(program, 'device=cpu')}" * arguments.rehearse).split()
+        start = "" if argument.startswith("python") else f"python -m benchmarks.{program} out=OUT/{program}.json "
+        words = (start + argument).split()
+        if arguments.rehearse:
+            words += REHEARSED.get(program, "device=cpu").split()
         words = [word for word in words if not any(place in word for place in paths.keys() - places)]
-        words = [re.sub("|".join(places), lambda found: places[found[0]], word) for word in words]
+        words = [re.sub("|".join(places), lambda match: places[match[0]], word) for word in words]
         lines.append(f"timeout {minutes:g}m {shlex.join(words)}")
     return lines
 
 
 @configured("gpu_evidence", GpuArguments)
 def main(arguments: GpuArguments) -> None:
-    print("\n".join(listed(arguments)))
+    print("\n".join(commands(arguments)))
 
 
 if __name__ == "__main__":

@@ -103,20 +103,22 @@ def released_norm(channels: int) -> nn.Module:
 
 def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
     """The strategies of a cell. The released package computes only in float32."""
-    compiler, chosen = arguments.compiler, []
+    chosen = []
     for norm, title in TITLES.items():
         backend = "eager" if title == STANDARD else arguments.backend
         chosen.append(Strategy(title, builder("norm", CHOICES["norm"][norm](backend=backend)), backend))
-    if compiler and (cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA):
-        chosen += [Strategy(name, batch_norm_leaky_relu, compiler, budget) for name, budget in COMPILED.items()]
+    is_compiled = cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA
+    if arguments.compiler and is_compiled:
+        for name, budget in COMPILED.items():
+            chosen.append(Strategy(name, batch_norm_leaky_relu, arguments.compiler, budget))
     if cell.dtype == "float32" and find_spec("inplace_abn"):
         chosen.append(Strategy(PACKAGE, released_norm, "released", overwrites=True))
     return chosen
 
 
 def items(arguments: LayersArguments) -> dict[str, tuple[str, str, str]]:
-    found = itertools.product(arguments.dtypes, LAYOUTS, SHAPES)
-    return {f"{shape}/{layout}/{dtype}": (dtype, layout, shape) for dtype, layout, shape in found}
+    products = itertools.product(arguments.dtypes, LAYOUTS, SHAPES)
+    return {f"{shape}/{layout}/{dtype}": (dtype, layout, shape) for dtype, layout, shape in products}
 
 
 def measure(arguments: LayersArguments, dtype: str, layout: str, shape: str) -> Rows:
@@ -158,12 +160,13 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dic
     for _ in range(WARM_UP_STEPS):
         step()
     # x counts if it is saved, because that keeps it alive.
-    saved, peak = kept_bytes(block, output, []), peak_bytes(partial(step, owned=True), cell.device)
+    saved = kept_bytes(block, output, [])
+    peak = peak_bytes(partial(step, owned=True), cell.device)
     return {"backend": backend, "saved_bytes": saved, "peak_bytes": peak}, step
 
 
-def about(arguments: dict) -> tuple[str, str]:
-    captured = ", and as CUDA graphs" * arguments.get("captured", False)
+def heading(arguments: dict) -> tuple[str, str]:
+    captured = ", and as CUDA graphs" if arguments.get("captured", False) else ""
     title = f"BN + ACT + CONV, on {arguments['device'].upper()}{captured}"
     return title, f"Batch {arguments['batch']}, {arguments['rounds']} rounds"
 
@@ -195,7 +198,8 @@ def picture(call: dict) -> Figure | None:
     times, label = ("captured_ms", ", as a CUDA graph") if is_graph else ("times_ms", "")
     figure, panels = charts.panels(len(kinds), 1, (12, 0.8 + 3.4 * len(kinds)))
     for axes, (title, cells) in zip(panels, kinds.items(), strict=True):
-        shown, texts = dict[str, list[float]](), dict[str, list[str]]()
+        shown: dict[str, list[float]] = {}
+        texts: dict[str, list[str]] = {}
         for name in COLOURS:
             rows = [cell.get(name, {}) for cell in cells]
             if any(times in row for row in rows):
@@ -208,7 +212,7 @@ def picture(call: dict) -> Figure | None:
     return figure
 
 
-BENCHMARK = frame.Benchmark("layers", LayersArguments, items, measure, about, sections, picture)
+BENCHMARK = frame.Benchmark("layers", LayersArguments, items, measure, heading, sections, picture)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

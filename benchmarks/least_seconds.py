@@ -35,9 +35,11 @@ def bounds_of(network: nn.Module, inputs: Tensor, rows: Sequence[BudgetRow]) -> 
 
     None: it is not known, or says little. The network has no gradients yet.
     """
-    step, gradients = rehearsed_step(network, (inputs,), {}), 0
+    step = rehearsed_step(network, (inputs,), {})
+    gradients = 0
     if step.coming:
-        step, gradients = step.as_gradients_come(), step.gradients
+        gradients = step.gradients
+        step = step.as_gradients_come()
     return [_share(least_seconds(step, row.budget + gradients), row.seconds * step.seconds, step) for row in rows]
 
 
@@ -62,19 +64,19 @@ class _Program:
     def __init__(self) -> None:
         self.costs: list[float] = []
         self.limits: list[float] = []
-        self.entries: list[tuple[int, int, float]] = []  # number of the sum, variable, factor
+        self.factors: list[tuple[int, int, float]] = []  # number of the sum, variable, factor
 
     def variable(self, cost: float = 0.0) -> Sum:
         self.costs.append(cost)
         return [(len(self.costs) - 1, 1.0)]
 
     def limit(self, terms: Sum, most: float) -> None:
-        self.entries += [(len(self.limits), *term) for term in terms]
+        self.factors += [(len(self.limits), *term) for term in terms]
         self.limits.append(most)
 
-    def at_most(self, terms: Sum, *others: Sum) -> None:
+    def at_most(self, terms: Sum, *bounds: Sum) -> None:
         """A sum is at most the total of others."""
-        self.limit([*terms, *(term for other in others for term in _negative(other))], 0.0)
+        self.limit([*terms, *(term for bound in bounds for term in _negative(bound))], 0.0)
 
     def part_of(self, terms: Sum) -> Sum:
         """A variable that is at most a sum; nothing of nothing."""
@@ -86,13 +88,13 @@ class _Program:
 
     def least(self, patience: float) -> float | None:
         """See `least_seconds`."""
-        if not self.entries:
+        if not self.factors:
             return 0.0
-        rows, variables, factors = zip(*self.entries, strict=True)
+        rows, variables, factors = zip(*self.factors, strict=True)
         matrix = csr_array((factors, (rows, variables)), shape=(len(self.limits), len(self.costs)))
         options = {"time_limit": patience}
-        found = linprog(self.costs, matrix, self.limits, bounds=(0, 1), method="highs", options=options)
-        return {0: found.fun and found.fun / _MS, 2: float("inf")}.get(found.status)
+        solution = linprog(self.costs, matrix, self.limits, bounds=(0, 1), method="highs", options=options)
+        return {0: solution.fun and solution.fun / _MS, 2: float("inf")}.get(solution.status)
 
 
 def _negative(terms: Sum) -> Sum:
@@ -103,14 +105,17 @@ class _Plans:
     """The program of all plans within a number of bytes. A leader's variables stand for its whole recipe."""
 
     def __init__(self, step: Step, limit: int):
-        self.step, self.simulation, self.program = step, Simulation(step), _Program()
-        self.members, self.leaders = self.simulation.members, self.simulation.leaders
+        self.step = step
+        self.simulation = Simulation(step)
+        self.program = _Program()
+        self.members = self.simulation.members
+        self.leaders = self.simulation.leaders
         self.end = len(self.simulation.events)
         self.first = dict.fromkeys(self.members, self.end)  # leader -> first READ of a value that its recipe computes
         self.unclear: set[int] = set()  # values that may be computed twice in the first pass
         self._note_reads()
         moments = [*self._moments(limit)]
-        self.moments = [one.now for one in moments]
+        self.moments = [moment.event_index for moment in moments]
         self.kept: dict[int, Sum] = {}  # leader -> whether it is kept
         self.signs: dict[int, Sum] = {}  # or kept as a sign mask
         self.again: dict[int, Sum] = {}  # or computed again
@@ -165,26 +170,27 @@ class _Plans:
             elif event.kind == Event.LET:
                 holders[event.number] -= 1
             if index in limited:
-                held = {memory for memory, count in holders.items() if count}
-                room = limit - level - event.rise - sum(self.step.memories[memory] for memory in held)
-                yield _Moment(self, index, room, held, {*saved.values()}, is_over)
+                held_memories = {memory for memory, count in holders.items() if count}
+                room = limit - level - event.rise - sum(self.step.memories[memory] for memory in held_memories)
+                yield _Moment(self, index, room, held_memories, {*saved.values()}, is_over)
             level += event.change
 
     def _computed(self) -> dict[int, list[int]]:
         """For each leader, consumers first: the events that may be the first to compute it."""
-        found: dict[int, list[int]] = {}
+        events_by_leader: dict[int, list[int]] = {}
         consumed: dict[int, set[int]] = defaultdict(set)  # leader -> events that may compute what reads it
         for leader in sorted(self.members, reverse=True):
             first = self.first[leader]
             moments = {first, *consumed[leader]} if self.step.values[leader].kind != Kind.KEPT else ()
-            found[leader] = sorted(now for now in moments if now <= first and now < self.end)
+            events_by_leader[leader] = sorted(index for index in moments if index <= first and index < self.end)
             for number in self.simulation.inputs[leader]:
-                consumed[self.leaders[number]].update(found[leader])
-        return found
+                consumed[self.leaders[number]].update(events_by_leader[leader])
+        return events_by_leader
 
     def _choose(self, leader: int, is_computed: bool) -> None:
         """It is kept or computed, if the backward pass reads it."""
-        simulation, value = self.simulation, self.step.values[leader]
+        simulation = self.simulation
+        value = self.step.values[leader]
         if value.kind in (Kind.KEPT, Kind.FREE):
             self.kept[leader] = self.program.variable()
             number = simulation.sign_consumers.get(leader, (0, 0))[0]
@@ -201,32 +207,43 @@ class _Plans:
         """It is computed once, and by then its inputs have been computed unless they are kept."""
         self.done[leader] = []
         numbers = {bisect_left(self.moments, event) for event in events}
-        for now in (self.moments[number] for number in sorted(numbers) if number < len(self.moments)):
+        for event_index in (self.moments[number] for number in sorted(numbers) if number < len(self.moments)):
             again = self.again[leader]
-            done = again if self.first[leader] <= now else self.program.part_of(again)
-            for one in {self.leaders[number] for number in self.simulation.inputs[leader]}:
-                if self.step.values[one].kind != Kind.KEPT:
-                    self.program.at_most(done, self.done_by(one, now), self.kept.get(one, []))
-            self.done[leader].append((now, done))
+            done = again if self.first[leader] <= event_index else self.program.part_of(again)
+            for input_leader in {self.leaders[number] for number in self.simulation.inputs[leader]}:
+                if self.step.values[input_leader].kind != Kind.KEPT:
+                    computed = self.done_by(input_leader, event_index)
+                    self.program.at_most(done, computed, self.kept.get(input_leader, []))
+            self.done[leader].append((event_index, done))
 
-    def done_by(self, leader: int, now: int) -> Sum:
+    def done_by(self, leader: int, event_index: int) -> Sum:
         """The part of it that has been computed by a moment."""
-        return next((done for moment, done in reversed(self.done[leader]) if moment <= now), [])
+        return next((done for moment, done in reversed(self.done[leader]) if moment <= event_index), [])
 
 
 class _Moment:
     """A moment whose bytes are limited.
 
     Args:
+        event_index: of the event after which it is.
         room: bytes for values.
-        held: memories that the program holds.
+        held_memories: memories that the program holds.
         saved: values that autograd has saved.
         is_over: the first backward pass has ended.
     """
 
-    def __init__(self, plans: _Plans, now: int, room: int, held: set[int], saved: set[int], is_over: bool):
-        self.plans, self.now, self.room, self.held, self.saved, self.is_over = plans, now, room, held, saved, is_over
-        self.leaders, self.values, self.program = plans.leaders, plans.step.values, plans.program
+    def __init__(
+        self, plans: _Plans, event_index: int, room: int, held_memories: set[int], saved: set[int], is_over: bool
+    ):
+        self.plans = plans
+        self.event_index = event_index
+        self.room = room
+        self.held_memories = held_memories
+        self.saved = saved
+        self.is_over = is_over
+        self.leaders = plans.leaders
+        self.values = plans.step.values
+        self.program = plans.program
         self.keeps: dict[int, Sum] = {}  # value -> whether it is held because it is kept
         self.holds: dict[int, Sum] = {}  # or because it has been computed
         self.waits: dict[int, Sum] = {}  # leader -> whether it is needed, but not computed yet
@@ -242,13 +259,14 @@ class _Moment:
 
     def _saved(self) -> Sum:
         """What is saved is held once it is kept or computed. Returns the bytes of sign masks."""
-        signs, terms = self.plans.simulation.sign_consumers, Sum()
+        signs = self.plans.simulation.sign_consumers
+        terms = Sum()
         for number in self.saved:
             leader = self.leaders[number]
             if len(self.plans.members[leader]) == 1 or number not in signs:
                 self.keeps[number] = self.plans.kept.get(leader, [])
             if self.is_clear(number):
-                self.holds[number] = self.plans.done_by(leader, self.now)
+                self.holds[number] = self.plans.done_by(leader, self.event_index)
             self.waits[leader] = self._rest(leader)
             terms += [(variable, signs[number][1]) for variable, _ in self.plans.signs.get(leader, [])]
         return terms
@@ -259,7 +277,8 @@ class _Moment:
 
     def _rest(self, leader: int) -> Sum:
         """The part of it that is computed later."""
-        again, done = self.plans.again.get(leader, []), self.plans.done_by(leader, self.now)
+        again = self.plans.again.get(leader, [])
+        done = self.plans.done_by(leader, self.event_index)
         return [] if again == done else [*again, *_negative(done)]
 
     def _there_or_waiting(self, number: int) -> tuple[Sum, Sum, Sum]:
@@ -268,45 +287,50 @@ class _Moment:
         if number not in self.keeps:
             self.keeps[number] = self.program.part_of(self.plans.kept.get(leader, []))
         if number not in self.holds and self.is_clear(number):
-            self.holds[number] = self.program.part_of(self.plans.done_by(leader, self.now))
+            self.holds[number] = self.program.part_of(self.plans.done_by(leader, self.event_index))
         if leader not in self.waits:
             self.waits[leader] = self.program.part_of(self._rest(leader))
         return self.keeps[number], self.holds.get(number, []), self.waits[leader]
 
     def _wait(self, leader: int) -> None:
         """Until it is computed, each of its inputs is kept, held or waiting, too."""
-        if own := self.waits.get(leader):
+        waiting = self.waits.get(leader)
+        if waiting:
             for number in dict.fromkeys(self.plans.simulation.inputs[leader]):
-                if self.is_clear(number) or not self.plans.done_by(self.leaders[number], self.now):
-                    self.program.at_most(own, *self._there_or_waiting(number))
+                if self.is_clear(number) or not self.plans.done_by(self.leaders[number], self.event_index):
+                    self.program.at_most(waiting, *self._there_or_waiting(number))
 
     def _share(self, number: int) -> None:
         """A view holds its input's memory once it is computed, and waits until then."""
-        value, own = self.values[number], self.holds.get(number, [])
-        if own and value.alias >= 0 and not value.overwrites and value.alias not in self.plans.unclear:
+        value = self.values[number]
+        holding = self.holds.get(number, [])
+        if holding and value.alias >= 0 and not value.overwrites and value.alias not in self.plans.unclear:
             waiting = self.waits.get(self.leaders[number], [])
-            self.program.at_most([*own, *waiting], *self._there_or_waiting(value.alias))
+            self.program.at_most([*holding, *waiting], *self._there_or_waiting(value.alias))
 
     def _kept(self) -> Sum:
         """Bytes of kept values. Several may lie in one memory."""
         together: dict[int, list[Sum]] = defaultdict(list)
         for number, kept in self.keeps.items():
             memory = self.values[number].memory
-            if kept and memory not in self.held and kept not in together[memory]:
+            if kept and memory not in self.held_memories and kept not in together[memory]:
                 together[memory].append(kept)
         terms = Sum()
-        for memory, several in together.items():
-            held = several[0] if len(several) == 1 else self.program.variable()
-            for kept in several if len(several) > 1 else ():
-                self.program.at_most(kept, held)
-            terms += [(variable, self.plans.step.memories[memory]) for variable, _ in held]
+        for memory, sums in together.items():
+            if len(sums) == 1:
+                (terms_of_memory,) = sums
+            else:
+                terms_of_memory = self.program.variable()
+                for kept in sums:
+                    self.program.at_most(kept, terms_of_memory)
+            terms += [(variable, self.plans.step.memories[memory]) for variable, _ in terms_of_memory]
         return terms
 
     def _computed(self) -> Sum:
         """Bytes of computed values. One that overwrites its input counts at most the input's bytes."""
         terms = Sum()
-        for number, held in self.holds.items():
+        for number, holding in self.holds.items():
             value = self.values[number]
             size = min(value.bytes, self.values[value.inputs[0]].bytes) if value.overwrites else value.bytes
-            terms += [(variable, size) for variable, _ in held if size]
+            terms += [(variable, size) for variable, _ in holding if size]
         return terms

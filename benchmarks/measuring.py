@@ -76,7 +76,9 @@ class Steps:
     """
 
     def __init__(self, device: str, by: str, **common: object):
-        self.device, self.by, self.common = device, by, common
+        self.device = device
+        self.by = by
+        self.common = common
         self.rows: dict[str, dict] = {}
         self.steps: dict[str, Step] = {}
 
@@ -92,15 +94,15 @@ class Steps:
     def timed(self, rounds: int, sample_ms: float = 0, graphs: Iterable[str] = ()) -> Rows:
         """The rows with their times; those of `graphs` also as CUDA graphs, whose memory cannot be told apart."""
         replays: dict[str, Step] = {}
-        for name, own in timed(self.steps, rounds, self.device, sample_ms).items():
-            self.rows[name]["times_ms"] = own
+        for name, times_ms in timed(self.steps, rounds, self.device, sample_ms).items():
+            self.rows[name]["times_ms"] = times_ms
         for name in filter(self.steps.__contains__, graphs):
             try:
                 replays[name] = captured(self.steps[name])
             except Exception as error:  # the others can still be captured
                 self.rows[name]["not captured"] = reason(error)
-        for name, own in timed(replays, rounds, self.device, sample_ms).items():
-            self.rows[name]["captured_ms"] = own
+        for name, times_ms in timed(replays, rounds, self.device, sample_ms).items():
+            self.rows[name]["captured_ms"] = times_ms
         return list(self.rows.values())
 
 

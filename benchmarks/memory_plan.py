@@ -32,7 +32,8 @@ from scripts.plan_memory import FITS
 from scripts.reports import papers
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
-ALL, BUDGET, DEVICES = "all", "12GiB", 4  # the papers' devices, four for Table 3
+ALL = "all"
+BUDGET, DEVICES = "12GiB", 4  # the papers' devices, four for Table 3
 
 
 @dataclass
@@ -42,24 +43,27 @@ class PlanArguments(frame.Arguments):
 
 def items(arguments: PlanArguments) -> dict[str, tuple]:
     """{name of an item: (part of the page, arguments of its measurement)}"""
-    own = [table for table in papers.TABLES if arguments.table in (ALL, table)]
-    trained = [name for table in own for name in papers.experiments_of(table)]
+    tables = [table for table in papers.TABLES if arguments.table in (ALL, table)]
+    trained = [name for table in tables for name in papers.experiments_of(table)]
     chosen: list[tuple] = [("experiments", name) for name in trained]
-    if "table3" in own:
+    if "table3" in tables:
         chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
     chosen += [("hours", name) for name in trained if papers.devices_of(name) >= DEVICES]
     return {"/".join(item): item for item in chosen}
 
 
-def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
+def measure(arguments: PlanArguments, part: str, *words: str) -> Rows:
     with times_of("meta"):  # the same on every machine
-        return [{"part": part, **row} for row in PARTS[part](*what)]
+        return [{"part": part, **row} for row in PARTS[part](*words)]
 
 
 def planned(experiment: str) -> Iterator[dict]:
     """Memory of a training step of an experiment, on each of its devices."""
-    tiled, devices = papers.configured_as(experiment), papers.devices_of(experiment)
-    config, share, size = in_full(tiled), planner.share_of(tiled, devices), tiled.data.crop_size
+    tiled = papers.configured_as(experiment)
+    config = in_full(tiled)
+    devices = papers.devices_of(experiment)
+    share = planner.share_of(tiled, devices)
+    size = tiled.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
     memory = {"peak": trace.peak, "kept": trace.kept, "place": trace.place}
@@ -95,10 +99,11 @@ def experiment_of(column: str, fit: str, norm: str) -> str:
 
 def work(experiment: str) -> Iterator[dict]:
     """Steps of a training, and floating-point operations of each on one device."""
-    config, devices = papers.configured_as(experiment), papers.devices_of(experiment)
-    share, size = planner.share_of(config, devices), config.data.crop_size
+    config = papers.configured_as(experiment)
+    devices = papers.devices_of(experiment)
+    share = planner.share_of(config, devices)
     with planner.FakeTensors():
-        learner, loss, minibatch, _ = planner.fake_step(config, share, size)
+        learner, loss, minibatch, _ = planner.fake_step(config, share, config.data.crop_size)
         operations = operations_of(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]).backward())
     steps = schedule_of(config, planner.training_images(config.data)).total_steps
     yield {"experiment": experiment, "devices": devices, "steps": steps, "share": share, "operations": operations}
@@ -107,7 +112,7 @@ def work(experiment: str) -> Iterator[dict]:
 PARTS: dict[str, Callable[..., Iterator[dict]]] = {"experiments": planned, "fits": fit_of, "hours": work}
 
 
-def about(arguments: dict) -> tuple[str, str]:
+def heading(arguments: dict) -> tuple[str, str]:
     title = "Every experiment" if arguments["table"] == ALL else papers.TABLES[arguments["table"]]
     return title, f"{DEVICES} devices of {BUDGET}"
 
@@ -115,16 +120,19 @@ def about(arguments: dict) -> tuple[str, str]:
 def sections(call: dict, _: str) -> Iterator[str]:
     """The page's last section discusses the numbers."""
     by_part = {part: frame.rows_of(call, part) for part in PARTS}
-    if fits := by_part["fits"]:
+    fits = by_part["fits"]
+    if fits:
         standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
         shown = ({**row, "standard": standard.get((row["column"], row["fit"]))} for row in fits)
         free = _gib(Memory(budget=BUDGET).available(DEVICES) or 0)
         left = f"{BUDGET}, less {deductions(DEVICES)}, leave {free} GiB for tensors."
         yield section("Table 3: what fits", columns(shown, FIT, left=3), left)
-    if experiments := by_part["experiments"]:
+    experiments = by_part["experiments"]
+    if experiments:
         ordered = sorted(experiments, key=lambda row: row["experiment"])
         yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
-    if rows := [*with_hours(by_part["hours"])]:
+    rows = [*with_hours(by_part["hours"])]
+    if rows:
         yield section(f"Hours of {len(rows)} trainings", columns(rows, HOURS))
 
 
@@ -175,9 +183,9 @@ FIT: Columns = [
     ("", lambda row: FITS[row["fit"]].replace("_", " ")),
     ("norm", "{norm}"),
     ("estimated", "{crops} x {crop_size}²"),
-    ("/ std", lambda row: _more(row, row["standard"])),
+    ("/ std", lambda row: _additional_pixels(row, row["standard"])),
     ("published", "{paper_crops} x {paper_crop_size}²"),
-    ("/ std", lambda row: _more(row, row["standard"], "paper_")),
+    ("/ std", lambda row: _additional_pixels(row, row["standard"], "paper_")),
     ("estimated / published", lambda row: f"{_pixels(row) / _pixels(row, 'paper_') - 1:+.0%}"),
 ]
 
@@ -186,12 +194,12 @@ def _pixels(row: dict, by: str = "") -> int:
     return row[f"{by}crops"] * row[f"{by}crop_size"] ** 2
 
 
-def _more(row: dict, standard: dict | None, by: str = "") -> str:
+def _additional_pixels(row: dict, standard: dict | None, by: str = "") -> str:
     """How many more pixels a minibatch has than with standard norms, if those were estimated too."""
     return f"{_pixels(row, by) / _pixels(standard, by) - 1:+.0%}" if standard else ""
 
 
-BENCHMARK = frame.Benchmark("memory_plan", PlanArguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark("memory_plan", PlanArguments, items, measure, heading, sections)
 _, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

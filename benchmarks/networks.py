@@ -67,15 +67,15 @@ def training_step(network: nn.Module, inputs: Tensor, precision: str, frees: boo
 
 def methods_of(name: str, network: nn.Module, device: str, compiler: str | None) -> dict[str, Method]:
     """The methods that apply to a network."""
-    found: dict[str, Method] = {PLAIN: lambda network: network, RECOMPUTED: recompute_activations}
+    methods: dict[str, Method] = {PLAIN: lambda network: network, RECOMPUTED: recompute_activations}
     if blocks_of(network):
-        found[BLOCKS] = by_blocks
+        methods[BLOCKS] = by_blocks
     if device == "cuda":
-        found[ON_CPU] = lambda network: partial(_saved_on_cpu, network)
+        methods[ON_CPU] = lambda network: partial(_saved_on_cpu, network)
     if compiler is not None and name in WITH_COMPILER:
         for method, budget in {COMPILED: 1.0, BUDGET: 0.5}.items():
-            found[method] = partial(compiled, compiler=compiler, budget=budget)
-    return found
+            methods[method] = partial(compiled, compiler=compiler, budget=budget)
+    return methods
 
 
 def by_blocks(network: nn.Module, use_reentrant: bool = False) -> nn.Module:
@@ -118,7 +118,7 @@ def deviation(gradients: Tensor, reference: Tensor) -> float:
     return ((gradients - reference).abs().max() / reference.abs().max()).item()
 
 
-def counted(
+def counts_of(
     network: WithLoss,
     method: str,
     inputs: Tensor,
@@ -131,7 +131,8 @@ def counted(
 
     `frees`: steps free gradients first, so peaks include those that have come.
     """
-    step, device = partial(training_step, network, inputs, precision, frees), inputs.device.type
+    step = partial(training_step, network, inputs, precision, frees)
+    device = inputs.device.type
     for _ in range(WARM_UP_STEPS):
         step()
     network.zero_grad(set_to_none=frees)  # not within what is measured
@@ -145,8 +146,8 @@ def counted(
 
 
 def items(arguments: NetworksArguments) -> dict[str, tuple]:
-    several = len(arguments.precisions) > 1
-    return {f"{name}/{each}" if several else name: (name, each) for each in arguments.precisions for name in NETWORKS}
+    pairs = [(name, precision) for precision in arguments.precisions for name in NETWORKS]
+    return {"/".join(pair) if len(arguments.precisions) > 1 else pair[0]: pair for pair in pairs}
 
 
 def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
@@ -155,12 +156,12 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
     {"network", "precision", "method", "peak_bytes", "times_ms", "kept_bytes": of known methods, "deviation": largest
     of a gradient from the baseline's, relative to the largest, "budget_bytes", "planned_bytes": of budgets}
     """
-    plain, inputs = zoo.made(name, arguments.device, arguments.images, arguments.image_size)
+    plain, inputs = zoo.build_with_inputs(name, arguments.device, arguments.images, arguments.image_size)
     steps = Steps(arguments.device, "method", network=name, precision=precision)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         reference = gradients_of(WithLoss(plain), inputs, precision)
         frees = arguments.gradients == "freed"
-        count = partial(counted, inputs=inputs, precision=precision, reference=reference, frees=frees)
+        count = partial(counts_of, inputs=inputs, precision=precision, reference=reference, frees=frees)
         for method, change in methods_of(name, plain, arguments.device, arguments.compiler).items():
             network = copy.deepcopy(plain)
             steps.add(method, partial(count, WithLoss(network, change(network)), method))
@@ -182,17 +183,19 @@ def within_budgets(
         parameter.grad = torch.zeros_like(parameter)
     with autocast(arguments.device, precision):
         first = plan(network, inputs, 1.0)
-        asked = {f"{share:.0%} of plain": int(share * first.plain) for share in arguments.shares}
-        asked |= {AS_BLOCKS: checkpoints} if checkpoints else {}
-        wanted = [*asked.values(), *(int(share * first.plain) for share in TRIED)]
-        planned = plan(network, inputs, [*filter(FEWEST.__lt__, (one - first.gradients for one in wanted)), 1.0])
+        limits = {f"{share:.0%} of plain": int(share * first.plain) for share in arguments.shares}
+        if checkpoints:
+            limits[AS_BLOCKS] = checkpoints
+        tried_limits = [*limits.values(), *(int(share * first.plain) for share in TRIED)]
+        budgets = filter(FEWEST.__lt__, (limit - first.gradients for limit in tried_limits))
+        planned = plan(network, inputs, [*budgets, 1.0])
     if checkpoints:
-        both = {method: steps.steps[method] for method in (PLAIN, BLOCKS)}
-        plain_ms, blocks_ms = map(statistics.median, timed(both, arguments.rounds, arguments.device).values())
+        pair = {method: steps.steps[method] for method in (PLAIN, BLOCKS)}
+        plain_ms, blocks_ms = map(statistics.median, timed(pair, arguments.rounds, arguments.device).values())
         fast = [row.peak for row in planned.rows if row.seconds <= max(0.0, blocks_ms / plain_ms - 1 - HOST)]
-        asked[IN_TIME_OF_BLOCKS] = min(fast, default=planned.plain)
+        limits[IN_TIME_OF_BLOCKS] = min(fast, default=planned.plain)
     least = planned.least + planned.gradients
-    for label, limit in {**asked, LEAST: least}.items():
+    for label, limit in {**limits, LEAST: least}.items():
         if limit < least and label != AS_BLOCKS:
             continue  # no plan reaches this share
         limit = max(limit, least)
@@ -204,11 +207,11 @@ def within_budgets(
         steps.add(label, partial(count, trained, label, budget_bytes=limit, planned_bytes=peak))
 
 
-def about(arguments: dict) -> tuple[str, str]:
+def heading(arguments: dict) -> tuple[str, str]:
     images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
     title = f"Memory and time of known networks, on {arguments['device'].upper()}"
     freed = "; gradients are freed before each step, and bytes include those that have come"
-    return title, f"{arguments['rounds']} rounds; {images}" + freed * (arguments.get("gradients") == "freed")
+    return title, f"{arguments['rounds']} rounds; {images}" + (freed if arguments.get("gradients") == "freed" else "")
 
 
 def sections(call: dict, picture: str) -> Iterator[str]:
@@ -250,7 +253,8 @@ def picture(call: dict) -> Figure | None:
 
     With both regimes: hollow without CUDA graphs, filled with them.
     """
-    rows, arguments = drawn_of(call), call["arguments"]
+    rows = drawn_of(call)
+    arguments = call["arguments"]
     if not rows:
         return None
     figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
@@ -280,7 +284,8 @@ def picture(call: dict) -> Figure | None:
                     axes.annotate(f"  {points[method][1]:.2f}", points[method], va="center", fontsize=8)
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
     title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {device.upper()}"
-    title += "\nfilled: with CUDA graphs, hollow: without" * (len(regimes) > 1)
+    if len(regimes) > 1:
+        title += "\nfilled: with CUDA graphs, hollow: without"
     axes.set(title=title, xlabel="peak memory, relative to the baseline", ylabel="time, relative to the baseline")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
     left, right = axes.get_xlim()
@@ -291,14 +296,14 @@ def picture(call: dict) -> Figure | None:
 
 def best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The points that none beats in both memory and time, by memory."""
-    found: list[tuple[float, float]] = []
+    front: list[tuple[float, float]] = []
     for point in sorted(points):
-        if not found or point[1] < found[-1][1]:
-            found.append(point)
-    return found
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front
 
 
-BENCHMARK = frame.Benchmark("networks", NetworksArguments, items, measure, about, sections, picture)
+BENCHMARK = frame.Benchmark("networks", NetworksArguments, items, measure, heading, sections, picture)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

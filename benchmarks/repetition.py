@@ -72,30 +72,32 @@ def measure(arguments: frame.Arguments, name: str) -> Rows:
     """
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
-    plain, inputs = make(), torch.randn(shape, requires_grad=True)
-    reference = after_step(copy.deepcopy(plain), inputs)
+    plain = make()
+    inputs = torch.randn(shape, requires_grad=True)
+    plain_gradients, plain_buffers = after_step(copy.deepcopy(plain), inputs)
     rows = []
     for method, (change, budget) in methods(name).items():
         gradients, buffers = after_step(copy.deepcopy(plain), inputs, change, budget)
-        wrong = deviation(gradients, reference[0])
-        row: dict = {"network": name, "method": method, "deviation": wrong if isfinite(wrong) else None}
-        if moved := [int(value) for key, value in buffers.items() if key.endswith("num_batches_tracked")]:
-            row["moved"] = max(moved)
-        same = all(torch.equal(value, reference[1][key]) for key, value in buffers.items())
-        rows.append({**row, "identical": same and torch.equal(gradients, reference[0])})
+        error = deviation(gradients, plain_gradients)
+        row: dict = {"network": name, "method": method, "deviation": error if isfinite(error) else None}
+        counts = [int(value) for key, value in buffers.items() if key.endswith("num_batches_tracked")]
+        if counts:
+            row["moved"] = max(counts)
+        are_equal = all(torch.equal(value, plain_buffers[key]) for key, value in buffers.items())
+        rows.append({**row, "identical": are_equal and torch.equal(gradients, plain_gradients)})
     return rows
 
 
 def methods(name: str) -> dict[str, tuple[Forward, float]]:
     """By name: what makes the forward pass of a network, and may change it; the compiler's budget."""
-    found: dict[str, tuple[Forward, float]] = {}
+    methods_by_name: dict[str, tuple[Forward, float]] = {}
     for share in SHARES:
-        found[f"{OURS}, budget={share}"] = partial(recompute_activations, budget=share), 1.0
+        methods_by_name[f"{OURS}, budget={share}"] = partial(recompute_activations, budget=share), 1.0
     for reentrant in (False, True):
-        found[f"checkpoint, use_reentrant={reentrant}"] = partial(by_blocks, use_reentrant=reentrant), 1.0
+        methods_by_name[f"checkpoint, use_reentrant={reentrant}"] = partial(by_blocks, use_reentrant=reentrant), 1.0
     for budget in (1.0, 0.5) if name in COMPILED else ():
-        found[f"torch.compile, activation_memory_budget={budget}"] = torch.compile, budget
-    return found
+        methods_by_name[f"torch.compile, activation_memory_budget={budget}"] = torch.compile, budget
+    return methods_by_name
 
 
 def after_step(
@@ -107,25 +109,28 @@ def after_step(
     torch.manual_seed(1)
     with compiling(budget):
         trained(inputs).backward()
-    found = [torch.zeros_like(one) if one.grad is None else one.grad for one in network.parameters()]
-    return torch.cat([one.flatten() for one in found]), dict(network.named_buffers())
+    gradients = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in network.parameters()
+    ]
+    return torch.cat([gradient.flatten() for gradient in gradients]), dict(network.named_buffers())
 
 
-def about(arguments: dict) -> tuple[str, str]:
+def heading(arguments: dict) -> tuple[str, str]:
     return "What a repeated forward pass changes", "The first step, in float32, with the random numbers of the baseline"
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
     """A row for each method; those of one function with several budgets are one row."""
-    networks, rows = call["items"], defaultdict[str, list[dict]](list)
+    networks = call["items"]
+    rows = defaultdict[str, list[dict]](list)
     for row in without_reasons(frame.rows_of(call)):
         rows[OURS if row["method"].startswith(OURS) else row["method"]].append(row)
     cells = []
-    for method, own in rows.items():
-        worst = [[row["deviation"] for row in own if row["network"] == name] for name in networks]
-        moved = max((row["moved"] for row in own if "moved" in row), default=0)
-        equal = f"{sum(row['identical'] for row in own)} of {len(own)}"
-        cells.append([f"`{method}`", *map(_text, worst), f"{moved}" * bool(moved), equal])
+    for method, method_rows in rows.items():
+        worst = [[row["deviation"] for row in method_rows if row["network"] == name] for name in networks]
+        moved = max((row["moved"] for row in method_rows if "moved" in row), default=0)
+        equal = f"{sum(row['identical'] for row in method_rows)} of {len(method_rows)}"
+        cells.append([f"`{method}`", *map(_text, worst), f"{moved}" if moved else "", equal])
     yield (
         "Largest error of a gradient, relative to the largest; how often running statistics move; steps bitwise "
         f"identical to the baseline's, with all buffers. `{OURS}` within {len(SHARES)} budgets, "
@@ -136,14 +141,14 @@ def sections(call: dict, _: str) -> Iterator[str]:
 
 def _text(deviations: list[float | None]) -> str:
     """The largest of a network; empty if there is none, and None is not a number."""
-    found = [one for one in deviations if one is not None]
-    if len(found) < len(deviations):
+    numbers = [number for number in deviations if number is not None]
+    if len(numbers) < len(deviations):
         return "NaN"
-    return f"{max(found):.0e}" if any(found) else "0" if found else ""
+    return f"{max(numbers):.0e}" if any(numbers) else "0" if numbers else ""
 
 
 BENCHMARK = frame.Benchmark(
-    "repetition", frame.Arguments, lambda _: {name: (name,) for name in NETWORKS}, measure, about, sections
+    "repetition", frame.Arguments, lambda _: {name: (name,) for name in NETWORKS}, measure, heading, sections
 )
 run, main = frame.command(BENCHMARK, __doc__)
 

@@ -48,8 +48,8 @@ def items(arguments: frame.Arguments) -> dict[str, tuple]:
     return {"/".join(map(str, item)): item for item in chosen}
 
 
-def measure(arguments: frame.Arguments, part: str, *what: Any) -> Rows:
-    return [{"part": part, **row} for row in PARTS[part](*what)]
+def measure(arguments: frame.Arguments, part: str, *values: Any) -> Rows:
+    return [{"part": part, **row} for row in PARTS[part](*values)]
 
 
 def _loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def activations(title: str) -> Iterator[dict]:
     build = getattr(bodies, f"{title.lower().replace('-', '')}_cifar")
     row: dict = {"network": title}
     with FakeTensorMode():
-        images, labels = torch.empty(100, 3, 32, 32), torch.empty(100, dtype=torch.long)
+        images = torch.empty(100, 3, 32, 32)
+        labels = torch.empty(100, dtype=torch.long)
         for norm, layer in NORMS.items():
             network = build(layer, classes=10)
             kept = kept_bytes(network, partial(_loss, network, images, labels), [images])
@@ -112,19 +113,21 @@ def chain(count: int) -> Iterator[dict]:
 PARTS: dict[str, Callable[..., Iterable[dict]]] = {"activations": activations, "depths": chain}
 
 
-def about(arguments: dict) -> tuple[str, str]:
+def heading(arguments: dict) -> tuple[str, str]:
     return "Memory and operations", "Bytes and operations are exact"
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
-    if kept := frame.rows_of(call, "activations"):
+    kept = frame.rows_of(call, "activations")
+    if kept:
         rows = [{**row, "MemCNN's README": PUBLISHED[row["network"]]} for row in kept]
         yield section("Activation memory of a step on 100 CIFAR images, in MB", compared([rows]))
-    if chains := [rows for name, rows in call["items"].items() if name.startswith("depths/")]:
+    chains = [rows for name, rows in call["items"].items() if name.startswith("depths/")]
+    if chains:
         yield section("RevNet's Table 1, measured", compared(chains, "method", "naive"))
 
 
-BENCHMARK = frame.Benchmark("reversible", frame.Arguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark("reversible", frame.Arguments, items, measure, heading, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def _cells(row: dict, base_row: dict, base: str) -> dict[tuple[str, str], str]:
             cells[f"{name}, ms", key] = f"{statistics.median(value):.4g}"
         elif key not in ("flops", "part"):
             cells[key, key] = _text(value)
-        if (ratio := relative(row, base_row, key)) is not None:
+        ratio = relative(row, base_row, key)
+        if ratio is not None:
             cells[f"/ {base}", key] = "1" if row is base_row else f"{ratio:.2f}"
     return cells
 
@@ -56,15 +57,16 @@ def medians(items: Items, by: str, base: str) -> str:
         first = next((row for row in rows if row[by] == base), {})
         for row in rows:
             for key in row if row is not first else ():
-                if (ratio := relative(row, first, key)) is not None:
+                ratio = relative(row, first, key)
+                if ratio is not None:
                     ratios.setdefault(row[by], {}).setdefault(key, []).append(ratio.median)
     keys = dict.fromkeys(itertools.chain(*ratios.values()))
     titles = [by, "items", *(f"{key.rpartition('_')[0]} / {base}" for key in keys)]
     return table(
         titles,
         (
-            [name, str(max(map(len, own.values()))), *(_range(own.get(key, [])) for key in keys)]
-            for name, own in ratios.items()
+            [name, str(max(map(len, ratios_by_key.values()))), *(_range(ratios_by_key.get(key, [])) for key in keys)]
+            for name, ratios_by_key in ratios.items()
         ),
     )
 
@@ -99,9 +101,9 @@ class Ratio(NamedTuple):
         return f"{self.median:{spec}}{quartiles}"
 
 
-def ratio_of(ours: Sequence[float], others: Sequence[float]) -> Ratio:
-    """The ratios of our times to the others', round by round."""
-    ratios = [own / other for own, other in zip(ours, others, strict=True)]
+def ratio_of(values: Sequence[float], base_values: Sequence[float]) -> Ratio:
+    """The ratios of times to the baseline's, round by round."""
+    ratios = [value / base_value for value, base_value in zip(values, base_values, strict=True)]
     lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Ratio(statistics.median(ratios), lower, upper)
 
@@ -113,7 +115,8 @@ def without_reasons(rows: Iterable[dict]) -> Rows:
 
 def relative(row: dict, base: dict, key: str) -> Ratio | None:
     """A row's value relative to the baseline's. None if one is missing, or the key holds no bytes, times or flops."""
-    ours, others = row.get(key), base.get(key)
-    if not key.endswith(("_bytes", "_ms", "flops")) or not ours or not others:
+    value = row.get(key)
+    base_value = base.get(key)
+    if not key.endswith(("_bytes", "_ms", "flops")) or not value or not base_value:
         return None
-    return ratio_of(ours, others) if isinstance(ours, list) else ratio_of([ours], [others])
+    return ratio_of(value, base_value) if isinstance(value, list) else ratio_of([value], [base_value])

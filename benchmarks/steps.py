@@ -90,8 +90,8 @@ class Training:
     """
 
     def __init__(self, common: tuple[str, ...], switch: str):
-        own = (word for word in switch.split() if "=" in word)  # DEFAULT and GIVEN_BACK are names
-        self.config = papers.configured_as(None, *common, *own)
+        words = (word for word in switch.split() if "=" in word)  # DEFAULT and GIVEN_BACK are names
+        self.config = papers.configured_as(None, *common, *words)
         assert isinstance(self.config, SegmentationRun)
         trainer = self.config.trainer
         assemble.arithmetic(trainer, fixed_sizes=True)  # as in a training
@@ -130,14 +130,16 @@ class Training:
     def facts(self) -> dict:
         """Seconds of the first step, memory, and the mean loss of all minibatches after the first step."""
         process_mib = round(peak_memory_mib(torch.device("cpu")), 1)
-        is_cuda, captured = self.world.device.type == "cuda", self.learner.captured is not None
-        reserved = {"reserved_bytes": torch.cuda.max_memory_reserved()} if is_cuda else {}
-        if not captured:
+        is_captured = self.learner.captured is not None
+        reserved = {}
+        if self.world.device.type == "cuda":
+            reserved["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        if not is_captured:
             self.learner.network.zero_grad()  # so that the step's own gradients are in its peak
         return {
             "first_step_s": self.first_step_s,
-            "saved_bytes": None if captured else self.saved_bytes(),
-            "peak_bytes": None if captured else peak_bytes(self.step, self.world.device),  # a graph has its own pool
+            "saved_bytes": None if is_captured else self.saved_bytes(),
+            "peak_bytes": None if is_captured else peak_bytes(self.step, self.world.device),  # a graph has its own pool
             **reserved,
             "process_mib": process_mib,
             "loss": round(statistics.mean(self.losses[1 : 1 + MINIBATCHES]), 5),
@@ -156,9 +158,9 @@ class Training:
 training_of = cache(Training)  # a process has one
 
 
-def call(common: tuple[str, ...], switch: str, method: str, *given: object) -> Any:
+def call(common: tuple[str, ...], switch: str, method: str, *arguments: object) -> Any:
     """Call a method of the training of this process."""
-    return getattr(training_of(common, switch), method)(*given)
+    return getattr(training_of(common, switch), method)(*arguments)
 
 
 @dataclass
@@ -178,21 +180,21 @@ class TrainingArguments(frame.TimedArguments):
         experiment = () if self.recipe is None else (f"experiment={self.recipe}",)
         # With CamVid's crops, as wide as its pictures.
         data = ("data=synthetic", f"data.base_size={2 * self.crop_size}", f"data.crop_size={self.crop_size}")
-        own = ("data.workers=0", f"data.crops_per_minibatch={self.crops}", f"trainer.device={self.device}")
-        return (*experiment, *data, *own, "trainer.precision=float32", EAGER, *self.overrides)
+        training = ("data.workers=0", f"data.crops_per_minibatch={self.crops}", f"trainer.device={self.device}")
+        return (*experiment, *data, *training, "trainer.precision=float32", EAGER, *self.overrides)
 
 
 def items(arguments: TrainingArguments) -> dict[str, tuple]:
     """Each start of all switches. On CUDA by norm, for its memory, and compiled ones apart."""
-    found: dict[str, tuple] = {}
+    starts: dict[str, tuple] = {}
     switches = dict.fromkeys(switch for part in arguments.parts for switch in GROUPS[part])
     for start in range(1, 1 + arguments.starts):
         for switch in switches:
             share = "standard" if STANDARD in switch else "in-place"
             share = "compiled" if COMPILE in switch else share
             item = f"start{start}/{share}" if arguments.device == "cuda" else f"start{start}"
-            found[item] = (start, (*found.get(item, (start, ()))[1], switch))
-    return found
+            starts[item] = (start, (*starts.get(item, (start, ()))[1], switch))
+    return starts
 
 
 def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...]) -> Rows:
@@ -206,10 +208,10 @@ def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...])
     with ExitStack() as stack:
         running = {name: stack.enter_context(process(arguments.threads)) for name in switches}
 
-        def ask(name: str, method: str, *given: object) -> Any:
+        def ask(name: str, method: str, *arguments: object) -> Any:
             if name not in failed:
                 try:
-                    return running[name].submit(call, common, name, method, *given).result()
+                    return running[name].submit(call, common, name, method, *arguments).result()
                 except Exception as error:  # e.g. of a compiler: the others can still be measured
                     if name == DEFAULT:
                         raise
@@ -223,12 +225,12 @@ def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...])
 
     rows: Rows = []
     for name in switches:
-        found = {"reason": failed[name]} if name in failed else {**facts[name], "times_ms": times_ms[name]}
-        rows.append({"switch": name, "start": start, **found})
+        outcome = {"reason": failed[name]} if name in failed else {**facts[name], "times_ms": times_ms[name]}
+        rows.append({"switch": name, "start": start, **outcome})
     return rows
 
 
-def about(arguments: dict) -> tuple[str, str]:
+def heading(arguments: dict) -> tuple[str, str]:
     crops = f"minibatches of {arguments['crops']} crops of {arguments['crop_size']} pixels in float32"
     starts, rounds = (
         f"{arguments[noun]} {noun}"[: None if arguments[noun] != 1 else -1] for noun in ("starts", "rounds")
@@ -242,39 +244,41 @@ Starts = list[dict]  # the rows of a switch, one per start
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
-    found = defaultdict[str, Starts](list)
+    rows_by_switch = defaultdict[str, Starts](list)
     for row in without_reasons(frame.rows_of(call)):
-        found[row["switch"]].append(row)
-    if found:
-        rows = [{"name": name, "own": own, "default": found.get(DEFAULT)} for name, own in found.items()]
+        rows_by_switch[row["switch"]].append(row)
+    if rows_by_switch:
+        default = rows_by_switch.get(DEFAULT)
+        rows = [{"name": name, "own": starts, "default": default} for name, starts in rows_by_switch.items()]
         yield section("Switches", columns(rows, SWITCHES))
 
 
 def spread(row: dict) -> str:
     """Median ratio to the default's time; if there are several starts, each one's ratio in brackets."""
-    own, default = row["own"], row["default"]
-    if default is None or own is default:
-        return "" if default is None else "1"
+    starts_of_switch = row["own"]
+    default_starts = row["default"]
+    if default_starts is None or starts_of_switch is default_starts:
+        return "" if default_starts is None else "1"
     starts = []  # each with the pairs of its rounds: slow steps may have skipped the last
-    for ours, others in zip(own, default, strict=True):
-        starts.append([*zip(ours["times_ms"], others["times_ms"], strict=False)])
-    total, *each = (f"{ratio_of(*zip(*pairs, strict=True)).median:.2f}" for pairs in (sum(starts, []), *starts))
-    return total + (f" ({', '.join(each)})" if len(each) > 1 else "")
+    for start, default_start in zip(starts_of_switch, default_starts, strict=True):
+        starts.append([*zip(start["times_ms"], default_start["times_ms"], strict=False)])
+    total, *ratios = (f"{ratio_of(*zip(*pairs, strict=True)).median:.2f}" for pairs in (sum(starts, []), *starts))
+    return total + (f" ({', '.join(ratios)})" if len(ratios) > 1 else "")
 
 
 SWITCHES: Columns = [
     ("switch", lambda row: f"`{row['name']}`" if "=" in row["name"] else row["name"]),
-    ("step, ms", lambda row: f"{statistics.median(sum((own['times_ms'] for own in row['own']), [])):.0f}"),
+    ("step, ms", lambda row: f"{statistics.median(sum((start['times_ms'] for start in row['own']), [])):.0f}"),
     ("time / default", spread),
     ("saved, MiB", lambda row: mib(row["own"][0]["saved_bytes"])),
     ("peak, MiB", lambda row: mib(row["own"][0]["peak_bytes"])),
     ("process, MiB", lambda row: f"{row['own'][0]['process_mib']:.0f}"),
-    ("first step, s", lambda row: " and ".join(f"{own['first_step_s']:.0f}" for own in row["own"])),
+    ("first step, s", lambda row: " and ".join(f"{start['first_step_s']:.0f}" for start in row["own"])),
     ("loss", lambda row: f"{row['own'][0]['loss']:.4f}"),
 ]
 
 
-BENCHMARK = frame.Benchmark("steps", TrainingArguments, items, measure, about, sections)
+BENCHMARK = frame.Benchmark("steps", TrainingArguments, items, measure, heading, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

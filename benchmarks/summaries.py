@@ -47,19 +47,19 @@ def record(name: str) -> Any:
 
 def rows(name: str, call: str, **keys: Any) -> Iterator[dict[str, Any]]:
     """The rows with these values in a benchmark's call."""
-    (items,) = (each["items"] for each in record(name)["calls"] if each["name"] == call)
-    return (row for own in items.values() for row in own if row.items() >= keys.items())
+    (items,) = (record_call["items"] for record_call in record(name)["calls"] if record_call["name"] == call)
+    return (row for item_rows in items.values() for row in item_rows if row.items() >= keys.items())
 
 
 def runs(folder: str, *path: str) -> list[Any]:
     """A value in the results of a run and of its repetitions with other seeds."""
-    found = []
-    for each in sorted(filter(Path.is_dir, [RESULTS / folder, *RESULTS.glob(f"{folder}_seed*")])):
-        value = record((each / "results").relative_to(RESULTS).as_posix())
+    values = []
+    for path_of_run in sorted(filter(Path.is_dir, [RESULTS / folder, *RESULTS.glob(f"{folder}_seed*")])):
+        value = record((path_of_run / "results").relative_to(RESULTS).as_posix())
         for key in path:
             value = value[key]
-        found.append(value)
-    return found
+        values.append(value)
+    return values
 
 
 def miou(folder: str, digits: int = 2) -> str:
@@ -69,10 +69,11 @@ def miou(folder: str, digits: int = 2) -> str:
 
 def step_on_h200(network: str, method: str) -> tuple[dict[str, Any], float, float]:
     """A step in bfloat16 on an H200; its time without and with CUDA graphs, relative to the baseline's."""
-    found = {row["method"]: row for row in rows("networks", "h200", network=network, precision="bfloat16")}
-    ours, base = found[method], found["plain"]
-    eager, graphs = (ratio_of(ours[key], base[key]).median for key in ("times_ms", "captured_ms"))
-    return ours, eager, graphs
+    rows_by_method = {row["method"]: row for row in rows("networks", "h200", network=network, precision="bfloat16")}
+    row = rows_by_method[method]
+    base_row = rows_by_method["plain"]
+    eager, graphs = (ratio_of(row[key], base_row[key]).median for key in ("times_ms", "captured_ms"))
+    return row, eager, graphs
 
 
 OF_LIBRARIES = {
@@ -99,21 +100,21 @@ def keepless_gpu() -> str:
 def keepless_cpu() -> str:
     """The same as medians over networks, on a CPU."""
 
-    def ratios(call: str, method: str, key: str = "times_ms", **which: str) -> list[float]:
+    def ratios(call: str, method: str, key: str = "times_ms", **filters: str) -> list[float]:
         base = {row["network"]: row for row in rows("networks", call, method="plain")}
-        found = (relative(row, base[row["network"]], key) for row in rows("networks", call, method=method, **which))
-        return [ratio.median for ratio in found if ratio is not None]
+        ratios = (relative(row, base[row["network"]], key) for row in rows("networks", call, method=method, **filters))
+        return [ratio.median for ratio in ratios if ratio is not None]
 
     lines = []
     kinds: list[tuple[str, str, dict[str, str]]]
     kinds = [("convolutional network", "cpu", {}), ("vision transformer", "transformers", {})]
     for name, kind in OF_LIBRARIES.items():
         kinds.append((kind, "diffusion" if name.startswith("diffusers") else "libraries", {"network": name}))
-    for kind, call, which in kinds:
-        both = [ratios(call, method, **which) for method in (CHECKPOINTED, PLANNED)]
-        peaks = f"{median(ratios(call, PLANNED, 'peak_bytes', **which)):.2f}"
-        title = kind if which else f"{kind}, median of {len(both[0])}"
-        lines.append([title, peaks, *(f"{median(times):.2f}" for times in both)])
+    for kind, call, filters in kinds:
+        times_by_method = [ratios(call, method, **filters) for method in (CHECKPOINTED, PLANNED)]
+        peaks = f"{median(ratios(call, PLANNED, 'peak_bytes', **filters)):.2f}"
+        title = kind if filters else f"{kind}, median of {len(times_by_method[0])}"
+        lines.append([title, peaks, *(f"{median(times):.2f}" for times in times_by_method)])
     return table(METHODS, lines)
 
 
@@ -122,14 +123,17 @@ def more_pixels(by: str = "") -> str:
     pixels = {}
     for row in rows("memory_plan", "all", part="fits"):
         pixels[row["column"], row["fit"], row["norm"]] = row[f"{by}crops"] * row[f"{by}crop_size"] ** 2
-    more = [100 * count / pixels[(*which, "std")] - 100 for (*which, norm), count in pixels.items() if norm != "std"]
-    return f"+{min(more):.0f} to +{max(more):.0f} %"
+    percentages = [
+        100 * count / pixels[column, fit, "std"] - 100 for (column, fit, norm), count in pixels.items() if norm != "std"
+    ]
+    return f"+{min(percentages):.0f} to +{max(percentages):.0f} %"
 
 
 def readme_costs() -> str:
     """What the papers claim of memory and time, and what was measured or estimated."""
     times = {row["switch"]: median(row["times_ms"]) for row in rows("steps", "h100") if "times_ms" in row}
-    inplace, graphs = "trainer.precision=bfloat16", " trainer.capture=true"
+    inplace = "trainer.precision=bfloat16"
+    graphs = " trainer.capture=true"
     eager, captured = (100 * times[inplace + end] / times[f"norm=std {inplace}{end}"] - 100 for end in ("", graphs))
     saved = {row["network"]: row["std"] for row in rows("reversible", "cpu", part="activations")}
     less = [saved[f"ResNet-{resnet}"] / saved[f"RevNet-{revnet}"] for resnet, revnet in REVNET_DEPTHS.items()]
@@ -141,20 +145,20 @@ def readme_costs() -> str:
         ["time of an update of RevNet-38", "cifar.md#from-stored-and-from-restored-activations"],
     ]
     published = (more_pixels("paper_"), "+0.8 to +2 %", "10 times smaller", "1.5 to 2 times as long")
-    here = (
+    measured = (
         f"{more_pixels()}, estimated",
         f"{eager:+.0f} %, with CUDA graphs {captured:+.0f} %",
         f"{min(less):.0f} to {max(less):.0f} times smaller",
         f"{stored / restored:.1f} times as long",
     )
-    return beside_papers("memory and time", lines, published, here)
+    return beside_papers("memory and time", lines, published, measured)
 
 
 def readme_scores() -> str:
     """Comparisons of the papers that were run smaller."""
 
     def top1(*folders: str) -> str:
-        return " → ".join(mean_of([100 * score for score in runs(f"cifar/{each}", "top1")], 1) for each in folders)
+        return " → ".join(mean_of([100 * score for score in runs(f"cifar/{folder}", "top1")], 1) for folder in folders)
 
     lines = [
         ["RevNet-38 instead of ResNet-32", "cifar.md#revnets-table-3-to-the-end"],
@@ -163,20 +167,20 @@ def readme_scores() -> str:
         ["larger crops in the same memory", "camvid.md#table-3s-protocol-from-a-pretrained-backbone"],
     ]
     published = ("92.9 → 92.8, CIFAR-10", "+1.0, ImageNet", "+1.2, ImageNet", "+2.6, Cityscapes")
-    here = (
+    measured = (
         f"{top1('table3/resnet32', 'table3/revnet38')}, JPEG copies",
         f"{top1('images/std_64', 'images/inplace_95')}, an epoch of CIFAR-10",
         f"{top1('deeper/std_64', 'deeper/inplace_deeper')}, an epoch of CIFAR-10",
         "CamVid, more at equal steps and less at equal time",
     )
-    return beside_papers("score in %", lines, published, here)
+    return beside_papers("score in %", lines, published, measured)
 
 
-def beside_papers(title: str, lines: list[list[str]], published: Sequence[str], here: Sequence[str]) -> str:
+def beside_papers(title: str, lines: list[list[str]], published: Sequence[str], measured: Sequence[str]) -> str:
     """A table of README: what is compared, with a link to its results, as published, and as here."""
     names = [f"[{name}](docs/results/{page})" for name, page in lines]
     return table(
-        [title, "published", "here"], [list(cells) for cells in zip(names, published, here, strict=True)], left=3
+        [title, "published", "here"], [list(cells) for cells in zip(names, published, measured, strict=True)], left=3
     )
 
 
@@ -211,11 +215,11 @@ def picture() -> Figure:
         "trainer.precision=bfloat16": ("in-place ABN", charts.ORANGE),
     }
     steps = {row["switch"]: row for row in rows("steps", "h100")}
-    own = shown.setdefault("ResNeXt-101 + DeepLabV3, 4 crops of 512², H100", [])
+    bars_of_panel = shown.setdefault("ResNeXt-101 + DeepLabV3, 4 crops of 512², H100", [])
     for switch, (name, colour) in of_switches.items():
         eager, graphs = (median(steps[switch + end]["times_ms"]) for end in ("", " trainer.capture=true"))
         times = f"{eager:.0f} ms ({graphs:.0f} with CUDA graphs)"
-        own.append((name, steps[switch]["peak_bytes"], times, colour))
+        bars_of_panel.append((name, steps[switch]["peak_bytes"], times, colour))
     of_methods = {
         "plain": ("baseline", charts.BLACK),
         CHECKPOINTED: ("activation checkpointing", charts.VERMILION),
@@ -223,12 +227,12 @@ def picture() -> Figure:
         PLANNED: ("keepless, budget of {budget:.1f} GiB", charts.BLUE),
         "the least": ("keepless, lowest budget", charts.BLUE),
     }
-    own = shown.setdefault("ResNet-50, unchanged, 128 images of 224², H200", [])
+    bars_of_panel = shown.setdefault("ResNet-50, unchanged, 128 images of 224², H200", [])
     for method, (name, colour) in of_methods.items():
         row, eager, graphs = step_on_h200("resnet50", method)
         times = "1.00" if method == "plain" else f"{eager:.2f} ({graphs:.2f} with CUDA graphs)"
         name = name.format(budget=row.get("budget_bytes", 0) / GIB)
-        own.append((name, row["peak_bytes"], f"time {times}", colour))
+        bars_of_panel.append((name, row["peak_bytes"], f"time {times}", colour))
     figure, panels = charts.panels(1, len(shown), (13, 2.8))
     for axes, (title, bars) in zip(panels, shown.items(), strict=True):
         names, peaks, texts, colours = zip(*bars, strict=True)
@@ -242,6 +246,5 @@ def picture() -> Figure:
     return figure
 
 
-SUMMARIES = {
-    own.__name__: own for own in (readme_costs, readme_scores, keepless_gpu, keepless_cpu, protocol, ablations)
-}
+FUNCTIONS = (readme_costs, readme_scores, keepless_gpu, keepless_cpu, protocol, ablations)
+SUMMARIES = {function.__name__: function for function in FUNCTIONS}

@@ -48,14 +48,15 @@ class Row(NamedTuple):
     experiment: str
     runs: dict[str, list[Run]]  # with its configuration, one per seed, by the keys in `papers.SPEED` that they changed
     repeats: dict[Path, Run]  # other folders with a seed of these: the run that counts
-    others: list[tuple[Run, list[str]]]  # started from this experiment, with changed keys
+    variants: list[tuple[Run, list[str]]]  # started from this experiment, with changed keys
     planned: int | None  # bytes on each device
 
 
 def write(arguments: Tables) -> Path:
     """Write the page; return its path. ValueError: folders have no runs, or runs that do not go together."""
     out = Path(arguments.out)
-    page, titles = out / "tables.md", papers.titles() | {LEFT_OUT: "In no table"}
+    page = out / "tables.md"
+    titles = papers.titles() | {LEFT_OUT: "In no table"}
     parts = (section(titles[name], text, level=2) for name, text in tables_of(as_list(arguments.runs), out).items())
     write_file(page, "\n\n".join(parts) + "\n")
     print(page)
@@ -70,20 +71,23 @@ def of_results() -> dict[str, str]:
 
 def tables_of(folders: list[str], out: Path) -> dict[str, str]:
     """{table: its lines}, and the run directories that are in none. Links are relative to the folder `out`."""
-    found, left_out = find_runs(folders)
+    found_runs, left_out = find_runs(folders)
     finished: dict[str, Run] = {}  # by its records, as a page may hold a copy of another page's run
-    for run in found:
+    for run in found_runs:
         finished.setdefault(run.metrics, run)
     runs = list(finished.values())
     planned = json.loads((frame.RESULTS / "memory_plan.json").read_text())["calls"]
     peaks = {row["experiment"]: row["peak"] for call in planned for row in frame.rows_of(call, "experiments")}
     tables = rows_by_table(runs, peaks)
-    of_rows = [row for rows in tables.values() for row in rows]
-    shown = {run.folder for row in of_rows for run in itertools.chain(*row.runs.values())}
-    shown |= {run.folder for row in of_rows for run, _ in row.others}
-    repeats = {path: f"it repeats {_relative(run.folder, out)}" for row in of_rows for path, run in row.repeats.items()}
-    missing = (run.folder for run in runs if run.folder not in shown)
-    left_out |= {folder: repeats.get(folder, "it is of no experiment") for folder in missing}
+    all_rows = [row for rows in tables.values() for row in rows]
+    shown = {run.folder for row in all_rows for run in itertools.chain(*row.runs.values())}
+    shown |= {run.folder for row in all_rows for run, _ in row.variants}
+    repeats = {path: run for row in all_rows for path, run in row.repeats.items()}
+    for run in runs:
+        if run.folder in repeats and run.folder not in shown:
+            left_out[run.folder] = f"it repeats {_relative(repeats[run.folder].folder, out)}"
+        elif run.folder not in shown:
+            left_out[run.folder] = "it is of no experiment"
     blocks = {name: as_markdown(name, rows, out) for name, rows in tables.items()}
     left = (f"- {escaped(_relative(path, out))}: {escaped(reason)}" for path, reason in left_out.items())
     return blocks | {LEFT_OUT: "\n".join(left)}
@@ -112,36 +116,39 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
         for run in counted[1:]:
             if run.classes != counted[0].classes:
                 raise ValueError(f"runs: {counted[0].folder} and {run.folder} are both {name}, but of other classes")
-        others = [run for run in runs if run.experiment == name and run.folder not in in_rows]
-        changed = [(run, changes[name, run.folder]) for run in others]
+        variants = [run for run in runs if run.experiment == name and run.folder not in in_rows]
+        changed = [(run, changes[name, run.folder]) for run in variants]
         siblings = Counter(run.folder.parent for run in counted)
         by_speed: dict[str, list[Run]] = {}
         repeats: dict[Path, Run] = {}
         for run in sorted(counted, key=lambda run: (run.experiment != name, -siblings[run.folder.parent])):
             differing = papers.differing(run.typed, name).items()  # keys of SPEED
             speed = (f"{key}={value}" for key, value in differing if key in run.keys)
-            own = by_speed.setdefault(" ".join(speed), [])
-            if again := [other for other in own if other.typed.seed == run.typed.seed]:
-                repeats[run.folder] = again[0]
+            rivals = by_speed.setdefault(" ".join(speed), [])
+            same_seed = [rival for rival in rivals if rival.typed.seed == run.typed.seed]
+            if same_seed:
+                repeats[run.folder] = same_seed[0]
             else:
-                own.append(run)
+                rivals.append(run)
         return Row(name, by_speed, repeats, changed, planned.get(name))
 
-    return {table: [row(name) for name in own] for table, own in names.items()}
+    return {table: [row(name) for name in experiments] for table, experiments in names.items()}
 
 
 def as_markdown(name: str, rows: list[Row], out: Path) -> str:
     """A table of the rows that have runs, the other rows in a line, and runs that changed keys."""
     titles = ["experiment", "score", "published", "ours", "difference", "estimated, GiB", "measured, GiB", "run"]
-    has_run = [row for row in rows if row.runs]
-    parts = [table(titles, (cells for row in has_run for cells in _cells(row, out)), left=2)] * bool(has_run)
-    if missing := [_missing(row) for row in rows if not row.runs]:
+    cells = [line for row in rows if row.runs for line in _cells(row, out)]
+    parts = [table(titles, cells, left=2)] if cells else []
+    missing = [_missing(row) for row in rows if not row.runs]
+    if missing:
         command = f"python -m scripts.run_table table={name} dry_run=true"
         parts.append(f"Not run, with their published scores: {', '.join(missing)}. Their commands: `{command}`.")
-    if others := [other for row in rows for other in row.others]:
+    variants = [variant for row in rows for variant in row.variants]
+    if variants:
         parts.append("Runs that changed keys of their experiment, and so are not rows of it:")
         lines = []
-        for run, changed in others:
+        for run, changed in variants:
             score = f"{TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
             lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
         parts.append("\n".join(lines))
@@ -150,30 +157,33 @@ def as_markdown(name: str, rows: list[Row], out: Path) -> str:
 
 def _missing(row: Row) -> str:
     """An experiment without runs, with the scores published for its own evaluation."""
-    own = [entry for entry in papers.published(row.experiment) if not entry.evaluation]
-    first = " / ".join(f"{entry.percent:.2f}" for entry in own if entry.source == own[0].source)
-    return f"`{row.experiment.rpartition('/')[2]}`" + (f" {first}" if own else "")
+    scores = [score for score in papers.published(row.experiment) if not score.evaluation]
+    first = " / ".join(f"{score.percent:.2f}" for score in scores if score.source == scores[0].source)
+    return f"`{row.experiment.rpartition('/')[2]}`" + (f" {first}" if scores else "")
 
 
 def _cells(row: Row, out: Path) -> Iterator[list[str]]:
     """A line for every published evaluation of the experiment; one for its own score if nothing is published."""
     published = papers.published(row.experiment)
-    evaluations = dict.fromkeys((entry.evaluation, entry.source) for entry in published) or {("", ""): None}
+    evaluations = dict.fromkeys((score.evaluation, score.source) for score in published) or {("", ""): None}
     for number, (evaluation, source) in enumerate(evaluations):
-        entries = [entry for entry in published if (entry.evaluation, entry.source) == (evaluation, source)]
-        found = [entry.score for entry in entries] or [papers.SCHEMAS[papers.all_experiments()[row.experiment]].score]
-        about = ", ".join(filter(None, (" / ".join(TITLES.get(name, name) for name in found), evaluation, source)))
-        ours, differences = [], []
+        scores = [score for score in published if (score.evaluation, score.source) == (evaluation, source)]
+        names = [score.score for score in scores] or [papers.SCHEMAS[papers.all_experiments()[row.experiment]].score]
+        titles = " / ".join(TITLES.get(name, name) for name in names)
+        description = ", ".join(filter(None, (titles, evaluation, source)))
+        ours = []
+        differences = []
         for speed, runs in row.runs.items():
-            values = [_values(runs, evaluation, score) for score in found]
+            values = [_values(runs, evaluation, name) for name in names]
             if all(values):
                 ours.append(" / ".join(map(mean_of, values)) + (f", with `{speed}`" if speed else ""))
-                gaps = [statistics.mean(own) - entry.percent for own, entry in zip(values, entries, strict=False)]
+                pairs = zip(values, scores, strict=False)
+                gaps = (statistics.mean(percentages) - score.percent for percentages, score in pairs)
                 differences.append(" / ".join(f"{gap:+.2f}" for gap in gaps))
         yield [
             row.experiment if not number else "",
-            about,
-            " / ".join(f"{entry.percent:.2f}" for entry in entries) or "–",
+            description,
+            " / ".join(f"{score.percent:.2f}" for score in scores) or "–",
             "; ".join(ours) or "not evaluated",
             "; ".join(filter(None, differences)) or "–",
             "–" if row.planned is None or number else f"{row.planned / GIB:.2f}",

@@ -54,25 +54,26 @@ BLOCK_NAMES = frozenset(
 
 def build(name: str, size: int) -> nn.Module:
     """A network of `NETWORKS` for square images of `size` pixels. ModuleNotFoundError: its package is not installed."""
-    package, _, own = name.rpartition("/")
+    package, _, plain_name = name.rpartition("/")
     options = OPTIONS.get(name, {}) | SIZED.get(name, lambda size: {})(size)
     module: Any = importlib.import_module(PACKAGES[package])
     if package == "timm":
-        return module.create_model(own, pretrained=False, **options)
+        return module.create_model(plain_name, pretrained=False, **options)
     if package == "smp":
-        architecture, _, encoder = own.partition("-")
+        architecture, _, encoder = plain_name.partition("-")
         return getattr(module, architecture)(encoder, encoder_weights=None, classes=19, **options)
     if package == "transformers":
-        config = getattr(module, f"{own}Config")(**LANGUAGE, **options)
-        return getattr(module, f"{own}ForCausalLM")(config)
+        config = getattr(module, f"{plain_name}Config")(**LANGUAGE, **options)
+        return getattr(module, f"{plain_name}ForCausalLM")(config)
     if package == "peft":  # LoRA on a frozen base
-        return module.get_peft_model(build(f"transformers/{own}", size), module.LoraConfig(task_type="CAUSAL_LM"))
+        base = build(f"transformers/{plain_name}", size)
+        return module.get_peft_model(base, module.LoraConfig(task_type="CAUSAL_LM"))
     if package == "diffusers":
-        return Denoiser(getattr(module, own)(size, block_out_channels=(32, 64, 64, 128)))
-    return torchvision.models.get_model(own, weights=None, **options)
+        return Denoiser(getattr(module, plain_name)(size, block_out_channels=(32, 64, 64, 128)))
+    return torchvision.models.get_model(plain_name, weights=None, **options)
 
 
-def made(name: str, device: str, images: int, size: int) -> tuple[nn.Module, Tensor]:
+def build_with_inputs(name: str, device: str, images: int, size: int) -> tuple[nn.Module, Tensor]:
     """A network with random weights on the device, and images (N, 3, size, size), or texts of words (N, size).
 
     Weights that start at zero would make all gradients before them zero, so they are random too.
@@ -111,7 +112,8 @@ class WithLoss(nn.Module):
 
     def __init__(self, network: nn.Module, forward: Forward | None = None):
         super().__init__()
-        self.network, self.run = network, network if forward is None else forward
+        self.network = network
+        self.run = network if forward is None else forward
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The sum of the outputs' mean squares: a loss for any network."""

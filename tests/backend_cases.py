@@ -52,19 +52,19 @@ def double(kept: BackwardInputs) -> BackwardInputs:
     return BackwardInputs(*(value.double() if isinstance(value, Tensor) else value for value in kept))
 
 
-def keep(case: Case, what: str, eps: float = 1e-5) -> BackwardInputs:
+def keep(case: Case, tensor_name: str, eps: float = 1e-5) -> BackwardInputs:
     """Return the tensors that a forward pass keeps; all are rounded to the dtypes they are kept in."""
     x, _, gamma, beta, activation = case
     z, mean, invstd = EAGER.forward(x.double(), Affine(gamma.double(), beta.double(), activation), eps, UNTRACKED)
     mean, invstd = mean.to(gamma.dtype), invstd.to(gamma.dtype)
-    zero, one = torch.zeros_like(gamma), torch.ones_like(gamma)
-    if what == "z":
+    zero, unit_scale = torch.zeros_like(gamma), torch.ones_like(gamma)
+    if tensor_name == "z":
         return BackwardInputs(z.to(x.dtype), True, beta, 1 / gamma, gamma, beta, invstd, activation)
-    if what == "x":
+    if tensor_name == "x":
         return BackwardInputs(x, False, mean, invstd, gamma, beta, invstd, activation)
-    nothing = Affine(one.double(), zero.double(), Activation("identity"))
+    nothing = Affine(unit_scale.double(), zero.double(), Activation("identity"))
     x_hat = EAGER.normalise(x.double(), mean.double(), invstd.double(), nothing)
-    return BackwardInputs(x_hat.to(x.dtype), False, zero, one, gamma, beta, invstd, activation)
+    return BackwardInputs(x_hat.to(x.dtype), False, zero, unit_scale, gamma, beta, invstd, activation)
 
 
 def assert_close(result: Tensor, wanted: Tensor, tolerance: float, scale: Tensor | float) -> None:
@@ -91,13 +91,13 @@ def assert_forward(backend: Backend, case: Case) -> None:
 def assert_backward(backend: Backend, case: Case, kept: BackwardInputs, dz: Tensor | None = None) -> tuple[Tensor, ...]:
     """Errors are relative to the terms that a result sums up. Returns the gradients of x, gamma and beta."""
     dz = case.dz if dz is None else dz
-    others = [d for d in range(dz.dim()) if d != 1]
+    dimensions = [d for d in range(dz.dim()) if d != 1]
     size, unit = dz.double().abs(), _unit(kept.gamma)
     wanted_dx, wanted_dgamma, wanted_dbeta = EAGER.backward(double(kept), dz.double())
     dx, dgamma, dbeta = backend.backward(kept, dz)
     assert (dx.dtype, dx.shape, dx.stride()) == (kept.values.dtype, kept.values.shape, kept.values.stride())
-    assert_close(dbeta, wanted_dbeta, 2e-6 * unit, size.sum(others))
-    assert_close(dgamma, wanted_dgamma, 1e-5 * unit, size.sum(others) * 4)
+    assert_close(dbeta, wanted_dbeta, 2e-6 * unit, size.sum(dimensions))
+    assert_close(dgamma, wanted_dgamma, 1e-5 * unit, size.sum(dimensions) * 4)
     scale = (kept.gamma * kept.invstd).double().abs().max() * (size.max() + 1) * 2
     assert_close(dx, wanted_dx, TOLERANCES[dx.dtype], scale)
     return dx, dgamma, dbeta

@@ -13,11 +13,11 @@ from engine.schema.keys import CHOICES, choice, declared_in
 @contextmanager
 def forgotten() -> Iterator[None]:
     """Context after which choices that were registered in it are unknown again."""
-    before, repo = {group: {*known} for group, known in CHOICES.items()}, ConfigStore.instance().repo
+    before, repo = {group: {*choices} for group, choices in CHOICES.items()}, ConfigStore.instance().repo
     yield
-    for group, known in CHOICES.items():
-        for name in {*known} - before.get(group, set()):
-            del known[name]
+    for group, choices in CHOICES.items():
+        for name in {*choices} - before.get(group, set()):
+            del choices[name]
             for place in (repo, repo["schema"]):
                 place.get(group, {}).pop(f"{name}.yaml", None)
     declared_in.cache_clear()
@@ -30,6 +30,6 @@ def registered(choices: Iterable[tuple[str, type, str, Any]]) -> Iterator[None]:
         for group, base, name, builds in choices:
             keys: list[Any] = [("name", str, name), *[("lr", float, 0.05)] * (group == "optim")]
             namespace = {"builds": builds, "__module__": __name__}
-            made = make_dataclass(f"Own{name.title()}", keys, bases=(base,), namespace=namespace)
-            globals()[made.__name__] = choice(group)(made)  # where copies of a configuration look for it
+            schema = make_dataclass(f"Own{name.title()}", keys, bases=(base,), namespace=namespace)
+            globals()[schema.__name__] = choice(group)(schema)  # where copies of a configuration look for it
         yield

@@ -67,16 +67,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = []
     for name, group in groups.items():
         draw = random.Random(f"{os.environ['DRAW']} {name}")
-        if rare := [each for each in group if (mark := each.get_closest_marker("slow")) and not mark.args]:
+        marks = {item: item.get_closest_marker("slow") for item in group}
+        rare = [item for item, mark in marks.items() if mark is not None and not mark.args]
+        if rare:
             slow.append(draw.choice(rare))
-        group = [each for each in group if not each.get_closest_marker("slow")]
+        group = [item for item in group if not item.get_closest_marker("slow")]
         if group[:1] and group[0].get_closest_marker("table") and not whole:
             group = draw.sample(group, max(1, round(DRAWN_OF_A_TABLE * len(group))))
-        for each in group:
-            each.add_marker("drawn")
+        for item in group:
+            item.add_marker("drawn")
     if not whole:
-        for each in random.Random(os.environ["DRAW"]).sample(slow, min(DRAWN_SLOW, len(slow))):
-            each.add_marker("drawn")
+        for item in random.Random(os.environ["DRAW"]).sample(slow, min(DRAWN_SLOW, len(slow))):
+            item.add_marker("drawn")
 
 
 def pytest_collection_finish() -> None:

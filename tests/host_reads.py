@@ -42,12 +42,12 @@ def host_reads() -> Iterator[list[str]]:
 
     @functools.wraps(make)
     def tensor(*args: Any, **options: Any) -> Tensor:
-        made = make(*args, **options)
+        tensor = make(*args, **options)
         if options.get("device") is None:
-            counted.of_the_host[made] = True
+            counted.of_the_host[tensor] = True
         else:
             counted.count("torch.tensor on the device")
-        return made
+        return tensor
 
     @functools.wraps(choose)
     def where(*args: Any, **options: Any) -> Any:

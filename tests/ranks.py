@@ -24,11 +24,11 @@ class Ranks:
     def __init__(self, world_size: int, folder: Path):
         self.connections, self.processes = [], []
         for rank in range(world_size):
-            ours, theirs = FORKSERVER.Pipe()
+            parent_end, child_end = FORKSERVER.Pipe()
             # Not a daemon, which could not start data workers; it ends when this process closes its end of the pipe.
-            process = FORKSERVER.Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs))
+            process = FORKSERVER.Process(target=_serve, args=(rank, world_size, str(folder / "store"), child_end))
             process.start()
-            self.connections.append(ours)
+            self.connections.append(parent_end)
             self.processes.append(process)
 
     def run(self, function: Callable, *args, timeout: float = 900.0) -> list:
@@ -44,7 +44,7 @@ class Ranks:
             if not connection.poll(timeout):
                 for process in self.processes:
                     process.kill()
-                raised = [one for one in results if isinstance(one, Exception)]
+                raised = [outcome for outcome in results if isinstance(outcome, Exception)]
                 raise AssertionError(f"rank {rank} hangs") from next(iter(raised), None)
             results.append(torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False))
         return results

@@ -83,8 +83,8 @@ class Released:
         kernels = (3, 3) if len(channels) == 2 else (1, 3, 1)
         y = x
         for number, (out, kernel) in enumerate(zip(channels, kernels, strict=True), start=1):
-            here = stride if number == kernels.index(3) + 1 else 1
-            y = self.conv(f"{name}.convs.conv{number}", y, out, kernel, here)
+            conv_stride = stride if number == kernels.index(3) + 1 else 1
+            y = self.conv(f"{name}.convs.conv{number}", y, out, kernel, conv_stride)
             y = self.norm(f"{name}.convs.bn{number}", y, activated=number < len(channels))
         if stride != 1 or x.shape[1] != channels[-1]:
             x = self.norm(f"{name}.proj_bn", self.conv(f"{name}.proj_conv", x, channels[-1], 1, stride), False)

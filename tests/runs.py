@@ -99,9 +99,9 @@ def compose(name: str, words: Sequence[str] = ()) -> DictConfig:
     """Replaces Hydra's, which takes a tenth of a second: each choice is composed once."""
     parsed = OverridesParser.create().parse_overrides([*words])
     groups = {"hydra", *groups_in(name)}
-    keys = [each for each in parsed if each.key_or_group not in groups or isinstance(each.value(), dict)]
+    keys = [word for word in parsed if word.key_or_group not in groups or isinstance(word.value(), dict)]
     try:
-        config = _of_choices(name, [each.input_line for each in parsed if each not in keys])
+        config = _of_choices(name, [override.input_line for override in parsed if override not in keys])
         OmegaConf.set_struct(config, True)
         ConfigLoaderImpl.validate_sweep_overrides_legal(keys, RunMode.RUN, from_shell=True)
         ConfigLoaderImpl._apply_overrides_to_config(keys, config)
@@ -120,8 +120,8 @@ class Repository(CachingConfigRepository):
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         if config_path not in self.cache:
-            if config_path not in self.read and (found := self.delegate.load_config(config_path)):
-                self.read[config_path] = pickle.dumps(found)
+            if config_path not in self.read and (loaded := self.delegate.load_config(config_path)):
+                self.read[config_path] = pickle.dumps(loaded)
             self.cache[config_path] = pickle.loads(self.read.get(config_path, pickle.dumps(None)))
         return self.cache[config_path]
 
@@ -169,9 +169,9 @@ def classification_config(*overrides: str) -> ClassificationRun:
     return copy.deepcopy(_once("train_imagenet", *overrides))
 
 
-def with_key(given: config.Schema, key: str, value: object) -> config.Schema:
+def with_key(config_of_run: config.Schema, key: str, value: object) -> config.Schema:
     """A copy of a configuration in which a key such as optim.lr has another value, not yet checked."""
-    changed = copy.deepcopy(given)
+    changed = copy.deepcopy(config_of_run)
     *groups, name = key.split(".")
     setattr(functools.reduce(getattr, groups, changed), name, value)
     return changed

@@ -44,8 +44,8 @@ def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_
     root, run = infrared(tmp_path / "data", {"train": 12, "val": 4}), tmp_path / "run"
     keys = (f"data.root={root}", *KEYS)
     range16 = [0, 9, 0, 99, 0, 999, 0, 9999]  # of a channel each, which images of 8 bits do not need
-    given = "data.shown=[4,3,2]", f"data.range16={range16}".replace(" ", "")
-    trained = train(checked("train_seg", *keys, f"run_dir={run}", "trainer.steps=12", *given))
+    options = "data.shown=[4,3,2]", f"data.range16={range16}".replace(" ", "")
+    trained = train(checked("train_seg", *keys, f"run_dir={run}", "trainer.steps=12", *options))
     assert trained["miou"] > 0.5
     state, config = checkpoint.load(run / "checkpoints" / "last.pt"), (run / "config.yaml").read_text()
     mean, std = state["config"]["data"]["mean"], state["config"]["data"]["std"]
@@ -73,26 +73,28 @@ def test_a_class_that_only_the_fourth_channel_shows_is_learnt_and_predicted(tmp_
     with pytest.raises(ValueError, match=r"images of shape \(1, 1, 32, 32\): expected \(N, 4, H, W\)"):
         network(torch.zeros(1, 1, 32, 32, dtype=torch.uint8))
 
-    about = export(checked("export", f"checkpoint={run}", f"output={tmp_path / 'n.pt2'}"))
-    assert about["input"]["shape"] == ["N", 4, "H", "W"] and about["input"]["colours"] is None
-    assert about["range16"] == range16
-    assert np.allclose(about["normalisation"]["mean"], [255 * value for value in mean])
+    facts = export(checked("export", f"checkpoint={run}", f"output={tmp_path / 'n.pt2'}"))
+    assert facts["input"]["shape"] == ["N", 4, "H", "W"] and facts["input"]["colours"] is None
+    assert facts["range16"] == range16
+    assert np.allclose(facts["normalisation"]["mean"], [255 * value for value in mean])
     program = torch.export.load(tmp_path / "n.pt2").module()
     logits = program(torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float())
     assert (logits.argmax(dim=1)[0].numpy() == expected).mean() > 0.99
 
-    other = infrared(tmp_path / "other", {"train": 2, "val": 1})
-    cv2.imwrite(str(other / "val" / "images" / "0.png"), np.full((*SIZE, 4), 20_000, np.uint16) + image * np.uint16(9))
+    other_root = infrared(tmp_path / "other", {"train": 2, "val": 1})
+    dark = np.full((*SIZE, 4), 20_000, np.uint16) + image * np.uint16(9)
+    cv2.imwrite(str(other_root / "val" / "images" / "0.png"), dark)
     capsys.readouterr()
-    evaluate(checked("eval", f"checkpoint={run}", f"data.root={other}", "device=cpu", "workers=0"))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "16-bit images of val use 1 of the 256 levels" in said and "have up to 100% of an image's pixels out" in said
-    keys = (f"data.root={other}", *KEYS, f"run_dir={tmp_path / 'tuned'}", "trainer.steps=1", f"init.weights={run}")
+    evaluate(checked("eval", f"checkpoint={run}", f"data.root={other_root}", "device=cpu", "workers=0"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "16-bit images of val use 1 of the 256 levels" in printed
+    assert "have up to 100% of an image's pixels out" in printed
+    keys = (f"data.root={other_root}", *KEYS, f"run_dir={tmp_path / 'tuned'}", "trainer.steps=1", f"init.weights={run}")
     for resumed in ((), ("resume=auto",)):
         tuned = train(checked("train_seg", *keys, *resumed))["config"]["data"]
         assert (tuned["mean"], tuned["std"]) == (mean, std)  # of the weights, not of these images
-    said = " ".join((tmp_path / "tuned" / "log.txt").read_text().split())
-    assert f"trained on images with data.range16={range16}; this run has data.range16=[0, 65535]" in said
+    printed = " ".join((tmp_path / "tuned" / "log.txt").read_text().split())
+    assert f"trained on images with data.range16={range16}; this run has data.range16=[0, 65535]" in printed
 
 
 @pytest.mark.parametrize(

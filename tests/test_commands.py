@@ -39,7 +39,7 @@ def commands(page: Path) -> list[str]:
     if page.suffix == ".py":
         text = re.sub(r"((?:^ {4}.*\n)+)", r"```\n\1```\n", ast.get_docstring(ast.parse(text)), flags=re.MULTILINE)
     if page == RESULTS / "README.md":  # its tables have the experiments' commands
-        text = documents.BLOCK.sub(lambda found: "" if found[1] in papers.TABLES else found[0], text)
+        text = documents.BLOCK.sub(lambda match: "" if match[1] in papers.TABLES else match[0], text)
     # The code of other commits has other keys.
     blocks = [block for language, block in BLOCK.findall(text) if not language and "git checkout" not in block]
     lines = [line.strip() for block in blocks for line in block.splitlines()]
@@ -51,10 +51,10 @@ def commands(page: Path) -> list[str]:
 def readings(line: str) -> Iterator[list[str]]:
     """The words of a command, with its [optional] ones; several commands if it has alternatives: a|b, [a | b]."""
     words: list[list[str]] = []
-    given = iter(shlex.split(OPTIONAL.sub(r"\1", line), comments=True))
-    for word in given:
+    parts = iter(shlex.split(OPTIONAL.sub(r"\1", line), comments=True))
+    for word in parts:
         if word == "|":
-            words[-1].append(next(given))
+            words[-1].append(next(parts))
         elif word not in ("…", "experiment=…", "key=value"):  # of any run
             key, equals, value = re.sub("=N$", "=1", word.replace("…", "FILE")).rpartition("=")
             words.append([key + equals + choice for choice in value.split("|")])
@@ -80,9 +80,9 @@ def checked(words: list[str]) -> object:
     if "-m" in keys:
         keys.remove("-m")
         parsed = OverridesParser.create().parse_overrides([as_typed(word, SCHEMAS[name], sweeps=True) for word in keys])
-        own = {each.get_key_element(): each for each in parsed if not each.is_hydra_override()}
-        assert any(each.is_sweep_override() for each in own.values())
-        keys = [*first_values(own)]
+        sweeps = {override.get_key_element(): override for override in parsed if not override.is_hydra_override()}
+        assert any(override.is_sweep_override() for override in sweeps.values())
+        keys = [*first_values(sweeps)]
     return runs.checked(name, *(key for key in keys if not key.startswith("-")))
 
 
@@ -137,8 +137,8 @@ def test_a_dry_run_lists_every_row_of_a_table(capsys):
 
 def test_commands_are_found_and_wrong_ones_noticed():
     """Otherwise the tests above could not fail."""
-    found = [line for page in PAGES for line in commands(page)]
-    assert len(found) > 80 and sum(line.startswith("torchrun") for line in found) > 5
+    lines = [line for page in PAGES for line in commands(page)]
+    assert len(lines) > 80 and sum(line.startswith("torchrun") for line in lines) > 5
     alternatives = [" ".join(words) for words in readings("python a.py [b=1|2] [c=[1] | d=e] # f")]
     assert alternatives == ["python a.py b=1 c=[1]", "python a.py b=2 d=e"]
     lines = [

@@ -22,14 +22,14 @@ SLOW_BLOCKS = {"bodies", "recomputation", "printed", tables.LEFT_OUT, *papers.TA
 @pytest.mark.parametrize("document", documents.DOCUMENTS, ids=lambda path: path.stem)
 def test_every_marked_block_is_what_the_scripts_make_and_every_page_has_its_pictures(document):
     text = document.read_text()
-    assert documents.written(text, only=lambda name: name not in SLOW_BLOCKS) == text, WRITE
+    assert documents.updated(text, only=lambda name: name not in SLOW_BLOCKS) == text, WRITE
     drawn = set(re.findall(r"\(([\w/]+\.png)\)", text))
     missing = [file for file in drawn if not (document.parent / file).is_file()]
     assert not missing, f"{document.name} shows {missing}: add the files, or leave them out"
     if document.parent == RESULTS:  # and no picture is shown nowhere
-        own = [*RESULTS.glob(f"{document.stem}*.png"), *(RESULTS / document.stem).glob("*.png")]
+        pictures = [*RESULTS.glob(f"{document.stem}*.png"), *(RESULTS / document.stem).glob("*.png")]
         shown = {file for page in documents.DOCUMENTS for file in re.findall(r"([\w/]+\.png)\)", page.read_text())}
-        unused = {file.name for file in own} - {Path(file).name for file in shown}
+        unused = {file.name for file in pictures} - {Path(file).name for file in shown}
         assert not unused, f"no page shows {unused}: show or delete them"
 
 
@@ -43,19 +43,19 @@ def commits_of(record: object) -> Iterator[str]:
             yield from record["commit"].split(", ")
         record = list(record.values())
     if isinstance(record, list):
-        for each in record:
-            yield from commits_of(each)
+        for child in record:
+            yield from commits_of(child)
 
 
 def test_every_record_is_of_a_clean_commit_of_the_history_or_says_that_it_is_lost():
     history = subprocess.run(["git", "rev-list", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
     if not history or (REPOSITORY / ".git" / "shallow").exists():
         pytest.skip("needs the whole history")
-    known = {commit[:8] for commit in history}
+    short_hashes = {commit[:8] for commit in history}
     advice = "measure again from a clean commit, or say in its `provenance` that the provenance lost is this one's"
     for file in sorted(RESULTS.rglob("*.json")):
         for commit in commits_of(json.loads(file.read_text())):
-            is_known = commit[:8] in known and "dirty" not in commit
+            is_known = commit[:8] in short_hashes and "dirty" not in commit
             assert is_known, f"{file}: {commit} is no commit of the history: {advice}"
 
 
@@ -72,7 +72,7 @@ def test_results_are_small_and_each_record_has_a_page_and_is_no_rehearsal():
 def test_the_other_blocks_are_what_the_scripts_make_too():
     for document in documents.DOCUMENTS:
         text = document.read_text()
-        assert documents.written(text, only=SLOW_BLOCKS.__contains__) == text, f"{document.name}: {WRITE}"
+        assert documents.updated(text, only=SLOW_BLOCKS.__contains__) == text, f"{document.name}: {WRITE}"
 
 
 def test_every_recorded_run_is_on_the_page_of_tables():
@@ -86,10 +86,10 @@ def test_every_recorded_run_is_on_the_page_of_tables():
 
 def test_every_block_is_marked():
     marked = [name for path in documents.DOCUMENTS for name, *_ in documents.BLOCK.findall(path.read_text())]
-    written = sorted(name for name in marked if name != documents.KEPT)
+    names = sorted(name for name in marked if name != documents.KEPT)
     expected = sorted(documents.BLOCKS.keys() - {documents.KEPT})
     advice = "mark each block of documents.BLOCKS once, by <!-- NAME start --> and <!-- NAME end -->, and no other"
-    assert written == expected, f"{ {*written} ^ {*expected} or 'a block is marked twice' }: {advice}"
+    assert names == expected, f"{ {*names} ^ {*expected} or 'a block is marked twice' }: {advice}"
     assert papers.TABLES.keys() < {*marked}, f"{papers.TABLES.keys() - {*marked}}: mark them in docs/results/tables.md"
 
 
@@ -106,7 +106,7 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
         changed = documents.BLOCK.sub(other_numbers, text)
         blocks = zip(documents.BLOCK.findall(text), documents.BLOCK.findall(changed), strict=True)
         changed_blocks |= {before[0] for before, after in blocks if before != after}
-        assert documents.written(changed, only=from_records.__contains__) == text
+        assert documents.updated(changed, only=from_records.__contains__) == text
     assert changed_blocks == from_records
 
 
@@ -114,9 +114,9 @@ def test_links_in_the_documentation_lead_somewhere():
     for page in [*(REPOSITORY / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "keepless/CHANGELOG.md")), *PAGES]:
         for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             if not target.startswith("http"):
-                there = page.parent / target if target else page
-                assert there.exists(), f"{page.name}: {target} does not exist: correct the link"
-                assert not heading or heading in headings(there), f"{page.name}: {target} has no heading #{heading}"
+                file = page.parent / target if target else page
+                assert file.exists(), f"{page.name}: {target} does not exist: correct the link"
+                assert not heading or heading in headings(file), f"{page.name}: {target} has no heading #{heading}"
 
 
 def test_blocks_of_code_end_where_their_page_says():

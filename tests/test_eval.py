@@ -168,9 +168,9 @@ def test_files_have_official_ids_overlays_show_them_and_scores_of_images_add_up(
     results = evaluate_run(run_dir, *keys, "batch_size=2")
     dataset, confusion = cityscapes(drawn, "val"), np.zeros((19, 19), int)
     for entry, (image, label, _) in zip(dataset.files, dataset, strict=True):
-        written = cv2.imread(str(tmp_path / "predictions" / f"{entry.name}.png"), cv2.IMREAD_UNCHANGED)
-        assert written.dtype == np.uint8 and written.shape == label.shape
-        predicted = dataset.table.train_ids(written)
+        official_ids = cv2.imread(str(tmp_path / "predictions" / f"{entry.name}.png"), cv2.IMREAD_UNCHANGED)
+        assert official_ids.dtype == np.uint8 and official_ids.shape == label.shape
+        predicted = dataset.table.train_ids(official_ids)
         np.add.at(confusion, (label[label != 255], predicted[label != 255]), 1)
         picture = cv2.cvtColor(cv2.imread(str(tmp_path / "overlays" / f"{entry.name}.png")), cv2.COLOR_BGR2RGB)
         seen, *parts = np.split(picture.astype(int), 3, axis=1)
@@ -182,16 +182,23 @@ def test_files_have_official_ids_overlays_show_them_and_scores_of_images_add_up(
     rows = [*csv.DictReader((tmp_path / "per_image.csv").read_text().splitlines())]
     assert [row["name"] for row in rows] == sorted(entry.name for entry in dataset.files)
     for name, iou in results["iou"].items():
-        both, union = (sum(int(row[f"{of}_{name}"]) for row in rows) for of in ("intersection", "union"))
-        assert iou == (both / union if union else None)
+        intersection, union = (sum(int(row[f"{part}_{name}"]) for row in rows) for part in ("intersection", "union"))
+        assert iou == (intersection / union if union else None)
 
 
 def test_images_of_one_size_pass_through_the_network_together(run_dir, tmp_path, monkeypatch):
     """For auto, eval.py reads from the checkpoint how many ranks trained."""
-    passes, ranks, predict, choose = [], [], evaluation.predict, tasks.at_once
+    passes = []
+    ranks = []
+    predict = evaluation.predict
+    choose = tasks.at_once
 
-    monkeypatch.setattr(evaluation, "predict", lambda *of, **more: passes.append(len(of[1])) or predict(*of, **more))
-    monkeypatch.setattr(tasks, "at_once", lambda *given: ranks.append(given[2]) or choose(*given))
+    def counting(forward, images, *arguments, **options):
+        passes.append(len(images))
+        return predict(forward, images, *arguments, **options)
+
+    monkeypatch.setattr(evaluation, "predict", counting)
+    monkeypatch.setattr(tasks, "at_once", lambda *arguments: ranks.append(arguments[2]) or choose(*arguments))
     state = checkpoint.load(run_dir / "checkpoints" / "last.pt")
     checkpoint.save(tmp_path / "net.pt", {**state, "random": {"cpu": 3 * state["random"]["cpu"], "cuda": []}})
     evaluate_run(tmp_path / "net.pt", "batch_size=2")
@@ -199,14 +206,14 @@ def test_images_of_one_size_pass_through_the_network_together(run_dir, tmp_path,
 
 
 def test_the_batch_size_is_the_commands_or_else_the_trainings():
-    for given, expected, in_classification in (("null", 5, 7), ("8", 8, 8), ("auto", "auto", 7)):
-        options = checked("eval", "checkpoint=a", f"batch_size={given}")
-        config = run_config("trainer.evaluate_batch_size=5")
-        other = classification_config("trainer.evaluate_batch_size=7")
-        options.apply_to(config)
-        options.apply_to(other)
-        assert config.trainer.evaluate_batch_size == expected
-        assert other.trainer.evaluate_batch_size == in_classification
+    for batch_size, expected, in_classification in (("null", 5, 7), ("8", 8, 8), ("auto", "auto", 7)):
+        options = checked("eval", "checkpoint=a", f"batch_size={batch_size}")
+        segmentation = run_config("trainer.evaluate_batch_size=5")
+        classification = classification_config("trainer.evaluate_batch_size=7")
+        options.apply_to(segmentation)
+        options.apply_to(classification)
+        assert segmentation.trainer.evaluate_batch_size == expected
+        assert classification.trainer.evaluate_batch_size == in_classification
     for key, command in (("batch_size", ("eval", "checkpoint=a")), ("trainer.evaluate_batch_size", ("train_seg",))):
         for wrong in (0, 2.5, "all"):
             with pytest.raises(ValueError, match=f"^{key}={wrong}: expected auto, or a whole number, 1 or more"):

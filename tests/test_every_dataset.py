@@ -62,14 +62,14 @@ def test_trains_evaluates_and_predicts_its_last_split(name, tmp_path):
     files = {str(path.relative_to(tmp_path / "predictions")): path for path in tmp_path.glob("predictions/**/*.png")}
     assert set(files) == {f"{entry.name}.png" for entry in dataset.files} and len(files) == len(dataset)
     for index, entry in enumerate(dataset.files):
-        written = Image.open(files[f"{entry.name}.png"])
+        picture = Image.open(files[f"{entry.name}.png"])
         height, width = dataset.read_image(index).shape[:2]
-        assert written.size == (width, height)
-        assert set(np.unique(written)) <= set(dataset.table.official_ids)
-        assert written.mode == ("L" if dataset.prediction_palette is None else "P")
-        assert written.mode == "P" or name not in ("folder", "vistas")
-        if written.mode == "P":
-            assert np.array_equal(np.asarray(written.convert("RGB")), dataset.prediction_palette[np.asarray(written)])
+        assert picture.size == (width, height)
+        assert set(np.unique(picture)) <= set(dataset.table.official_ids)
+        assert picture.mode == ("L" if dataset.prediction_palette is None else "P")
+        assert picture.mode == "P" or name not in ("folder", "vistas")
+        if picture.mode == "P":
+            assert np.array_equal(np.asarray(picture.convert("RGB")), dataset.prediction_palette[np.asarray(picture)])
 
 
 def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path):
@@ -85,10 +85,11 @@ def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path
     assert len(dataset) == 4
     with pytest.raises(ValueError, match="data.lists"):  # an option of another dataset
         checked("train_seg", "data=camvid", "data.lists=full")
-    both = assemble.dataset(run_config(*data, "data.lists=full", "data.train_split=[train,val]").data, ["train", "val"])
-    assert len(both) == 6 and both.split == "train+val"
+    whole = run_config(*data, "data.lists=full", "data.train_split=[train,val]")
+    dataset = assemble.dataset(whole.data, ["train", "val"])
+    assert len(dataset) == 6 and dataset.split == "train+val"
     crops = run_config(*data, "data.crop_size=20", "data.crop_aspect=1.5", "data.base_size=40")
-    assert assemble.training_crops(crops.data, both, seed=0)[0, 5]["image"].shape == (3, 20, 30)
+    assert assemble.training_crops(crops.data, dataset, seed=0)[0, 5]["image"].shape == (3, 20, 30)
     for split in ("[]", "[train,train]", "null"):
         with pytest.raises(ValueError, match="data.train_split=.*: expected a name or a list of different names"):
             run_config(*data, f"data.train_split={split}")

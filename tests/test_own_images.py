@@ -76,27 +76,27 @@ def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
 @pytest.mark.slow("many commands")
 def test_every_command_of_the_tour(tmp_path, capsys):
     """CamVid's files under other names train and evaluate as data=camvid does, to the digit."""
-    camvid, own = trees.camvid_folders(tmp_path / "camvid"), tmp_path / "DIR"
-    under_other_names(camvid, own)
-    shutil.copytree(own / "test" / "images", tmp_path / "IMAGES")
+    camvid, root = trees.camvid_folders(tmp_path / "camvid"), tmp_path / "DIR"
+    under_other_names(camvid, root)
+    shutil.copytree(root / "test" / "images", tmp_path / "IMAGES")
     torch.save(timm.create_model("tf_efficientnet_lite0").state_dict(), tmp_path / "LITE")
     results = []
     for name, keys, resumes in walk(tmp_path):
         if name == "plan_memory":
             plan_memory.plan(checked("train_seg", *keys, *SMALL, "memory.fit=null"))
             continue
-        command, *more = COMMANDS[name]
-        results.append(command(checked(name, *dict.fromkeys((*keys, *more)))))
+        command, *options = COMMANDS[name]
+        results.append(command(checked(name, *dict.fromkeys((*keys, *options)))))
         if resumes:
             again = train(checked(name, *keys, *SMALL, "resume=auto"))
             assert again["confusion_matrix"] == results[-1]["confusion_matrix"]
         if name == "make_classes":
-            written = json.loads((own / "classes.json").read_text())["classes"]
-            found = 11 if "ignored=11" in keys else 12
-            assert [entry["name"] for entry in written] == [f"class_{number}" for number in range(found)]
+            rows = json.loads((root / "classes.json").read_text())["classes"]
+            count = 11 if "ignored=11" in keys else 12
+            assert [entry["name"] for entry in rows] == [f"class_{number}" for number in range(count)]
             names = [*camvid_classes().names, "unlabelled"]
             named = {"classes": [{"name": name} for name in names], "ignored": [11]}
-            (own / "classes.json").write_text(json.dumps(named))
+            (root / "classes.json").write_text(json.dumps(named))
     _, _, verified, pages, tried, tuned, trained, evaluated, predicted, *_ = results
     assert {split: report.problems for split, report in verified.items()} == {"train": {}, "val": {}, "test": {}}
     assert len(pages) == 1 and len(predicted) == 2 and (tmp_path / "PICTURES").is_dir()

@@ -154,8 +154,8 @@ def test_the_recipes_of_its_page_train_the_same_in_less_memory(installed, tmp_pa
     for plain in (True, False):
         program = SMALL.replace("PLAIN", str(plain)) + before + recipe + after + RESULT
         results.append(run(program, tmp_path, installed).split()[-2:])
-    (expected, all_bytes), (found, few_bytes) = results
-    assert found == expected and int(few_bytes) < 0.7 * int(all_bytes)
+    (expected, all_bytes), (loss, few_bytes) = results
+    assert loss == expected and int(few_bytes) < 0.7 * int(all_bytes)
 
 
 OLD = """

@@ -116,22 +116,22 @@ def command(folder: Path, *words: str) -> str:
 @pytest.mark.slow
 def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder(folder):
     assert len(code_of("plugin").splitlines()) <= 40
-    own = ("plugins=[mine,tracked,boundaries,darker,plus,nesterov]", "experiment=mine", "logger=wandb")
-    own += ("augmentations=[darker]", "optim=nadam")
+    plugin_words = ("plugins=[mine,tracked,boundaries,darker,plus,nesterov]", "experiment=mine", "logger=wandb")
+    plugin_words += ("augmentations=[darker]", "optim=nadam")
     head = ("head=deeplabv3plus", "head.hidden_channels=8", "head.out_channels=16", "head.auxiliary_weight=0.4")
     least = "augmentations.darker.least=0.9"
-    said = command(folder, str(REPOSITORY / "train_seg.py"), *own, *head, "run_dir=run", least, *SHORT)
-    assert "wandb begins run focal True" in said and "wandb ends with 0" in said and "boundary_f1" in said
+    printed = command(folder, str(REPOSITORY / "train_seg.py"), *plugin_words, *head, "run_dir=run", least, *SHORT)
+    assert "wandb begins run focal True" in printed and "wandb ends with 0" in printed and "boundary_f1" in printed
     results = json.loads((folder / "run" / "results.json").read_text())
     assert 0 < results["boundary_f1"] < 1 and results["config"]["augmentations"]["darker"]["least"] == 0.9
-    assert results["config"]["plugins"] == [*results["environment"]["plugins"]] == [*own[0][9:-1].split(",")]
+    assert results["config"]["plugins"] == [*results["environment"]["plugins"]] == [*plugin_words[0][9:-1].split(",")]
     said_by_eval = command(folder, str(REPOSITORY / "eval.py"), "plugins=[plus]", "checkpoint=run", "device=cpu")
     assert "scores=[boundary_f1] could not be computed" in said_by_eval
     assert (folder / "run" / "results_all_images_without_boundary_f1.json").is_file()
     state = torch.load(folder / "run" / "checkpoints" / "last.pt", weights_only=True)
     assert state["plugins"] == results["environment"]["plugins"]
     assert f"# plugin mine: mine.py {state['plugins']['mine']['mine.py']}" in (folder / "run/config.yaml").read_text()
-    (evaluate,) = re.findall(r"evaluate +(python .*)", said)
+    (evaluate,) = re.findall(r"evaluate +(python .*)", printed)
     assert "'plugins=[mine,tracked,boundaries,darker,plus,nesterov]'" in evaluate
     shapes = {name: values.shape for name, values in state["network"].items()}
     assert shapes["head.reduce.0.weight"][0] == 48 and shapes["head.auxiliary.classifier.weight"][0] == 19
@@ -146,8 +146,8 @@ def test_the_page_s_plugins_train_are_evaluated_and_predict_from_an_empty_folder
         file.write("# changed\n")
     plugins_by_path = "plugins=[" + ",".join(str(folder / f"{name}.py") for name in state["plugins"]) + "]"
     words = ("-m", "scripts.predict", plugins_by_path, f"checkpoint={folder / 'run'}", *words[1:])
-    said = command(folder.parent, *words)
-    assert "was made with other versions of its plugins' files mine.py" in " ".join(said.split())
+    printed = command(folder.parent, *words)
+    assert "was made with other versions of its plugins' files mine.py" in " ".join(printed.split())
     assert [*(folder.parent / "predicted").rglob("*.png")]
 
 
@@ -171,11 +171,12 @@ def test_the_page_s_dataset_body_norm_and_sampler_train_and_are_evaluated(leaves
     names = [f"{number}" for number in range(6)]
     rows = "".join(f"{name},{int(name != '3')}\n" for name in names)  # one image is hard
     (leaves / "train.csv").write_text(f"name,miou_of_image\n{rows}")
-    own = ("plugins=[leaves,plain,groups,hard]",)
-    words = (*own, "data=leaves", "data.root=photographs", "body=plain", "body.output_stride=4", "norm=groups")
+    plugin_words = ("plugins=[leaves,plain,groups,hard]",)
+    words = (*plugin_words, "data=leaves", "data.root=photographs", "body=plain", "body.output_stride=4", "norm=groups")
     words += ("sampler=hard", "sampler.table=train.csv", "head.hidden_channels=16", "trainer.device=cpu")
     command(leaves, str(REPOSITORY / "train_seg.py"), *words, "trainer.epochs=null", "trainer.steps=2", "run_dir=run")
-    evaluated = (*own, "checkpoint=run", "device=cpu", "data.split=train", "per_image=scores.csv", "results=r.json")
+    evaluated = (*plugin_words, "checkpoint=run", "device=cpu", "data.split=train")
+    evaluated += ("per_image=scores.csv", "results=r.json")
     command(leaves, str(REPOSITORY / "eval.py"), *evaluated)
     results = json.loads((leaves / "r.json").read_text())
     assert {*results["iou"]} == {"ground", "leaf"} and results["images"] == 6
@@ -183,9 +184,9 @@ def test_the_page_s_dataset_body_norm_and_sampler_train_and_are_evaluated(leaves
     state = torch.load(leaves / "run" / "checkpoints" / "last.pt", weights_only=True)["network"]
     assert [name for name in state if name.startswith("body")][:2] == ["body.mod1.0.weight", "body.mod1.1.0.weight"]
     with forgotten():
-        exec(code_of("sampler"), made := {"__name__": __name__})
+        exec(code_of("sampler"), namespace := {"__name__": __name__})
     order = {"crops_per_minibatch": 4, "seed": 0, "steps": 9}
-    drawn = [draw for keys in made["HardMinibatches"](6, leaves / "train.csv", names, **order) for draw in keys]
+    drawn = [draw for keys in namespace["HardMinibatches"](6, leaves / "train.csv", names, **order) for draw in keys]
     assert len({*drawn}) == 36 and sum(draw.image == 3 for draw in drawn) > 30
 
 
@@ -222,33 +223,33 @@ def test_a_plugin_s_choices_and_experiments_are_listed_and_checked(loading):
 
 def test_an_augmentation_may_be_browsed_and_excludes_a_mean_image(loading):
     load(["plugins=[darker,boundaries,mine]"])
-    own = ("plugins=[darker,boundaries,mine]", "augmentations=[darker]")
-    words = (*own, "data=cifar10", "data.val_split=test", "data.mean=[0,0,0]")
+    plugin_words = ("plugins=[darker,boundaries,mine]", "augmentations=[darker]")
+    words = (*plugin_words, "data=cifar10", "data.val_split=test", "data.mean=[0,0,0]")
     assert [*checked("train_imagenet", *words).augmentations] == ["darker"]
     with pytest.raises(ValueError, match=r"data.mean_image=true with augmentations=\[darker\], which take whole"):
         checked("train_imagenet", *words, "data.mean_image=true")
-    assert [*checked("browse_data", *own, "experiment=mine", "out=pages").augmentations] == ["darker"]
+    assert [*checked("browse_data", *plugin_words, "experiment=mine", "out=pages").augmentations] == ["darker"]
 
 
 def test_a_command_asks_only_for_the_plugins_of_what_it_builds(loading, caplog):
     """The rest stays in the configuration as it is, such as in a file of scripts.convert_checkpoint."""
     with forgotten():
         words = ("experiment=mine", "augmentations=[darker]", "optim=nadam", "sampler=class_uniform")
-        load([own := "plugins=[mine,boundaries,darker,nesterov]"])
-        state = {"task": "segmentation", "config": cfg.plain(run_config(own, *words))}
+        load([word := "plugins=[mine,boundaries,darker,nesterov]"])
+        state = {"task": "segmentation", "config": cfg.plain(run_config(word, *words))}
     plugins.LOADED.clear()
     state["config"]["data"] |= {"name": "leaves", "season": ["spring", 2], "mean": [0.1, 0.2, 0.3]}
     state["config"]["logger"] = {"mlflow": {"name": "mlflow", "uri": "none"}}
-    found = recorded.of_checkpoint(state, "net.pt", Prediction.needed)
-    assert cfg.plain(found) == state["config"]
-    assert found.data.normalisation().mean == (0.1, 0.2, 0.3) and found.data.season == ["spring", 2]
-    (said,) = caplog.messages
+    config = recorded.of_checkpoint(state, "net.pt", Prediction.needed)
+    assert cfg.plain(config) == state["config"]
+    assert config.data.normalisation().mean == (0.1, 0.2, 0.3) and config.data.season == ["spring", 2]
+    (message,) = caplog.messages
     left = {"optim=nadam", "loss=focal", "data=leaves", "augmentations=darker", "scores=boundary_f1", "logger=mlflow"}
-    assert {*re.findall(r"\w+=\w+(?=[,:])", said)} == left
-    assert f"{own}, which is not given; this command does without" in said
-    Evaluation(checkpoint="run/last.pt").apply_to(found)
-    assert added_scores(found, SimpleNamespace(classes=["a"])).by_name == {}
-    assert Evaluation(checkpoint="run/last.pt").default_results_file(found).stem == "results_without_boundary_f1"
+    assert {*re.findall(r"\w+=\w+(?=[,:])", message)} == left
+    assert f"{word}, which is not given; this command does without" in message
+    Evaluation(checkpoint="run/last.pt").apply_to(config)
+    assert added_scores(config, SimpleNamespace(classes=["a"])).by_name == {}
+    assert Evaluation(checkpoint="run/last.pt").default_results_file(config).stem == "results_without_boundary_f1"
     with pytest.raises(recorded.PluginsNeeded, match="^net.pt: data=leaves: registered by plugins="):
         recorded.of_checkpoint(state, "net.pt", Evaluation.needed)
     state["config"]["norm"] = {"name": "in_groups"}
@@ -261,8 +262,8 @@ def test_a_classifier_trained_on_a_plugin_s_data_predicts_without_it(loading):
     for data, base in (("cifar10", SmallImagesData), ("imagenet", ImageNetData)):
         config = cfg.plain(classification_config(f"data={data}", "data.val_split=test"))
         config |= {"plugins": ["mine"], "data": config["data"] | {"name": "leaves"}}
-        found = recorded.of_checkpoint({"task": "classification", "config": config}, "net.pt", Prediction.needed)
-        assert isinstance(found.data, base) and cfg.plain(found) == config
+        opened = recorded.of_checkpoint({"task": "classification", "config": config}, "net.pt", Prediction.needed)
+        assert isinstance(opened.data, base) and cfg.plain(opened) == config
 
 
 def test_an_experiment_with_a_table_of_its_own_breaks_no_other(loading, monkeypatch):
@@ -271,7 +272,7 @@ def test_an_experiment_with_a_table_of_its_own_breaks_no_other(loading, monkeypa
     load(["plugins=[mine,boundaries]"])
     monkeypatch.setattr(papers, "all_experiments", cache(papers.all_experiments.__wrapped__))  # others' are cached
     listed = run_table.trainings_of(checked("run_table", "plugins=[mine,boundaries]", "table=theirs"))
-    assert [each.title for each in listed] == ["mine, seed 0"] and "experiment=mine" in listed[0].command
+    assert [training.title for training in listed] == ["mine, seed 0"] and "experiment=mine" in listed[0].command
     assert run_table.trainings_of(checked("run_table", "plugins=[mine,boundaries]", "table=camvid"))
     with pytest.raises(ValueError, match="^table=other: expected one of table1, .*cifar10, theirs$"):
         checked("run_table", "plugins=[mine,boundaries]", "table=other")
@@ -287,7 +288,7 @@ def test_a_trained_network_is_given_further_scores(loading):
 
 
 @pytest.mark.parametrize(
-    "name, text, given, problem",
+    "name, text, word, problem",
     [
         ("models", "", "models", r"models.py is hidden by .*models/__init__.py, of the same name: rename it"),
         ("empty", "x = 1\n", "empty", r"empty.py registers no choice, and has no folder configs beside it"),
@@ -302,15 +303,15 @@ def test_a_trained_network_is_given_further_scores(loading):
         ("busy", "import threading\nthreading.Timer(1, print).start()\n", "busy", r"starts a thread or uses a GPU"),
     ],
 )
-def test_a_plugin_that_cannot_be_used_is_refused(name, text, given, problem, loading):
+def test_a_plugin_that_cannot_be_used_is_refused(name, text, word, problem, loading):
     code = code_of("plugin").replace("mine.", f"{name}.")
     if text is not None:
-        own = {"twice": code.replace('"focal"', '"bootstrapped"'), "busy": f"{text}{code}"}
-        (loading / f"{name}.py").write_text(own.get(name, text))
+        texts = {"twice": code.replace('"focal"', '"bootstrapped"'), "busy": f"{text}{code}"}
+        (loading / f"{name}.py").write_text(texts.get(name, text))
     if name == "empty":
         shutil.rmtree(loading / "configs")
-    with pytest.raises(ValueError, match=re.escape(f"plugins=[{given}]") + ".*" + problem):
-        load([f"plugins=[{given}]"])
+    with pytest.raises(ValueError, match=re.escape(f"plugins=[{word}]") + ".*" + problem):
+        load([f"plugins=[{word}]"])
 
 
 def test_what_other_users_could_change_is_imported_by_its_word_alone(loading):
@@ -319,13 +320,13 @@ def test_what_other_users_could_change_is_imported_by_its_word_alone(loading):
     mine, configs, package = loading / "mine.py", loading / "configs" / "experiment" / "mine.yaml", loading / "own"
     package.mkdir()
     (package / "__init__.py").write_text(code_of("plugin").replace("mine.", "own."))
-    asked = [(mine, 0o666, mine), (configs, 0o666, mine), (configs.parent, 0o777, mine), (loading, 0o777, mine)]
-    asked += [(package, 0o777, package), (package / "__init__.py", 0o602, package)]
-    for path, mode, given in asked:
+    attempts = [(mine, 0o666, mine), (configs, 0o666, mine), (configs.parent, 0o777, mine), (loading, 0o777, mine)]
+    attempts += [(package, 0o777, package), (package / "__init__.py", 0o602, package)]
+    for path, mode, refused in attempts:
         usual = path.stat()
         path.chmod(mode)
         with pytest.raises(ValueError, match=rf"another user owns {path}, or can write to it.* or give trust_plugins"):
-            load([f"plugins=[{given}]"])
+            load([f"plugins=[{refused}]"])
         path.chmod(usual.st_mode)
     loading.chmod(0o1777)
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != loading]
@@ -379,4 +380,5 @@ def test_resuming_and_ranks_compare_names_of_plugins(loading):
     load([f"plugins=[{loading / 'mine.py'}]"])
     config = run_config(f"plugins=[{loading / 'mine.py'}]", "loss=focal")
     marks = "free_on_resume", "per_machine"
-    assert all(each["plugins"] == ["mine"] for each in (cfg.plain(config), *(cfg.values_but(config, m) for m in marks)))
+    for values in (cfg.plain(config), *(cfg.values_but(config, mark) for mark in marks)):
+        assert values["plugins"] == ["mine"]

@@ -77,8 +77,8 @@ def built_by_choices() -> Iterator[str]:
 
 def sources(*folders: str) -> list[Source]:
     """The files below folders; the entries, which lie in the repository's root, for ""."""
-    found = [sorted((REPOSITORY / folder).rglob("*.py") if folder else REPOSITORY.glob("*.py")) for folder in folders]
-    return [source_of(path) for path in itertools.chain(*found)]
+    paths = [sorted((REPOSITORY / folder).rglob("*.py") if folder else REPOSITORY.glob("*.py")) for folder in folders]
+    return [source_of(path) for path in itertools.chain(*paths)]
 
 
 source_of = functools.cache(Source)
@@ -113,9 +113,9 @@ def imports_among(files: dict[str, Source]) -> Iterator[tuple[str, str]]:
     """Yields (module, module that it imports); also where only type checkers import, and of packages their __init__."""
     for module, source in files.items():
         for name in source.imported:
-            found = next((known for known in (name, name.rpartition(".")[0]) if known in files), None)
-            if found not in (None, module):
-                yield module, found
+            imported = next((candidate for candidate in (name, name.rpartition(".")[0]) if candidate in files), None)
+            if imported not in (None, module):
+                yield module, imported
 
 
 def test_no_file_or_folder_imports_itself_through_others():
@@ -148,15 +148,15 @@ def test_folders_are_few_in_few_layers_with_few_pairs_that_import(folders, depth
     files = {source.module: source for source in sources(*folders) if source.module.count(".") >= depth}
     folder = {module: module.split(".")[depth] for module in files}
     pairs = {(folder[module], folder[used]) for module, used in imports_among(files)}
-    below = {user: {used for other, used in pairs if other == user != used} for user in folder.values()}
+    below = {user: {used for owner, used in pairs if owner == user != used} for user in folder.values()}
     sorter, layers = graphlib.TopologicalSorter(below), 0
     sorter.prepare()
     while sorter.is_active():
         sorter.done(*sorter.get_ready())
         layers += 1
-    found = len(below), layers, sum(map(len, below.values()))
+    counts = len(below), layers, sum(map(len, below.values()))
     advice = "a new pair of folders often means that a function lies in the wrong one; move it, or merge two folders"
-    assert all(map(int.__le__, found, most)), f"{found} folders, layers and pairs, at most {most}: {advice}"
+    assert all(map(int.__le__, counts, most)), f"{counts} folders, layers and pairs, at most {most}: {advice}"
 
 
 def test_the_schema_is_read_by_few():

@@ -75,19 +75,20 @@ def test_a_classifier_learns_and_leaves_a_run_directory(trained):
 def test_a_program_scores_a_classifier_as_the_command_does(trained, monkeypatch):
     monkeypatch.setitem(IMAGES, "train", 40)
     network = open_network(last_of(trained[0]))
-    found = prediction.evaluate(network, shapes(None, "train"))
-    assert {"top1", "top5"} <= found.keys() and found.items() <= trained[1].items()
+    results = prediction.evaluate(network, shapes(None, "train"))
+    assert {"top1", "top5"} <= results.keys() and results.items() <= trained[1].items()
 
 
 @pytest.mark.slow
 def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained):
-    found = []
+    reads_of_runs = []
     for batch_size in (200, 10):
         options = (f"checkpoint={last_of(trained[0])}", "data.split=val", "workers=0", f"batch_size={batch_size}")
         with host_reads() as reads:
             evaluate(checked("eval", *options))
-        found.append(sorted(reads))
-    assert found[0] == found[1] and sum("evaluate_split" in read for read in found[0]) > 0, found
+        reads_of_runs.append(sorted(reads))
+    few, many = reads_of_runs
+    assert few == many and sum("evaluate_split" in read for read in few) > 0, reads_of_runs
 
 
 def trained_and_evaluated_by_a_rank(rank: int, run_dir: str) -> dict:
@@ -112,7 +113,7 @@ def test_two_processes_train_and_evaluate_together(tmp_path):
 def logits_of_evaluations() -> Iterator[list[torch.Tensor]]:
     count, seen = accuracy.count, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accuracy, "count", lambda *given: seen.append(given[1]) or count(*given))
+        patch.setattr(accuracy, "count", lambda *arguments: seen.append(arguments[1]) or count(*arguments))
         yield seen
 
 
@@ -161,9 +162,9 @@ def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(revnet_s):
         optimizer.step()
     trained = checkpoint.load(last_of(folder / "run"))
     torch.testing.assert_close(trained["mean_image"], mean)
-    for name, theirs in network.state_dict().items():
-        change = (theirs - initial[name]).double()
-        assert (trained["network"][name] - theirs).double().norm() <= 0.01 * change.norm(), name  # here: to the bit
+    for name, expected in network.state_dict().items():
+        change = (expected - initial[name]).double()
+        assert (trained["network"][name] - expected).double().norm() <= 0.01 * change.norm(), name  # here: to the bit
 
 
 def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(revnet_s, tmp_path):
@@ -182,12 +183,12 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
 
 def expected_logits(file: Path, folder: Path, *overrides: str) -> torch.Tensor:
     """The logits of all images by torchvision's transforms on Pillow images and a network built by hand."""
-    given = dict(override.split("=") for override in overrides)
-    crop = int(given.get("crop", 32))
-    resize = int(given.get("resize", 36 * crop // 32))
-    crops = TenCrop(crop) if given.get("view") == "ten_crop" else lambda image: [CenterCrop(crop)(image)]
+    options = dict(override.split("=") for override in overrides)
+    crop = int(options.get("crop", 32))
+    resize = int(options.get("resize", 36 * crop // 32))
+    crops = TenCrop(crop) if options.get("view") == "ten_crop" else lambda image: [CenterCrop(crop)(image)]
     state = checkpoint.load(file)
-    norm = partial(ABN, activation=given.get("activation", "leaky_relu"))
+    norm = partial(ABN, activation=options.get("activation", "leaky_relu"))
     network = resnext101(norm, 3, structure=(1, 1, 1, 1), groups=1, base_channels=(8, 8, 16), stem_channels=8).eval()
     network.load_state_dict(state["ema"])
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
@@ -208,16 +209,16 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     train_shapes(tmp_path / "run", *data, *short)
     file = last_of(tmp_path / "run")
     options = (f"checkpoint={file}", "workers=0", "device=cpu")
-    for more in ((), ("view=ten_crop",), ("crop=48",), ("crop=48", "resize=64"), ("activation=relu",)):
+    for further in ((), ("view=ten_crop",), ("crop=48",), ("crop=48", "resize=64"), ("activation=relu",)):
         with logits_of_evaluations() as seen:
-            results = evaluate(checked("eval", *options, *more))
-        torch.testing.assert_close(torch.cat(seen), expected_logits(file, root / "val", *more), atol=0.02, rtol=0)
+            results = evaluate(checked("eval", *options, *further))
+        torch.testing.assert_close(torch.cat(seen), expected_logits(file, root / "val", *further), atol=0.02, rtol=0)
         assert results["images"] == len([path for path in (root / "val").rglob("*") if path.is_file()])
-        assert results["view"] == ("ten_crop" if "view=ten_crop" in more else "center")
+        assert results["view"] == ("ten_crop" if "view=ten_crop" in further else "center")
     names = {path.stem for path in (tmp_path / "run").glob("results*.json")}
     assert names == {"results", "results_ten_crop", "results_crop48", "results_crop48_resize64", "results_relu"}
-    written = json.loads((tmp_path / "run" / "results_crop48.json").read_text())["config"]
-    assert (written["data"]["crop_size"], written["data"]["resize"]) == (48, 54)  # 36 * 48 / 32
+    record = json.loads((tmp_path / "run" / "results_crop48.json").read_text())["config"]
+    assert (record["data"]["crop_size"], record["data"]["resize"]) == (48, 54)  # 36 * 48 / 32
     swapped = json.loads((tmp_path / "run" / "results_relu.json").read_text())["config"]["norm"]
     assert (swapped["name"], swapped["activation"]) == ("std", "relu")
     state = checkpoint.load(file)  # as a converted file, whose classes are numbers
@@ -228,8 +229,8 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     with pytest.raises(ValueError, match="two orders: 1, 10, 2 as text, 1, 2, 10 as numbers. Give data.c"):
         evaluate(checked("eval", *options))
     evaluate(checked("eval", *options, "data.class_order=numbers"))
-    written = json.loads((tmp_path / "run" / "results_numbers.json").read_text())
-    assert [*written["accuracy"]] == ["1", "2", "10"]
+    record = json.loads((tmp_path / "run" / "results_numbers.json").read_text())
+    assert [*record["accuracy"]] == ["1", "2", "10"]
     with pytest.raises(ValueError, match="crop=48 resize=40: expected a crop of at most resize pixels"):
         evaluate(checked("eval", *options, "crop=48", "resize=40"))
 

@@ -40,8 +40,8 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def watched(tmp_path_factory) -> tuple[Path, dict, str]:
     """The directory of a run with two evaluations, its results, and what it printed."""
     run_dir = tmp_path_factory.mktemp("watched")
-    every = [f"trainer.{what}_every_steps=2" for what in ("evaluate", "log", "checkpoint")]
-    config = checked("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", "trainer.pictures=2", *every)
+    periods = [f"trainer.{noun}_every_steps=2" for noun in ("evaluate", "log", "checkpoint")]
+    config = checked("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", "trainer.pictures=2", *periods)
     with redirect_stdout(StringIO()) as printed:
         results = train(config, "python a b=c")
     return run_dir, results, printed.getvalue()
@@ -113,11 +113,11 @@ def test_resuming_gives_the_same_weights_to_the_bit(streets, tmp_path):
     options += ("trainer.recompute=sqrt", f"sampler.folder={tmp_path / 'index'}", "trainer.evaluate_images=1")
     train_short(tmp_path / "resumed", *options, "resume=auto")
     assert list((tmp_path / "index").rglob("index.npz"))
-    said = "classes have no pixel in the training split and are not drawn: "
+    warning = "classes have no pixel in the training split and are not drawn: "
     logs = {name: (tmp_path / name / "log.txt").read_text() for name in ("whole", "resumed")}
-    assert said in logs["whole"]
-    for name, of in (("whole", ""), ("resumed", " on 1 of 3 images")):
-        assert re.search(rf"last .*, step 4, mIoU [\d.]+ %{of}\n", logs[name])
+    assert warning in logs["whole"]
+    for name, suffix in (("whole", ""), ("resumed", " on 1 of 3 images")):
+        assert re.search(rf"last .*, step 4, mIoU [\d.]+ %{suffix}\n", logs[name])
     for entry in cityscapes(streets[0], "train").files[:6]:
         entry.image.unlink(), entry.label.unlink()
     with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):

@@ -54,9 +54,9 @@ def test_a_host_copy_holds_the_values_of_its_moment(device):
     for weight in state["weights"]:
         weight.fill_(-1.0)
     with ThreadPoolExecutor(1) as thread:
-        held = thread.submit(copied.wait).result()
-    assert held["step"] == 7
-    for number, weight in enumerate(held["weights"]):
+        values = thread.submit(copied.wait).result()
+    assert values["step"] == 7
+    for number, weight in enumerate(values["weights"]):
         assert weight.device.type == "cpu" and weight.is_pinned() == (device == "cuda")
         assert torch.equal(weight, torch.full_like(weight, number))
 
@@ -64,7 +64,8 @@ def test_a_host_copy_holds_the_values_of_its_moment(device):
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_prefetched_minibatches_equal_the_loader_s(device):
     minibatches = [{"image": torch.full((1000,), n).pin_memory(), "name": str(n)} for n in range(20)]
-    seen = [(each["image"].sum(), each["name"]) for each in prefetched(minibatches, torch.device(device))]
+    moved = prefetched(minibatches, torch.device(device))
+    seen = [(minibatch["image"].sum(), minibatch["name"]) for minibatch in moved]
     assert [(total.item(), name) for total, name in seen] == [(1000 * n, str(n)) for n in range(20)]
 
 
@@ -94,9 +95,9 @@ def test_a_network_predicts_the_same_on_every_device(tmp_path, device):
     images.mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(images / "a.png")
-    found = {}
-    for each in ("cpu", device):
-        words = (f"checkpoint={tmp_path / 'run'}", f"input={images}", f"output={tmp_path / each}", f"device={each}")
+    predictions = {}
+    for name in ("cpu", device):
+        words = (f"checkpoint={tmp_path / 'run'}", f"input={images}", f"output={tmp_path / name}", f"device={name}")
         (file, *_) = predict(checked("predict", *words))
-        found[each] = np.asarray(Image.open(file))
-    assert found[device].shape == (64, 96) and (found[device] == found["cpu"]).mean() > 0.99
+        predictions[name] = np.asarray(Image.open(file))
+    assert predictions[device].shape == (64, 96) and (predictions[device] == predictions["cpu"]).mean() > 0.99

@@ -74,9 +74,9 @@ def test_a_loss_is_given_each_micro_batch_and_changes_nothing_else(tmp_path):
     words = ("trainer.steps=2", "trainer.accumulation_steps=2", "data.crops_per_minibatch=4")
     words += ("head.auxiliary_weight=0.4",)
     Watching.seen.clear()
-    own = train_short(tmp_path / "own", "loss=watching", *words)
+    results = train_short(tmp_path / "own", "loss=watching", *words)
     usual = train_short(tmp_path / "usual", "loss=cross_entropy", *words)
-    assert own["miou"] == usual["miou"] and same(weights_of(tmp_path / "own"), weights_of(tmp_path / "usual"))
+    assert results["miou"] == usual["miou"] and same(weights_of(tmp_path / "own"), weights_of(tmp_path / "usual"))
     assert [batch.step for batch in Watching.seen] == [1] * 4 + [2] * 4  # two micro-batches, two outputs
     assert [batch.epoch for batch in Watching.seen[::4]] == [step / 15 for step in (1, 2)]
     names = [batch.names for batch in Watching.seen]
@@ -156,8 +156,8 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
 def test_what_a_head_decides_is_exported(even, tmp_path):
     export(checked("export", f"checkpoint={even}", f"output={tmp_path / 'n.pt2'}", "argmax=true"))
     program = torch.export.load(tmp_path / "n.pt2").module()
-    found = program(torch.from_numpy(IMAGE).permute(2, 0, 1)[None].float())[0].numpy()
-    assert np.array_equal(found, open_network(even).predict(IMAGE))
+    ids = program(torch.from_numpy(IMAGE).permute(2, 0, 1)[None].float())[0].numpy()
+    assert np.array_equal(ids, open_network(even).predict(IMAGE))
 
 
 def test_what_a_head_decides_is_evaluated_and_predicted(even, tmp_path):
@@ -214,40 +214,40 @@ def test_what_a_head_decides_is_a_class_of_each_pixel(result, problem, monkeypat
 class Table:
     """A logger that keeps what TensorBoard gets; it draws random numbers and spoils whatever it is given."""
 
-    told: ClassVar[list[tuple]] = []
+    calls: ClassVar[list[tuple]] = []
 
     def __init__(self, folder, config):
         torch.rand(3)
         config["optim"]["lr"] = 7.0
-        self.told.clear()
+        self.calls.clear()
 
     def scalars(self, step, values):
         torch.rand(1)
-        self.told.append((step, dict(values)))
+        self.calls.append((step, dict(values)))
         values.clear()
 
     def picture(self, step, name, image):
-        self.told.append((step, name, image.copy()))
+        self.calls.append((step, name, image.copy()))
         image[:] = 0
 
     def end(self, status):
-        self.told.append((status,))
+        self.calls.append((status,))
 
 
 def test_a_logger_gets_scalars_and_pictures_and_changes_nothing(tmp_path):
     words = ("trainer.steps=4", "trainer.log_every_steps=2", "trainer.evaluate_every_steps=2", "trainer.pictures=1")
     usual = train(checked("train_seg", f"run_dir={tmp_path / 'usual'}", *SHORT, *words))
-    own = train(checked("train_seg", f"run_dir={tmp_path / 'own'}", *SHORT, *words, "logger=table"))
-    assert own["miou"] == usual["miou"] and same(weights_of(tmp_path / "own"), weights_of(tmp_path / "usual"))
-    assert own["config"]["optim"] == usual["config"]["optim"] and usual["config"]["logger"] == {}
-    *told, (status,) = Table.told
-    steps = [each[0] for each in told]
+    results = train(checked("train_seg", f"run_dir={tmp_path / 'own'}", *SHORT, *words, "logger=table"))
+    assert results["miou"] == usual["miou"] and same(weights_of(tmp_path / "own"), weights_of(tmp_path / "usual"))
+    assert results["config"]["optim"] == usual["config"]["optim"] and usual["config"]["logger"] == {}
+    *calls, (status,) = Table.calls
+    steps = [call[0] for call in calls]
     events = EventAccumulator(str(tmp_path / "own" / "tensorboard")).Reload()
     assert status == "finished" and steps == [2, 2, 2, 4, 4, 4]
-    given = {(step, name): value for step, values, *image in told if not image for name, value in values.items()}
-    shown = {(one.step, tag): one.value for tag in events.Tags()["scalars"] for one in events.Scalars(tag)}
-    assert given == pytest.approx(shown) and {"train/loss", "val/miou"} <= {name for _, name in given}
-    pictures = [(name, image) for _, name, *image in told if image]
+    scalars = {(step, name): value for step, values, *image in calls if not image for name, value in values.items()}
+    shown = {(event.step, tag): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
+    assert scalars == pytest.approx(shown) and {"train/loss", "val/miou"} <= {name for _, name in scalars}
+    pictures = [(name, image) for _, name, *image in calls if image]
     assert [name for name, _ in pictures] == events.Tags()["images"] * 2
     assert all(image.any() and image.dtype == np.uint8 and image.shape[2] == 3 for _, (image,) in pictures)
 
@@ -340,10 +340,10 @@ def test_an_error_names_the_choice_whose_code_raised_it_or_that_it_is_about():
         with pytest.raises(ValueError, match=says), parts_named(config):
             raises()
     errors = [(MemoryError("out of memory"), config), (KeyError("of ours"), run_config(*SHORT))]
-    for error, of in [*errors, (ValueError("loss=failing: said"), config)]:
-        with pytest.raises(type(error)) as found, parts_named(of):
+    for error, parts in [*errors, (ValueError("loss=failing: said"), config)]:
+        with pytest.raises(type(error)) as raised, parts_named(parts):
             raise error
-        assert found.value is error
+        assert raised.value is error
     with (
         pytest.raises(ValueError, match="^loss=by_function: IndexError: no such class"),
         parts_named(run_config(*SHORT, "loss=by_function")),
@@ -376,9 +376,9 @@ class Mosaic:
 
     def __call__(self, image, label, rng, others):
         rows, columns = (side // 2 for side in label.shape)
-        for place, (other, its_label) in enumerate([(image.copy(), label.copy()), *others]):
-            there = np.s_[place // 2 * rows :, place % 2 * columns :]
-            image[there][:rows, :columns], label[there][:rows, :columns] = other[::2, ::2], its_label[::2, ::2]
+        for place, (crop, crop_label) in enumerate([(image.copy(), label.copy()), *others]):
+            cell = np.s_[place // 2 * rows :, place % 2 * columns :]
+            image[cell][:rows, :columns], label[cell][:rows, :columns] = crop[::2, ::2], crop_label[::2, ::2]
         return image, label
 
 
@@ -389,14 +389,14 @@ def test_mixed_crops_are_the_same_when_a_run_is_resumed_and_with_any_number_of_w
     whole, resumed = map(list, loaders)
     config.data.workers = 2
     [*_, last] = assemble.training_loader(config, train_set, 4, World(), 1)
-    for own, expected in ((resumed[0], whole[2]), (resumed[1], whole[3]), (last, whole[3])):
-        assert torch.equal(own["image"], expected["image"]) and torch.equal(own["label"], expected["label"])
+    for minibatch, expected in ((resumed[0], whole[2]), (resumed[1], whole[3]), (last, whole[3])):
+        assert torch.equal(minibatch["image"], expected["image"]) and torch.equal(minibatch["label"], expected["label"])
     plain = next(iter(assemble.training_loader(run_config(*SHORT), train_set, 4, World())))
     assert plain["name"] == whole[0]["name"]
     assert torch.equal(whole[0]["image"][..., :32, :32], plain["image"][..., ::2, ::2])
 
 
-@pytest.mark.parametrize("mixes, entry", [(3, "train_imagenet"), *((each, "train_seg") for each in (-1, 65, "2"))])
+@pytest.mark.parametrize("mixes, entry", [(3, "train_imagenet"), *((number, "train_seg") for number in (-1, 65, "2"))])
 def test_crops_that_cannot_be_mixed_are_refused_by_name(mixes, entry, monkeypatch):
     monkeypatch.setattr(Mosaic, "mixes", mixes)
     with pytest.raises(ValueError, match=f"^augmentations=mosaic has mixes={mixes!r}: expected a whole number"):

@@ -115,8 +115,8 @@ def vistas_config(labels: int = 66, version: float = 1.1) -> dict:
         for index in range(labels - 1)
     ]
     unlabelled = {"color": [0, 0, 0], "instances": False, "readable": "Unlabeled", "name": "void--unlabeled"}
-    about = {"version": version, "mapping": "public", "folder_structure": "{split}/{content}/{key:.{22}}.{ext}"}
-    return {"labels": [*entries, {**unlabelled, "evaluate": False}], **about}
+    header = {"version": version, "mapping": "public", "folder_structure": "{split}/{content}/{key:.{22}}.{ext}"}
+    return {"labels": [*entries, {**unlabelled, "evaluate": False}], **header}
 
 
 def vistas(root: Path, versioned: bool = False) -> Path:

@@ -49,12 +49,13 @@ IGNORED = re.compile(r"environment|images_per_second|peak_memory_mib|_wait_s|mfu
 
 def results(checkout: str, camvid: str) -> dict[str, str]:
     """{name: text} of all values that the commands write. CalledProcessError: a command fails."""
-    with tempfile.TemporaryDirectory() as here:
-        for line in (line.replace("HERE", here).replace("CAMVID", camvid) for line in COMMANDS):
-            subprocess.run([sys.executable, *line.split()], cwd=checkout, stdout=subprocess.DEVNULL, check=True)
-        files = sorted(filter(Path.is_file, Path(here).rglob("*")))
-        found = {name: text for file in files for name, text in leaves(read(file), str(file.relative_to(here)))}
-    return {name: text.replace(here, "DIR") for name, text in found.items() if not IGNORED.search(name)}
+    with tempfile.TemporaryDirectory() as folder:
+        for command in COMMANDS:
+            words = command.replace("HERE", folder).replace("CAMVID", camvid).split()
+            subprocess.run([sys.executable, *words], cwd=checkout, stdout=subprocess.DEVNULL, check=True)
+        files = sorted(filter(Path.is_file, Path(folder).rglob("*")))
+        values = {name: text for file in files for name, text in leaves(read(file), str(file.relative_to(folder)))}
+    return {name: text.replace(folder, "DIR") for name, text in values.items() if not IGNORED.search(name)}
 
 
 def read(file: Path) -> object:
@@ -73,8 +74,8 @@ def read(file: Path) -> object:
 def leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
     """Yields (dotted name, text) of every leaf of nested containers. Equal texts mean equal bits."""
     if isinstance(value, (dict, list, tuple)):
-        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(entry, f"{name}.{key}")
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, f"{name}.{key}")
     elif isinstance(value, torch.Tensor):
         content = hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         yield name, f"{value.dtype} {list(value.shape)} {content}"

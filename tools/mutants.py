@@ -25,6 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -52,16 +53,18 @@ T = TypeVar("T")
 class Mutant(NamedTuple):
     file: str  # from the repository's root
     line: int
-    about: str
+    change: str  # in words
     tree: ast.Module  # of the file, with the change
 
 
 def swapped(node: ast.AST) -> Iterator[tuple[str, Change]]:
     """The changes of one node, and what each is."""
-    if isinstance(node, ast.Compare) and (new := SWAPPED.get(type(node.ops[0]))):
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
+        new = SWAPPED[type(node.ops[0])]
         yield f"{type(node.ops[0]).__name__} -> {new.__name__}", {"ops": [new(), *node.ops[1:]]}
-    elif isinstance(node, (ast.BoolOp, ast.BinOp)) and (new := SWAPPED.get(type(node.op))):
-        if not any(isinstance(each, (ast.JoinedStr, ast.List, ast.Tuple)) for each in ast.iter_child_nodes(node)):
+    elif isinstance(node, (ast.BoolOp, ast.BinOp)) and type(node.op) in SWAPPED:
+        new = SWAPPED[type(node.op)]
+        if not any(isinstance(child, (ast.JoinedStr, ast.List, ast.Tuple)) for child in ast.iter_child_nodes(node)):
             yield f"{type(node.op).__name__} -> {new.__name__}", {"op": new()}
     elif isinstance(node, ast.Constant) and type(node.value) is bool:
         yield f"{node.value} -> {not node.value}", {"value": not node.value}
@@ -84,8 +87,8 @@ def candidates(
     if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments)):
         return
     if inside and hasattr(node, "lineno"):
-        for about, change in swapped(node):
-            yield node.lineno, about, path, change
+        for description, change in swapped(node):
+            yield node.lineno, description, path, change
     inside = inside or isinstance(node, (ast.FunctionDef, ast.Lambda))
     left_out = [*getattr(node, "decorator_list", []), getattr(node, "returns", None)]
     for position, child in enumerate(ast.iter_child_nodes(node)):
@@ -93,33 +96,34 @@ def candidates(
             yield from candidates(child, (*path, position), inside)
 
 
-def mutant_of(file: str, tree: ast.Module, line: int, about: str, path: tuple[int, ...], change: Change) -> Mutant:
+def mutant_of(file: str, tree: ast.Module, line: int, text: str, path: tuple[int, ...], change: Change) -> Mutant:
     changed = copy.deepcopy(tree)
     node: ast.AST = changed
     for position in path:
         node = [*ast.iter_child_nodes(node)][position]
     for name, value in change.items():
         setattr(node, name, value)
-    return Mutant(file, line, about, ast.fix_missing_locations(changed))
+    return Mutant(file, line, text, ast.fix_missing_locations(changed))
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from codes(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
 
 
 def exchange(mutant: Mutant) -> int:
     """Give the loaded functions of a file the code of its mutant. Returns how many have other code."""
     name = str(REPOSITORY / mutant.file)
     source = compile((REPOSITORY / mutant.file).read_text(), name, "exec")
-    olds, news = [*codes(source)], [*codes(compile(mutant.tree, name, "exec"))]
-    if len(olds) != len(news):  # a statement with a function of its own was left out
+    old_codes = [*codes(source)]
+    new_codes = [*codes(compile(mutant.tree, name, "exec"))]
+    if len(old_codes) != len(new_codes):  # a statement with a function of its own was left out
         return 0
-    new = {old: changed for old, changed in zip(olds, news, strict=True) if old != changed}
+    new = {old: changed for old, changed in zip(old_codes, new_codes, strict=True) if old != changed}
     gc.unfreeze()
-    functions = [one for one in gc.get_objects() if isinstance(one, FunctionType) and one.__code__ in new]
+    functions = [object for object in gc.get_objects() if isinstance(object, FunctionType) and object.__code__ in new]
     for function in functions:
         if function.__code__.co_filename == name:
             function.__code__ = new[function.__code__]
@@ -130,7 +134,10 @@ class Runner:
     """A plugin of pytest: collects the tests, and runs them in children of this process."""
 
     def __init__(self, count: int, seed: int, room: str, seconds: float):
-        self.count, self.draw, self.room, self.seconds = count, random.Random(seed), room, seconds
+        self.count = count
+        self.draw = random.Random(seed)
+        self.room = room
+        self.seconds = seconds
         self.failed: list[str] = []
         self.durations = Counter[str]()  # seconds
         self.executing: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))  # file, line: tests
@@ -149,13 +156,14 @@ class Runner:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         began = time.perf_counter()
-        self.items, self.folder = {item.nodeid: item for item in session.items}, Path(tempfile.mkdtemp())
+        self.items = {item.nodeid: item for item in session.items}
+        self.folder = Path(tempfile.mkdtemp())
         for part, code in self.in_children(((part, partial(self.cover, part)) for part in range(WORKERS)), 3600):
             if code:
                 raise RuntimeError(f"the tests could not be run: see {self.folder / 'output'}")
             lines, durations, failed = json.loads((self.folder / f"{part}.json").read_text())
-            for file, own in lines.items():
-                for line, tests in own.items():
+            for file, tests_by_line in lines.items():
+                for line, tests in tests_by_line.items():
                     self.executing[file][line] += filter(None, tests)
             self.durations.update(durations)
             self.failed += failed
@@ -170,48 +178,49 @@ class Runner:
 
     def drawn(self) -> Iterator[tuple[Mutant, list[str]]]:
         """Mutants of lines that tests execute, with these tests; lines that none executes only count."""
-        known: list[tuple] = []
+        changes: list[tuple] = []
         for room in ROOMS:
             for file in sorted((REPOSITORY / room).rglob("*.py")):
                 name = str(file.relative_to(REPOSITORY))
                 if name.startswith(self.room) and "triton" not in name:
                     tree = ast.parse(file.read_text())
-                    known += [(name, tree, *candidate) for candidate in candidates(tree)]
-        for each in self.draw.sample(known, min(self.count, len(known))):
-            mutant = mutant_of(*each)
-            if tests := self.executing[str(REPOSITORY / mutant.file)][str(mutant.line)]:
+                    changes += [(name, tree, *candidate) for candidate in candidates(tree)]
+        for choice in self.draw.sample(changes, min(self.count, len(changes))):
+            mutant = mutant_of(*choice)
+            tests = self.executing[str(REPOSITORY / mutant.file)][str(mutant.line)]
+            if tests:
                 yield mutant, sorted(tests, key=self.durations.__getitem__)
             else:
                 self.note(mutant, "not executed")
 
-    def note(self, mutant: Mutant, result: str) -> None:
-        self.results[result] += 1
-        if result not in ("killed", "not loaded"):
+    def note(self, mutant: Mutant, outcome: str) -> None:
+        self.results[outcome] += 1
+        if outcome not in ("killed", "not loaded"):
             source = (REPOSITORY / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
-            self.survivors.append(f"{result}: {mutant.file}:{mutant.line}: {mutant.about}: {source}")
+            self.survivors.append(f"{outcome}: {mutant.file}:{mutant.line}: {mutant.change}: {source}")
 
     def in_children(self, jobs: Iterable[tuple[T, Callable[[], int]]], limit: float) -> Iterator[tuple[T, int]]:
-        """Run jobs in children, as many at a time as there are workers. Yields what each is about, and its exit code.
+        """Run jobs in children, as many at a time as there are workers. Yields the subject of each, and its exit code.
 
         A child is killed after `limit` seconds.
         """
-        waiting, running = iter(jobs), dict[Any, tuple[T, float]]()
+        waiting = iter(jobs)
+        running: dict[Any, tuple[T, float]] = {}
         while True:
-            while len(running) < WORKERS and (following := next(waiting, None)):
-                about, job = following
+            for subject, job in islice(waiting, WORKERS - len(running)):
                 child = multiprocessing.get_context("fork").Process(target=self.begin, args=(job,))
                 child.start()
-                running[child] = about, time.perf_counter() + limit
+                running[child] = subject, time.perf_counter() + limit
             if not running:
                 return
             wait([child.sentinel for child in running], timeout=1)
-            for child, (about, end) in [*running.items()]:
+            for child, (subject, end) in [*running.items()]:
                 if time.perf_counter() > end:
                     os.killpg(child.pid, signal.SIGKILL)
                     child.join()
                 if child.exitcode is not None:
                     del running[child]
-                    yield about, child.exitcode
+                    yield subject, child.exitcode
 
     def begin(self, job: Callable[[], int]) -> None:
         """In a child: what it says goes into a file."""
@@ -230,9 +239,9 @@ class Runner:
         """Run a part of the tests, file by file, and write down which lines each of them executes."""
         self.coverage = Coverage(data_file=None, source=[str(REPOSITORY / room) for room in ROOMS], config_file=False)
         files = sorted({item.path for item in self.items.values()})
-        own = [item for item in self.items.values() if files.index(item.path) % WORKERS == part]
+        chosen = [item for item in self.items.values() if files.index(item.path) % WORKERS == part]
         self.coverage.start()
-        for _ in self.run(own):
+        for _ in self.run(chosen):
             pass
         self.coverage.stop()
         data = self.coverage.get_data()
@@ -242,7 +251,8 @@ class Runner:
 
     def tried(self, mutant: Mutant, tests: list[str]) -> int:
         """`KILLED` if a test notices the mutant; else a key of `RESULTS`."""
-        broken, end = {*self.failed}, time.perf_counter() + self.seconds
+        broken = {*self.failed}
+        end = time.perf_counter() + self.seconds
         if not exchange(mutant):
             return 2
         self.failed = []
@@ -255,13 +265,14 @@ class Runner:
 
 
 def main() -> None:
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
-    count, seed = int(given.pop("count", "200")), int(given.pop("seed", "0"))
-    runner = Runner(count, seed, given.pop("room", ""), float(given.pop("seconds", "40")))
-    own = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:faulthandler", "-o", "addopts="]
-    tests = [given.pop("tests", "tests"), "--import-mode=importlib", "-m", "not gpu and not slow and not peer"]
-    assert not given, f"{given}: expected count, seed, room, tests and seconds"
-    sys.exit(pytest.main([*own, *tests], plugins=[runner]))
+    options = dict(word.split("=", 1) for word in sys.argv[1:])
+    count = int(options.pop("count", "200"))
+    seed = int(options.pop("seed", "0"))
+    runner = Runner(count, seed, options.pop("room", ""), float(options.pop("seconds", "40")))
+    base = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:faulthandler", "-o", "addopts="]
+    tests = [options.pop("tests", "tests"), "--import-mode=importlib", "-m", "not gpu and not slow and not peer"]
+    assert not options, f"{options}: expected count, seed, room, tests and seconds"
+    sys.exit(pytest.main([*base, *tests], plugins=[runner]))
 
 
 if __name__ == "__main__":

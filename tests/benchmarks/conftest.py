@@ -21,10 +21,10 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def in_process(monkeypatch) -> None:
-    monkeypatch.setattr(steps, "process", here)
+    monkeypatch.setattr(steps, "process", this_process)
     monkeypatch.setattr(frame, "keep_freed_memory", lambda: True)
 
 
-def here(threads: int) -> AbstractContextManager:
+def this_process(threads: int) -> AbstractContextManager:
     """`benchmarks.measuring.process` without a process."""
     return nullcontext(SimpleNamespace(submit=lambda *call: SimpleNamespace(result=partial(*call))))

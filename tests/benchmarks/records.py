@@ -16,10 +16,10 @@ def copied(folder: Path, score: float = 0.9, **keys: object) -> Path:
     """A run of CIFAR-10 with another score and other keys, such as norm={"name": "std"}."""
     shutil.copytree(CIFAR / "inplace", folder)
     config = json.loads((folder / "results.json").read_text())["config"]
-    own = {name: {**config[name], **value} if isinstance(value, dict) else value for name, value in keys.items()}
+    plain = {name: {**config[name], **value} if isinstance(value, dict) else value for name, value in keys.items()}
     *records, last = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([*records, json.dumps({**json.loads(last), "top1": score})]))
-    return changed(folder, lambda results: results.update(config=config | own, top1=score))
+    return changed(folder, lambda results: results.update(config=config | plain, top1=score))
 
 
 def changed(run: Path, change: Callable[[dict], object]) -> Path:

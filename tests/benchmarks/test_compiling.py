@@ -18,9 +18,9 @@ def test_a_graph_that_draws_is_not_compiled_within_a_memory_budget(drops):
         return F.dropout(F.scaled_dot_product_attention(y, y, y), 0.2, training=drops)
 
     graph = torch.fx.symbolic_trace(network)
-    given = torch.randn(3, 2, 8), torch.zeros(2), torch.ones(2)
-    assert callable(compile_within(graph, [*given], "eager", 1.0))
+    arguments = torch.randn(3, 2, 8), torch.zeros(2), torch.ones(2)
+    assert callable(compile_within(graph, [*arguments], "eager", 1.0))
     with pytest.raises(ValueError, match="bernoulli.* draws random numbers") if drops else nullcontext():
-        run = compile_within(graph, [*given], "eager", 0.5)
-        torch.testing.assert_close(run(*map(torch.clone, given)), network(*map(torch.clone, given)))
-    assert not given[1].any()  # the running mean
+        run = compile_within(graph, [*arguments], "eager", 0.5)
+        torch.testing.assert_close(run(*map(torch.clone, arguments)), network(*map(torch.clone, arguments)))
+    assert not arguments[1].any()  # the running mean

@@ -38,9 +38,9 @@ PLANNED = {row["experiment"]: row for row in recorded("memory_plan", "experiment
 
 def test_experiments_state_the_planned_memory():
     """One's own need not."""
-    said = {name: papers.paper_of(name).get("planned") for name in papers.all_experiments()}
+    stated = {name: papers.paper_of(name).get("planned") for name in papers.all_experiments()}
     counted = {name: f"{row['peak'] / 2**30:.2f} GiB" for name, row in PLANNED.items()}
-    differ = [name for name in {*said, *counted} if said.get(name) != counted.get(name)]
+    differ = [name for name in {*stated, *counted} if stated.get(name) != counted.get(name)]
     advice = "leave `planned` out of one's own, and record the paper's: python -m benchmarks.memory_plan"
     assert not differ, f"{differ}: {advice}"
     assert all(row["devices"] == papers.devices_of(name) for name, row in PLANNED.items())

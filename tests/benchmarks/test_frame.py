@@ -95,19 +95,19 @@ def test_a_call_goes_on_with_what_is_missing_and_what_cannot_be_the_same_call_is
     """Other arguments, hardware, versions or commits; a call whose code is gone is on its page as text."""
     measured, out = [], tmp_path / "record.json"
 
-    def measure(arguments: frame.TimedArguments, what: str) -> list[dict]:
-        measured.append(what)
-        if measured.count(what) == 1 and what != "a":
-            raise RuntimeError("out of memory\nat length") if what == "fails" else KeyboardInterrupt
-        return [{"what": what}]
+    def measure(arguments: frame.TimedArguments, value: str) -> list[dict]:
+        measured.append(value)
+        if measured.count(value) == 1 and value != "a":
+            raise RuntimeError("out of memory\nat length") if value == "fails" else KeyboardInterrupt
+        return [{"what": value}]
 
     def carried_out(**options: object) -> tuple[list[dict], str]:
         text = frame.carry_out(benchmark, frame.TimedArguments(out=str(out), **options))
         return json.loads(out.read_text())["calls"], text
 
     items = {"a/1": ("a",), "a/2": ("fails",), "b": ("stops",)}
-    own = {"items": lambda arguments: items, "measure": measure, "schema": frame.TimedArguments}
-    benchmark = reversible.BENCHMARK._replace(**own, sections=lambda call, picture: [str(frame.rows_of(call))])
+    parts = {"items": lambda arguments: items, "measure": measure, "schema": frame.TimedArguments}
+    benchmark = reversible.BENCHMARK._replace(**parts, sections=lambda call, picture: [str(frame.rows_of(call))])
     with pytest.raises(KeyboardInterrupt):
         carried_out()
     (call,), text = carried_out(only=["a/1"])
@@ -119,11 +119,11 @@ def test_a_call_goes_on_with_what_is_missing_and_what_cannot_be_the_same_call_is
     assert measured == ["a", "fails", "stops", "fails", "stops"]
     calls, _ = carried_out(rounds=3)
     assert len(calls) == 2 and calls[0] == call
-    now = frame.provenance(frame.PACKAGES)
+    environment = frame.provenance(frame.PACKAGES)
     for number, changed in enumerate(({}, {"hardware": "x"}, {"versions": {"torch": "3.0"}}, {"commit": "x"})):
-        monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: now | changed)
+        monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: environment | changed)
         assert len(carried_out(only=["a/1"])[0]) == 2 + number
-    monkeypatch.setattr(frame, "provenance", lambda *_: now)
+    monkeypatch.setattr(frame, "provenance", lambda *_: environment)
     out.write_text(frame.json_lines({"calls": [call | {"code": "8cc01ed6"}]}))
     calls, text = carried_out(only=["a/1"])
     assert len(calls) == 2 and text.count("## ") == 1

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow("measures: minutes in all")
 
 def listed(*words: str) -> list[list[str]]:
     arguments = command_line.checked("gpu_evidence", "out=OUT", *words)
-    return [shlex.split(line) for line in gpu_evidence.listed(arguments)]
+    return [shlex.split(line) for line in gpu_evidence.commands(arguments)]
 
 
 def test_every_listed_command_is_one_that_its_program_takes(monkeypatch, tmp_path):
@@ -30,9 +30,9 @@ def test_every_listed_command_is_one_that_its_program_takes(monkeypatch, tmp_pat
     for words in lines + rehearsed:
         assert words[0] == "timeout"
         checked(words[2:])
-    for one, tiny in zip(lines, rehearsed, strict=True):
-        own = {word for word in one if not re.search("a b|FILE", word)}
-        assert own < {*tiny} and not {*tiny} & {'data.root="a b"', "body.weights=FILE"}
+    for command, tiny in zip(lines, rehearsed, strict=True):
+        default = {word for word in command if not re.search("a b|FILE", word)}
+        assert default < {*tiny} and not {*tiny} & {'data.root="a b"', "body.weights=FILE"}
     for words in lines[1:10]:
         assert words.count('data.root="a b"') == words.count("body.weights=FILE") == 1
     assert len({*re.findall(r"run_dir=\S+|results=\S+", " ".join(sum(lines, [])))}) == 9 + 4  # none is replaced
@@ -45,10 +45,10 @@ def test_every_listed_command_is_one_that_its_program_takes(monkeypatch, tmp_pat
         listed("only=[loss]")
 
 
-@pytest.mark.parametrize("benchmark", documents.BENCHMARKS, ids=lambda own: own.name)
+@pytest.mark.parametrize("benchmark", documents.BENCHMARKS, ids=lambda benchmark: benchmark.name)
 def test_a_page_can_be_written_from_any_item_alone(benchmark):
     """A call may be stopped after any item."""
-    for _, call in frame.written_here(json.loads(documents.RECORDS[benchmark.name].read_text())):
+    for _, call in frame.current_calls(json.loads(documents.RECORDS[benchmark.name].read_text())):
         for name, rows in call["items"].items():
             assert frame.calls_text(benchmark, {"calls": [call | {"items": {name: rows}}]}, benchmark.name)
 

@@ -54,7 +54,7 @@ NETWORKS: dict[str, Row] = {
         *((2, 16, 16, 16), (0.72, 0.85, 0.84), 0.72, 0.38),
     ),
     "DenseNet": (
-        lambda: nn.Sequential(*(dense(8 * (one + 1), 8) for one in range(8))),
+        lambda: nn.Sequential(*(dense(8 * (number + 1), 8) for number in range(8))),
         *((2, 8, 16, 16), (0.88, 0.80), 0.68, 0.535),
     ),
     "U-Net, in place": (Joined, (2, 3, 32, 32), (0.94,), 0.89, 0.56),
@@ -76,13 +76,13 @@ def counted_costs(name: str) -> Step:
     """A network's step, with costs that are counted: 20 us for a call, 10 GB/s, 80 Gflop/s."""
     make, shape, *_ = NETWORKS[name]
     step = rehearsed_step(make().to("meta"), (torch.empty(shape, device="meta"),), {})
-    counted = [one._replace(seconds=2e-5 + one.bytes / 1e10 + one.operations / 8e10) for one in step.values]
-    return step._replace(values=counted, seconds=3 * sum(one.seconds for one in counted))
+    values = [value._replace(seconds=2e-5 + value.bytes / 1e10 + value.operations / 8e10) for value in step.values]
+    return step._replace(values=values, seconds=3 * sum(value.seconds for value in values))
 
 
 def fastest(choices: list[Choice], limit: int) -> Choice:
     """The fastest choice within the limit."""
-    return next(one for one in choices if one.peak <= limit)
+    return next(choice for choice in choices if choice.peak <= limit)
 
 
 @pytest.mark.table
@@ -120,12 +120,12 @@ def changed_step(seed: int) -> Step:
                 value = value._replace(leader=number - 1, inputs=last.inputs)
         values[number] = value._replace(is_fresh=draw.random() < 0.7)
     masks = [draw.randint(1, 8) * (draw.random() < 0.4) for _ in values]
-    saved = [one._replace(signs=masks[one.value], memory=values[one.value].memory) for one in saved]
+    saved = [save._replace(signs=masks[save.value], memory=values[save.value].memory) for save in saved]
     backward, kind = step.events[step.forward :], draw.random()
     if kind < 0.2:  # a tensor is read twice
-        backward = [one for pair in backward for one in ([(Event.READ, pair[1]), pair] if pair[0] == 4 else [pair])]
+        backward = [event for pair in backward for event in ([(Event.READ, pair[1]), pair] if pair[0] == 4 else [pair])]
     elif kind < 0.4:  # two backward passes
-        retained = [one for one in backward if one[0] != Event.RELEASE]
+        retained = [event for event in backward if event[0] != Event.RELEASE]
         backward = [*retained, (Event.PASS, 0), *backward]
     for _ in range(3):  # gradients that stay
         memories.append(draw.randint(5, 40))
@@ -156,6 +156,7 @@ def test_rows_of_a_plan_have_bounds():
     """Those that say little are None."""
     network, images = nn.Sequential(*(bottleneck(16, 8) for _ in range(3))), torch.randn(2, 16, 16, 16)
     rows = plan(network, images, (0.8, 0.6, "1MiB")).rows
-    found = bounds_of(network, images, rows)
-    assert found[2] == 0 < found[1]
-    assert all(bound is None or row.seconds / 3 <= bound <= row.seconds for row, bound in zip(rows, found, strict=True))
+    bounds = bounds_of(network, images, rows)
+    assert bounds[2] == 0 < bounds[1]
+    for row, bound in zip(rows, bounds, strict=True):
+        assert bound is None or row.seconds / 3 <= bound <= row.seconds

@@ -74,7 +74,7 @@ def test_captured_steps_read_no_memory_that_was_freed(monkeypatch):
     for method, change in networks.methods_of("", plain, "cpu", None).items():
         network = copy.deepcopy(plain)
         trained = networks.WithLoss(network, change(network))
-        steps.add(method, partial(networks.counted, trained, method, x, "float32", reference))
+        steps.add(method, partial(networks.counts_of, trained, method, x, "float32", reference))
     steps.add("fails", lambda: 1 / 0)
     del network, trained
     gc.collect()

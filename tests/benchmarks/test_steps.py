@@ -48,12 +48,12 @@ def test_convolutions_use_the_algorithms_of_a_training(monkeypatch, switch, sear
 def test_every_switch_changes_the_training_that_it_is_compared_with():
     shared = TrainingArguments(device="cuda").words()
     default = configured_as(None, *shared)
-    own = {
+    overrides = {
         override
         for part, switches in steps.GROUPS.items()
-        for each in switches
-        for override in each.split()
+        for switch in switches
+        for override in switch.split()
         if part != "arms" and "=" in override
     }
-    for override in own:  # the arms have a recipe of their own
+    for override in overrides:  # the arms have a recipe of their own
         assert configured_as(None, *shared, override) != default, override

@@ -23,15 +23,15 @@ pytestmark = pytest.mark.slow
 PAPERS = [table for table, title in papers.TABLES.items() if title.startswith(("In-Place ABN", "RevNet", "MemCNN"))]
 
 
-def written(tmp_path: Path, *runs: Path) -> str:
+def page_of(tmp_path: Path, *runs: Path) -> str:
     return tables.write(Tables(runs=[str(run) for run in runs], out=str(tmp_path / "out"))).read_text()
 
 
 @pytest.fixture
 def of_few_tables(monkeypatch):
     """Composing every experiment takes ten seconds."""
-    known = {name: entry for name, entry in papers.all_experiments().items() if name.startswith("cifar10/")}
-    monkeypatch.setattr(papers, "all_experiments", lambda: known)
+    choices = {name: entry for name, entry in papers.all_experiments().items() if name.startswith("cifar10/")}
+    monkeypatch.setattr(papers, "all_experiments", lambda: choices)
     monkeypatch.setattr(papers, "TABLES", {"cifar10": papers.TABLES["cifar10"]})
 
 
@@ -42,20 +42,20 @@ def test_every_row_has_a_published_score_and_a_command():
 
 
 @pytest.mark.parametrize(
-    "said, message",
+    "mapping, message",
     [
         ("{table: table3", "is no YAML mapping: while parsing a flow mapping"),
         ("{miou: good}", "paper: miou=good: expected a score in percent, or one of table, row, command, "),
         ("{table: table5}", "paper: table=table5: expected one of table1, .*, or none$"),
     ],
 )
-def test_what_a_head_cannot_say_is_named(said, message, tmp_path, monkeypatch):
+def test_what_a_head_cannot_say_is_named(mapping, message, tmp_path, monkeypatch):
     """An entry is optional, and so is the mapping."""
     (tmp_path / "experiment").mkdir()
     monkeypatch.setattr("engine.configuration.choices.CONFIGS", tmp_path)
     monkeypatch.setattr(papers, "CONFIGS", tmp_path)
     head = "# Mine.\n# paper: {miou: 7.5,\n#   table: table3}\n# More.\n"
-    for name, text in (("wrong", f"# paper: {said}\n"), ("right", head), ("without", "# Mine.\n")):
+    for name, text in (("wrong", f"# paper: {mapping}\n"), ("right", head), ("without", "# Mine.\n")):
         (tmp_path / "experiment" / f"{name}.yaml").write_text(f"{text}defaults: []\n")
     with pytest.raises(ValueError, match=f"experiment/wrong.yaml: .*{message}"):
         papers.tables_of("wrong")
@@ -68,7 +68,7 @@ def test_a_seed_counts_once_from_the_folder_with_most_seeds(tmp_path):
     copied(tmp_path / "runs" / "again" / "one", 0.70, seed=0)
     copied(tmp_path / "runs" / "seeds" / "first", 0.88, seed=0)
     copied(tmp_path / "runs" / "seeds" / "second", 0.90, seed=1)
-    text = written(tmp_path, tmp_path / "runs")
+    text = page_of(tmp_path, tmp_path / "runs")
     (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
     assert " 89.00 ± 1.41 |" in row
     assert "- ../runs/again/one: it repeats ../runs/seeds/first\n" in text
@@ -78,25 +78,25 @@ def test_a_seed_counts_once_from_the_folder_with_most_seeds(tmp_path):
 def test_a_run_without_tf32_says_so_if_it_was_on_cuda(tmp_path):
     """The records of CPUs, where it has no effect, are from before it became the default."""
     cpu, cuda = copied(tmp_path / "runs" / "cpu", 0.90), copied(tmp_path / "runs" / "cuda", 0.92, seed=1)
-    assert "`trainer.tf32=false`" not in written(tmp_path, cpu, cuda)
+    assert "`trainer.tf32=false`" not in page_of(tmp_path, cpu, cuda)
     config = cuda / "config.yaml"
     config.write_text(config.read_text().replace("# 1 x cpu", "# 1 x cuda"))
-    assert " 90.00; 92.00, with `trainer.tf32=false` |" in written(tmp_path, cpu, cuda)
+    assert " 90.00; 92.00, with `trainer.tf32=false` |" in page_of(tmp_path, cpu, cuda)
     assert len({*titles_of(by_configuration([Run(cpu), Run(cuda)]))}) == 2
 
 
 @pytest.mark.usefixtures("of_few_tables")
 def test_what_is_in_no_row_is_named(tmp_path):
     with pytest.raises(ValueError, match="runs: .*nowhere is not a folder"):
-        written(tmp_path, tmp_path / "nowhere")
-    run, other = copied(tmp_path / "runs" / "one"), copied(tmp_path / "runs" / "two", 0.8, seed=1)
-    changed(other, lambda results: results.update(accuracy={"cat": 1.0}))
-    with pytest.raises(ValueError, match=f"runs: {run} and {other} are both cifar10/resnet14, but of other classes"):
-        written(tmp_path, tmp_path / "runs")
-    (other / "results.json").unlink()
+        page_of(tmp_path, tmp_path / "nowhere")
+    run, stray = copied(tmp_path / "runs" / "one"), copied(tmp_path / "runs" / "two", 0.8, seed=1)
+    changed(stray, lambda results: results.update(accuracy={"cat": 1.0}))
+    with pytest.raises(ValueError, match=f"runs: {run} and {stray} are both cifar10/resnet14, but of other classes"):
+        page_of(tmp_path, tmp_path / "runs")
+    (stray / "results.json").unlink()
     config = copied(tmp_path / "runs" / "mine", optim={"lr": 1e-9}) / "config.yaml"
     config.write_text("# python train_imagenet.py\n" + config.read_text().partition("\n")[2])
-    text = written(tmp_path, tmp_path / "runs")
+    text = page_of(tmp_path, tmp_path / "runs")
     assert "- ../runs/two: it has not ended (step 7800)\n- ../runs/mine: it is of no experiment\n" in text
 
 
@@ -162,8 +162,8 @@ def test_a_dry_run_prints_the_evaluations_that_rows_need(tmp_path, capsys):
     words = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if " eval.py " in line]
     assert words == [
         ["eval.py", f"checkpoint={tmp_path}/{experiment}/seed0", *options.split()]
-        for experiment, other in (("table1/resnext101_relu", "leaky_relu"), ("table2/resnext101_std_256", "relu"))
-        for activation in ("", f"activation={other} ")
+        for experiment, exchanged in (("table1/resnext101_relu", "leaky_relu"), ("table2/resnext101_std_256", "relu"))
+        for activation in ("", f"activation={exchanged} ")
         for options in (f"{activation}{view}" for view in ("", "view=ten_crop", "crop=320"))
         if options
     ]
@@ -184,14 +184,14 @@ def test_a_dry_run_prints_the_evaluations_that_rows_need(tmp_path, capsys):
 def test_norms_see_as_many_crops_on_fewer_devices(tmp_path, experiment, devices, overrides, added, changed):
     arguments = RunTable(table="table3", runs=str(tmp_path), devices=devices, overrides=overrides)
     job = run_table.training_of(f"table3/cityscapes_resnext101_{experiment}", 0, arguments)
-    assert [each for each in job.command if "accumulation" in each] == [*added, *overrides]
+    assert [word for word in job.command if "accumulation" in word] == [*added, *overrides]
     assert job.changed == changed
 
 
 def test_a_dry_run_looks_at_the_data_and_the_weights_that_it_is_given(tmp_path, capsys):
     root, table = trees.camvid_folders(tmp_path / "camvid"), {"table": "camvid_table3", "runs": str(tmp_path)}
     (tmp_path / "net.pt").write_bytes(b"no weights")
-    for given, says in (
+    for paths, says in (
         (
             {"roots": {"camvid": str(root)}},
             "^roots={camvid: .*data.train_split=train has 6 of the 367 images of camvid",
@@ -200,7 +200,7 @@ def test_a_dry_run_looks_at_the_data_and_the_weights_that_it_is_given(tmp_path, 
         ({"weights": {"std": str(tmp_path / "net.pt")}}, r"^weights=\{std: .*net.pt\}: ValueError: checkpoint"),
     ):
         with pytest.raises(ValueError, match=says):
-            run_table.run(RunTable(**table, **given, dry_run=True))
+            run_table.run(RunTable(**table, **paths, dry_run=True))
     whole = {"roots": {"camvid": str(root)}, "overrides": ["data.incomplete=true"]}
     assert (
         run_table.run(RunTable(**table, **whole, dry_run=True)) == 0
@@ -264,5 +264,5 @@ def test_experiments_are_the_same_training_if_their_files_set_the_same():
     names = list(papers.all_experiments())
     trainings = {name: papers._training(name) for name in names}
     for name in names:
-        same = [other for other in names if other != name and trainings[other] == trainings[name]]
+        same = [experiment for experiment in names if experiment != name and trainings[experiment] == trainings[name]]
         assert papers.sharing(name) == same
