@@ -16,6 +16,7 @@ NAME.safetensors is a file of safetensors, which our commands read like the othe
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,14 +82,14 @@ def convert(options: Conversion) -> list[str]:
     if output.suffix == SAFETENSORS:
         safetensors_for(f"output={output}")
     content = released.read(source, name, checkpoint.advice_if_damaged(source))
-    ours = initial_weights.is_ours(content)
+    is_ours = initial_weights.is_ours(content)
     for key_name, value in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
-        if ours and value is not None:
+        if is_ours and value is not None:
             raise ValueError(f"{key_name}={value} has no effect on {name}, a checkpoint of ours: leave it out")
     writable_file("output", output, source, kind="network")
-    if ours and options.format == "checkpoint":
+    if is_ours and options.format == "checkpoint":
         lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
-    elif ours:
+    elif is_ours:
         weights = initial_weights.weights_in_checkpoint(content, source, name)
         if not isinstance(weights.norm, BatchNorm):
             raise ValueError(f"{name} has norm={weights.norm and weights.norm.name}: expected a batch normalisation")
@@ -105,8 +106,9 @@ def convert(options: Conversion) -> list[str]:
     if options.format == "standard_bn":
         checkpoint.write_alone(output, released.to_standard_bn(tensors))
         slope = f" ({norm.activation_param})" if norm.activation in ("leaky_relu", "elu") else ""
-        network = content["config"]["body"].get("network") if ours and isinstance(content, dict) else None
-        slope += f" (in the body {network}'s own eps, and this for its ReLUs alone)" if network else ""
+        network = content["config"]["body"].get("network") if is_ours and isinstance(content, dict) else None
+        if network:
+            slope += f" (in the body {network}'s own eps, and this for its ReLUs alone)"
         lines.append(f"its norms need eps={norm.eps} and {norm.activation}{slope}, which the file does not hold")
     lines.append(f"output {output}")
     make_console().print("\n".join(lines), soft_wrap=True)
@@ -156,37 +158,30 @@ def _classes(
     options: Conversion, config: SegmentationRun | ClassificationRun, count: int
 ) -> tuple[list[str], Colours, list[int]]:
     """Names, colours and label ids of the classes; the last two mean nothing in classification."""
-    names = [str(number) for number in range(count)]
-    colours = list(distinct_colours(count))
-    ids = list(range(count))
-    argument = ""
-    if options.data.root is not None:
+    names: Sequence[str]
+    colours: Sequence[tuple[int, int, int]] = distinct_colours(count)
+    ids: Sequence[int] = range(count)
+    argument = f"classes={options.classes}"
+    if options.classes is None:
         argument = f"data.root={options.data.root}"
         if isinstance(config, SegmentationRun):
             dataset = assemble.dataset(config.data, config.data.val_split, key="data.val_split")
-            names = list(dataset.classes)
-            colours = list(dataset.palette)
-            ids = list(dataset.label_ids)
+            names, colours, ids = dataset.classes, dataset.palette, dataset.label_ids
         else:
-            names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)
+            names = assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes
             check_order(names, f"input={options.input}", config.data.order_key)
-    elif options.classes is not None:
-        argument = f"classes={options.classes}"
-        file = Path(options.classes)
-        if file.suffix == ".json":
-            table = vistas_classes(file)
-            names = list(table.names)
-            colours = list(table.palette)
-            ids = list(table.official_ids)
-        else:
-            names = [line.strip() for line in read_list(file, "one class")]
-            check_names(enumerate(names), f"{argument}: ")
-            repeated = [name for name, times in Counter(names).items() if times > 1]
-            if repeated:
-                raise ValueError(f"{argument} has {listed(repeated)} more than once: expected different names; {NAMES}")
+    elif Path(options.classes).suffix == ".json":
+        table = vistas_classes(Path(options.classes))
+        names, colours, ids = table.names, table.palette, table.official_ids
+    else:
+        names = [line.strip() for line in read_list(Path(options.classes), "one class")]
+        check_names(enumerate(names), f"{argument}: ")
+        repeated = [name for name, times in Counter(names).items() if times > 1]
+        if repeated:
+            raise ValueError(f"{argument} has {listed(repeated)} more than once: expected different names; {NAMES}")
     if len(names) != count:
         raise ValueError(f"{argument} has {len(names)} classes: expected {count}, as the classifier of the file")
-    return names, colours, ids
+    return list(names), list(colours), list(ids)
 
 
 main = configured("convert_checkpoint", Conversion)(convert)

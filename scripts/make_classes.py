@@ -59,11 +59,7 @@ from scripts.verify_data import class_table
 
 WHITE = 255
 RECORDED = "as scripts.make_classes wrote the lists beside this file"
-# Kinds of labels.
-BITS = "single bits"
-GRAY = "ids in three equal channels"
-COLOURS = "colours"
-IDS = "ids"
+BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colours", "ids"  # kinds of labels
 
 USED = ("root", "palettes", "image_folder", "label_folder", "label_suffix", "range16", "timeout_seconds")
 
@@ -209,8 +205,7 @@ def check_record(config: MakeClasses, root: Path) -> None:
 def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: Console) -> None:
     """Write classes.json; print each id's pixels, how many labels hold it, and what looks odd."""
     root = f"data.root={config.data.root}"
-    with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
-        label_counts = read_labels(labels.images, config.workers, console, config.data.channels)
+    label_counts = read_labels(config, labels.images, console)
     if label_counts.palettes.conflict is not None and config.data.palettes != "any":
         raise ValueError(f"{root}: {label_counts.palettes.conflict}. {palette_fix('data.')}")
     notes = [
@@ -271,10 +266,8 @@ def write_lists(
     for name, counts in zip(classes, pixels.T, strict=True):  # the pixels of a class in each image
         cells = ((counts[chosen], max(pixels[chosen].sum(), 1)) for chosen in in_part.values())
         rows.append([name, *(f"{np.count_nonzero(shown)} ({shown.sum() / total:.1%})" for shown, total in cells)])
-    title = "images that hold a class (share of the pixels)"
-    if config.folds is not None:
-        title += ", in val.txt of each fold"
-    console.print(table_of(["", *parts], rows, title))
+    of_folds = ", in val.txt of each fold" if config.folds is not None else ""
+    console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
     group, shared = prefixes(names, len(parts))
     if config.group is None and not config.add and group:
         advice = f"remove the lists and add 'group={group}', which keeps them together"
@@ -310,16 +303,18 @@ def pixels_by_class(
         return images.classes, pixels[:, : len(images.classes)]
 
 
-def read_labels(
-    images: Mapping[Path, Path | None], workers: int | None, console: Console, channels: int
-) -> LabelCounts:
-    """Read labels, {file: its image}. `channels`: of the images."""
+def read_labels(config: MakeClasses, images: Mapping[Path, Path | None], console: Console) -> LabelCounts:
+    """Read labels, {file: its image}."""
     counts = LabelCounts()
     pairs = [*images.items()]
-    with progress_bar(console) as progress:
-        count = len(pairs)
-        contents_of = in_order(lambda n: contents(*pairs[n], channels, is_decoded(n, count)), range(count), workers)
-        for (label, _), content in zip(tracked(progress, pairs, "reading labels"), contents_of, strict=True):
+
+    def content_of(number: int) -> Contents:
+        return contents(*pairs[number], config.data.channels, is_decoded(number, len(pairs)))
+
+    timeout = config.data.timeout_seconds
+    with reading_errors(timeout, keys="data.", workers_key="workers"), progress_bar(console) as progress:
+        read_contents = in_order(content_of, range(len(pairs)), config.workers)
+        for (label, _), content in zip(tracked(progress, pairs, "reading labels"), read_contents, strict=True):
             counts.pixels[content.kind].update(content.pixels)
             counts.labels[content.kind].update(content.pixels.keys())
             counts.palettes.add(label, content.colours)

@@ -133,31 +133,14 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
     devices = arguments.devices or papers.devices_of(experiment)
     accumulation = accumulation_of(experiment, devices, arguments.overrides)
     config = papers.configured_as(experiment, *accumulation, *arguments.overrides)
-    run_dir = Path(arguments.runs) / experiment / f"seed{seed}"
-    missing = []
-    options = [f"experiment={experiment}", f"seed={seed}", override("run_dir", run_dir.resolve()), "resume=auto"]
-    roots = arguments.roots or {}
-    weights = arguments.weights or {}
-    overridden = {word.partition("=")[0] for word in arguments.overrides}
-    if config.data.name in roots:
-        options.append(override("data.root", roots[config.data.name]))
-    elif config.data.name in DATA and "data.root" not in overridden:
-        options.append("data.root=DIR")
-        missing.append(f"roots={{{config.data.name}: DIR}}")
-    for name in papers.weights_of(experiment):
+    if papers.weights_of(experiment):
         config.init.weights = config.init.weights or "FILE"  # which one counts for no row
-        fitting = sorted((name for name in weights if name in experiment), key=len)
-        if fitting:
-            file = Path(weights[fitting[-1]])
-            options.append(override(name, file))
-            if name == "init.weights" and file.is_file() and released_file(file):
-                options.append("init.format=released")
-        elif name not in overridden:
-            options.append(f"{name}=FILE")
-            missing.append(f"weights={{{shared_part(experiment, arguments.table)}: FILE}}")
+    run_dir = Path(arguments.runs) / experiment / f"seed{seed}"
+    options = [f"experiment={experiment}", f"seed={seed}", override("run_dir", run_dir.resolve()), "resume=auto"]
+    inputs, missing = inputs_of(experiment, config.data.name, arguments)
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     entry = f"{papers.all_experiments()[experiment]}.py"
-    unquoted = (entry, *plugins.words(), *options, *accumulation, *arguments.overrides)
+    unquoted = (entry, *plugins.words(), *options, *inputs, *accumulation, *arguments.overrides)
     words = [as_typed(word, type(config)) for word in unquoted]
     rows = [row for name in (experiment, *papers.sharing(experiment)) for row in papers.published(name)]
     evaluate = [sys.executable, "eval.py", *plugins.words(), override("checkpoint", run_dir.resolve())]
@@ -171,6 +154,30 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
         steps=assemble.schedule_of(config, planner.training_images(config.data)).total_steps,
         changed=papers.changed_keys(config, experiment, devices),
     )
+
+
+def inputs_of(experiment: str, data: str, arguments: RunTable) -> tuple[list[str], list[str]]:
+    """The overrides for data and weights, and the options of this command that are missing for them."""
+    overrides = []
+    missing = []
+    roots = arguments.roots or {}
+    overridden = {word.partition("=")[0] for word in arguments.overrides}
+    if data in roots:
+        overrides.append(override("data.root", roots[data]))
+    elif data in DATA and "data.root" not in overridden:
+        overrides.append("data.root=DIR")
+        missing.append(f"roots={{{data}: DIR}}")
+    parts = [part for part in arguments.weights or {} if part in experiment]
+    for name in papers.weights_of(experiment):
+        if parts:
+            file = Path(arguments.weights[sorted(parts, key=len)[-1]])
+            overrides.append(override(name, file))
+            if name == "init.weights" and file.is_file() and released_file(file):
+                overrides.append("init.format=released")
+        elif name not in overridden:
+            overrides.append(f"{name}=FILE")
+            missing.append(f"weights={{{shared_part(experiment, arguments.table)}: FILE}}")
+    return overrides, missing
 
 
 def shared_part(experiment: str, table: str) -> str:

@@ -163,8 +163,8 @@ def differing(config: TrainingRun, experiment: str) -> dict[str, str]:
 
 def crops_per_norm(config: TrainingRun, processes: int) -> int:
     """The most crops that a norm sees at a time."""
-    norms = config.trainer.accumulation_steps * (1 if getattr(config.norm, "sync", False) else processes)
-    return -(-config.data.crops_per_minibatch // norms)
+    parts = config.trainer.accumulation_steps * (1 if getattr(config.norm, "sync", False) else processes)
+    return -(-config.data.crops_per_minibatch // parts)
 
 
 @cache
