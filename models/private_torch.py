@@ -48,16 +48,19 @@ def capturing(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph
     PyTorch alone, if the capture cannot be ended, leaves `stream` current, the generator in its capture, and the
     graph's pool in use.
     """
-    graph, pool, device = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_device()
-    generator, before = torch.cuda.default_generators[device], torch.cuda.current_stream()
-    drawn = generator.clone_state()
+    device = torch.cuda.current_device()
+    previous_stream = torch.cuda.current_stream()
+    generator = torch.cuda.default_generators[device]
+    state = generator.clone_state()
+    graph = torch.cuda.CUDAGraph()
+    pool = torch.cuda.graph_pool_handle()
     try:
         # Other threads, which pin memory for the loader or write checkpoints, may go on.
         with without_collection(), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             yield graph
     except BaseException:
-        torch.cuda.set_stream(before)
-        generator.graphsafe_set_state(drawn)
+        torch.cuda.set_stream(previous_stream)
+        generator.graphsafe_set_state(state)
         with suppress(RuntimeError):  # the capture was ended, and the graph will release its pool
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)

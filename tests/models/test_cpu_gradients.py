@@ -17,8 +17,8 @@ def test_gradients_equal_float64_s_and_nothing_more_is_kept(channels, groups, ke
     conv = nn.Conv2d(channels, channels, kernel, padding=kernel - 1, dilation=2, groups=groups, bias=bias)
     network = nn.Sequential(conv, nn.BatchNorm2d(channels))
     exact, before = copy.deepcopy(network).double(), copy.deepcopy(network)
-    for each in (network, before):
-        each.to(memory_format=torch.channels_last)
+    for layer in (network, before):
+        layer.to(memory_format=torch.channels_last)
     assert correct_gradients(network, "bfloat16") == [] and [*network.state_dict()] == [*before.state_dict()]
     image = torch.randn(2, channels, 30, 30).contiguous(memory_format=torch.channels_last).requires_grad_()
     double, dy = image.detach().double().requires_grad_(), torch.randn(2, channels, 30, 30)

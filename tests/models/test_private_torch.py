@@ -38,9 +38,9 @@ def test_after_a_failed_capture_the_device_is_as_before(monkeypatch, ends):
             if not ends:
                 raise RuntimeError("the capture cannot be ended")
 
-    found = {"CUDAGraph": object, "graph": graph, "default_generators": [device], "current_device": lambda: 0}
-    found |= {"graph_pool_handle": device.pool, "current_stream": device.current, "set_stream": device.set_stream}
-    for name, value in found.items():
+    functions = {"CUDAGraph": object, "graph": graph, "default_generators": [device], "current_device": lambda: 0}
+    functions |= {"graph_pool_handle": device.pool, "current_stream": device.current, "set_stream": device.set_stream}
+    for name, value in functions.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in {"_cuda_endAllocateToPool": device.end_pool, "_cuda_releasePool": device.release}.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)

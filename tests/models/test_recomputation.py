@@ -166,7 +166,7 @@ def test_a_dense_layer_keeps_its_output(norm):
 @pytest.mark.parametrize("name, norm", [("resnext", "std"), ("resnet", "inplace"), ("preact", "nn.BatchNorm2d")])
 def test_with_sqrt_n_squared_blocks_keep_n_inputs(name, norm):
     kept = [kept_values(name, norm, "sqrt", blocks) for blocks in (4, 9, 16)]
-    assert [more - less for less, more in zip(kept, kept[1:], strict=False)] == [16 * PIXELS] * 2
+    assert [longer - shorter for shorter, longer in zip(kept, kept[1:], strict=False)] == [16 * PIXELS] * 2
 
 
 @pytest.mark.slow
