@@ -156,14 +156,7 @@ def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> No
         environment["threads"] = arguments.threads
     if getattr(arguments, "device", "cpu") == "cpu":
         keep_freed_memory()
-    values = {name: value for name, value in vars(arguments).items() if name not in vars(Arguments())}
-    circumstances: dict[str, Any] = {"arguments": values, "environment": environment}
-    old_calls = (old_call for _, old_call in current_calls(record))
-    call = next((old_call for old_call in old_calls if old_call.items() >= circumstances.items()), None)
-    if call is None:
-        # Summaries find a call by its name; a better one may be written into the record.
-        call = {"name": environment["commit"], "command": "", **circumstances, "seconds": 0, "items": {}}
-        record["calls"].append(call)
+    call = continued_call(record, arguments, environment)
     before_s = call["seconds"]
     rows_by_item = call["items"]
     for name in chosen:
@@ -183,6 +176,19 @@ def measure(benchmark: Benchmark, arguments: Any, record: dict, out: Path) -> No
         call["command"] = command_of(benchmark, arguments, call["items"] if len(rows_by_item) < len(items) else ())
         call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
         write_file(out, json_lines(record))
+
+
+def continued_call(record: dict, arguments: Any, environment: dict) -> dict:
+    """The call of a record with these arguments in this environment; a new one is added if there is none."""
+    values = {name: value for name, value in vars(arguments).items() if name not in vars(Arguments())}
+    circumstances: dict[str, Any] = {"arguments": values, "environment": environment}
+    for _, call in current_calls(record):
+        if call.items() >= circumstances.items():
+            return call
+    # Summaries find a call by its name; a better one may be written into the record.
+    call = {"name": environment["commit"], "command": "", **circumstances, "seconds": 0, "items": {}}
+    record["calls"].append(call)
+    return call
 
 
 FAILED = ["reason"]  # the keys of the only row of an item
