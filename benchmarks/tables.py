@@ -71,9 +71,9 @@ def of_results() -> dict[str, str]:
 
 def tables_of(folders: list[str], out: Path) -> dict[str, str]:
     """{table: its lines}, and the run directories that are in none. Links are relative to the folder `out`."""
-    found_runs, left_out = find_runs(folders)
+    all_runs, left_out = find_runs(folders)
     finished: dict[str, Run] = {}  # by its records, as a page may hold a copy of another page's run
-    for run in found_runs:
+    for run in all_runs:
         finished.setdefault(run.metrics, run)
     runs = list(finished.values())
     planned = json.loads((frame.RESULTS / "memory_plan.json").read_text())["calls"]

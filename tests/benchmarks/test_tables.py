@@ -120,7 +120,7 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
         return False
 
     monkeypatch.setattr(run_table, "run_jobs", run_jobs)
-    monkeypatch.setattr(run_table, "check_given", lambda arguments: None)
+    monkeypatch.setattr(run_table, "check_files", lambda arguments: None)
     arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "/a/DIR"}, seeds=[0])
     arguments["overrides"] = ["init.weights=/a b.pt"]
     assert run_table.run(RunTable(**arguments, dry_run=True)) == 0 and not commands
@@ -210,7 +210,7 @@ def test_a_dry_run_looks_at_the_data_and_the_weights_that_it_is_given(tmp_path, 
 
 @pytest.mark.usefixtures("of_few_tables")
 def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run_table, "check_given", lambda arguments: None)
+    monkeypatch.setattr(run_table, "check_files", lambda arguments: None)
     options = ["roots={cifar10: DIR, cifar100: DIR}", f"weights={{resnet: {tmp_path}}}"]  # or a file
     values = checked("run_table", "table=cifar10", "dry_run=true", f"runs={tmp_path}", *options)
     assert run_table.run(values) == 0
