@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig
@@ -19,7 +19,4 @@ class Processes(Launcher):
         self.jobs, self.folder = task_function, config.hydra.sweep.dir
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        numbered = enumerate(job_overrides, initial_job_idx)
-        ended = self.jobs.in_processes([self.jobs.job(words, self.folder, number) for number, words in numbered])
-        status = {True: JobStatus.FAILED, False: JobStatus.COMPLETED}
-        return [JobReturn(job.words, status=status[failed], _return_value=value) for job, value, failed in ended]
+        return self.jobs.launch(job_overrides, self.folder, initial_job_idx)

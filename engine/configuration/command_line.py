@@ -6,7 +6,7 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from inspect import unwrap
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,11 +119,6 @@ def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[
     return options, words
 
 
-def configuration_of(name: str, *arguments: str) -> Any:
-    """The checked keys of a command with these arguments, of which some may be options of Hydra."""
-    return checked(name, *_read(name, arguments, get_args_parser())[1])
-
-
 def _run_hydra(
     name: str, main: Callable[[Any], Any], parser: ArgumentParser, options: Namespace, words: list[str]
 ) -> None:
@@ -152,7 +147,7 @@ def _run_hydra(
                 keep(name)
             elif options.multirun:
                 others = [word for word in sys.argv[1:] if word not in flags]
-                sweep(program, asked, Jobs(name, SCHEMAS[name], main, configuration_of, others), overrides)
+                sweep(program, asked, partial(checked, name), Jobs(SCHEMAS[name], others), overrides)
             else:
                 program.run(asked, start, [*overrides, "hydra.mode=RUN"])
     except (HydraException, OmegaConfBaseException) as error:

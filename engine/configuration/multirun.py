@@ -6,12 +6,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import import_module
-from inspect import getfile, unwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +17,18 @@ from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from rich.console import Console
 
 from engine.process import distributed, plugins
-from engine.process.console import log_to, logger, make_console
+from engine.process.console import log_to, make_console
 from engine.process.jobs import has_ended, run_jobs
-from engine.process.stopping import Preempted
 from engine.schema.keys import CHOICES, CONFIGS, Keys, deciding, leaves, named_after, override
 
+Check = Callable[..., Keys]  # of the words of a job
 OF_RUN_DIRECTORIES = ("run_dir", "resume")  # keys that a sweep sets for each job
 
 
@@ -45,12 +44,9 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Jobs:
-    """What a launcher calls for each job, here or in a process that has unpickled it."""
+    """What a launcher calls for each job, here or in a process that has unpickled it: each is a process of its own."""
 
-    command: str
     schema: type[Any]  # of Keys
-    main: Callable[[Any], Any]
-    check: Callable[..., Any]  # check(command, *words) returns a job's checked keys, or raises ValueError
     options: Sequence[str]  # of Hydra, for every job
     swept: Sequence[str] = ()  # keys that differ between jobs
     first_trial: int | None = None  # a sweeper's trials have numbers; None: jobs are named after their overrides
@@ -59,71 +55,68 @@ class Jobs:
     start: Sequence[str] = field(default_factory=lambda: sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])])
 
     def __call__(self, values: DictConfig) -> Any:
-        """Run a job in this process, unless it has ended, and return its score."""
+        """Run the job that a launcher has chosen, unless it has ended, and return its score."""
         settings = HydraConfig.get()
         job = self.job(settings.overrides.task, settings.sweep.dir, settings.job.num)
-        sys.argv = [self.program, *job.words]
         os.environ[distributed.JOBS_HERE] = str(settings.launcher.get("n_jobs") or 1)
-        try:
-            if self.has_ended(job, distributed.world_size()):
-                return self.score(job)
-            results = self.main(self.check(self.command, *job.words))
-            return (results or {}).get(getattr(self.schema, "score", None))
-        except (Exception, SystemExit) as error:  # a launcher would lose other jobs, or cannot unpickle it
-            if isinstance(error.__context__, Preempted):  # submitit requeues the job by this exit
-                raise
-            logger.debug("", exc_info=True)
-            raise JobFailed(f"{job.title}: {error}") from error
+        errors = self.run([job], Console(quiet=True), distributed.world_size())
+        if errors:
+            raise JobFailed(f"{job.title}: {errors[job.title]}")
+        return self.score(job)
+
+    def launch(self, overrides: Iterable[Sequence[str]], folder: str, first_number: int) -> list[JobReturn]:
+        """Run jobs with these overrides, of which the first has a number in the sweep of a folder."""
+        jobs = [self.job(words, folder, number) for number, words in enumerate(overrides, first_number)]
+        errors = self.run(jobs, make_console())
+        returned = []
+        for job in jobs:
+            if job.title in errors:
+                failure = JobFailed(f"{job.title}: {errors[job.title]}")
+                returned.append(JobReturn(job.words, status=JobStatus.FAILED, _return_value=failure))
+            else:
+                returned.append(JobReturn(job.words, status=JobStatus.COMPLETED, _return_value=self.score(job)))
+        return returned
 
     def job(self, words: Sequence[str], folder: str | Path, number: int) -> Job:
         """The job of these words, which has this number in the sweep of a folder."""
-        title, words = " ".join(own := self.own(words)), [*self.options, *words]
+        own = self.own(words)
+        title = " ".join(own)
+        words = [*self.options, *words]
         if not _has_run_dir(self.schema):
             return Job(title, words, None)
         name = named_after(own, self.has_digests)
         if self.first_trial is not None:
             name = str(self.first_trial + number)
             title = f"trial {name}: {title}"
-        return Job(title, [*words, override("run_dir", Path(folder, name)), "resume=auto"], Path(folder, name))
+        run_dir = Path(folder, name)
+        return Job(title, [*words, override("run_dir", run_dir), "resume=auto"], run_dir)
 
     def own(self, words: Sequence[str]) -> list[str]:
+        """The overrides that differ between jobs."""
         return [word for word in words if word.partition("=")[0] in self.swept]
 
-    def has_ended(self, job: Job, processes: int = 1) -> bool:
-        return job.run_dir is not None and has_ended(job.run_dir, [self.program, *job.words], processes)
-
-    def score(self, job: Job) -> float | None:
-        """The score that a job's run has left."""
-        if job.run_dir is None:
-            return None
-        return json.loads((job.run_dir / "results.json").read_text("utf-8"))[self.schema.score]
-
-    def in_processes(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Any, bool]]:
-        """Run jobs one after the other, each in its own process; yield each with its score or error, and which it is.
+    def run(self, jobs: Sequence[Job], console: Console, processes: int = 1) -> dict[str, str]:
+        """Run jobs one after the other, unless they have ended; return {title: error} of those that failed.
 
         Preempted: see `run_jobs`.
         """
-        console, ended = make_console(), [job for job in jobs if self.has_ended(job)]
-        for job in ended:
-            console.print(f"already finished: {job.title}", soft_wrap=True)
-        commands = {job.title: [sys.executable, *self.start, *job.words] for job in jobs if job not in ended}
-        failed = run_jobs(commands, console, ended_before=len(ended))
+        commands = {}
         for job in jobs:
-            has_failed = job.title in failed
-            yield job, JobFailed(f"{job.title}: {failed[job.title]}") if has_failed else self.score(job), has_failed
+            if job.run_dir is not None and has_ended(job.run_dir, [self.program, *job.words], processes):
+                console.print(f"already finished: {job.title}", soft_wrap=True)
+            else:
+                commands[job.title] = [sys.executable, *self.start, *job.words]
+        return run_jobs(commands, console, ended_before=len(jobs) - len(commands))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """With the name of `main`: as part of a script, the function would be pickled with all that it uses."""
-        main = unwrap(self.main)
-        file = Path(getfile(main)).resolve().relative_to(CONFIGS.parent).with_suffix("")
-        return vars(self) | {"main": (".".join(file.parts), main.__name__)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        module, name = state["main"]
-        vars(self).update(state, main=unwrap(getattr(import_module(module), name)))
+    def score(self, job: Job) -> float | None:
+        """The score that a job's run has left; None of other ranks than the first, which may be done before it."""
+        results = job.run_dir and job.run_dir / "results.json"
+        if not (results and results.is_file()):
+            return None
+        return json.loads(results.read_text("utf-8"))[self.schema.score]
 
 
-def sweep(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> None:
+def sweep(program: Hydra, asked: str, check: Check, jobs: Jobs, words: Sequence[str]) -> None:
     """Run a sweep, and print how to compare its runs.
 
     A job's run directory is named after its own overrides, or a trial's has its number. It lies in the folder
@@ -131,6 +124,7 @@ def sweep(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> None:
 
     Args:
         program: has found the configuration `asked`.
+        check: returns the checked keys of a job's words, or raises ValueError.
         jobs: without the keys that differ.
         words: of the command as Hydra reads them, without options.
 
@@ -146,14 +140,14 @@ def sweep(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> None:
         )
     console = make_console()
     log_to(console, None)
-    given, settings = _parsed(program, asked, jobs, words)
+    given, settings = _parsed(program, asked, check, words)
     swept = [key for key, each in given.items() if each.is_sweep_override()]
     for key in {*swept} & {*OF_RUN_DIRECTORIES}:
         raise ValueError(f"{given[key].input_line}: a sweep names its jobs' folders itself; give one folder for all")
     jobs, is_basic = replace(jobs, swept=swept), settings.sweeper["_target_"].endswith(BasicSweeper.__name__)
     checked = _of_basic_sweeper(given) if is_basic else [[*first_values(given)]]
     owns = [jobs.own(job) for job in checked]
-    configs = [jobs.check(jobs.command, *jobs.options, *job) for job in checked]
+    configs = [check(*job) for job in checked]
     check_different(owns, configs)
     if (score := getattr(jobs.schema, "score", None)) and str(settings.sweeper.get("direction")).endswith("minimize"):
         raise ValueError(f"this sweeper minimises, and a higher {score} is better: give hparams_search=optuna")
@@ -189,7 +183,7 @@ def _has_run_dir(schema: type[Keys]) -> bool:
     return "run_dir" in schema.__dataclass_fields__
 
 
-def _parsed(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> tuple[dict[str, Override], DictConfig]:
+def _parsed(program: Hydra, asked: str, check: Check, words: Sequence[str]) -> tuple[dict[str, Override], DictConfig]:
     """{key: override} of a sweep's words and its sweeper's, without Hydra's; and the group hydra that they choose."""
     for before, word in itertools.pairwise(words):
         if "=" in before and "=" not in word:
@@ -200,11 +194,10 @@ def _parsed(program: Hydra, asked: str, jobs: Jobs, words: Sequence[str]) -> tup
     except HydraException as error:
         raise ValueError(str(error).splitlines()[0]) from error
     given = {each.get_key_element(): each for each in parsed if not each.is_hydra_override()}
-    own = [each.input_line or "" for each in parsed if each.is_hydra_override()]
     try:
-        settings = program.compose_config(asked, [*own, *first_values(given)], RunMode.RUN).hydra
+        settings = program.compose_config(asked, [*words], RunMode.MULTIRUN).hydra
     except HydraException:
-        jobs.check(jobs.command, *jobs.options, *first_values(given))  # says what is wrong with ours
+        check(*first_values(given))  # says what is wrong with ours
         raise
     params = [f"{key}={value}" for key, value in (settings.sweeper.get("params") or {}).items()]
     return {each.get_key_element(): each for each in parser.parse_overrides(params)} | given, settings
@@ -263,13 +256,8 @@ def _pickle_for_workers() -> None:
     copyreg.pickle(DictConfig, lambda config: (eval, (f"({code})[-1]",), config.__getstate__()))
 
 
-@cache
-def _begin(*words: str) -> None:
-    plugins.load(words, CHOICES)
-    _pickle_for_workers()  # for a job that is preempted and requeued
-
-
 def begun(*words: str) -> DictConfig:
     """An empty configuration, to be filled, in a worker that has the plugins of these words."""
-    _begin(*words)
+    plugins.load(words, CHOICES)
+    _pickle_for_workers()  # for a job that is preempted and requeued
     return DictConfig.__new__(DictConfig)

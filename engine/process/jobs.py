@@ -2,15 +2,18 @@
 
 from engine.process.start import die_with_parent
 
+import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from engine.process.stopping import EXIT_CODE, Preempted, hear, hear_again
+from engine.process.stopping import EXIT_CODE, SECONDS_TO_END, Preempted, hear, hear_again
 
 
 def run_jobs(
@@ -20,7 +23,7 @@ def run_jobs(
 
     The last lines say how many succeeded, how many had finished before this call (`ended_before`), and which failed;
     commands print their own errors. A stop signal (`ONE_REQUEST_SECONDS`) is passed on to the running command, and no
-    other command starts.
+    other command starts. In a job of submitit's, its handler is then called.
 
     Preempted: this process or a command was asked to stop.
     """
@@ -49,6 +52,7 @@ def run_jobs(
                 job.wait()
             running.clear()
             if stopped or job.returncode == EXIT_CODE:
+                _requeue(before, stopped)
                 raise Preempted(f"stopped in job {number} of {len(jobs)}, {title}")
             if job.returncode:
                 killed = f"killed by {signal.Signals(-job.returncode).name}" if job.returncode < 0 else None
@@ -60,6 +64,18 @@ def run_jobs(
     lines += [f"failed: {title}: {error}" for title, error in failed.items()]
     console.print("\n".join(lines), soft_wrap=True)
     return failed
+
+
+def _requeue(handlers: Mapping[int, Any], stopped: Sequence[int]) -> None:
+    """Call submitit's handler of a signal that has stopped its job. It requeues the job, and ends rank 0.
+
+    Other ranks wait for that: the end of one would end rank 0 too early.
+    """
+    for number in stopped:
+        handler = handlers.get(number)
+        if "SUBMITIT_EXECUTOR" in os.environ and number in (signal.SIGUSR1, signal.SIGUSR2) and callable(handler):
+            handler(number, None)
+            time.sleep(SECONDS_TO_END)
 
 
 def has_ended(run_dir: Path, words: Sequence[str], processes: int = 1) -> bool:

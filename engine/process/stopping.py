@@ -64,23 +64,10 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is Preempted and "SUBMITIT_EXECUTOR" in os.environ:
-            self._requeue()
         if _IN_COMMAND.get() and (kind is None or issubclass(kind, Preempted)):
             hear(signal.SIG_IGN)
         elif kind is None or not launched():  # torchrun's SIGTERM must not kill the process before its error is printed
             hear_again(self.before)
-
-    def _requeue(self) -> None:
-        """Call submitit's handler of the signal that asked for the stop. It requeues the job, and ends rank 0.
-
-        Other ranks wait for that: the end of one would end rank 0 too early.
-        """
-        hear_again(self.before)
-        for number in self.requested_s:
-            if number in (signal.SIGUSR1, signal.SIGUSR2) and callable(handler := self.before.get(number)):
-                handler(number, None)
-                time.sleep(SECONDS_TO_END)
 
     def anywhere(self, world: World) -> bool:
         """Whether any rank was asked to stop. Every rank must call it."""

@@ -14,6 +14,8 @@ import hydra
 import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.core_plugins.fish_completion import FishCompletion
+from hydra._internal.core_plugins.zsh_completion import ZshCompletion
 
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.command_line import checked, composed
@@ -160,6 +162,25 @@ def test_options_of_hydra_are_hydra_s(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COMP_LINE", "python train_seg.py norm=std norm.ep")
     assert show("-sc", "query=bash").split() == ["norm.eps="]
     assert checked("train_seg").seed == 0  # nothing of these is left
+
+
+def test_a_choice_goes_to_the_package_that_it_names(monkeypatch, capsys, tmp_path):
+    """GROUP@PACKAGE=CHOICE, for a group of the user's own: chosen in a configuration, or added."""
+    (tmp_path / "rates").mkdir()
+    for name, rate in (("slow", 0.25), ("fast", 0.5)):
+        (tmp_path / "rates" / f"{name}.yaml").write_text(f"lr: {rate}\n")
+    (tmp_path / "own.yaml").write_text("defaults:\n  - train_seg\n  - rates@optim: slow\n  - _self_\n")
+    show = functools.partial(shown, monkeypatch, capsys, "train_seg", "--cfg=job", "-p=optim", f"-cd={tmp_path}")
+    assert "\nlr: 0.25\n" in show("-cn=own")
+    assert "\nlr: 0.5\n" in show("-cn=own", "rates@optim=fast")
+    assert "\nlr: 0.5\n" in show("+rates@optim=fast")
+
+
+@pytest.mark.parametrize("shell, plugin", [("zsh", ZshCompletion), ("fish", FishCompletion)])
+def test_completion_is_installed_by_hydra_s_script(shell, plugin, monkeypatch, capsys):
+    script = shown(monkeypatch, capsys, "train_seg", "--shell-completion", f"install={shell}")
+    plugin(config_loader=None).install()
+    assert script == capsys.readouterr().out and "complete" in script
 
 
 @pytest.mark.slow

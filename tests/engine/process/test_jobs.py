@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from engine.process import jobs
 from engine.process.console import make_console
 from engine.process.jobs import run_jobs
 from engine.process.stopping import EXIT_CODE, ONE_REQUEST_SECONDS, Preempted
@@ -16,14 +17,14 @@ def python(code: str) -> list[str]:
 
 
 def test_all_jobs_run_and_each_failure_is_a_line(capfd):
-    jobs = {
+    commands = {
         "good": python("print('printed')"),
         "wrong": python("import sys; sys.exit('error: what is wrong')"),
         "killed": python("import os; os.kill(os.getpid(), 9)"),
         "silent": python("import sys; sys.exit(3)"),
         "last": python("print('the end')"),
     }
-    assert len(run_jobs(jobs, make_console(), ended_before=5)) == 3
+    assert len(run_jobs(commands, make_console(), ended_before=5)) == 3
     printed = capfd.readouterr()
     *_, summary = printed.out.partition("2 succeeded, 5 had already finished, 3 failed\n")
     assert summary.splitlines() == [
@@ -45,11 +46,11 @@ signal.signal({number:d}, lambda *_: sys.exit(pathlib.Path({str(heard)!r}).write
 os.kill(os.getppid(), {number:d})
 time.sleep(60)
 """
-    jobs = {"first": python(code), "second": python(f"open({str(other)!r}, 'w')")}
+    commands = {"first": python(code), "second": python(f"open({str(other)!r}, 'w')")}
     before = signal.signal(number, own := signal.SIG_DFL)
     try:
         with pytest.raises(Preempted, match="^stopped in job 1 of 2, first$"):
-            run_jobs(jobs, make_console())
+            run_jobs(commands, make_console())
         assert heard.exists() and not other.exists() and signal.getsignal(number) == own
     finally:
         signal.signal(number, before)
@@ -63,3 +64,24 @@ def test_a_job_that_was_asked_to_stop_stops_all_and_ignored_signals_stay_ignored
         assert run_jobs({"only": python(f"import os; os.kill({os.getpid()}, 2)")}, make_console()) == {}
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_submitit_s_handler_is_called_once_its_job_has_saved_and_ended(monkeypatch, tmp_path):
+    """It requeues the job: earlier, the run would continue from an older checkpoint."""
+    handled: list[bool] = []
+    checkpoint = tmp_path / "checkpoint"
+    code = f"""
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGUSR2, lambda *_: pathlib.Path({str(checkpoint)!r}).touch() or sys.exit({EXIT_CODE}))
+os.kill(os.getppid(), signal.SIGUSR2)
+time.sleep(60)
+"""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setattr(jobs, "SECONDS_TO_END", 0)
+    before = signal.signal(signal.SIGUSR2, lambda *_: handled.append(checkpoint.exists()))
+    try:
+        with pytest.raises(Preempted):
+            run_jobs({"only": python(code)}, make_console())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert handled == [True]

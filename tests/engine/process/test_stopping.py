@@ -215,21 +215,3 @@ def test_users_see_the_message_of_a_worker_and_no_traceback(kind, name, monkeypa
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # on request it is kept
     with pytest.raises(kind, match="Caught"), errors_for_users():
         raise error
-
-
-def test_submitit_s_handler_is_called_once_the_run_has_stopped(monkeypatch):
-    """It requeues the job: earlier, the run would continue from an older checkpoint."""
-    heard: list[int] = []
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    monkeypatch.setattr(stopping, "launched", lambda: False)
-    monkeypatch.setattr(stopping, "SECONDS_TO_END", 0)
-    before = signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
-    try:
-        with pytest.raises(Preempted), StopRequest() as stop:
-            stop.training = True
-            os.kill(os.getpid(), signal.SIGUSR2)
-            assert stop.requested and heard == []
-            raise Preempted("stopped after its checkpoint")
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert heard == [signal.SIGUSR2]
