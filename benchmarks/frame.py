@@ -82,7 +82,7 @@ class Benchmark(NamedTuple):
 def command(benchmark: Benchmark, text: str | None) -> tuple[Callable[[Any], str], Callable[[], None]]:
     """`carry_out(benchmark, …)` and its command; `about`: text of --help."""
     run = partial(carry_out, benchmark)
-    return run, configured(benchmark.name, benchmark.schema, about=f"{text}\n{FILES}")(run)
+    return run, configured(benchmark.name, benchmark.schema, description=f"{text}\n{FILES}")(run)
 
 
 FILES = """\

@@ -16,7 +16,8 @@ class Processes(Launcher):
     """Starts each job's command, and skips jobs that an earlier sweep has finished. See `multirun.Jobs`."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        self.jobs, self.folder = task_function, config.hydra.sweep.dir
+        self.jobs = task_function
+        self.folder = config.hydra.sweep.dir
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         return self.jobs.launch(job_overrides, self.folder, initial_job_idx)

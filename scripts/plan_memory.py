@@ -127,7 +127,7 @@ def main() -> None:
         entry = entry_of(sys.argv[1:])
     except ValueError as error:  # `errors_for_users` is for a command's end
         sys.exit(f"error: {error}")
-    configured(entry, papers.SCHEMAS[entry], about=__doc__)(plan)()
+    configured(entry, papers.SCHEMAS[entry], description=__doc__)(plan)()
 
 
 if __name__ == "__main__":

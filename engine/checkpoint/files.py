@@ -25,14 +25,16 @@ from models.private_torch import tree_leaves
 
 FORMAT = "inplace-abn/2"
 RESTORE = "Restore the file from a copy"
-RESUMED, BEST = ("last.pt", "previous.pt"), "best.pt"  # what a run continues from, the newest first
+RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
+BEST = "best.pt"
 NEEDED = ("task", "step", "config", "classes", "network")
 # palette, label_ids: segmentation. unnamed_classes: `classes` are numbers, because a converted file had no names.
 # mean_image: was subtracted from the images.
 OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "scores", "data")  # only to resume a run
 _ALONE = "scripts.convert_checkpoint"
-_COUNT, _BYTE = range(2**63), range(256)
+_COUNT = range(2**63)
+_BYTE = range(256)
 # What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
 _PARTS: dict[str, tuple[Any, str]] = {
     "task": (str, "a text"),
@@ -64,9 +66,9 @@ class OtherFormat(ValueError):
     """The file is intact, but was written by another program or another version of this one."""
 
 
-def file_of(given: str) -> Path:
+def file_of(place: str) -> Path:
     """The file that a command means: a checkpoint, or the last one of a run directory."""
-    path = Path(os.path.expanduser(given))
+    path = Path(os.path.expanduser(place))
     return next(filter(Path.is_file, (path / "checkpoints" / "last.pt", path / "last.pt")), path)
 
 
@@ -83,10 +85,11 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 
     def not_written(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
-        left = what_is_left(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
-        left = f"It needs {size:,} bytes, and " * ("bytes are free" in left) + left
+        advice = what_is_left(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
+        if "bytes are free" in advice:
+            advice = f"It needs {size:,} bytes, and {advice}"
         words, _ = explained(reason, path.parent)
-        return f"checkpoint {path} of step {state.get('step')} cannot be written: {words}. {left}"
+        return f"checkpoint {path} of step {state.get('step')} cannot be written: {words}. {advice}"
 
     _replace(path, partial(torch.save, {"format": FORMAT, **state}), not_written, previous)
 
@@ -140,11 +143,11 @@ def _replace(
 def _flush_renames(folder: Path) -> None:
     """Flush a folder. A warning says if it cannot be, as on network disks: the file itself is on the disk."""
     try:
-        opened = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(opened)
+            os.fsync(descriptor)
         finally:
-            os.close(opened)
+            os.close(descriptor)
     except OSError as error:
         warn = logger.warning if error.errno == errno.EIO else _warn_once
         warn(f"{folder} cannot be flushed ({error.strerror}): after a power failure a checkpoint may have another name")
@@ -152,16 +155,18 @@ def _flush_renames(folder: Path) -> None:
 
 def what_is_left(reason: OSError, folder: Path, *checkpoints: Path | None) -> str:
     """The end of a message about a file that cannot be written: the last good checkpoint, and what to do."""
-    kept, free = "there is no earlier checkpoint", "an unknown number of"
-    if good := last_good(*checkpoints):
+    kept = "there is no earlier checkpoint"
+    free_bytes = "an unknown number of"
+    good = last_good(*checkpoints)
+    if good:
         kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
     words, cure = explained(reason, folder)
     cure = f"{cure}, then continue with resume=auto"
     if reason.errno not in NO_ROOM or words == NO_INODES:
         return f"{kept[0].upper()}{kept[1:]}. {cure}"
     with suppress(OSError):
-        free = f"{shutil.disk_usage(folder).free:,}"
-    return f"{free} bytes are free there; {kept}. {cure}"
+        free_bytes = f"{shutil.disk_usage(folder).free:,}"
+    return f"{free_bytes} bytes are free there; {kept}. {cure}"
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:
@@ -188,7 +193,8 @@ def checked(state: object, path: Path) -> dict:
         raise OtherFormat(
             f"checkpoint {path} has format {state['format']!r}: expected {FORMAT!r}, as this version writes"
         )
-    if missing := [part for part in NEEDED if part not in state]:
+    missing = [part for part in NEEDED if part not in state]
+    if missing:
         raise ValueError(
             f"checkpoint {path} has no {missing[0]}: expected {', '.join(NEEDED)}, as training writes them"
         )
@@ -201,7 +207,8 @@ def checked(state: object, path: Path) -> dict:
         if part in state and len(state[part]) != len(state["classes"]):
             counts = f"{len(state[part])} entries for {len(state['classes'])} classes"
             raise ValueError(f"checkpoint {path}: {part} has {counts}; expected one each. {RESTORE}")
-    step, best = state["step"], state.get("best")
+    step = state["step"]
+    best = state.get("best")
     wrong = {
         "best": best is not None and (best[0] > step or not 0 <= best[1] <= 1),
         "ema_updates": not 0 < state.get("ema_updates", 1) <= max(step, 1),
@@ -218,14 +225,14 @@ def has_ended(state: dict) -> bool:
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Whether a value has a type, lies in a range, or is a list [each], a list (first, second, …) or {name: each}."""
+    """Whether a value has a type, lies in a range, or is a list [entry], a list (first, second, …) or {name: entry}."""
     if isinstance(kind, range):
         return type(value) is int and value in kind
     if isinstance(kind, dict):
         (pair,) = kind.items()
         return isinstance(value, dict) and all(_fits(entry, pair) for entry in value.items())
     if isinstance(kind, list):
-        return isinstance(value, (list, tuple)) and all(_fits(each, kind[0]) for each in value)
+        return isinstance(value, (list, tuple)) and all(_fits(entry, kind[0]) for entry in value)
     if isinstance(kind, tuple):
         return isinstance(value, (list, tuple)) and len(value) == len(kind) and all(map(_fits, value, kind))
     return isinstance(value, kind)
@@ -243,15 +250,17 @@ def read(path: Path) -> object:
 def advice_if_damaged(path: Path) -> str | None:
     """Advice for a damaged file: the other checkpoints of its run; None if there are none."""
     names = *RESUMED, BEST
-    found = [name for name in names if path.name in names and name != path.name and (path.parent / name).is_file()]
-    return f"{' or '.join(found)} of the same run may be good" if found else None
+    if path.name not in names:
+        return None
+    siblings = [name for name in names if name != path.name and (path.parent / name).is_file()]
+    return f"{' or '.join(siblings)} of the same run may be good" if siblings else None
 
 
 def first_difference(trained: Sequence[str], classes: Sequence[str]) -> str:
     """The first class that the checkpoint and the dataset name differently, for a message."""
     pairs = enumerate(zip_longest(trained, classes, fillvalue="missing"))
-    number, (there, here) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
-    return f"class {number} is {there} in the checkpoint and {here} in the dataset"
+    number, (trained_name, name) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    return f"class {number} is {trained_name} in the checkpoint and {name} in the dataset"
 
 
 def load_network(
@@ -282,15 +291,17 @@ def load_network(
             f"checkpoint {source} was trained on {len(trained)} classes and the dataset has {len(classes)}; "
             f"{first_difference(trained, classes)}: {advice}"
         )
-    network, part = make(), "ema" if averaged and "ema" in state else "network"
+    network = make()
+    weights = state["ema" if averaged and "ema" in state else "network"]
     try:
-        own = network.state_dict()  # without an auxiliary head, which only trainings have
+        names = network.state_dict().keys()  # without an auxiliary head, which only trainings have
         network.load_state_dict(
-            {name: each for name, each in state[part].items() if name in own or not is_auxiliary(name)}
+            {name: tensor for name, tensor in weights.items() if name in names or not is_auxiliary(name)}
         )
     except RuntimeError as error:
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
-    if broken := not_finite(state[part]):
+    broken = not_finite(weights)
+    if broken:
         raise ValueError(
             f"checkpoint {source} has infinite or NaN weights: {listed(broken)}; "
             f"{advice_if_damaged(source) or 'give an earlier checkpoint'}"

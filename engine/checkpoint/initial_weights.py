@@ -49,9 +49,10 @@ class Weights(NamedTuple):
             )
         if self.normalisation is not None and len(self.normalisation.mean) != config.data.channels:
             return  # the report says that weights are spread
-        here, channels = config.data.range16, config.data.channels
-        if self.range16 is not None and pairs_of(self.range16, channels) != pairs_of(here, channels):
-            yield f"trained on images with data.range16={self.range16}; this run has data.range16={here}"
+        range16 = config.data.range16
+        channels = config.data.channels
+        if self.range16 is not None and pairs_of(self.range16, channels) != pairs_of(range16, channels):
+            yield f"trained on images with data.range16={self.range16}; this run has data.range16={range16}"
         if self.normalisation not in (None, config.data.normalisation()):
             mean, std = map(list, self.normalisation)
             yield (
@@ -62,10 +63,12 @@ class Weights(NamedTuple):
 
 def check_exists(init: Init) -> None:
     """ValueError if the file `init.weights` is missing. A run asks before it checks its data, which takes long."""
-    if init.weights in (None, PUBLISHED) or (path := checkpoint.file_of(init.weights)).is_file():
+    if init.weights in (None, PUBLISHED):
         return
-    instead = "is a folder without checkpoints/last.pt" if path.is_dir() else "does not exist"
-    raise ValueError(f"init.weights={path} {instead}: expected a file of weights, or the run_dir of another run")
+    path = checkpoint.file_of(init.weights)
+    if not path.is_file():
+        problem = "is a folder without checkpoints/last.pt" if path.is_dir() else "does not exist"
+        raise ValueError(f"init.weights={path} {problem}: expected a file of weights, or the run_dir of another run")
 
 
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Loaded:
@@ -78,7 +81,8 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     ValueError: the file cannot be read, has another format, does not fit, or does not name classes whose order is in
     doubt; the network is unchanged.
     """
-    init, is_released = config.init, isinstance(config.norm, ReleasedNorm)
+    init = config.init
+    is_released = isinstance(config.norm, ReleasedNorm)
     assert init.weights is not None
     if init.weights == PUBLISHED:
         assert isinstance(config.body, TorchvisionBody), "TrainingRun.check requires it"
@@ -107,8 +111,10 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
         if weights.classes is None and is_of_classifier(tensor_name):
             check_order(classes, name, config.data.order_key)
         pairs = zip(weights.classes or (), classes, strict=False) if is_of_classifier(tensor_name) else ()
-        other = next(((there, here) for there, here in pairs if there != here), None)
-        return None if other is None else f"for other classes, such as {other[0]} in place of {other[1]}"
+        for trained_name, class_name in pairs:
+            if trained_name != class_name:
+                return f"for other classes, such as {trained_name} in place of {class_name}"
+        return None
 
     advice = f"Give the body{weights.body} and norm.learn_scale that it was trained with"
     if init.part == "network":
@@ -154,11 +160,13 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
             f"release, init.format=torchvision or timm for a file of these libraries"
         )
     state = checkpoint.checked(content, path)
-    config, averaged = recorded.of_checkpoint(state, name, NETWORK), "ema" in state
-    norm, body = config.norm, config.body
+    config = recorded.of_checkpoint(state, name, NETWORK)
+    norm = config.norm
+    body = config.body
+    is_averaged = "ema" in state
     return Weights(
-        state["ema" if averaged else "network"],
-        f"{path}, step {state['step']}{', EMA weights' if averaged else ''}",
+        state["ema" if is_averaged else "network"],
+        f"{path}, step {state['step']}{', EMA weights' if is_averaged else ''}",
         None if "unnamed_classes" in state else list(state["classes"]),
         norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,
@@ -174,14 +182,14 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
     content = _foreign(torch_files.read(path, name, expected, "it may have to be copied again"), name)
     tensors, averaged = state_dict_in(content)
     if not isinstance(tensors, dict) or not all(
-        isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
     ):
         raise ValueError(
             f"{name} with init.format={format}: expected a state dict {{name: tensor}}, possibly below the key "
             f"state_dict or model"
         )
     body = getattr(network, "body", network)
-    parts = {part.partition(".")[0] for each in (network, body) for part in each.state_dict()}
+    parts = {key.partition(".")[0] for module in (network, body) for key in module.state_dict()}
     parts |= {"body"} if format == "standard_bn" else {"body", *PARTS}
     tensors, remarks = unwrapped(tensors, parts)
     remarks = averaged + remarks
@@ -189,12 +197,12 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
         return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)
     source = f"{path} ({format})"
     if isinstance(body, LibraryBody):
-        tensors, of_names = from_library(tensors, body.state_dict(), body.left_out)
+        tensors, name_remarks = from_library(tensors, body.state_dict(), body.left_out)
         stated = timm_metadata(path, content) if format == "timm" else None
         if format == "timm" and stated is None and config.init.weights != PUBLISHED:
             stated = _of_tags(name, config)
         normalisation = stated or config.body.normalisation()
-        return Weights(tensors, source, remarks=remarks + of_names + body.remarks, normalisation=normalisation)
+        return Weights(tensors, source, remarks=remarks + name_remarks + body.remarks, normalisation=normalisation)
     try:
         tensors = from_torchvision(tensors)
         return Weights(tensors, source, remarks=remarks, activation="relu", normalisation=IMAGENET)
@@ -205,17 +213,22 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
 
 def _of_tags(name: str, config: TrainingRun) -> Normalisation | None:
     """The run's normalisation if a tag of the network has it; a warning if it is the default and others differ."""
-    body, taken = config.body, config.data.normalisation()
+    body = config.body
+    normalisation = config.data.normalisation()
     assert isinstance(body, TorchvisionBody), body
-    tags = timm_tags(body.network)
-    if len(tags) > 1 and taken == body.normalisation():
-        others = (f"{', '.join(of)}: mean={[*each.mean]} std={[*each.std]}" for each, of in tags.items())
+    tags_by_normalisation = timm_tags(body.network)
+    if len(tags_by_normalisation) > 1 and normalisation == body.normalisation():
+        differences = (
+            f"{', '.join(tags)}: mean={[*candidate.mean]} std={[*candidate.std]}"
+            for candidate, tags in tags_by_normalisation.items()
+        )
         logger.warning(
             f"{name} does not say which weights of timm it holds, whose images were normalised differently "
-            f"({'; '.join(others)}), and this run takes data.mean={[*taken.mean]} data.std={[*taken.std]}: give "
-            f"body.network with the tag of the file, such as {body.network}.{tags[taken][0]}"
+            f"({'; '.join(differences)}), and this run takes data.mean={[*normalisation.mean]} "
+            f"data.std={[*normalisation.std]}: give body.network with the tag of the file, such as "
+            f"{body.network}.{tags_by_normalisation[normalisation][0]}"
         )
-    return taken if taken in tags else None
+    return normalisation if normalisation in tags_by_normalisation else None
 
 
 def _foreign(content: object, name: str) -> object:

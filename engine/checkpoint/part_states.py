@@ -18,11 +18,12 @@ def saved_states(parts: Mapping[str, Any], world: World) -> list[dict[str, Any]]
 
     Every rank must call it.
     """
-    states = {name: state for name, part in parts.items() if (state := state_of(part)) is not None}
-    states = HostCopy(states).wait()
+    states = {name: state_of(part) for name, part in parts.items()}
+    states = HostCopy({name: state for name, state in states.items() if state is not None}).wait()
     for name, state in states.items():
         with errors_named(f"{name} has a state_dict of more than tensors, numbers, texts, lists and dictionaries"):
-            torch.save(state, file := io.BytesIO())
+            file = io.BytesIO()
+            torch.save(state, file)
             torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
     return world.gather(states)
 

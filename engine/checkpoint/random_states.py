@@ -12,8 +12,11 @@ def random_states(world: World) -> dict[str, Any]:
     """The generators' states by device type and rank, and the first rank's threads. Every rank must call it."""
     on_device = torch.cuda.get_rng_state(world.device) if world.device.type == "cuda" else None
     states = world.gather((torch.get_rng_state(), on_device))
-    cpu, cuda = [cpu for cpu, _ in states], [cuda for _, cuda in states if cuda is not None]
-    return {"cpu": cpu, "cuda": cuda, "threads": torch.get_num_threads()}
+    return {
+        "cpu": [cpu for cpu, _ in states],
+        "cuda": [cuda for _, cuda in states if cuda is not None],
+        "threads": torch.get_num_threads(),
+    }
 
 
 def restore_random_states(states: Any, world: World) -> None:
@@ -23,29 +26,34 @@ def restore_random_states(states: Any, world: World) -> None:
     is logged, as for another number of threads on CPUs. ValueError: `states` are not from `random_states`.
     """
     try:
-        cpu, cuda, then = states["cpu"], states["cuda"], states["threads"]
-        before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)
-        torch.set_rng_state(cpu[world.rank if before == now else 0])
-        if before == now and cuda:
+        cpu = states["cpu"]
+        cuda = states["cuda"]
+        saved_threads = states["threads"]
+        saved_devices = len(cpu), "cuda" if cuda else "cpu"
+        devices = world.size, world.device.type
+        torch.set_rng_state(cpu[world.rank if saved_devices == devices else 0])
+        if saved_devices == devices and cuda:
             torch.cuda.set_rng_state(cuda[world.rank], world.device)
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise ValueError("it has no states of random number generators") from error
-    if before == now:
+    if saved_devices == devices:
         threads = torch.get_num_threads()
-        if world.first and not cuda and then != threads:
-            advice = f"OMP_NUM_THREADS={then} keeps it bitwise identical"
-            logger.warning(f"the run was on {then} threads and continues on {threads}: it rounds otherwise; {advice}")
+        if world.first and not cuda and saved_threads != threads:
+            logger.warning(
+                f"the run was on {saved_threads} threads and continues on {threads}: it rounds otherwise; "
+                f"OMP_NUM_THREADS={saved_threads} keeps it bitwise identical"
+            )
         return
     torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # seeds CUDA too
     if world.first:
         logger.warning(
-            f"the run was on {before[0]} x {before[1]} and continues on {now[0]} x {now[1]}: at the same step with the "
-            f"same samples, but dropout draws other numbers, and unsynchronised norms see "
-            f"{before[0] / now[0]:.3g} times as many crops"
+            f"the run was on {saved_devices[0]} x {saved_devices[1]} and continues on {devices[0]} x {devices[1]}: at "
+            f"the same step with the same samples, but dropout draws other numbers, and unsynchronised norms see "
+            f"{saved_devices[0] / devices[0]:.3g} times as many crops"
         )
 
 
 def ranks_of(states: Any) -> int:
     """How many ranks `random_states` are of; 1 if there are none."""
-    known = states.get("cpu") if isinstance(states, dict) else None
-    return len(known) if isinstance(known, list) and known else 1
+    cpu = states.get("cpu") if isinstance(states, dict) else None
+    return len(cpu) if isinstance(cpu, list) and cpu else 1

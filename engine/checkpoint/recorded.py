@@ -59,23 +59,25 @@ def from_plain(
     ValueError: a key, or the type of a value, does not fit the schema (PluginsNeeded: nor a choice, which a plugin may
     have registered that is not loaded). Names `source`.
     """
-    names = values.get("plugins", ())
-    absent, left = [str(name) for name in names if name not in LOADED] if isinstance(names, list) else [], list[str]()
+    plugins = values.get("plugins", ())
+    absent_plugins = [str(name) for name in plugins if name not in LOADED] if isinstance(plugins, list) else []
+    unknown_choices: list[str] = []
     try:
         merged = OmegaConf.structured(schema)
-        for group, known in groups_of(schema).items():
-            given = values.get(group)
-            given = given if isinstance(given, dict) else {}
+        for group, classes in groups_of(schema).items():
+            group_values = values.get(group)
+            group_values = group_values if isinstance(group_values, dict) else {}
             is_list = "is_list" in declared_in(schema)[group].metadata
-            names = [*given] if is_list else [given.get("name")]
-            kinds = dict(known)
-            for name in (name for name in names if absent and name not in known):
+            names: list[Any] = [*group_values] if is_list else [group_values.get("name")]
+            alternatives = dict(classes)
+            for name in (name for name in names if absent_plugins and name not in classes):
                 if builds is None or group in builds:
-                    raise PluginsNeeded(f"{source}: {group}={name}", absent)
-                kinds[name] = _absent(bases_of(schema)[group], known, given[name] if is_list else given)
-                left.append(f"{group}={name}")
-            made = {name: OmegaConf.structured(alternative(group, kinds, name)) for name in names}
-            merged[group] = made if is_list else made[names[0]]
+                    raise PluginsNeeded(f"{source}: {group}={name}", absent_plugins)
+                choice_values = group_values[name] if is_list else group_values
+                alternatives[name] = _absent(bases_of(schema)[group], classes, choice_values)
+                unknown_choices.append(f"{group}={name}")
+            choices = {name: OmegaConf.structured(alternative(group, alternatives, name)) for name in names}
+            merged[group] = choices if is_list else choices[names[0]]
         # Without interpolations: a checkpoint must not read this machine's environment variables.
         literal = tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, values)
         config = OmegaConf.to_object(OmegaConf.merge(merged, literal))
@@ -83,21 +85,26 @@ def from_plain(
         raise
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
-    if left:
-        logger.warning(f"{source}: {PluginsNeeded(', '.join(left), absent)}; this command does without")
+    if unknown_choices:
+        needed = PluginsNeeded(", ".join(unknown_choices), absent_plugins)
+        logger.warning(f"{source}: {needed}; this command does without")
     return cast(Schema, config)
 
 
-def _absent(base: type, known: Mapping[str, type], values: Mapping[str, Any]) -> type:
+def _absent(base: type, classes: Mapping[str, type], values: Mapping[str, Any]) -> type:
     """A class for a choice that nobody has registered here, with all of its values; `is_absent` marks it.
 
     It derives from what ours of the group derive from: of `base` the class that has most of its keys.
     """
-    kinds: list[type[Any]] = [base]
-    for each in kinds:
-        kinds += [sub for sub in each.__subclasses__() if sub not in known.values() and not is_absent(sub)]
-    keys = {kind: {entry.name for entry in fields(kind)} for kind in kinds}
-    kind = max(kinds, key=lambda kind: len(keys[kind]) if keys[kind] <= values.keys() else 0)
-    others = {name: value for name, value in values.items() if name not in keys[kind]}
-    own: list[Any] = [(name, Any, field(default_factory=partial(copy, value))) for name, value in others.items()]
-    return make_dataclass(kind.__name__, own, bases=(kind,), namespace={"is_absent": True, "builds": ""})
+    candidates: list[type[Any]] = [base]
+    for candidate in candidates:  # which grows
+        subclasses = candidate.__subclasses__()
+        candidates += [kind for kind in subclasses if kind not in classes.values() and not is_absent(kind)]
+    keys = {kind: {key.name for key in fields(kind)} for kind in candidates}
+    parent = max(candidates, key=lambda kind: len(keys[kind]) if keys[kind] <= values.keys() else 0)
+    added_fields: list[Any] = [
+        (name, Any, field(default_factory=partial(copy, value)))
+        for name, value in values.items()
+        if name not in keys[parent]
+    ]
+    return make_dataclass(parent.__name__, added_fields, bases=(parent,), namespace={"is_absent": True, "builds": ""})

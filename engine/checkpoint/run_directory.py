@@ -94,7 +94,8 @@ class RunDirectory:
         OSError: see `check_in_place`.
         """
         if self._saving is not None and (wait or self._saving.done()):
-            saving, self._saving = self._saving, None
+            saving = self._saving
+            self._saving = None
             saving.result()
         self.check_in_place()
 
@@ -108,7 +109,8 @@ class RunDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.lock_file, "a", opener=untouched)
-        started_s, told = time.monotonic(), False
+        started_s = time.monotonic()
+        is_reported = False
         while True:
             try:
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers do not inherit it
@@ -117,14 +119,14 @@ class RunDirectory:
                 self._lock.flush()
                 return
             except (BlockingIOError, PermissionError) as error:
-                other = f"another process ({self.lock_file.read_text()})"
+                holder = f"another process ({self.lock_file.read_text()})"
                 if time.monotonic() - started_s > SECONDS_FOR_ANOTHER:
-                    raise self._error(f": {other} is training there; end it, or give another run_dir") from error
+                    raise self._error(f": {holder} is training there; end it, or give another run_dir") from error
             except OSError:  # a filesystem without locks, or a full one
                 return
-            if not told:
-                logger.warning(f"{other} is training in run_dir={self.path}: waiting for it to end")
-                told = True
+            if not is_reported:
+                logger.warning(f"{holder} is training in run_dir={self.path}: waiting for it to end")
+                is_reported = True
             time.sleep(0.2)
 
     @contextmanager
@@ -140,7 +142,8 @@ class RunDirectory:
             self.saved()
         except FloatingPointError as error:
             advice = "There is no checkpoint yet: try a lower optim.lr"
-            if good := checkpoint.last_good(self.last, self.previous):
+            good = checkpoint.last_good(self.last, self.previous)
+            if good:
                 start = shlex.quote(override("init.weights", good[0]))
                 advice = (
                     f"The last good checkpoint is {good[0]}, of step {good[1]}: with another run_dir, {start} starts "
@@ -150,28 +153,32 @@ class RunDirectory:
         except OSError as error:
             self.check_in_place()
             file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
-            full = error.errno in NO_ROOM
-            if not full and not (file and Path(file).is_relative_to(self.path)):
+            is_full = error.errno in NO_ROOM
+            if not is_full and not (file and Path(file).is_relative_to(self.path)):
                 raise  # checkpoint.save has worded it
             words, cure = explained(error, self.path)
             cure = f"Give another run_dir, or {cure[0].lower()}{cure[1:]}"
-            if full or checkpoint.last_good(self.last, self.previous):
+            if is_full or checkpoint.last_good(self.last, self.previous):
                 cure = checkpoint.what_is_left(error, self.path, self.last, self.previous)
-            what = "cannot be written to" if full else f"cannot be used: {file}"
-            raise OSError(f"run_dir={self.path} {what}: {words}. {cure}") from error
+            problem = "cannot be written to" if is_full else f"cannot be used: {file}"
+            raise OSError(f"run_dir={self.path} {problem}: {words}. {cure}") from error
         finally:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
 
     def checkpoint_to_resume(
-        self, config: TrainingRun, total_steps: int, files: dict[str, list[str]], said: Mapping[str, str] | None = None
+        self,
+        config: TrainingRun,
+        total_steps: int,
+        files: dict[str, list[str]],
+        descriptions: Mapping[str, str] | None = None,
     ) -> dict | None:
         """The state to resume from; None for a new run.
 
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so. `notice` also reports
         data files whose size has changed. `files`: {split: [hash of names, of sizes, of the labels' numbering]}.
-        `said`: what a split holds, in words.
+        `descriptions`: what a split holds, in words.
 
         ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
         configuration or its data differ.
@@ -191,13 +198,16 @@ class RunDirectory:
         if config.data.is_measured:  # when the run began
             config.data.mean = config.data.mean or recorded.data.mean
             config.data.std = config.data.std or recorded.data.std
-        before, now = (values_but(each, "free_on_resume") for each in (recorded, config))
+        recorded_values = values_but(recorded, "free_on_resume")
+        values = values_but(config, "free_on_resume")
         if {*recorded.plugins} < {*map(name_of, config.plugins)}:  # more, such as a logger's, change nothing
-            now["plugins"] = before["plugins"]
-        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-        if changed:
+            values["plugins"] = recorded_values["plugins"]
+        all_keys = recorded_values.keys() | values.keys()
+        changed_keys = sorted(key for key in all_keys if recorded_values.get(key) != values.get(key))
+        if changed_keys:
             listed = "; ".join(
-                f"{key} was {as_text(before.get(key))} and is {as_text(now.get(key))}" for key in changed
+                f"{key} was {as_text(recorded_values.get(key))} and is {as_text(values.get(key))}"
+                for key in changed_keys
             )
             advice = f"Give the same values to continue it, or with others {_new_run_from(self.last)}"
             if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
@@ -206,7 +216,7 @@ class RunDirectory:
         if state["step"] > total_steps:  # also of a run of as many steps
             steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
             raise self._error(f" holds {steps}. {self._restore()}")
-        self._check_files(state["data"], files, said or {})
+        self._check_files(state["data"], files, descriptions or {})
         return state
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
@@ -217,27 +227,30 @@ class RunDirectory:
         text = self.config.read_text("utf-8", "replace").strip("\0") if self.config.is_file() else ""
         if text and not re.search(r"^# \d+ x \w+$", text, re.MULTILINE):  # a power cut may leave zeros
             raise self._error(f" holds a {self.config.name} of something else, which a run would overwrite: {_ANOTHER}")
-        left = [path.name for path in (self.best, self.results, self.metrics) if os.path.lexists(path)]
-        if resume is None and left:
-            raise self._error(f" already holds {', '.join(left)} of a run, which a new run would overwrite: {_ANOTHER}")
-        if self.best.name in left or self.results.name in left:
-            gone = f"it holds {', '.join(left)}, but {self.last} and {self.previous} are gone"
-            raise self._error(f" cannot be continued: {gone}. {self._restore()}")
+        names = [path.name for path in (self.best, self.results, self.metrics) if os.path.lexists(path)]
+        if resume is None and names:
+            raise self._error(
+                f" already holds {', '.join(names)} of a run, which a new run would overwrite: {_ANOTHER}"
+            )
+        if self.best.name in names or self.results.name in names:
+            problem = f"it holds {', '.join(names)}, but {self.last} and {self.previous} are gone"
+            raise self._error(f" cannot be continued: {problem}. {self._restore()}")
 
     def _restore(self) -> str:
         """Advice if neither of the last checkpoints is good."""
         copy = f", copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
         return f"Restore one of the two{copy}, or {_ANOTHER}"
 
-    def _check_files(self, before: dict, now: dict[str, list[str]], said: Mapping[str, str]) -> None:
+    def _check_files(self, recorded: dict, files: dict[str, list[str]], descriptions: Mapping[str, str]) -> None:
         """ValueError if file names or the labels' numbering have changed; a notice if sizes have."""
-        for split, (names, sizes, numbering) in now.items():
-            names_before, sizes_before, numbering_before = before.get(split, ("", "", ""))
-            if names != names_before or numbering != numbering_before:
-                renamed = f"{split} files were added, removed or renamed (now {said.get(split)})"
-                other = renamed if names != names_before else f"{split} labels number the classes differently"
-                raise self._error(f" holds a run on other data: {other}. Continue it on the same data, or {_ANOTHER}")
-            if sizes != sizes_before:
+        for split, (names, sizes, numbering) in files.items():
+            recorded_names, recorded_sizes, recorded_numbering = recorded.get(split, ("", "", ""))
+            if names != recorded_names or numbering != recorded_numbering:
+                change = f"{split} labels number the classes differently"
+                if names != recorded_names:
+                    change = f"{split} files were added, removed or renamed (now {descriptions.get(split)})"
+                raise self._error(f" holds a run on other data: {change}. Continue it on the same data, or {_ANOTHER}")
+            if sizes != recorded_sizes:
                 changed = f"{split} files have other sizes than when the run was last saved: their content changed"
                 self.notice = f"{self.notice}; {changed}" if self.notice else changed
 
@@ -253,8 +266,9 @@ class RunDirectory:
         try:
             state = checkpoint.load(self.previous)
         except ValueError as error:
-            both = "; ".join(str(one).partition("; ")[0] for one in (reason, error))  # without advice to take the other
-            raise self._error(f" cannot be continued: {both}. {self._restore()}") from error
+            # Without their advice to take the other checkpoint.
+            reasons = "; ".join(str(problem).partition("; ")[0] for problem in (reason, error))
+            raise self._error(f" cannot be continued: {reasons}. {self._restore()}") from error
         self.resumed = self.previous
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state

@@ -7,14 +7,13 @@ from typing import NamedTuple
 from engine.configuration.words import ALONE, meant
 
 # What may be wrong with an argument's form.
-NO_KEY, DASHES, NO_VALUE, SPACE = (
-    "there is no such key",
-    "keys have no dashes",
-    "expected key=value",
-    "expected key=value without spaces",
-)
-OF_DETECTRON2 = re.compile(r"[A-Z_]+(\.[A-Z0-9_]+)+")  # a key
-KEY, NUMBER = re.compile(r"[A-Za-z_]\w*(\.\w+)*"), re.compile(r"[-+]?\d*\.?\d+(e-?\d+)?")
+NO_KEY = "there is no such key"
+DASHES = "keys have no dashes"
+NO_VALUE = "expected key=value"
+SPACE = "expected key=value without spaces"
+DETECTRON2_KEY = re.compile(r"[A-Z_]+(\.[A-Z0-9_]+)+")
+KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+NUMBER = re.compile(r"[-+]?\d*\.?\d+(e-?\d+)?")
 
 
 class Argument(NamedTuple):
@@ -31,36 +30,38 @@ class Argument(NamedTuple):
 
 def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]:
     """The arguments of a command that has these keys. Arguments that remove a key (~KEY) are left out."""
-    left = [word for word in words if not word.startswith("~")]
-    while left:
-        word = left.pop(0)
-        given, equals, value = word.partition("=")
-        has_dashes = given.startswith("-")
-        name = given.lstrip("-").replace("-", "_") if has_dashes else given.lstrip("+")
+    remaining = [word for word in words if not word.startswith("~")]
+    while remaining:
+        word = remaining.pop(0)
+        prefixed_name, equals, value = word.partition("=")
+        has_dashes = prefixed_name.startswith("-")
+        name = prefixed_name.lstrip("-").replace("-", "_") if has_dashes else prefixed_name.lstrip("+")
         if equals and name:
-            known = name in keys or any(each.startswith(f"{name}.") for each in keys)
-            fault, value = DASHES if has_dashes else "" if known else NO_KEY, unquoted(value)
-            yield Argument(f"{given}={value}", name, value, fault)
-        elif has_dashes or _is_key(word, left, keys):
-            count = int(bool(left) and _is_value(left[0]))
-            while 0 < count < len(left) and all(map(NUMBER.fullmatch, left[: count + 1])):  # 3 224 224
+            is_key = name in keys or any(key.startswith(f"{name}.") for key in keys)
+            value = unquoted(value)
+            fault = DASHES if has_dashes else "" if is_key else NO_KEY
+            yield Argument(f"{prefixed_name}={value}", name, value, fault)
+        elif has_dashes or _is_key(word, remaining, keys):
+            count = int(bool(remaining) and _is_value(remaining[0]))
+            while 0 < count < len(remaining) and all(map(NUMBER.fullmatch, remaining[: count + 1])):  # 3 224 224
                 count += 1
-            values, left = left[:count], left[count:]
+            values = remaining[:count]
+            del remaining[:count]
             value = f"[{','.join(values)}]" if count > 1 else "".join(values)
             yield Argument(" ".join([word, *values]), name, value, DASHES if has_dashes else SPACE)
         else:
             yield Argument(word, ALONE, word, NO_VALUE)
 
 
-def _is_key(word: str, left: Sequence[str], keys: Collection[str]) -> bool:
+def _is_key(word: str, next_words: Sequence[str], keys: Collection[str]) -> bool:
     """Whether a word without = is a key, and the next one its value."""
-    if not KEY.fullmatch(word) or not left or not _is_value(left[0]) or meant(ALONE, word, keys):
+    if not KEY.fullmatch(word) or not next_words or not _is_value(next_words[0]) or meant(ALONE, word, keys):
         return False
-    return "." in word or word in keys or meant(word, left[0], keys) is not None
+    return "." in word or word in keys or meant(word, next_words[0], keys) is not None
 
 
 def _is_value(word: str) -> bool:
-    if word.startswith("-") or OF_DETECTRON2.fullmatch(word):
+    if word.startswith("-") or DETECTRON2_KEY.fullmatch(word):
         return NUMBER.fullmatch(word) is not None
     return "/" in word.partition("=")[0] or "=" not in word
 

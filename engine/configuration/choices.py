@@ -17,8 +17,8 @@ def groups_in(command: str) -> dict[str, str | None]:
     """{group: default choice} of configs/COMMAND.yaml, in its order; empty if a command has no such file."""
     file = CONFIGS / f"{command}.yaml"
     entries = OmegaConf.load(file).defaults if file.is_file() else ()
-    given = (pair for entry in entries if isinstance(entry, DictConfig) for pair in entry.items())
-    return {str(group): name or None for group, name in given}  # null and [] choose nothing
+    pairs = (pair for entry in entries if isinstance(entry, DictConfig) for pair in entry.items())
+    return {str(group): name or None for group, name in pairs}  # null and [] choose nothing
 
 
 def file_of(group: str, choice: str) -> Path | None:
@@ -29,54 +29,60 @@ def file_of(group: str, choice: str) -> Path | None:
 
 def store_choices(schema: type[Keys]) -> None:
     """Make choices of a schema that have no YAML file here, such as plugins', known to Hydra."""
-    for group, known in groups_of(schema).items():
+    for group, classes in groups_of(schema).items():
         is_list = "is_list" in declared_in(schema)[group].metadata
-        for name, own in known.items():
-            places = [f"schema/{group}"] * is_list + [group] * (file_of(group, name) is None and not own.is_base)
-            for place in places:
-                ConfigStore.instance().store(name, own, place, f"{group}.{name}" if is_list else group)
+        for name, choice in classes.items():
+            if is_list:
+                ConfigStore.instance().store(name, choice, f"schema/{group}", f"{group}.{name}")
+            if file_of(group, name) is None and not choice.is_base:
+                ConfigStore.instance().store(name, choice, group, f"{group}.{name}" if is_list else group)
 
 
 def about_choice(group: str, choice: str) -> str:
     """The first sentence of the comment at the top of a choice's file, or of its docstring."""
-    if (file := file_of(group, choice)) is None:
-        said = CHOICES[group][choice].__doc__ or ""
+    file = file_of(group, choice)
+    if file is None:
+        text = CHOICES[group][choice].__doc__ or ""
     else:
         lines = file.read_text("utf-8").splitlines()
         comment = itertools.takewhile(lambda line: line.startswith("#") and not line.startswith("# paper:"), lines)
-        said = " ".join(line[1:] for line in comment if "@package" not in line)
-    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(said.split()))[0]
+        text = " ".join(line[1:] for line in comment if "@package" not in line)
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0]
 
 
 def choices(group: str, schema: type) -> list[str]:
     """The choices of a group that fit the schema: their files use only alternatives of its groups."""
-    groups, places = groups_of(schema), [folder / group for folder in (CONFIGS, *folders())]
-    names = {file.relative_to(own).with_suffix("").as_posix() for own in places for file in own.rglob("*.yaml")}
-    own = {name for name, kind in groups.get(group, {}).items() if not kind.is_base}
+    groups = groups_of(schema)
+    names: set[str] = set()
+    for folder in (CONFIGS, *folders()):
+        files = (folder / group).rglob("*.yaml")
+        names.update(file.relative_to(folder / group).with_suffix("").as_posix() for file in files)
+    classes = {name for name, choice in groups.get(group, {}).items() if not choice.is_base}
 
     def fits(name: str) -> bool:
-        used = alternatives_of(group, name)
-        return name in own or all(each in groups[other] for other, each in used if other in groups)
+        alternatives = alternatives_of(group, name)
+        return name in classes or all(choice in groups[used] for used, choice in alternatives if used in groups)
 
-    return [*filter(fits, sorted(names | own))]
+    return [*filter(fits, sorted(names | classes))]
 
 
 def alternatives_of(group: str, choice: str) -> Iterator[tuple[str, str]]:
     """(group, alternative) of every schema that a choice uses, directly or through other choices with a file."""
-    if (file := file_of(group, choice)) is None:
+    file = file_of(group, choice)
+    if file is None:
         yield from [(group, choice)] if choice in CHOICES.get(group, {}) else []
         return
     for entry in content_of(file).get("defaults", ()):
         if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
-            for other, name in entry.items():
-                for each in name if isinstance(name, list) else [name]:
-                    yield from alternatives_of(str(other).split("/")[-1], str(each))
+            for path, names in entry.items():
+                for name in names if isinstance(names, list) else [names]:
+                    yield from alternatives_of(str(path).split("/")[-1], str(name))
         elif entry.startswith("/schema/"):
-            _, _, own, name = entry.split("/")
-            yield own, name
+            _, _, schema_group, name = entry.split("/")
+            yield schema_group, name
         elif entry.startswith("/"):  # of another folder, such as "/experiment/revnet/cifar10_revnet38"
-            _, other, name = entry.split("/", 2)
-            yield from alternatives_of(other, name)
+            _, folder, name = entry.split("/", 2)
+            yield from alternatives_of(folder, name)
         else:  # relative to the choice's folder
             yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix())
 

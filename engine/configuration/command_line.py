@@ -49,12 +49,12 @@ def register(name: str, schema: type[Keys]) -> None:
 
 
 def configured(
-    name: str, schema: type[Schema], about: str | None = None
+    name: str, schema: type[Schema], description: str | None = None
 ) -> Callable[[Callable[[Schema], Any]], Callable[[], None]]:
     """Decorator: makes `main(config)` a program of Hydra's that takes the keys of `schema` as key=value.
 
     configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help starts with
-    `about`, by default the docstring of main's module. `main` may return results: of these, a sweep's trials are
+    `description`, by default the docstring of main's module. `main` may return results: of these, a sweep's trials are
     judged by `schema.score`. Wrong arguments are answered in a line.
     """
     register(name, schema)
@@ -72,7 +72,7 @@ def configured(
                 parser = get_args_parser()
                 options, words = _read(name, sys.argv[1:], parser)
                 if options.help:
-                    text = about or sys.modules[main.__module__].__doc__ or name
+                    text = description or sys.modules[main.__module__].__doc__ or name
                     print(help_text(text, name, schema, composed(name, *words)))
                 else:
                     _run_hydra(name, started, parser, options, words)
@@ -99,7 +99,8 @@ def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[
     def refuse(message: str) -> NoReturn:
         raise ValueError(message)
 
-    parser.allow_abbrev, parser.error = False, refuse  # type: ignore[method-assign]
+    parser.allow_abbrev = False
+    parser.error = refuse  # type: ignore[method-assign]
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if options.package and not options.cfg:
         unknown = [word for word in arguments if word not in options.overrides]
@@ -131,25 +132,26 @@ def _run_hydra(
         except Exception as error:  # about which Hydra would print a traceback
             errors.append(error)
 
-    asked, flags, overrides = PRIMARY[name], (*words, "-m", "--multirun", MULTIRUN), words
+    primary = PRIMARY[name]
+    overrides = words
     try:
         if not options.shell_completion:
             overrides = [as_typed(word, SCHEMAS[name], sweeps=options.multirun) for word in words]
         with composing(name, options.config_path) as program:
             if options.hydra_help:
-                program.hydra_help(asked, parser, options)
+                program.hydra_help(primary, parser, options)
             elif options.cfg:
-                program.show_cfg(asked, overrides, options.cfg, options.package, options.resolve)
+                program.show_cfg(primary, overrides, options.cfg, options.package, options.resolve)
             elif options.info:
-                program.show_info(options.info, asked, overrides)
+                program.show_info(options.info, primary, overrides)
             elif options.shell_completion:
-                program.shell_completion(asked, overrides)
+                program.shell_completion(primary, overrides)
                 keep(name)
             elif options.multirun:
-                others = [word for word in sys.argv[1:] if word not in flags]
-                sweep(program, asked, partial(checked, name), Jobs(SCHEMAS[name], others), overrides)
+                hydra_options = [word for word in sys.argv[1:] if word not in (*words, "-m", "--multirun", MULTIRUN)]
+                sweep(program, primary, partial(checked, name), Jobs(SCHEMAS[name], hydra_options), overrides)
             else:
-                program.run(asked, start, [*overrides, "hydra.mode=RUN"])
+                program.run(primary, start, [*overrides, "hydra.mode=RUN"])
     except (HydraException, OmegaConfBaseException) as error:
         raise _for_users(name, words, error) from error
     if errors:
@@ -209,12 +211,12 @@ def composing(name: str, folder: str | None = None) -> Iterator[Hydra]:
     store_choices(SCHEMAS[name])
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    searched = create_config_search_path(folder or str(CONFIGS))
-    for each in plugins.folders():
-        searched.prepend("command", f"file://{each}", SearchPathQuery(provider="schema"))
+    search_path = create_config_search_path(folder or str(CONFIGS))
+    for plugin_folder in plugins.folders():
+        search_path.prepend("command", f"file://{plugin_folder}", SearchPathQuery(provider="schema"))
     try:
         hydra.version.setbase("1.3")
-        yield Hydra.create_main_hydra2(name, searched)
+        yield Hydra.create_main_hydra2(name, search_path)
     finally:
         GlobalHydra.instance().hydra = running
 
@@ -223,7 +225,7 @@ def _for_users(name: str, words: Sequence[str], error: Exception) -> ValueError:
     """The error of wrong words."""
     from engine.configuration.messages import Messages  # a right command needs no words of other programs
 
-    return ValueError(Messages(name, SCHEMAS[name]).about(words, error))
+    return ValueError(Messages(name, SCHEMAS[name]).message(words, error))
 
 
 def command_line() -> str:

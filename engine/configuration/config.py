@@ -8,11 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.process.plugins import LOADED, name_of
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import (
-    Keys,
-    check_values,
-    leaves,
-)
+from engine.schema.keys import Keys, check_values, leaves
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from models.private_torch import tree_map
@@ -26,12 +22,13 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
 
     ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
     """
-    if missing := sorted(OmegaConf.missing_keys(values)):
+    missing = sorted(OmegaConf.missing_keys(values))
+    if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
     config = cast(Schema, OmegaConf.to_object(values))
-    if given := getattr(config, "plugins", []):
-        if {*map(name_of, given)} != LOADED.keys():
-            raise ValueError(f"plugins={given}: only the command line names plugins; leave it out elsewhere")
+    plugins = getattr(config, "plugins", [])
+    if plugins and {*map(name_of, plugins)} != LOADED.keys():
+        raise ValueError(f"plugins={plugins}: only the command line names plugins; leave it out elsewhere")
     # In a training, ~ is kept in keys that ranks and resumed runs compare: home folders differ between machines.
     _expand_home(config, all_keys=not isinstance(config, TrainingRun))
     check_values(config)
@@ -40,12 +37,13 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
 
 def _expand_home(config: Keys, *, all_keys: bool) -> None:
     """Expand ~ at the beginning of texts, in place; without `all_keys` only where a resumed run may differ."""
-    for entry in fields(config):
-        value = getattr(config, entry.name)
+    for key in fields(config):
+        value = getattr(config, key.name)
         if isinstance(value, Keys):
             _expand_home(value, all_keys=all_keys)
-        elif all_keys or entry.metadata.get("free_on_resume"):
-            setattr(config, entry.name, tree_map(lambda v: os.path.expanduser(v) if isinstance(v, str) else v, value))
+        elif all_keys or key.metadata.get("free_on_resume"):
+            expanded = tree_map(lambda leaf: os.path.expanduser(leaf) if isinstance(leaf, str) else leaf, value)
+            setattr(config, key.name, expanded)
 
 
 def plain(config: Keys) -> dict:
@@ -72,5 +70,5 @@ def values_but(config: Keys, mark: str) -> dict[str, object]:
 
     Of plugins the names: their paths differ between machines.
     """
-    found = {name: value for name, value, entry in leaves(config) if not entry.metadata.get(mark)}
-    return found | {"plugins": sorted(map(name_of, getattr(config, "plugins", ())))}
+    values = {name: value for name, value, field in leaves(config) if not field.metadata.get(mark)}
+    return values | {"plugins": sorted(map(name_of, getattr(config, "plugins", ())))}

@@ -1,6 +1,7 @@
 """Messages about a wrong command: one line that names the fix."""
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from engine.configuration.words import PLUGIN
 from engine.process.plugins import LOADED
 from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
 
-OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
+TORCHRUN_OPTION = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
 QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
 SOME = "…"  # stands for a value
 HELP = "--help lists the keys"
@@ -39,27 +40,30 @@ class Messages:
     """
 
     def __init__(self, command: str, schema: type[Keys]):
-        self.schema, self.declared, self.groups = schema, declared_in(schema), groups_in(command)
+        self.schema = schema
+        self.declared = declared_in(schema)
+        self.groups = groups_in(command)
         self.keys = {*self.declared, *self.groups}
 
-    def about(self, words: Sequence[str], error: Exception) -> str:
+    def message(self, words: Sequence[str], error: Exception) -> str:
         """The message about words that caused an error."""
-        if launchers := [word for word in words if OF_TORCHRUN.match(word)]:
-            return (
-                f"{launchers[0]} is an option of torchrun: give it before the program, as in torchrun {launchers[0]} …"
-            )
-        ours = [word for word in words if not ("=" in word and HYDRA_S.match(word.lstrip("+~").partition("=")[0]))]
-        said = [self._of_others(ours, error), *map(self._of_form, ours)]
-        text = f"override {own}" if (own := getattr(error, "override", None)) else str(error)
-        named = re.search(r"(?:override|parameters|argument) '?[+]*([^'=\s]+)", text)  # as Hydra names a word
-        key = getattr(error, "full_key", None) or (named and named[1])
-        word = next((each for each in reversed(words) if each.lstrip("+").partition("=")[0] == key), "")
-        return next(filter(None, said), None) or self._of_error(error, word)
+        launcher_options = [word for word in words if TORCHRUN_OPTION.match(word)]
+        if launcher_options:
+            option = launcher_options[0]
+            return f"{option} is an option of torchrun: give it before the program, as in torchrun {option} …"
+        our_words = [word for word in words if not ("=" in word and HYDRA_S.match(word.lstrip("+~").partition("=")[0]))]
+        messages = [self._of_others(our_words, error), *map(self._of_form, our_words)]
+        override = getattr(error, "override", None)
+        text = f"override {override}" if override else str(error)
+        match = re.search(r"(?:override|parameters|argument) '?[+]*([^'=\s]+)", text)  # as Hydra names a word
+        key = getattr(error, "full_key", None) or (match and match[1])
+        wrong_word = next((word for word in reversed(words) if word.lstrip("+").partition("=")[0] == key), "")
+        return next(filter(None, messages), None) or self._of_error(error, wrong_word)
 
     def _of_others(self, words: Sequence[str], error: Exception) -> str:
         """One message about all words that are not the command's keys, choices or values."""
-        found = (each for each in arguments(words, self.keys) if not self._takes(each, error))
-        answers = [answer for answer in map(self._answer, found) if answer is not None]
+        wrong = (argument for argument in arguments(words, self.keys) if not self._takes(argument, error))
+        answers = [answer for answer in map(self._answer, wrong) if answer is not None]
         if not answers:
             return ""
         gives: dict[str, str] = {}
@@ -69,17 +73,20 @@ class Messages:
                 gives[key] = pair if key not in gives or value == answer.argument.value else gives[key]
         needed = self._needed([*gives.values()], words)
         if len(answers) == 1:
-            ((text, _, _, fault), _, say), none = answers[0], answers[0].say.startswith(NONE)
-            return f"{text}: {f'{fault}; ' if fault and not none else ''}{say}{needed}"
-        given = [each.argument.title for each in answers if each.give]
-        no_keys = all(each.argument.fault == NO_KEY for each in answers)
-        start = f"there are no such keys as {' and '.join(given)}; " if no_keys else f"{' and '.join(given)}: "
-        said: dict[str, list[str]] = {}
-        for each in answers:
-            if not each.give:
-                said.setdefault(each.say, []).append(each.argument.title)
-        advice = [f"{start}give {' '.join(gives.values())}{needed}"] * bool(given)
-        return "; ".join([*advice, *(f"{' and '.join(titles)}: {say}" for say, titles in said.items())])
+            ((text, _, _, fault), _, say) = answers[0]
+            return f"{text}: {f'{fault}; ' if fault and not say.startswith(NONE) else ''}{say}{needed}"
+        sentences = []
+        replaced = " and ".join(answer.argument.title for answer in answers if answer.give)
+        if replaced:
+            no_keys = all(answer.argument.fault == NO_KEY for answer in answers)
+            start = f"there are no such keys as {replaced}; " if no_keys else f"{replaced}: "
+            sentences.append(f"{start}give {' '.join(gives.values())}{needed}")
+        titles_by_sentence: dict[str, list[str]] = {}
+        for answer in answers:
+            if not answer.give:
+                titles_by_sentence.setdefault(answer.say, []).append(answer.argument.title)
+        sentences += [f"{' and '.join(titles)}: {say}" for say, titles in titles_by_sentence.items()]
+        return "; ".join(sentences)
 
     def _takes(self, argument: Argument, error: Exception) -> bool:
         """Whether the command has an argument's choice, or a key for its value; texts are not known to be right."""
@@ -88,7 +95,8 @@ class Messages:
             return False
         if name in self.groups:
             return not self._about_choice(name, value)
-        if (declared := self.declared.get(name)) is None:
+        declared = self.declared.get(name)
+        if declared is None:
             return False
         is_text = declared.kind in (str, str | None, Any) and not declared.metadata.get("one_of")
         return not is_text and fits(value, declared)
@@ -97,7 +105,8 @@ class Messages:
         """What to give instead of an argument; None if it may be right, or if the error says more."""
         _, name, value, fault = argument
         nearest = [] if name in self.keys else self._nearest(name, value)
-        if (meant := self._meant(argument, nearest)) is not None:
+        meant = self._meant(argument, nearest)
+        if meant is not None:
             return Answer(argument, *self._mended(*meant))
         if name in self.keys:
             pair = self._pair(name, value)
@@ -131,12 +140,15 @@ class Messages:
 
     def _mended(self, give: str | None, say: str) -> tuple[list[str], str]:
         """Advice from other programs' words, with the values that our keys can take."""
-        own = re.split(r" (?=[\w.]+=)", give) if give else []  # values may have spaces
-        parted = [pair.partition("=") for pair in own]
-        mended = [self._instead(key, text) or ([f"{key}={text}"], "") for key, _, text in parted]
-        problems = [f"{pair}: {say}" for pair, (pairs, say) in zip(own, mended, strict=True) if not pairs]
-        gives = [pair for pairs, _ in mended for pair in pairs]
-        return gives, problems[-1] if problems else f"give {' '.join(gives)}" if gives else say
+        gives: list[str] = []
+        problem = ""
+        for pair in re.split(r" (?=[\w.]+=)", give) if give else []:  # values may have spaces
+            key, _, text = pair.partition("=")
+            pairs, sentence = self._instead(key, text) or ([f"{key}={text}"], "")
+            gives += pairs
+            if not pairs:
+                problem = f"{pair}: {sentence}"
+        return gives, problem or (f"give {' '.join(gives)}" if gives else say)
 
     def _instead(self, name: str, value: str) -> tuple[list[str], str] | None:
         """What to give instead of a value that our key cannot take, and a sentence about it.
@@ -144,10 +156,10 @@ class Messages:
         None if the key takes it, or if only the error of setting it can say more.
         """
         if name in self.groups:
-            return ([], say) if (say := self._about_choice(name, value)) else None
-        if name not in self.declared or (likely := _likely(value, self.declared[name])) is None:
-            return None
-        return [f"{name}={likely}"], self._about_value(name, value)
+            sentence = self._about_choice(name, value)
+            return ([], sentence) if sentence else None
+        likely = _likely(value, self.declared[name]) if name in self.declared else None
+        return None if likely is None else ([f"{name}={likely}"], self._about_value(name, value))
 
     def _of_form(self, word: str) -> str:
         """The message about a word that is not key=value."""
@@ -164,51 +176,55 @@ class Messages:
         if group in self.declared and "is_list" in self.declared[group].metadata:
             choice = choice.strip("[]")
             if "," in choice:
-                return next(filter(None, (self._about_choice(group, each) for each in choice.split(","))), "")
-        choice, known = choice.removesuffix(".yaml"), choices(group, self.schema)
-        none = ["null"] * (self.groups[group] is None)
-        if choice in (*known, *none) or choice.startswith(("[", "{")):
+                return next(filter(None, (self._about_choice(group, name) for name in choice.split(","))), "")
+        choice = choice.removesuffix(".yaml")
+        names = choices(group, self.schema)
+        is_none = choice == "null" and self.groups[group] is None
+        if choice in names or is_none or choice.startswith(("[", "{")):
             return ""
         if "," in choice:
             apart = re.sub(r",\s*(?=[\w.]+=|$)", " ", choice).strip()
             spaces = f"expected spaces between arguments, without commas: {group}={apart}"
             return "expected one choice; with -m the command runs once for each" if apart == choice else spaces
-        of = [task for task, run in RUNS.items() if choice in choices(group, run)]
-        if of and self.schema in RUNS.values():
-            return f"it is for {of[0]}: train_seg.py trains segmentation, train_imagenet.py classification"
-        said = no_such(group, choice, known)
-        return said if of or group not in CHOICES or PLUGIN in said else f"{said}; {PLUGIN}"
+        tasks = [task for task, run in RUNS.items() if choice in choices(group, run)]
+        if tasks and self.schema in RUNS.values():
+            return f"it is for {tasks[0]}: train_seg.py trains segmentation, train_imagenet.py classification"
+        sentence = no_such(group, choice, names)
+        return sentence if tasks or group not in CHOICES or PLUGIN in sentence else f"{sentence}; {PLUGIN}"
 
     def _of_error(self, error: Exception, word: str) -> str:
         """The message about the value of `word`, or a key, a rule, an interpolation or a file that is wrong."""
         reason = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        given, _, value = word.lstrip("+").partition("=")
-        key = getattr(reason, "full_key", None) or given
+        name, _, value = word.lstrip("+").partition("=")
+        key = getattr(reason, "full_key", None) or name
         if isinstance(reason, (ConfigAttributeError, ConfigKeyError)) and not HYDRA_S.match(key):
             return self._unknown(key)
-        if below := [each for each in self.declared if each.startswith(f"{key}.")]:
-            return f"{key}: expected one of the keys {', '.join(below[:5])}"
-        if isinstance(reason, (HydraException, ValidationError)) and key == given and key in self.declared:
+        keys_below = [name for name in self.declared if name.startswith(f"{key}.")]
+        if keys_below:
+            return f"{key}: expected one of the keys {', '.join(keys_below[:5])}"
+        if isinstance(reason, (HydraException, ValidationError)) and key == name and key in self.declared:
             return f"{key}={unquoted(value)}: {self._about_value(key, unquoted(value))}"
         if isinstance(reason, OmegaConfBaseException) and type(reason.__context__) is ValueError:
             return str(reason.__context__)  # of a resolver, such as ${per_process:…}, which counts processes
         if not isinstance(reason, (HydraException, OmegaConfBaseException)):
             return str(reason)
-        about = " ".join(str(reason).partition("\n    full_key")[0].partition("\nTo append to your ")[0].split())
-        if "@experiment." in about:
-            return f"{about.partition(':')[0]}: the file must begin with the line `# @package _global_`"
-        return f"{key}: {about}" if key else about
+        text = " ".join(str(reason).partition("\n    full_key")[0].partition("\nTo append to your ")[0].split())
+        if "@experiment." in text:
+            return f"{text.partition(':')[0]}: the file must begin with the line `# @package _global_`"
+        return f"{key}: {text}" if key else text
 
     def _about_value(self, key: str, value: str) -> str:
         """What is expected instead of a value of a wrong type, or of several values."""
         likely = _likely(value, self.declared[key]) or ""
-        is_swept = "," in value and not any(each.startswith(("[", "(", "{")) for each in (value, likely))
-        several = "; with -m the command runs once for each of several" * is_swept
-        return f"expected {expected(self.declared[key])}{several}{f'; give {key}={likely}' if likely else ''}"
+        sentence = f"expected {expected(self.declared[key])}"
+        if "," in value and not value.startswith(("[", "(", "{")) and not likely.startswith(("[", "(", "{")):
+            sentence += "; with -m the command runs once for each of several"
+        return f"{sentence}; give {key}={likely}" if likely else sentence
 
     def _unknown(self, name: str) -> str:
         """The message for a key that does not exist, or that the chosen alternatives do not have."""
-        if having := self._having(name):
+        having = self._having(name)
+        if having:
             group = name.partition(".")[0]
             return f"{name} is for {' and '.join(having)}; another {group} is chosen"
         answer = self._answer(Argument(name, name, "", NO_KEY))
@@ -225,8 +241,8 @@ class Messages:
 
     def _having(self, key: str) -> list[str]:
         """[optim=sgd, …]: the choices of a key's group that have it."""
-        group, _, own = key.partition(".")
-        alternatives: dict[str, type[Keys]] = groups_of(self.schema).get(group, {}) if own else {}
+        group, _, name_in_group = key.partition(".")
+        alternatives: dict[str, type[Keys]] = groups_of(self.schema).get(group, {}) if name_in_group else {}
         return [f"{group}={name}" for name, keys in alternatives.items() if key in declared_in(keys, f"{group}.")]
 
     def _pair(self, key: str, value: str) -> str:
@@ -235,13 +251,13 @@ class Messages:
 
     def _nearest(self, name: str, value: str) -> list[str]:
         """Keys with this last part that take the value; else the most similar one of the group, or of all."""
-        known = [key for key in self.declared if not key.endswith(".name")]
+        all_keys = [key for key in self.declared if not key.endswith(".name")]
         group, _, last = name.lower().replace("-", "_").rpartition(".")
-        found = [[key for key in known if _last(key) == last]]
-        for keys in ([key for key in known if key.rpartition(".")[0] == group], known):
+        candidates = [[key for key in all_keys if _last(key) == last]]
+        for keys in ([key for key in all_keys if key.rpartition(".")[0] == group], all_keys):
             parts = {_last(key): key for key in keys}
-            found.append([parts[part] for part in difflib.get_close_matches(last, parts, n=1, cutoff=0.75)])
-        fitting = ([key for key in keys if not value or fits(value, self.declared[key])] for keys in found)
+            candidates.append([parts[part] for part in difflib.get_close_matches(last, parts, n=1, cutoff=0.75)])
+        fitting = ([key for key in keys if not value or fits(value, self.declared[key])] for keys in candidates)
         return next(filter(None, fitting), [])
 
 
@@ -256,24 +272,27 @@ def _likely(value: str, declared: Declared) -> str | None:
     is_list = declared.kind is Any or "list[" in str(declared.kind)
     if is_list and value not in ("", "null") and not value.startswith(("[", "(", "{")):
         entries = 1 if "," in value else len(declared.metadata.get("entries") or [""])
-        likely.append(f"[{','.join([value] * entries)}]")
+        likely.append(f"[{','.join(itertools.repeat(value, entries))}]")
     if not likely or value == SOME or fits(value, declared):
         return None
-    return next((each for each in likely if fits(each, declared)), None)
+    return next((candidate for candidate in likely if fits(candidate, declared)), None)
 
 
-def no_such(group: str, choice: str, known: Iterable[str]) -> str:
+def no_such(group: str, choice: str, names: Iterable[str]) -> str:
     """A sentence about a choice that does not exist: its right spelling, the nearest ones, or what there is instead."""
-    known = [*known]
-    if same := [name for name in known if _letters(name) == _letters(choice)]:
+    names = [*names]
+    same = [name for name in names if _letters(name) == _letters(choice)]
+    if same:
         return f"there is no such {group}; give {group}={same[0]}"
-    below = [name for name in known if name.startswith(choice)] or known
+    candidates = [name for name in names if name.startswith(choice)] or names
     advice = None if LOADED else words_of_others.meant(f"no_such_{group}", choice, ())  # about the choices of ours
-    nearest = difflib.get_close_matches(choice, below, n=5)
-    if not nearest and (advice is None or len(below) < 8):
-        nearest = difflib.get_close_matches(choice, below, n=5, cutoff=0)
-    are = f"; the nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(nearest)}" * bool(nearest)
-    return f"there is no such {group}{are}" + (f"; {advice[1]}" if advice else "")
+    nearest = difflib.get_close_matches(choice, candidates, n=5)
+    if not nearest and (advice is None or len(candidates) < 8):
+        nearest = difflib.get_close_matches(choice, candidates, n=5, cutoff=0)
+    sentence = f"there is no such {group}"
+    if nearest:
+        sentence += f"; the nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(nearest)}"
+    return f"{sentence}; {advice[1]}" if advice else sentence
 
 
 def _letters(text: str) -> str:

@@ -79,19 +79,19 @@ class Jobs:
 
     def job(self, words: Sequence[str], folder: str | Path, number: int) -> Job:
         """The job of these words, which has this number in the sweep of a folder."""
-        own = self.own(words)
-        title = " ".join(own)
+        differing = self.differing(words)
+        title = " ".join(differing)
         words = [*self.options, *words]
         if not _has_run_dir(self.schema):
             return Job(title, words, None)
-        name = named_after(own, self.has_digests)
+        name = named_after(differing, self.has_digests)
         if self.first_trial is not None:
             name = str(self.first_trial + number)
             title = f"trial {name}: {title}"
         run_dir = Path(folder, name)
         return Job(title, [*words, override("run_dir", run_dir), "resume=auto"], run_dir)
 
-    def own(self, words: Sequence[str]) -> list[str]:
+    def differing(self, words: Sequence[str]) -> list[str]:
         """The overrides that differ between jobs."""
         return [word for word in words if word.partition("=")[0] in self.swept]
 
@@ -116,14 +116,14 @@ class Jobs:
         return json.loads(results.read_text("utf-8"))[self.schema.score]
 
 
-def sweep(program: Hydra, asked: str, check: Check, jobs: Jobs, words: Sequence[str]) -> None:
+def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequence[str]) -> None:
     """Run a sweep, and print how to compare its runs.
 
     A job's run directory is named after its own overrides, or a trial's has its number. It lies in the folder
     `run_dir`, by default multirun/COMMAND,OVERRIDES, with the overrides that all jobs share.
 
     Args:
-        program: has found the configuration `asked`.
+        program: has found the primary configuration.
         check: returns the checked keys of a job's words, or raises ValueError.
         jobs: without the keys that differ.
         words: of the command as Hydra reads them, without options.
@@ -140,106 +140,132 @@ def sweep(program: Hydra, asked: str, check: Check, jobs: Jobs, words: Sequence[
         )
     console = make_console()
     log_to(console, None)
-    given, settings = _parsed(program, asked, check, words)
-    swept = [key for key, each in given.items() if each.is_sweep_override()]
-    for key in {*swept} & {*OF_RUN_DIRECTORIES}:
-        raise ValueError(f"{given[key].input_line}: a sweep names its jobs' folders itself; give one folder for all")
-    jobs, is_basic = replace(jobs, swept=swept), settings.sweeper["_target_"].endswith(BasicSweeper.__name__)
-    checked = _of_basic_sweeper(given) if is_basic else [[*first_values(given)]]
-    owns = [jobs.own(job) for job in checked]
-    configs = [check(*job) for job in checked]
-    check_different(owns, configs)
-    if (score := getattr(jobs.schema, "score", None)) and str(settings.sweeper.get("direction")).endswith("minimize"):
+    overrides, settings = _parsed(program, primary, check, words)
+    jobs = replace(jobs, swept=[key for key, override in overrides.items() if override.is_sweep_override()])
+    is_basic = settings.sweeper["_target_"].endswith(BasicSweeper.__name__)
+    words_by_job = _of_basic_sweeper(overrides) if is_basic else [[*first_values(overrides)]]
+    differing_by_job = [jobs.differing(job_words) for job_words in words_by_job]
+    configs = [check(*job_words) for job_words in words_by_job]
+    check_different(differing_by_job, configs)
+    score = getattr(jobs.schema, "score", None)
+    if score and str(settings.sweeper.get("direction")).endswith("minimize"):
         raise ValueError(f"this sweeper minimises, and a higher {score} is better: give hparams_search=optuna")
-    shared = [each.input_line or "" for key, each in given.items() if key not in (*swept, *OF_RUN_DIRECTORIES)]
-    default = Path("multirun", named_after([Path(jobs.program).stem, *deciding(shared, configs[0])]))
-    folder = Path(getattr(configs[0], "run_dir", None) or default)
-    if any(word.startswith("hydra.sweep.dir=") for word in words):
-        folder = Path(settings.sweep.dir)
+    folder = Path(settings.sweep.dir)
+    if not any(word.startswith("hydra.sweep.dir=") for word in words):
+        folder = _default_folder(jobs, overrides, configs[0])
     if not is_basic:
         folder.mkdir(parents=True, exist_ok=True)  # for a file of its trials
-        numbers = (int(place.name) for place in folder.iterdir() if place.name.isdecimal())
+        numbers = (int(path.name) for path in folder.iterdir() if path.name.isdecimal())
         jobs = replace(jobs, first_trial=1 + max(numbers, default=-1))
-    names = [named_after(own) for own in owns]
-    jobs = replace(jobs, has_digests=len({*names}) < len(names))
-    own_words = [word for word in words if word.partition("=")[0] not in OF_RUN_DIRECTORIES]
+    names = {named_after(differing) for differing in differing_by_job}
+    jobs = replace(jobs, has_digests=len(names) < len(differing_by_job))
+    remaining_words = [word for word in words if word.partition("=")[0] not in OF_RUN_DIRECTORIES]
     _pickle_for_workers()
     try:
-        program.multirun(asked, jobs, [*own_words, override("hydra.sweep.dir", folder), "hydra.mode=MULTIRUN"])
+        program.multirun(primary, jobs, [*remaining_words, override("hydra.sweep.dir", folder), "hydra.mode=MULTIRUN"])
     finally:
         copyreg.dispatch_table.pop(DictConfig)
-        if not _has_run_dir(jobs.schema):  # nothing is to be left
-            (folder / "multirun.yaml").unlink(missing_ok=True)
-            with suppress(OSError):
-                folder.rmdir()
-                folder.parent.rmdir()
+        if not _has_run_dir(jobs.schema):
+            _remove_traces(folder)
         elif folder.is_dir():
             compare = shlex.join([*plugins.words(), override("runs", folder), override("out", folder / "comparison")])
             console.print(f"compare   python -m scripts.compare_runs {compare}", soft_wrap=True)
             console.print(f"curves    tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
 
 
+def _default_folder(jobs: Jobs, overrides: Mapping[str, Override], config: Keys) -> Path:
+    """The folder of a sweep whose words name none for Hydra. `config`: of any job."""
+    run_dir = getattr(config, "run_dir", None)
+    if run_dir:
+        return Path(run_dir)
+    differing = (*jobs.swept, *OF_RUN_DIRECTORIES)
+    shared = [override.input_line or "" for key, override in overrides.items() if key not in differing]
+    return Path("multirun", named_after([Path(jobs.program).stem, *deciding(shared, config)]))
+
+
+def _remove_traces(folder: Path) -> None:
+    """Remove what Hydra has left of a sweep whose command writes no runs."""
+    (folder / "multirun.yaml").unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
 def _has_run_dir(schema: type[Keys]) -> bool:
     return "run_dir" in schema.__dataclass_fields__
 
 
-def _parsed(program: Hydra, asked: str, check: Check, words: Sequence[str]) -> tuple[dict[str, Override], DictConfig]:
+def _parsed(program: Hydra, primary: str, check: Check, words: Sequence[str]) -> tuple[dict[str, Override], DictConfig]:
     """{key: override} of a sweep's words and its sweeper's, without Hydra's; and the group hydra that they choose."""
-    for before, word in itertools.pairwise(words):
-        if "=" in before and "=" not in word:
-            raise ValueError(f"{word}: a sweep's values have commas between them, without spaces: {before},{word}")
+    for word, next_word in itertools.pairwise(words):
+        if "=" in word and "=" not in next_word:
+            raise ValueError(
+                f"{next_word}: a sweep's values have commas between them, without spaces: {word},{next_word}"
+            )
     parser = OverridesParser.create(program.config_loader)
     try:
         parsed = parser.parse_overrides([*words])
     except HydraException as error:
         raise ValueError(str(error).splitlines()[0]) from error
-    given = {each.get_key_element(): each for each in parsed if not each.is_hydra_override()}
+    overrides = {override.get_key_element(): override for override in parsed if not override.is_hydra_override()}
     try:
-        settings = program.compose_config(asked, [*words], RunMode.MULTIRUN).hydra
+        settings = program.compose_config(primary, [*words], RunMode.MULTIRUN).hydra
     except HydraException:
-        check(*first_values(given))  # says what is wrong with ours
+        check(*first_values(overrides))  # says what is wrong with ours
         raise
     params = [f"{key}={value}" for key, value in (settings.sweeper.get("params") or {}).items()]
-    return {each.get_key_element(): each for each in parser.parse_overrides(params)} | given, settings
-
-
-def first_values(given: Mapping[str, Override]) -> Iterator[str]:
-    """Words with the first value of each key."""
-    for key, each in given.items():
-        value: Any = each.value()
-        if each.is_interval_sweep():
-            yield f"{key}={value.start}"
-        elif each.is_sweep_override():
-            yield f"{key}={next(each.sweep_string_iterator())}"
-        else:
-            yield each.input_line or ""
-
-
-def _of_basic_sweeper(given: Mapping[str, Override]) -> list[list[str]]:
-    """The words of each job of Hydra's basic sweeper. The last key's values change fastest."""
-    for each in given.values():
-        if each.is_interval_sweep():
+    sweeper_overrides = {override.get_key_element(): override for override in parser.parse_overrides(params)}
+    overrides = sweeper_overrides | overrides
+    for key in OF_RUN_DIRECTORIES:
+        if key in overrides and overrides[key].is_sweep_override():
             raise ValueError(
-                f"{each.input_line}: expected values with commas between them, as in seed=0,1,2; hparams_search=optuna "
-                f"draws from intervals"
+                f"{overrides[key].input_line}: a sweep names its jobs' folders itself; give one folder for all"
             )
-    if not any(each.is_sweep_override() for each in given.values()):
+    return overrides, settings
+
+
+def first_values(overrides: Mapping[str, Override]) -> Iterator[str]:
+    """Words with the first value of each key."""
+    for key, parsed in overrides.items():
+        value: Any = parsed.value()
+        if parsed.is_interval_sweep():
+            yield f"{key}={value.start}"
+        elif parsed.is_sweep_override():
+            yield f"{key}={next(parsed.sweep_string_iterator())}"
+        else:
+            yield parsed.input_line or ""
+
+
+def _of_basic_sweeper(overrides: Mapping[str, Override]) -> list[list[str]]:
+    """The words of each job of Hydra's basic sweeper. The last key's values change fastest."""
+    for parsed in overrides.values():
+        if parsed.is_interval_sweep():
+            raise ValueError(
+                f"{parsed.input_line}: expected values with commas between them, as in seed=0,1,2; "
+                f"hparams_search=optuna draws from intervals"
+            )
+    if not any(parsed.is_sweep_override() for parsed in overrides.values()):
         raise ValueError("-m: no key has several values; give some without brackets, as in seed=0,1,2, or leave -m out")
-    return BasicSweeper.split_arguments([*given.values()], None)[0]
+    return BasicSweeper.split_arguments([*overrides.values()], None)[0]
 
 
-def check_different(owns: list[list[str]], configs: list[Keys]) -> None:
+def check_different(differing_by_job: list[list[str]], configs: list[Keys]) -> None:
     """ValueError if jobs are equal, or would write the same file or folder: only the last one's would be left."""
-    for (own, config), (other, other_config) in itertools.combinations(zip(owns, configs, strict=True), 2):
+    jobs = [*zip(differing_by_job, configs, strict=True)]
+    for (differing, config), (other, other_config) in itertools.combinations(jobs, 2):
         if config == other_config:
-            raise ValueError(f"{' '.join(own)} and {' '.join(other)} are the same job: leave one of them out")
-    places: dict[tuple[str, str], list[str]] = {}
-    for own, config in zip(owns, configs, strict=True):
-        for name, value, entry in leaves(config):
-            if entry.metadata.get("written") and value and (first := places.setdefault((name, value), own)) is not own:
+            raise ValueError(f"{' '.join(differing)} and {' '.join(other)} are the same job: leave one of them out")
+    first_by_path: dict[tuple[str, str], list[str]] = {}
+    for differing, config in jobs:
+        for name, value, key_field in leaves(config):
+            if not (key_field.metadata.get("written") and value):
+                continue
+            first = first_by_path.setdefault((name, value), differing)
+            if first is not differing:
+                key = differing[0].partition("=")[0]
                 raise ValueError(
-                    f"{name}={value}: {' '.join(first)} would write there, and {' '.join(own)} replace it: give each "
-                    f"its own, such as '{name}=NAME-${{{own[0].partition('=')[0]}}}'"
+                    f"{name}={value}: {' '.join(first)} would write there, and {' '.join(differing)} replace it: give "
+                    f"each its own, such as '{name}=NAME-${{{key}}}'"
                 )
 
 

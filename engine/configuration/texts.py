@@ -19,23 +19,26 @@ WORD = re.compile(r"[\w.+-]+")
 LIST_ENTRY = re.compile(r"""(?:"[^"]*"|'[^']*'|\[[^][]*\]|\{[^{}]*\}|[^][{}"',])+""")
 ENTRY = r"""[^][{}"':,]+:[^][{}"',]+"""
 PLAIN_MAPPING = re.compile(rf"\{{({ENTRY}(?:,{ENTRY})*)\}}")
-INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\()[{}:=, \t]")
+INTERPOLATION = re.compile(r"\$\{.*\}", re.DOTALL)
+ESCAPED = re.compile(r"\\[]\\()[{}:=, \t]")
 HYDRA_S = re.compile(r"hydra\b|.*[/@]")  # words
 BOOLEAN = re.compile("true|false|yes|no|on|off|y|n|[01]", re.IGNORECASE)
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     """An argument of a command with these keys; a text value that Hydra would change or refuse is quoted."""
-    given, equals, text = word.partition("=")
-    keys, name = declared_in(schema), given.lstrip("+~")
-    declared, above = keys.get(name), keys.get(name.rpartition(".")[0])
-    if above and above.kind is Any:  # a mapping with any names, such as `roots`
-        return f"++{name}={text}" if equals and given[0] != "~" else word
-    if name != given and not HYDRA_S.match(name) and not (CONFIGS / name).is_dir() and name not in CHOICES:
-        if given[0] == "~":
+    prefixed_name, equals, text = word.partition("=")
+    name = prefixed_name.lstrip("+~")
+    keys = declared_in(schema)
+    declared = keys.get(name)
+    parent = keys.get(name.rpartition(".")[0])
+    if parent and parent.kind is Any:  # a mapping with any names, such as `roots`
+        return f"++{name}={text}" if equals and prefixed_name[0] != "~" else word
+    if name != prefixed_name and not HYDRA_S.match(name) and not (CONFIGS / name).is_dir() and name not in CHOICES:
+        if prefixed_name[0] == "~":
             raise HydraException(f"{word}: leave it out")
-        given = name  # + would add a key that nothing reads
-    return given + equals + (_quoted(text, declared, sweeps) if declared else text)
+        prefixed_name = name  # + would add a key that nothing reads
+    return prefixed_name + equals + (_quoted(text, declared, sweeps) if declared else text)
 
 
 def _quoted(text: str, declared: Declared, sweeps: bool = False) -> str:
@@ -44,16 +47,18 @@ def _quoted(text: str, declared: Declared, sweeps: bool = False) -> str:
     Quotes, null, interpolations and escapes such as \\, keep Hydra's meaning; so do mappings in mappings and, in
     sweeps (-m), functions. In sweeps commas separate the values of several jobs, unless they belong to a path.
     """
-    kind, is_path = declared.kind, os.path.exists(text)
+    kind = declared.kind
+    is_path = os.path.exists(text)
     if declared.metadata.get("word"):  # or a number
         return text
     if text.startswith("[") and text.endswith("]") and (kind is Any or "list[str]" in str(kind)):
         entries = LIST_ENTRY.findall(text[1:-1])
         if text == f"[{','.join(entries)}]":
             return f"[{','.join(map(_for_hydra, entries))}]"
-    if kind is Any and (mapped := PLAIN_MAPPING.fullmatch(text)):
-        pairs = (entry.partition(":") for entry in mapped[1].split(","))
-        return f"{{{','.join(f'{name}:{_for_hydra(own)}' for name, _, own in pairs)}}}"
+    mapping = PLAIN_MAPPING.fullmatch(text) if kind is Any else None
+    if mapping:
+        pairs = (pair.partition(":") for pair in mapping[1].split(","))
+        return f"{{{','.join(f'{name}:{_for_hydra(value)}' for name, _, value in pairs)}}}"
     if kind not in (str, str | None) and not (kind is Any and (is_path or WORD.fullmatch(text))):
         return text
     texts = [text]
@@ -66,10 +71,10 @@ def _quoted(text: str, declared: Declared, sweeps: bool = False) -> str:
 
 def value_of(text: str, declared: Declared | None) -> Any:
     """The value of a text, read by its key's type. HydraException: it is none, or several."""
-    given = OverridesParser.create().parse_override(f"key={_quoted(text, declared) if declared else text}")
-    if given.is_sweep_override():
+    override = OverridesParser.create().parse_override(f"key={_quoted(text, declared) if declared else text}")
+    if override.is_sweep_override():
         raise HydraException(f"{text}: expected one value")
-    return given.value()
+    return override.value()
 
 
 def fits(text: str, declared: Declared) -> bool:

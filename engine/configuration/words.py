@@ -23,14 +23,14 @@ class Entry(NamedTuple):
     value: re.Pattern[str] | None  # None: any
     give: str | None = None
     say: str = ""
-    of: str | None = None
+    needs: str | None = None  # a key
     program: str = ".*"
     beside: str | None = None
     unit: str | None = None
 
     def fits(self, name: str, value: str, keys: Collection[str]) -> re.Match[str] | None:
         """The match of an argument's value, if this entry has advice about it for a command with these keys."""
-        if self.of is not None and self.of not in keys:
+        if self.needs is not None and self.needs not in keys:
             return None
         if self.give is not None and not all(key in keys for key in keys_of(self.give)):
             return None
@@ -47,18 +47,25 @@ class Entry(NamedTuple):
 def entries() -> list[Entry]:
     """The entries of words.yaml, in order."""
     text = Path(__file__).with_suffix(".yaml").read_bytes()
-    listed = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C if possible: it is long
-    compiled = ((each, re.compile(each.pop("is"), re.IGNORECASE) if "is" in each else None) for each in listed)
-    return [Entry(tuple(each.pop("word").split()), value, **each) for each, value in compiled]
+    entries = []
+    for fields in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # in C if possible: it is long
+        pattern = fields.pop("is", None)
+        value = None if pattern is None else re.compile(pattern, re.IGNORECASE)
+        entries.append(Entry(tuple(fields.pop("word").split()), value, **fields))
+    return entries
 
 
 @cache
 def _by_word() -> dict[str, list[Entry]]:
-    return {word: [each for each in entries() if word in each.word] for entry in entries() for word in entry.word}
+    by_word: dict[str, list[Entry]] = {}
+    for entry in entries():
+        for word in dict.fromkeys(entry.word):
+            by_word.setdefault(word, []).append(entry)
+    return by_word
 
 
 @cache
-def _about(name: str, patterns: bool) -> list[Entry]:
+def _entries_of(name: str, patterns: bool) -> list[Entry]:
     """The entries of a name, then of the names that it ends with, after a dot; then of `patterns`, words with a *."""
     parts = name.split(".")
     words = [".".join(parts[start:]) for start in range(len(parts))]
@@ -75,13 +82,15 @@ def keys_of(give: str) -> set[str]:
 def slips(value: str) -> Iterator[str]:
     """What may be meant by a value that its key cannot take: 0.5 by 50%."""
     for entry in _by_word()[SLIP]:
-        if entry.give and entry.value and (match := entry.value.fullmatch(value)):
+        match = entry.value.fullmatch(value) if entry.give and entry.value else None
+        if match:
             yield _computed(match.expand(f"={entry.give}"))[1:]
 
 
 def _computed(text: str) -> str:
     """Text with =512/1024 computed, and {rest} of a share."""
-    if share := re.search(r"0?\.\d+", text):
+    share = re.search(r"0?\.\d+", text)
+    if share:
         text = text.replace("{rest}", f"{1 - float(share[0]):g}")
     return re.sub(r"=([\d.]+)/(\d+)$", lambda ratio: f"={float(ratio[1]) / int(ratio[2]):g}", text)
 
@@ -93,7 +102,7 @@ def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -
     `patterns`: also by words with a *.
     """
     word = name if name in keys else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
-    for entry in _about(word, patterns):
+    for entry in _entries_of(word, patterns):
         match = None if name in keys and word not in entry.word else entry.fits(word, value, keys)
         if match is None:
             continue
@@ -103,11 +112,11 @@ def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -
         if entry.give is None:
             return None, text
         text = _computed(text) if "/" in entry.give or "{rest}" in entry.give else text
-        own, _, given = text.partition("=")
+        our_key, _, our_value = text.partition("=")
         if text == f"{name}={value}":
             continue
-        again = None if own == name or " " in text else meant(own, given, keys)
-        return again or (text, f"give {text}")
+        next_advice = None if our_key == name or " " in text else meant(our_key, our_value, keys)
+        return next_advice or (text, f"give {text}")
     return None
 
 

@@ -15,7 +15,8 @@ def peak_memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     with suppress(OSError):  # no /proc, or one without this line
-        if peak := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if peak:
             return int(peak[1]) / 2**10
     # Also counts the parent process, if that used more.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -27,7 +28,14 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-_OF_CUDNN = ("unable to find an engine", "unable to find a valid cudnn algorithm")
+_MEMORY_MESSAGES = (
+    "out of memory",
+    "insufficient memory",
+    "can't allocate memory",
+    "alloc_failed",
+    "allocation_failed",
+)
+_CUDNN_MESSAGES = ("unable to find an engine", "unable to find a valid cudnn algorithm")
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -35,19 +43,25 @@ def is_out_of_memory(error: Exception) -> bool:
 
     If cuDNN cannot allocate a convolution's workspace, it only reports that it found no engine or algorithm.
     """
-    of_memory = ("out of memory", "insufficient memory", "can't allocate memory", "alloc_failed", "allocation_failed")
+    memory_messages = (
+        "out of memory",
+        "insufficient memory",
+        "can't allocate memory",
+        "alloc_failed",
+        "allocation_failed",
+    )
     text = str(error).lower()
-    known = any(sign in text for sign in of_memory + _OF_CUDNN)
-    return known or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    says_so = any(message in text for message in memory_messages + _CUDNN_MESSAGES)
+    return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def cause_of(error: Exception) -> str:
     """For messages: what an error may mean that `is_out_of_memory`. cuDNN has one message for two causes."""
     text = str(error).strip()
-    if not any(sign in text.lower() for sign in _OF_CUDNN):
+    if not any(message in text.lower() for message in _CUDNN_MESSAGES):
         return "out of memory"
-    words = text.splitlines()[0]
-    return f"out of memory, or cuDNN has no kernel for this precision and memory format ({words}: give others),"
+    first_line = text.splitlines()[0]
+    return f"out of memory, or cuDNN has no kernel for this precision and memory format ({first_line}: give others),"
 
 
 @contextmanager
@@ -77,7 +91,8 @@ def keep_freed_memory() -> bool:
     times as much as computing their values, or nothing, depending on the layout of the heap. Returns whether it
     worked (glibc only).
     """
-    trim_threshold, mmap_max = -1, -4  # from malloc.h
+    trim_threshold = -1  # from malloc.h
+    mmap_max = -4
     try:
         libc = ctypes.CDLL("libc.so.6")
         return bool(libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0))

@@ -31,7 +31,8 @@ from datasets.file_list import readable
 from engine.process.output_files import untouched
 
 logger = logging.getLogger("engine")
-SLOW_SECONDS, LOG_SECONDS = 1.0, 30.0
+SLOW_SECONDS = 1.0
+LOG_SECONDS = 30.0
 _SPEED_SECONDS = 300.0  # a bar's time left is estimated from its last minutes; a step may take one
 
 
@@ -117,8 +118,10 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
         add(logging.StreamHandler(), logging.WARNING, f"rank {rank}: %(message)s")
         return
     if console.is_terminal:
-        shown = partial(RichHandler, show_path=False, show_level=False, highlighter=NullHighlighter(), keywords=[])
-        add(shown(console=console), logging.INFO)
+        handler = RichHandler(
+            console=console, show_path=False, show_level=False, highlighter=NullHighlighter(), keywords=[]
+        )
+        add(handler, logging.INFO)
     else:  # a RichHandler would wrap lines
         add(logging.StreamHandler(console.file), logging.INFO, "%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
     if file is not None:
@@ -133,7 +136,8 @@ class _CutText(TextColumn):
     def render(self, task: Task) -> Text:
         text = super().render(task)
         text.plain = readable(text.plain)
-        text.no_wrap, text.overflow = True, "ellipsis"
+        text.no_wrap = True
+        text.overflow = "ellipsis"
         return text
 
 
@@ -210,8 +214,10 @@ def table_of_shares(
     columns: Sequence[str], rows: Mapping[str, Sequence[float | None]], totals: Mapping[str, float]
 ) -> Table:
     """A table of shares in percent, a dash where one is missing, and below it the totals, the first in bold."""
-    shown = ([name, *("–" if share is None else f"{100 * share:.2f}" for share in own)] for name, own in rows.items())
-    table = table_of(columns, shown)
+    percentages = (
+        [name, *("–" if share is None else f"{100 * share:.2f}" for share in shares)] for name, shares in rows.items()
+    )
+    table = table_of(columns, percentages)
     table.add_section()
     for name, share in totals.items():
         table.add_row(name, f"{100 * share:.2f}", style=None if name != next(iter(totals)) else "bold")

@@ -56,7 +56,7 @@ class World:
         """The (picklable) values of all ranks, in order. Every rank must call it."""
         if self.size == 1:
             return [value]
-        values = [value] * self.size
+        values = [value for _ in range(self.size)]
         dist.all_gather_object(values, value)
         return values
 
@@ -67,8 +67,8 @@ class World:
             key for key in set().union(*values) if any(other.get(key) != value.get(key) for other in values)
         )
         if differing:
-            said = (", ".join(f"{key}={other.get(key)}" for key in differing) for other in values)
-            differences = "; ".join(f"process {rank} has {each}" for rank, each in enumerate(said))
+            texts = (", ".join(f"{key}={other.get(key)}" for key in differing) for other in values)
+            differences = "; ".join(f"process {rank} has {text}" for rank, text in enumerate(texts))
             raise ValueError(f"the processes of this run differ: {differences}; {advice}")
 
     @contextmanager
@@ -148,7 +148,8 @@ def launched() -> bool:
 
 def cores_per_rank() -> int:
     """How many processor cores each process of this run may use here, within what a scheduler or container allows."""
-    ranks, cores = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else 1, len(os.sched_getaffinity(0))
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else 1
+    cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no such file, or no limit: "max 100000"
         time_us, period_us = map(int, CPU_LIMIT.read_text().split())
         cores = min(cores, -(-time_us // period_us))
@@ -187,15 +188,15 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
             machine.
         ConnectionError: another process ended, or did not respond within the timeout.
     """
-    own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0, f"{keys}device")
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
+    own_device = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0, f"{keys}device")
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     world_size()  # checks the environment
     started = launched() and not dist.is_initialized()
     try:
         if started:
             # Gloo beside NCCL: flags and objects in CPU memory need not wait for the device.
-            backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
             timeout = timedelta(seconds=timeout_seconds)
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             if launcher() == "torchrun" and os.environ["GROUP_WORLD_SIZE"] == "1":
@@ -203,8 +204,10 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
                 # without a prefix they could read addresses of the previous attempt.
                 store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        together = dist.is_available() and dist.is_initialized()
-        yield World(dist.get_rank(), dist.get_world_size(), own) if together else World(device=own)
+        if dist.is_available() and dist.is_initialized():
+            yield World(dist.get_rank(), dist.get_world_size(), own_device)
+        else:
+            yield World(device=own_device)
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo/" not in str(error):  # the path of gloo's source
             raise

@@ -83,7 +83,8 @@ def has_ended(run_dir: Path, words: Sequence[str], processes: int = 1) -> bool:
 
     `words`: as typed, because the run writes them into its config.yaml that way.
     """
-    config, command = run_dir / "config.yaml", shlex.join(["python", *words])
+    config = run_dir / "config.yaml"
+    command = shlex.join(["python", *words])
     if not ((run_dir / "results.json").is_file() and config.is_file()):
         return False
     return config.read_text("utf-8", "replace").startswith(f"# {command}\n# {processes} x ")

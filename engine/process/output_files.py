@@ -26,7 +26,8 @@ from PIL import Image
 
 LIST = "written.json"  # of the pictures that a command wrote into a folder
 _ABOUT = "the files below were written by a command, which may replace them"  # in the list
-NO_INODES, CHECK_DISK = "No inodes left on device", "Check the disk or the connection to it"
+NO_INODES = "No inodes left on device"
+CHECK_DISK = "Check the disk or the connection to it"
 # What a command may replace, because one of ours wrote it: by kind, regular expressions that are all in the file.
 _OURS = {
     "list of files": (_ABOUT.encode(),),
@@ -80,10 +81,10 @@ def writable_file(key: str, file: Path, *sources: Path, kind: str | None = None)
     """
     if os.path.lexists(file):
         is_source = file.exists() and any(source.exists() and file.samefile(source) for source in sources)
-        what = "a folder" if file.is_dir() else "the input" if is_source else "" if file.is_file() else "a device"
-        what = what if file.exists() else "a link that leads nowhere"
-        if what:
-            raise ValueError(f"{key}={file} is {what}: give another file")
+        obstacle = "a folder" if file.is_dir() else "the input" if is_source else "" if file.is_file() else "a device"
+        obstacle = obstacle if file.exists() else "a link that leads nowhere"
+        if obstacle:
+            raise ValueError(f"{key}={file} is {obstacle}: give another file")
         if file.stat().st_size and not (kind and is_ours(file, kind)):
             raise ValueError(
                 f"{key}={file} was not written by this command, and would be lost: give another file, or remove it"
@@ -104,16 +105,19 @@ def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
 
     ValueError, naming `key`: it is not writable, or holds some of them although they are not in its list.
     """
-    there, file = [name for name in names if os.path.lexists(folder / name)], folder / LIST
-    writable_file(key, file, kind="list of files")  # another rank may have written it, and files since `there`
-    known = {*json.loads(file.read_text())["files"]} if file.is_file() else set()
-    if foreign := [name for name in there if name not in known]:
+    existing_names = [name for name in names if os.path.lexists(folder / name)]
+    file = folder / LIST
+    writable_file(key, file, kind="list of files")  # another rank may just have written it, and files
+    listed_names = {*json.loads(file.read_text())["files"]} if file.is_file() else set()
+    foreign = [name for name in existing_names if name not in listed_names]
+    if foreign:
         raise ValueError(
             f"{key}={folder} holds {foreign[0]}{f' and {len(foreign) - 1} others' if foreign[1:] else ''}, which would "
             f"be replaced: no {LIST} says that a command wrote them. Give another folder, or remove them"
         )
-    if not known.issuperset(names):
-        write_file(file, json.dumps({"about": _ABOUT, "files": sorted(known.union(names))}, indent=0) + "\n")
+    if not listed_names.issuperset(names):
+        content = {"about": _ABOUT, "files": sorted(listed_names.union(names))}
+        write_file(file, json.dumps(content, indent=0) + "\n")
     return folder
 
 
@@ -132,12 +136,13 @@ def short_name(name: str, suffix: str = ".png") -> str:
 
     A name that is cut ends in a number made of the whole name: it stays unique, whichever other files there are.
     """
-    folder, slash, own = name.rpartition("/")
-    room = _LONGEST_NAME - len(suffix)
-    if len(os.fsencode(own)) <= room:
+    folder, slash, file_name = name.rpartition("/")
+    encoded = os.fsencode(file_name)
+    most_bytes = _LONGEST_NAME - len(suffix)
+    if len(encoded) <= most_bytes:
         return name
-    number = "~" + hashlib.sha256(os.fsencode(own)).hexdigest()[:16]
-    return folder + slash + os.fsencode(own)[: room - len(number)].decode(errors="ignore") + number
+    number = "~" + hashlib.sha256(encoded).hexdigest()[:16]
+    return folder + slash + encoded[: most_bytes - len(number)].decode(errors="ignore") + number
 
 
 def untouched(name: str, flags: int) -> int:
@@ -224,7 +229,8 @@ def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False
     figure.savefig(encoded, dpi=dpi)
     if few_colours:
         palette = Image.open(encoded).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-        palette.save(encoded := BytesIO(), "PNG", optimize=True)
+        encoded = BytesIO()
+        palette.save(encoded, "PNG", optimize=True)
     write_file(path, encoded.getvalue())
 
 
@@ -233,7 +239,8 @@ def png(pixels: np.ndarray, palette: np.ndarray | None = None) -> bytes:
 
     `palette`: uint8 (256, 3) RGB, for a palette PNG with indices `pixels` (H, W).
     """
-    image, encoded = Image.fromarray(pixels), BytesIO()
+    image = Image.fromarray(pixels)
+    encoded = BytesIO()
     if palette is not None:
         image.putpalette(palette.tobytes())  # unlike convert("P"), keeps the indices
     image.save(encoded, "PNG", compress_level=1)
@@ -258,22 +265,27 @@ class WrittenBehind:
         self._pool = ThreadPoolExecutor(_WRITERS)
         self._waiting: deque[tuple[Future, int]] = deque()  # with their bytes, oldest first
 
-    def add(self, make: Callable[[], T], write: Callable[[T], None], size: int) -> None:
+    def add(self, make: Callable[[], T], write: Callable[[T], None], byte_count: int) -> None:
         """Call `write(make())`, where `make` may run beside others. Waits while more than `_MOST_BYTES` are held.
 
-        `size`: how many bytes both hold in memory.
+        `byte_count`: how many bytes both hold in memory.
         """
-        before = self._waiting[-1][0] if self._waiting else None
+        previous = self._waiting[-1][0] if self._waiting else None
 
         def run() -> None:
-            made = make()
-            if before is not None:
-                before.result()  # its error is ours
-            write(made)
+            content = make()
+            if previous is not None:
+                previous.result()  # its error is ours
+            write(content)
 
-        self._waiting.append((self._pool.submit(run), size))
-        while len(self._waiting) > _WRITERS or (self._waiting and sum(each for _, each in self._waiting) > _MOST_BYTES):
+        self._waiting.append((self._pool.submit(run), byte_count))
+        while self._is_full():
             self._waiting.popleft()[0].result()
+
+    def _is_full(self) -> bool:
+        """Whether too many contents, or too large ones, wait to be written."""
+        waiting_bytes = sum(byte_count for _, byte_count in self._waiting)
+        return len(self._waiting) > _WRITERS or waiting_bytes > _MOST_BYTES
 
     def __enter__(self) -> "WrittenBehind":
         return self

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-KEY, TRUST = "plugins", "trust_plugins=true"
+KEY = "plugins"
+TRUST = "trust_plugins=true"
 LOADED: dict[str, "Plugin"] = {}  # by name; only `load` fills it
 ADDED: list[Path] = []  # the folder of Hydra's option --config-dir
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,50 +47,58 @@ def load(words: Sequence[str], choices: Mapping[str, Mapping[str, type]]) -> Non
     for word in words:
         key, equals, value = word.partition("=")
         if key == KEY and equals:
-            for given in filter(None, value.strip("[]").split(",")):
-                given = given.strip().strip("'\"")
+            for text in filter(None, value.strip("[]").split(",")):
+                place = text.strip().strip("'\"")
                 try:
-                    _load(given, choices, is_trusted)
+                    _load(place, choices, is_trusted)
                 except ValueError as error:
-                    raise ValueError(f"{KEY}=[{given}]: {error}") from error
+                    raise ValueError(f"{KEY}=[{place}]: {error}") from error
 
 
-def _load(given: str, choices: Mapping[str, Mapping[str, type]], is_trusted: bool) -> None:
-    name = name_of(given)
+def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: bool) -> None:
+    name = name_of(place)
     if not name.strip("."):
         raise ValueError("expected a module's name, or the path of a .py file or of a package's folder")
-    file = _file_of(given)
+    file = _file_of(place)
     if name in LOADED:
         return
-    if file is not None and not is_trusted and (shared := _shared(file, _configs_of(file))):
-        raise ValueError(
-            f"another user owns {shared}, or can write to it, and could run code as you: make it your own (chown; "
-            f"chmod go-w), or give {TRUST}"
-        )
-    known, threads = _modules(choices), threading.active_count()
+    if file is not None and not is_trusted:
+        shared_path = _shared(file, _configs_of(file))
+        if shared_path:
+            raise ValueError(
+                f"another user owns {shared_path}, or can write to it, and could run code as you: make it your own "
+                f"(chown; chmod go-w), or give {TRUST}"
+            )
+    modules_before = _modules(choices)
+    threads_before = threading.active_count()
     try:
         module = _imported(name, file)
     except (Exception, SystemExit) as error:  # a module may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            places = f"in {Path.cwd()}, nor where Python looks"
-            raise ValueError(f"there is no {name}.py or package {name} {places}; give its path") from error
-        about = f"{type(error).__name__}: {error}{hidden_library(error)}"
-        raise ValueError(f"it cannot be imported: {about}") from error
+            folders = f"in {Path.cwd()}, nor where Python looks"
+            raise ValueError(f"there is no {name}.py or package {name} {folders}; give its path") from error
+        message = f"{type(error).__name__}: {error}{hidden_library(error)}"
+        raise ValueError(f"it cannot be imported: {message}") from error
     if getattr(module, "__file__", None) is None:
         raise ValueError(f"{name} is no file of Python code: expected a module of your own")
-    found = Path(module.__file__ or "").resolve()
-    if file not in (None, found):
-        raise ValueError(f"{file} is hidden by {found}, of the same name: rename it")
-    configs = _configs_of(found)
-    if configs is None and not any(own not in known or f"{own}.".startswith(f"{name}.") for own in _modules(choices)):
-        raise ValueError(f"{found} registers no choice, and has no folder configs beside it")
-    if threading.active_count() > threads or torch.cuda.is_initialized():
+    imported_file = Path(module.__file__ or "").resolve()
+    if file not in (None, imported_file):
+        raise ValueError(f"{file} is hidden by {imported_file}, of the same name: rename it")
+    configs = _configs_of(imported_file)
+    plugin_modules = (
+        module_name
+        for module_name in _modules(choices)
+        if module_name not in modules_before or f"{module_name}.".startswith(f"{name}.")
+    )
+    if configs is None and not any(plugin_modules):
+        raise ValueError(f"{imported_file} registers no choice, and has no folder configs beside it")
+    if threading.active_count() > threads_before or torch.cuda.is_initialized():
         raise ValueError(
-            f"importing {found} starts a thread or uses a GPU, but help, sweeps and data workers import it, too: do "
-            f"that in a logger, or when the network is built"
+            f"importing {imported_file} starts a thread or uses a GPU, but help, sweeps and data workers import it, "
+            f"too: do that in a logger, or when the network is built"
         )
-    others = sorted({*found.parent.rglob("*.py")} - {found}) if _is_package(found) else []
-    LOADED[name] = Plugin((found, *others), configs)
+    package_files = {*imported_file.parent.rglob("*.py")} if _is_package(imported_file) else set()
+    LOADED[name] = Plugin((imported_file, *sorted(package_files - {imported_file})), configs)
 
 
 def _imported(name: str, file: Path | None) -> ModuleType:
@@ -104,7 +113,8 @@ def _imported(name: str, file: Path | None) -> ModuleType:
         sys.path.extend([str(folder)] if str(folder) not in sys.path else [])
     elif "." not in name and find_spec(name) is None:
         sys.modules[name] = module = ModuleType(name)
-        module.__file__, module.__package__ = str(file), name
+        module.__file__ = str(file)
+        module.__package__ = name
         module.__path__ = [str(file.parent)] if _is_package(file) else []
         try:
             exec(compile(file.read_bytes(), file, "exec"), vars(module))
@@ -119,16 +129,18 @@ def is_shared(path: Path, may_add: bool = False) -> bool:
 
     `may_add`: a folder like /tmp, where others may add files but not replace this user's, is not.
     """
-    found = path.stat()
-    by_others = found.st_mode & stat.S_IWOTH or found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
-    return found.st_uid not in (0, os.getuid()) or bool(by_others) and not (may_add and found.st_mode & stat.S_ISVTX)
+    status = path.stat()
+    mode = status.st_mode
+    is_writable = mode & stat.S_IWOTH or mode & stat.S_IWGRP and not _is_private(status.st_gid)
+    return status.st_uid not in (0, os.getuid()) or bool(is_writable) and not (may_add and mode & stat.S_ISVTX)
 
 
 def _is_private(group: int) -> bool:
     """Whether a group is the one that most systems make for this user alone."""
     with suppress(KeyError):
-        own, name = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
-        return own.gr_name == name and {*own.gr_mem} <= {name}
+        user_name = pwd.getpwuid(os.getuid()).pw_name
+        record = grp.getgrgid(group)
+        return record.gr_name == user_name and {*record.gr_mem} <= {user_name}
     return False
 
 
@@ -137,8 +149,8 @@ def _shared(file: Path, configs: Path | None) -> Path | None:
     top = file.parent if _is_package(file) else file
     if is_shared(top.parent, may_add=True):
         return top.parent
-    own = [top, *top.rglob("*"), *([configs, *configs.rglob("*")] if configs else [])]
-    return next((path for path in own if path.exists() and is_shared(path)), None)
+    paths = [top, *top.rglob("*"), *([configs, *configs.rglob("*")] if configs else [])]
+    return next((path for path in paths if path.exists() and is_shared(path)), None)
 
 
 def _is_package(file: Path) -> bool:
@@ -147,16 +159,16 @@ def _is_package(file: Path) -> bool:
 
 def _configs_of(file: Path) -> Path | None:
     """The folder of a plugin's YAML files, if it has one; never ours."""
-    places = [file.parent / "configs", *([file.parent.parent / "configs"] if _is_package(file) else [])]
-    return next((place for place in places if place.is_dir() and place.resolve().parent != _REPOSITORY), None)
+    folders = [file.parent / "configs", *([file.parent.parent / "configs"] if _is_package(file) else [])]
+    return next((folder for folder in folders if folder.is_dir() and folder.resolve().parent != _REPOSITORY), None)
 
 
-def _file_of(given: str) -> Path | None:
+def _file_of(place: str) -> Path | None:
     """The file that a plugin is expected in; None where only Python's own search can tell."""
-    is_path = given.endswith(".py") or "/" in given
-    place = Path(given).expanduser().resolve() if is_path else Path.cwd().resolve() / given.replace(".", "/")
-    options = [place] if given.endswith(".py") else [place / "__init__.py", place.parent / f"{place.name}.py"]
-    file = next((option for option in options if option.is_file()), None)
+    is_path = place.endswith(".py") or "/" in place
+    path = Path(place).expanduser().resolve() if is_path else Path.cwd().resolve() / place.replace(".", "/")
+    candidates = [path] if place.endswith(".py") else [path / "__init__.py", path.parent / f"{path.name}.py"]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if is_path and file is None:
         raise ValueError("there is no such file, nor a package; expected a .py or a package's folder")
     return file
@@ -164,34 +176,35 @@ def _file_of(given: str) -> Path | None:
 
 def _modules(choices: Mapping[str, Mapping[str, type]]) -> set[str]:
     """The modules that have registered choices."""
-    return {own.__module__ for known in choices.values() for own in known.values()}
+    return {choice.__module__ for choices_by_name in choices.values() for choice in choices_by_name.values()}
 
 
 @contextmanager
-def errors_named(what: str) -> Iterator[None]:
-    """Context that names what raised any error in code that is not ours, as a ValueError."""
+def errors_named(source: str) -> Iterator[None]:
+    """Context that turns any error of code that is not ours into a ValueError, which begins with its source."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{source}: {type(error).__name__}: {error}") from error
 
 
 def hidden_library(error: BaseException) -> str:
     """The end of a message: that a package of ours hides another, if the error came from what ours lacks; or empty."""
     missing = error.name if isinstance(error, ImportError) else getattr(getattr(error, "obj", None), "__name__", None)
-    top = str(missing).partition(".")[0]
-    file = getattr(sys.modules.get(top), "__file__", None)
+    library = str(missing).partition(".")[0]
+    file = getattr(sys.modules.get(library), "__file__", None)
     if file is None or Path(file).resolve().parents[1] != _REPOSITORY:
         return ""
     return (
-        f". In these commands {top} is {Path(file).parent}, which hides any other {top}: rename your own module; what "
-        f"needs a library of this name, such as Hugging Face's datasets, runs in a program before, and writes files"
+        f". In these commands {library} is {Path(file).parent}, which hides any other {library}: rename your own "
+        f"module; what needs a library of this name, such as Hugging Face's datasets, runs in a program before, and "
+        f"writes files"
     )
 
 
-def name_of(given: str) -> str:
-    """The name of a plugin that is given as a module's name, or as the path of a file or of a package's folder."""
-    return Path(given).stem if given.endswith(".py") or "/" in given else given
+def name_of(place: str) -> str:
+    """The name of a plugin from its place: a module's name, or the path of a file or of a package's folder."""
+    return Path(place).stem if place.endswith(".py") or "/" in place else place
 
 
 def words() -> list[str]:
@@ -212,6 +225,6 @@ def hashes() -> dict[str, dict[str, str]]:
 
 def changed_since(recorded: dict[str, dict[str, str]]) -> list[str]:
     """The files of loaded plugins that are not as `hashes` has recorded them."""
-    now = hashes()
-    pairs = [(files, now[name]) for name, files in recorded.items() if name in now]
+    present = hashes()
+    pairs = [(files, present[name]) for name, files in recorded.items() if name in present]
     return [file for before, after in pairs for file in before | after if before.get(file) != after.get(file)]

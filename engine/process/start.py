@@ -15,7 +15,7 @@ from types import TracebackType
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook`: no traceback after Ctrl-C, also while other modules load."""
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
@@ -23,7 +23,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
 
 
-def _say_of_thread(arguments: threading.ExceptHookArgs) -> None:
+def _print_error_of_thread(arguments: threading.ExceptHookArgs) -> None:
     """`threading.excepthook`: nothing about TensorBoard's thread, whose error the main thread raises again."""
     if not type(arguments.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(arguments)
@@ -31,10 +31,12 @@ def _say_of_thread(arguments: threading.ExceptHookArgs) -> None:
 
 def _open_closed() -> None:
     """Open closed descriptors of stdin, stdout and stderr: files would get their numbers, and then what is printed."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+    number = os.open(os.devnull, os.O_RDWR)
+    while number <= 2:
         os.set_inheritable(number, True)
         stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)
         setattr(sys, ("stdin", "stdout", "stderr")[number], stream)  # in place of None
+        number = os.open(os.devnull, os.O_RDWR)
     os.close(number)
 
 
@@ -50,15 +52,17 @@ def compiler_cache() -> Path:
     It is in the user's cache. Where there is none that code can be written to and run from, it lasts until this
     process ends.
     """
-    from datasets.cache import cache_folder, private  # slow, so after `_say` is in place
+    from datasets.cache import cache_folder, private  # slow, so after `_print_error` is in place
 
     with suppress(OSError):
-        if (cache := cache_folder()) is not None:
+        cache = cache_folder()
+        if cache is not None:
             cache.mkdir(parents=True, exist_ok=True)
             folder = private(cache / "compiled")
             if folder is not None and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
                 return folder
-    folder, process = Path(tempfile.mkdtemp(prefix="compiled-")), os.getpid()
+    folder = Path(tempfile.mkdtemp(prefix="compiled-"))
+    process = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
     return folder
 
@@ -70,7 +74,8 @@ if not {"--shell-completion", "-sc"}.isdisjoint(sys.argv):
     complete()
 if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process. If it is killed, it cannot stop it
     die_with_parent(signal.SIGTERM)
-sys.excepthook, threading.excepthook = _say, _say_of_thread
+sys.excepthook = _print_error
+threading.excepthook = _print_error_of_thread
 os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend is set
 # PyTorch's defaults are in the folder for temporary files, where others may have been first; its headers stay there.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")

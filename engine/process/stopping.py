@@ -77,8 +77,9 @@ class StopRequest:
         if time.monotonic() > self.requested_s.setdefault(number, time.monotonic()) + ONE_REQUEST_SECONDS[number]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        before, self.requested = self.requested, True
-        if not (self.training or before):  # another one must not interrupt what the first one makes the run do
+        is_repeated = self.requested
+        self.requested = True
+        if not (self.training or is_repeated):  # another one must not interrupt what the first one makes the run do
             raise Preempted("stopped before the first step")
 
 
@@ -89,7 +90,9 @@ class UntilStopped:
     """
 
     def __init__(self, items: Any, stop: StopRequest, world: World):
-        self.items, self.stop, self.world = items, stop, world
+        self.items = items
+        self.stop = stop
+        self.world = world
 
     def __len__(self) -> int:
         return len(self.items)
@@ -143,7 +146,8 @@ def _end_within_seconds(status: int) -> None:
     system's timer calls _exit(status): a signal handler of Python's is gone while the interpreter frees its memory.
     """
     if sys.platform == "linux":
-        system, timer = ctypes.CDLL(None), ctypes.c_void_p()
+        system = ctypes.CDLL(None)
+        timer = ctypes.c_void_p()
         function = ctypes.cast(system._exit, ctypes.c_void_p).value
         event = struct.pack("PiiP40x", status, 0, 2, function)  # struct sigevent with SIGEV_THREAD
         if system.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0:
@@ -158,7 +162,8 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
     status: from then on the process ignores stop signals.
     """
     make_printing_safe()
-    status, in_command = 1, _IN_COMMAND.set(True)
+    status = 1
+    in_command = _IN_COMMAND.set(True)
     # Its warning that it finds no CUDA runtime only means that code is compiled for the CPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
@@ -186,9 +191,9 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):
             raise
         if out_of_memory:
-            what = next(iter(str(error).strip().splitlines()), "the system gives no more")
+            reason = next(iter(str(error).strip().splitlines()), "the system gives no more")
             sys.exit(
-                f"error: {cause_of(error)} outside of steps and images: {what}. The network and its optimiser alone "
+                f"error: {cause_of(error)} outside of steps and images: {reason}. The network and its optimiser alone "
                 f"need more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
             )
         # DataLoader workers put the original message at the end of a traceback.
@@ -196,8 +201,10 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         message = readable(f"error: {message.strip()}", lines=True)
         if isinstance(error, OSError):
             _, cure = explained(error, Path(str(error.filename)).parent)
-            message += f": {cure[0].lower()}{cure[1:]}, then start it again" * (cure != CHECK_DISK)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            if cure != CHECK_DISK:
+                message += f": {cure[0].lower()}{cure[1:]}, then start it again"
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file:
             _for_torchrun(Path(file), message)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
                 sys.exit(1)  # torchrun prints the file
@@ -211,12 +218,13 @@ def _for_torchrun(file: Path, message: str) -> None:
 
     Of several processes with the same error one has the message, and the earliest time: torchrun prints it last.
     """
-    now = int(time.time())
-    said = file.parents[1] / f"{hashlib.sha256(message.encode()).hexdigest()[:16]}.said"  # beside the ranks' folders
+    time_s = int(time.time())
+    claim = file.parents[1] / f"{hashlib.sha256(message.encode()).hexdigest()[:16]}.said"  # beside the ranks' folders
     with suppress(OSError):
         try:
-            said.touch(exist_ok=False)
+            claim.touch(exist_ok=False)
         except FileExistsError:
-            message, now = "the same error as in another process", now + 1
-    about = {"py_callstack": message, "timestamp": str(now)}
-    file.write_text(json.dumps({"message": {"extraInfo": about}}))
+            message = "the same error as in another process"
+            time_s += 1
+    details = {"py_callstack": message, "timestamp": str(time_s)}
+    file.write_text(json.dumps({"message": {"extraInfo": details}}))

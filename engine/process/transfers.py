@@ -14,18 +14,20 @@ def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[di
     if device.type != "cuda":
         yield from minibatches
         return
-    stream, under_way = _copying_stream(device), None
+    stream = _copying_stream(device)
+    previous = None
     for minibatch in minibatches:
         with torch.cuda.stream(stream):
             copied = {
                 key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
                 for key, value in minibatch.items()
             }
-            before, under_way = under_way, (copied, stream.record_event())
-        if before is not None:
-            yield _arrived(*before)
-    if under_way is not None:
-        yield _arrived(*under_way)
+            started = copied, stream.record_event()
+        if previous is not None:
+            yield _arrived(*previous)
+        previous = started
+    if previous is not None:
+        yield _arrived(*previous)
 
 
 @cache
@@ -34,9 +36,9 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _arrived(minibatch: dict, copied: torch.cuda.Event) -> dict:
+def _arrived(minibatch: dict, end_of_copy: torch.cuda.Event) -> dict:
     current = torch.cuda.current_stream()
-    current.wait_event(copied)
+    current.wait_event(end_of_copy)
     for value in minibatch.values():
         if isinstance(value, Tensor):
             value.record_stream(current)  # keeps its memory until the current stream is done with it
@@ -67,7 +69,7 @@ class HostCopy:
             return value.detach().to("cpu", non_blocking=True, copy=True)  # from a device: into pinned memory
         if isinstance(value, dict):
             copied = copy.copy(value)  # state dicts have attributes
-            copied.update((key, self._copy(each)) for key, each in value.items())
+            copied.update((key, self._copy(nested)) for key, nested in value.items())
             return copied
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._copy, value))

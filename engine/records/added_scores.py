@@ -14,7 +14,9 @@ from engine.process.distributed import World
 from engine.process.plugins import errors_named
 from engine.records.evaluated import Evaluated
 
-PREDICTION, PROBABILITIES = "prediction", "probabilities"  # what a score reads
+# What a score reads.
+PREDICTION = "prediction"
+PROBABILITIES = "probabilities"
 
 
 class AddedScores:
@@ -32,15 +34,16 @@ class AddedScores:
 
     def __init__(self, by_name: Mapping[str, Any]):
         self.by_name = {**by_name}
-        for name, own in self.by_name.items():
-            if (reads := getattr(own, "reads", PREDICTION)) not in (PREDICTION, PROBABILITIES):
+        for name, score in self.by_name.items():
+            reads = getattr(score, "reads", PREDICTION)
+            if reads not in (PREDICTION, PROBABILITIES):
                 raise ValueError(f"scores={name} has reads={reads!r}: expected {PROBABILITIES!r}, or leave it out")
             with errors_named(f"scores={name}"):
-                np.shape(own.counts)
+                np.shape(score.counts)
 
-    def reading(self, what: str) -> dict[str, Any]:
+    def reading(self, source: str) -> dict[str, Any]:
         """The scores that read predictions, or probabilities."""
-        return {name: own for name, own in self.by_name.items() if getattr(own, "reads", PREDICTION) == what}
+        return {name: score for name, score in self.by_name.items() if getattr(score, "reads", PREDICTION) == source}
 
     def add(self, predictions: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch. On a GPU the host waits for it."""
@@ -51,48 +54,54 @@ class AddedScores:
         """Count a minibatch, or some rows of it: probabilities (N, classes, …), labels (N, …)."""
         self._add(PROBABILITIES, (probabilities, labels), names, Tensor.clone)
 
-    def _add(self, what: str, columns: tuple, names: Sequence[str], copied: Callable[[Any], Any]) -> None:
-        """Give each image of a minibatch to the scores that read `what`, each its own copy."""
-        for *given, image in zip(*columns, names or [""] * len(columns[0]), strict=True):
-            for name, own in self.reading(what).items():
+    def _add(self, source: str, columns: tuple, names: Sequence[str], copied: Callable[[Any], Any]) -> None:
+        """Give each image of a minibatch to the scores that read a source, each its own copy."""
+        image_names = names or ["" for _ in columns[0]]
+        for *arrays, image_name in zip(*columns, image_names, strict=True):
+            for name, score in self.reading(source).items():
                 with errors_named(f"scores={name}"):
-                    own.add(*map(copied, given), *[image] * getattr(own, "takes_name", False))
+                    copies = map(copied, arrays)
+                    if getattr(score, "takes_name", False):
+                        score.add(*copies, image_name)
+                    else:
+                        score.add(*copies)
 
     @contextmanager
     def undone_after_errors(self) -> Iterator[None]:
         """Context after whose errors, such as too little memory, scores of probabilities have counted nothing."""
-        before = {name: copy.deepcopy(own.counts) for name, own in self.reading(PROBABILITIES).items()}
+        counts_before = {name: copy.deepcopy(score.counts) for name, score in self.reading(PROBABILITIES).items()}
         try:
             yield
         except BaseException:
-            for name, counts in before.items():
+            for name, counts in counts_before.items():
                 self.by_name[name].counts = counts
             raise
 
     def added_to(self, evaluated: Evaluated, world: World) -> Evaluated:
         """The evaluation with these scores. Every rank must call it. ValueError: a name is taken, or no number."""
-        found: dict[str, float] = {}
-        for name, own in self.by_name.items():
+        added: dict[str, float] = {}
+        for name, score in self.by_name.items():
             with errors_named(f"scores={name}"):
-                counts = (
-                    own.counts.clone() if isinstance(own.counts, Tensor) else torch.from_numpy(np.array(own.counts))
-                )
-                own.counts = world.sum_(counts.to(world.device)).cpu().numpy()
-                made = {score: float(value) for score, value in own.scores().items()}
-                if unnamed := [score for score in made if not isinstance(score, str)]:
+                counts = score.counts
+                counts = counts.clone() if isinstance(counts, Tensor) else torch.from_numpy(np.array(counts))
+                score.counts = world.sum_(counts.to(world.device)).cpu().numpy()
+                values = {value_name: float(value) for value_name, value in score.scores().items()}
+                unnamed = [value_name for value_name in values if not isinstance(value_name, str)]
+                if unnamed:
                     raise TypeError(f"scores() names one {unnamed[0]!r}: expected a text")
-            if taken := made.keys() & (evaluated.scores.keys() | evaluated.details.keys() | found.keys()):
-                raise ValueError(f"scores={name} gives {min(taken)}, which the evaluation has already: rename it")
-            found |= made
-        curves = evaluated.curves | {f"val/{name}": value for name, value in found.items()}
-        return replace(evaluated, scores=evaluated.scores | found, curves=curves, added=found)
+            duplicates = values.keys() & (evaluated.scores.keys() | evaluated.details.keys() | added.keys())
+            if duplicates:
+                raise ValueError(f"scores={name} gives {min(duplicates)}, which the evaluation has already: rename it")
+            added |= values
+        curves = evaluated.curves | {f"val/{name}": value for name, value in added.items()}
+        return replace(evaluated, scores=evaluated.scores | added, curves=curves, added=added)
 
 
 def _unwritable(pixels: np.ndarray) -> np.ndarray:
     """A copy, which a score can change only by going round NumPy, and then for itself alone."""
-    copied = np.array(pixels)
-    copied.setflags(write=False)
-    return copied if copied.ndim else copied[()]
+    pixels = np.array(pixels)
+    pixels.setflags(write=False)
+    return pixels if pixels.ndim else pixels[()]
 
 
 NOTHING_ADDED = AddedScores({})

@@ -60,7 +60,8 @@ def print_results(console: Console, evaluated: Evaluated, title: str) -> None:
     console.print(title, soft_wrap=True)
     console.print(evaluated.summary if evaluated.table is None else evaluated.table())
     if evaluated.added:
-        console.print(table_of(["score", "value"], ([name, f"{one:.4g}"] for name, one in evaluated.added.items())))
+        rows = ([name, f"{value:.4g}"] for name, value in evaluated.added.items())
+        console.print(table_of(["score", "value"], rows))
 
 
 def without_nan(value: T) -> T:

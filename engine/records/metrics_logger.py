@@ -33,7 +33,7 @@ class MetricsLogger:
         score: name of the score that selects best.pt.
         start_step: steps already done. If there are any, metrics.jsonl gets a record that the run was resumed; records
             of later steps, left by a run killed after its last checkpoint, are removed.
-        known: step and score of evaluations up to `start_step`; metrics.jsonl may have been lost since.
+        previous_scores: step and score of evaluations up to `start_step`; metrics.jsonl may have been lost since.
         patience: evaluations in a row without a better score, after which the run ends; None: it does not.
         waits: a warning for when steps wait for data, from the share of their time.
         config_text: config.yaml, shown in TensorBoard.
@@ -47,7 +47,7 @@ class MetricsLogger:
         score: str,
         total_steps: int,
         start_step: int,
-        known: Iterable[tuple[int, float]] = (),
+        previous_scores: Iterable[tuple[int, float]] = (),
         patience: int | None = None,
         waits: Callable[[float], str] | None = None,
         config_text: str = "",
@@ -57,10 +57,12 @@ class MetricsLogger:
         self.score = score
         self.waits = waits  # None after it was logged
         self.tell = tell
-        self.scores: dict[int, float] = dict(known)  # by step, of all evaluations, including those before resuming
-        self.patience, self.why_ended = patience, ""  # why: before the last step
+        self.scores: dict[int, float] = dict(previous_scores)  # by step, also those before resuming
+        self.patience = patience
+        self.early_end_reason = ""  # for the end before the last step
         if run_dir is not None:
-            self.metrics_file, self.recorded_bytes = run_dir / "metrics.jsonl", 0
+            self.metrics_file = run_dir / "metrics.jsonl"
+            self.recorded_bytes = 0
             (run_dir / "tensorboard").mkdir(parents=True, exist_ok=True)
             self._drop_records_beyond(start_step, total_steps)
             if 0 < start_step < total_steps and not self.ends_early:
@@ -76,7 +78,8 @@ class MetricsLogger:
         self.level = logging.DEBUG if console.is_terminal else logging.INFO
         self.progress = progress_bar(console)
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
-        self.done, self.total_steps = start_step, total_steps
+        self.done = start_step
+        self.total_steps = total_steps
         self.pauses_s = self.first_s = 0.0  # of this process; first_s: its first step
         self.recent: Counter[str] = Counter()  # sums since the last record
         self.all: Counter[str] = Counter()  # sums of this process
@@ -99,8 +102,8 @@ class MetricsLogger:
     @property
     def best(self) -> list | None:
         """Step and score of the best evaluation, the earliest if several tie; None if there is none, or all are NaN."""
-        known = [step for step, score in self.scores.items() if not math.isnan(score)]
-        step = max(known, key=self.scores.__getitem__, default=None)
+        steps = [step for step, score in self.scores.items() if not math.isnan(score)]
+        step = max(steps, key=self.scores.__getitem__, default=None)
         return None if step is None else [step, self.scores[step]]
 
     @property
@@ -114,11 +117,12 @@ class MetricsLogger:
         """Whether so many evaluations were not better that the run ends before its last step."""
         return self.patience is not None and self.without_better >= self.patience
 
-    def ended(self, step: int, why: str) -> None:
+    def ended(self, step: int, reason: str) -> None:
         """Say that the run ended early, after `step`, and why."""
-        logger.info(f"the run ends after step {step:,} of {self.total_steps:,}: {why}")
-        self.progress.update(self.task, total=step, status=why)
-        self.total_steps, self.why_ended = step, why
+        logger.info(f"the run ends after step {step:,} of {self.total_steps:,}: {reason}")
+        self.progress.update(self.task, total=step, status=reason)
+        self.total_steps = step
+        self.early_end_reason = reason
 
     def step(
         self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0, ended_s: float | None = None
@@ -127,27 +131,27 @@ class MetricsLogger:
 
         `data_s`: seconds of it that this rank waited for its minibatch. `ended_s`: the clock at its end; None: now.
         """
-        now = time.perf_counter() if ended_s is None else ended_s
+        end_s = time.perf_counter() if ended_s is None else ended_s
         step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images, data_s=data_s)
-        step["seconds"] = now - self.step_started
+        step["seconds"] = end_s - self.step_started
         self.recent.update(step)
         self.all.update(step)
         if self.all["steps"] <= PLANNED_STEPS:
             self.planned.update(step)
-        self.step_started = now
+        self.step_started = end_s
         self.done += 1
         self.progress.update(self.task, advance=1)
         if self.all["steps"] == 1:
             self.first_s = step["seconds"]
         if self.all["steps"] <= 2 and step["seconds"] > SLOW_SECONDS and self.run_dir is not None:
-            took = f"loss {loss:.3f} {step['seconds']:.1f} s{self._time_left()}"
-            logger.log(self.level, f"step {self.done:,} of {self.total_steps:,}  {took}")
+            text = f"loss {loss:.3f} {step['seconds']:.1f} s{self._time_left()}"
+            logger.log(self.level, f"step {self.done:,} of {self.total_steps:,}  {text}")
 
     def pause_ended(self) -> None:
         """Exclude the time since the last step (e.g. an evaluation) from the next."""
-        now = time.perf_counter()
-        self.pauses_s += now - self.step_started
-        self.step_started = now
+        end_s = time.perf_counter()
+        self.pauses_s += end_s - self.step_started
+        self.step_started = end_s
 
     def _time_left(self) -> str:
         """The time for the remaining steps, at the speed since the last record and with as many pauses as so far.
@@ -155,9 +159,11 @@ class MetricsLogger:
         The first step does not count: it may also have compiled code, or searched for fast kernels.
         """
         counts = self.recent if self.recent["steps"] else self.all
-        steps, seconds = counts["steps"], float(counts["seconds"])
+        steps = counts["steps"]
+        seconds = float(counts["seconds"])
         if steps == self.all["steps"]:
-            steps, seconds = max(0, steps - 1), seconds - self.first_s
+            steps = max(0, steps - 1)
+            seconds -= self.first_s
         pauses_s = self.pauses_s * steps / max(1, self.all["steps"])
         return time_left(self.total_steps - self.done, seconds + pauses_s, steps)
 
@@ -184,15 +190,18 @@ class MetricsLogger:
         """
         data_waits_s = data_waits_s or [self.data_wait_s()]
         left = self._time_left()
-        recent, self.recent = self.recent, Counter()
-        loss, speed = recent["loss"] / recent["steps"], recent["images"] / recent["seconds"]
-        peak_memory_mib, self.recent_memory_mib = max(peak_memory_mib, self.recent_memory_mib), 0.0
+        recent = self.recent
+        self.recent = Counter()
+        loss = recent["loss"] / recent["steps"]
+        speed = recent["images"] / recent["seconds"]
+        peak_memory_mib = max(peak_memory_mib, self.recent_memory_mib)
+        self.recent_memory_mib = 0.0
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
         if self.run_dir is None:
             return
-        waited = max(data_waits_s) * recent["steps"] / recent["seconds"]
-        if self.waits is not None and waited > WAITING and self.all["steps"] > recent["steps"]:
-            logger.warning(self.waits(waited))
+        waiting_share = max(data_waits_s) * recent["steps"] / recent["seconds"]
+        if self.waits is not None and waiting_share > WAITING and self.all["steps"] > recent["steps"]:
+            logger.warning(self.waits(waiting_share))
             self.waits = None
         values = {
             "loss": loss,
@@ -203,8 +212,8 @@ class MetricsLogger:
             **({} if loss_scale is None else {"loss_scale": loss_scale}),
         }
         self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values, "data_wait_s": data_waits_s})
-        shown = {f"train/{name}": value for name, value in {**values, "data_wait_s": max(data_waits_s)}.items()}
-        self._show(step, shown, {})
+        values["data_wait_s"] = max(data_waits_s)
+        self._show(step, {f"train/{name}": value for name, value in values.items()}, {})
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
         logger.log(self.level, f"step {step:,} of {self.total_steps:,}  {status}{left}")
@@ -226,22 +235,26 @@ class MetricsLogger:
         `last_file`, `best_file`: its checkpoints. `score_text` formats a score; `evaluate` makes the command that
         evaluates a checkpoint: the last one, and the best one of a run that ended early.
         """
-        speed, counted = "", (self.all - self.planned) or self.all
-        if seconds := counted["seconds"]:
-            waited = 100 * counted["data_s"] / seconds
-            speed = f", {counted['images'] / seconds:.1f} images/s, {waited:.0f} % of it waiting for data"
+        speed = ""
+        counted = (self.all - self.planned) or self.all
+        seconds = counted["seconds"]
+        if seconds:
+            waiting_percent = 100 * counted["data_s"] / seconds
+            speed = f", {counted['images'] / seconds:.1f} images/s, {waiting_percent:.0f} % of it waiting for data"
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
-        took = f"{self.all['steps']} steps in {timedelta(seconds=round(self.all['seconds']))}{speed}{memory}"
-        last, best = max(self.scores), self.best
-        run_dir, gone = last_file.parents[1], "" if best_file.is_file() else " (gone)"
+        cost = f"{self.all['steps']} steps in {timedelta(seconds=round(self.all['seconds']))}{speed}{memory}"
+        last = max(self.scores)
+        best = self.best
+        run_dir = last_file.parents[1]
+        gone = "" if best_file.is_file() else " (gone)"
         lines = {
             "run": str(run_dir),
-            "training": took,
-            **({"ended": f"early: {self.why_ended}"} if self.why_ended else {}),
+            "training": cost,
+            **({"ended": f"early: {self.early_end_reason}"} if self.early_end_reason else {}),
             "last": f"{last_file}, step {last}, {score_text(self.scores[last])}",
             "best": f"{best_file}{gone}, step {best[0]}, {score_text(best[1])}" if best else "none",
             "evaluate": evaluate(last_file),
-            **({"or best": evaluate(best_file)} if self.why_ended and best and not gone else {}),
+            **({"or best": evaluate(best_file)} if self.early_end_reason and best and not gone else {}),
             "curves": shlex.join(["tensorboard", "--logdir", str(run_dir / "tensorboard")]),
         }
         return "\n".join(f"{name:<9} {line}" for name, line in lines.items())
@@ -272,7 +285,8 @@ class MetricsLogger:
     @staticmethod
     def _let_events_be_earlier(folder: Path) -> None:
         """TensorBoard reads files in the order of the times in their names, and would hide what follows a later one."""
-        files, now_s = sorted(folder.glob("events.out.tfevents.*")), int(time.time())
+        files = sorted(folder.glob("events.out.tfevents.*"))
+        now_s = int(time.time())
         if files and files[-1].name >= f"events.out.tfevents.{now_s:010d}":
             logger.warning(f"{files[-1]} is of a later time (was the clock set back?): restart TensorBoard if it runs")
             for number, file in enumerate(files, start=now_s - len(files)):
@@ -286,14 +300,15 @@ class MetricsLogger:
         for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
             try:
                 record = json.loads(line)
-                beyond, is_score = record["step"] > step, record["kind"] == "val"
+                is_beyond = record["step"] > step
+                is_score = record["kind"] == "val"
                 score = record[self.score] if is_score else None
             except (ValueError, KeyError, TypeError):  # the machine died while writing it
                 logger.info(f"{self.metrics_file}: dropped damaged line {number}")
                 continue
-            if not beyond:
+            if not is_beyond:
                 kept.append((is_score and record["step"] == step, line + "\n"))
-            if is_score and not beyond and not record["step"] == total_steps:
+            if is_score and not is_beyond and record["step"] != total_steps:
                 self.scores[record["step"]] = math.nan if score is None else score
         repeats = step == total_steps or self.ends_early
         write_file(self.metrics_file, "".join(line for is_last, line in kept if not (is_last and repeats)))

@@ -26,14 +26,15 @@ def provenance(packages: Iterable[str] = ()) -> dict:
     for package in (*_PACKAGES, *packages):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    own = {"plugins": plugins.hashes()} if plugins.LOADED else {}
-    cpuinfo, cores = Path("/proc/cpuinfo"), len(os.sched_getaffinity(0))
-    named = re.search(r"model name\s*:(.*)", cpuinfo.read_text() if cpuinfo.is_file() else "")
-    cpu = named[1].strip() if named else platform.processor() or platform.machine()
-    hardware = f"{cpu}, {cores} core" + "s" * (cores > 1)
+    cpuinfo = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*:(.*)", cpuinfo.read_text() if cpuinfo.is_file() else "")
+    cpu = match[1].strip() if match else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    hardware = f"{cpu}, {cores} core{'s' if cores > 1 else ''}"
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {hardware}"
-    return {"hardware": hardware, "versions": versions, "commit": _commit(), **own}
+    record = {"hardware": hardware, "versions": versions, "commit": _commit()}
+    return record | {"plugins": plugins.hashes()} if plugins.LOADED else record
 
 
 def _commit() -> str | None:

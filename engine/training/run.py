@@ -107,7 +107,7 @@ class Run(Generic[Config, Split]):
             score=self.config.score,
             total_steps=self.schedule.total_steps,
             start_step=self.start_step,
-            known=previous_scores,
+            previous_scores=previous_scores,
             patience=self.schedule.patience,
             waits=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",

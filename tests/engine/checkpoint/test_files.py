@@ -17,8 +17,8 @@ from engine.process.console import logger
 from tests.runs import same
 
 
-def state_of(step: int, **more) -> dict:
-    return {"task": "a task", "step": step, "config": {}, "classes": ["road", "sky"], "network": {}, **more}
+def state_of(step: int, **parts) -> dict:
+    return {"task": "a task", "step": step, "config": {}, "classes": ["road", "sky"], "network": {}, **parts}
 
 
 def test_a_run_directory_stands_for_its_last_checkpoint(tmp_path, monkeypatch):
@@ -27,7 +27,7 @@ def test_a_run_directory_stands_for_its_last_checkpoint(tmp_path, monkeypatch):
     assert checkpoint.file_of("~/run") == tmp_path / "run"  # there is none: the message names what was given
     last.parent.mkdir(parents=True)
     last.touch()
-    assert {checkpoint.file_of(given) for given in ("~/run", str(last.parent), str(last))} == {last}
+    assert {checkpoint.file_of(place) for place in ("~/run", str(last.parent), str(last))} == {last}
 
 
 def test_a_checkpoint_leaves_no_file_open(tmp_path):
@@ -168,9 +168,9 @@ def test_unusable_files_are_named(tmp_path):
         checkpoint.load(path)
     foreign = "is not of this project: .* scripts.convert_checkpoint .* init.format=standard_bn"
     contents = {"has format 'abn/1': expected": {"format": "abn/1"}, foreign: {"state_dict": {}}}
-    for found, content in [*contents.items(), (foreign, [1]), (foreign, None)]:
+    for problem, content in [*contents.items(), (foreign, [1]), (foreign, None)]:
         torch.save(content, path)
-        with pytest.raises(ValueError, match=f"^checkpoint {path} {found}"):
+        with pytest.raises(ValueError, match=f"^checkpoint {path} {problem}"):
             checkpoint.load(path)
     (tmp_path / "log.txt").write_text("class IoU\n")
     with pytest.raises(ValueError, match="log.txt is a text that begins with b'class IoU.*, not a checkpoint"):
@@ -278,14 +278,14 @@ def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkey
 
 
 def test_a_lone_file_is_complete_or_absent_and_others_stay(tmp_path, monkeypatch):
-    others = [tmp_path / "last.pt.partial", tmp_path / "net.pt.partial"]
-    for other in others:
-        other.write_bytes(b"half")
+    partial_files = [tmp_path / "last.pt.partial", tmp_path / "net.pt.partial"]
+    for partial_file in partial_files:
+        partial_file.write_bytes(b"half")
     path = tmp_path / "net.pt"
     checkpoint.write_alone(path, {"w": torch.arange(4.0)})
     with files_of_at_most(20_000), pytest.raises(OSError, match="net.pt cannot be written: File too large. Make room"):
         checkpoint.write_alone(path, {"w": torch.randn(9000)})
-    assert sorted(tmp_path.iterdir()) == [*others[:1], path, *others[1:]]
+    assert sorted(tmp_path.iterdir()) == [*partial_files[:1], path, *partial_files[1:]]
     assert torch.equal(torch.load(path)["w"], torch.arange(4.0))
 
     rename = os.replace

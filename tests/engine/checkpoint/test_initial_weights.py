@@ -66,10 +66,10 @@ def started(config: TrainingRun):
     return tuned, initialise(config, tuned, CLASSES)
 
 
-def write(path, trained, *overrides: str, classes=CLASSES, **more) -> None:
+def write(path, trained, *overrides: str, classes=CLASSES, **parts) -> None:
     config = cfg.plain(run_config(*overrides))
     state = {"task": "segmentation", "step": 5, "config": config, "classes": list(classes)}
-    checkpoint.save(path, {**state, "network": trained.state_dict(), **more})
+    checkpoint.save(path, {**state, "network": trained.state_dict(), **parts})
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +151,8 @@ def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, par
     config = cfg.plain(classification_config("norm=std", "norm.activation=leaky_relu"))
     classifier = {**trained.body.state_dict(), "classifier.fc.weight": torch.zeros(1000, 4)}
     tensors = {f"{prefix}{name}": tensor for name, tensor in classifier.items()}
-    more = {"config": config, "network": tensors, "task": "classification"}
-    write(tmp_path / "last.pt", trained, classes=[f"class {i}" for i in range(1000)], **more)
+    parts = {"config": config, "network": tensors, "task": "classification"}
+    write(tmp_path / "last.pt", trained, classes=[f"class {i}" for i in range(1000)], **parts)
     tuned, report = tuned_from(tmp_path / "last.pt", part=part)
     body = {f"body.{name}": tensor for name, tensor in trained.body.state_dict().items()}
     assert same(tuned.state_dict(), network().state_dict() | body)
@@ -161,7 +161,7 @@ def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, par
 
 
 @pytest.mark.parametrize(
-    "prefix, inside, taken, zipped",
+    "prefix, inside, prefixes, zipped",
     [
         ("", "", "", True),
         ("module.", "", "module.", False),
@@ -172,7 +172,7 @@ def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, par
         ("", "_checkpoint_wrapped_module.", "_checkpoint_wrapped_module.", True),
     ],
 )
-def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix, inside, taken, zipped):
+def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix, inside, prefixes, zipped):
     """Other programs write it below "state_dict", from wrappers, without counters, or in the old format."""
     tensors = without_counts(trained.state_dict())
     if prefix or inside:
@@ -182,8 +182,8 @@ def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix,
     tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn")
     assert same(without_counts(tuned.state_dict()), without_counts(trained.state_dict()))
     assert all(name.endswith("num_batches_tracked") for name in report.new) and not report.skipped
-    said = [remark for remark in report.remarks if remark.startswith("names without")]
-    assert said == [f"names without {taken}, which other programs add"] * bool(taken)
+    remarks = [remark for remark in report.remarks if remark.startswith("names without")]
+    assert remarks == [f"names without {prefixes}, which other programs add"] * bool(prefixes)
     with pytest.raises(ValueError, match="net.pth is not a checkpoint of this project: give init.format=standard_bn"):
         initialise_from(tuned, tmp_path / "net.pth", CLASSES)
 
@@ -197,13 +197,13 @@ def test_a_body_of_another_program_is_found_beside_its_other_tensors(tmp_path, t
     assert "skipped projector.weight: not below encoder" in report.remarks
 
 
-@pytest.mark.parametrize("others", [MANY, ["ema.n_averaged", *EMA], ["body.weight", "heads.weight"]])
-def test_tensors_beside_the_network_s_are_skipped_and_said(trained, others):
+@pytest.mark.parametrize("skipped_names", [MANY, ["ema.n_averaged", *EMA], ["body.weight", "heads.weight"]])
+def test_tensors_beside_the_network_s_are_skipped_and_said(trained, skipped_names):
     """Lightning's checkpoints may hold a loss's weights and averaged weights."""
     tensors = {f"model.{name}": tensor for name, tensor in trained.state_dict().items()}
-    found, remarks = unwrapped(tensors | dict.fromkeys(others, torch.ones(3)), PARTS)
-    assert same(found, trained.state_dict())
-    skipped = [name.replace("module.", "") for name in others if name != "ema.n_averaged"]
+    matched, remarks = unwrapped(tensors | dict.fromkeys(skipped_names, torch.ones(3)), PARTS)
+    assert same(matched, trained.state_dict())
+    skipped = [name.replace("module.", "") for name in skipped_names if name != "ema.n_averaged"]
     assert f"skipped {listed(skipped)}: not below model" in remarks
 
 
@@ -237,9 +237,9 @@ def test_averaged_weights_of_other_programs_are_taken_and_said():
     raw = {"body.mod1.conv1.weight": torch.zeros(2), "cls.bias": torch.zeros(3)}
     average = {name: tensor + 1 for name, tensor in raw.items()}
     for program, content in averaged_files(raw, average).items():
-        tensors, said = state_dict_in(content)
-        found, more = unwrapped(tensors, PARTS)
-        assert same(found, average) and "EMA weights" in str((*said, *more)), program
+        tensors, state_remarks = state_dict_in(content)
+        matched, name_remarks = unwrapped(tensors, PARTS)
+        assert same(matched, average) and "EMA weights" in str((*state_remarks, *name_remarks)), program
 
 
 @pytest.mark.parametrize("format, options", [("standard_bn", {}), ("released", {"scale": "raw"})])
@@ -256,8 +256,8 @@ def test_averaged_weights_that_are_incomplete_are_left_out_and_said(trained, has
     raw = without_counts(trained.state_dict())
     parameters = {name: tensor + 1 for name, tensor in raw.items() if "running" not in name}
     average = parameters if has_names else {"decay": 0.9, "shadow_params": [*parameters.values()]}
-    others = {"ema": None, "ema_decay": 0.9, "ema_config": {"every": 1}}
-    tensors, (remark, *_) = state_dict_in({"model": raw, **others, "model_ema": average})
+    keys_beside = {"ema": None, "ema_decay": 0.9, "ema_config": {"every": 1}}
+    tensors, (remark, *_) = state_dict_in({"model": raw, **keys_beside, "model_ema": average})
     assert same(tensors, raw) and remark.startswith("left out model_ema, EMA weights without ")
 
 
@@ -386,8 +386,8 @@ def wrapped(kind: str, state: dict, path: Path) -> Path:
 @torch.no_grad()
 def test_files_as_people_have_them_give_our_and_torchvision_s_network_one_function(tmp_path, kind):
     torch.manual_seed(0)
-    theirs = torchvision.models.resnet18(weights=None)
-    file, images, found = wrapped(kind, theirs.state_dict(), tmp_path), torch.randn(1, 3, 64, 64), []
+    library_network = torchvision.models.resnet18(weights=None)
+    file, images, outputs = wrapped(kind, library_network.state_dict(), tmp_path), torch.randn(1, 3, 64, 64), []
     keys = {
         "body=resnet18": (f"init.weights={file}", "init.format=timm"),
         "body=torchvision": ("body.network=resnet18", f"body.weights={file}"),
@@ -398,9 +398,9 @@ def test_files_as_people_have_them_give_our_and_torchvision_s_network_one_functi
         built, report = started(config)
         assert {name.partition(".")[0] for name in report.new} == {"head", "cls"} and len(report.matched) == 120
         assert ("not below backbone" in str(report)) == (kind == "a DeepLabV3")
-        found.append(built.body.eval()(images))
-    features = nn.Sequential(*list(theirs.eval().children())[:-2])(images)
-    torch.testing.assert_close(found, [features, features], rtol=1e-4, atol=1e-5)
+        outputs.append(built.body.eval()(images))
+    features = nn.Sequential(*list(library_network.eval().children())[:-2])(images)
+    torch.testing.assert_close(outputs, [features, features], rtol=1e-4, atol=1e-5)
 
 
 TAGGED, HALF = "resnet34.ra4_e3600_r224_in1k", "[0.5,0.5,0.5]"
@@ -495,13 +495,13 @@ def test_weights_of_three_channels_are_spread_as_timm_does(kind, channels, train
         stored = trained.state_dict()["body.mod1.conv1.weight"]
     else:
         pytest.importorskip(format)
-        theirs = torchvision.models.resnet18()  # timm's has the same names
-        torch.save(theirs.state_dict(), file)
-        stored = theirs.conv1.weight.detach()
-    given = (f"init.weights={file}", *([f"init.format={format}"] if format else []))
-    own = ("data=folder", "data.root=gone", f"data.channels={channels}")
-    own += ("init.scale=raw",) if format == "released" else ()
-    tuned, report = started(config := run_config(*SPREAD[kind], *given, *own))
+        library_network = torchvision.models.resnet18()  # timm's has the same names
+        torch.save(library_network.state_dict(), file)
+        stored = library_network.conv1.weight.detach()
+    init_words = (f"init.weights={file}", *([f"init.format={format}"] if format else []))
+    data_words = ("data=folder", "data.root=gone", f"data.channels={channels}")
+    data_words += ("init.scale=raw",) if format == "released" else ()
+    tuned, report = started(config := run_config(*SPREAD[kind], *init_words, *data_words))
     name = "conv1.weight" if config.body.in_library else "mod1.conv1.weight"
     if channels == 1:
         expected = stored.sum(dim=1, keepdim=True)

@@ -23,7 +23,7 @@ def test_every_rank_continues_its_own_random_stream_and_other_ranks_get_new_ones
         states.append((torch.get_rng_state(), None))
         following.append(torch.rand(3))
     with monkeypatch.context() as patch:
-        patch.setattr(World, "gather", lambda world, own: states)
+        patch.setattr(World, "gather", lambda world, state: states)
         checkpoint.save(tmp_path / "last.pt", {"random": random_states(World(size=3))})
     state = checkpoint.read(tmp_path / "last.pt")["random"]
     for rank in range(3):

@@ -99,7 +99,7 @@ def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool
 
 
 @pytest.mark.parametrize(
-    "held, old, every",
+    "content, old, stride",
     [
         ("last and previous", 2, 4),
         pytest.param("nothing", None, 1, marks=pytest.mark.slow),
@@ -108,7 +108,7 @@ def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool
         pytest.param("damaged last and previous", 1, 1, marks=pytest.mark.slow),
     ],
 )
-def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monkeypatch, held, old, every):
+def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monkeypatch, content, old, stride):
     """It continues from the step before (`old`) or the saved one (3), and its next save works normally.
 
     `every`: 4 for every fourth line.
@@ -116,19 +116,19 @@ def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monk
     monkeypatch.setattr(os, "fsync", lambda _: None)  # only a power failure would need it, and it is slow
     # The configuration is not tested here, and reading it a hundred times is slow.
     monkeypatch.setattr("engine.checkpoint.run_directory.of_checkpoint", lambda *_: config)
-    start = run_in(tmp_path / "start", config, *{"nothing": (), "last": (2,)}.get(held, (1, 2)))
-    if held.startswith("damaged"):
+    start = run_in(tmp_path / "start", config, *{"nothing": (), "last": (2,)}.get(content, (1, 2)))
+    if content.startswith("damaged"):
         damage(start.last)
 
     third, fourth = state_of(3, config), state_of(4, config)
     steps, killed = [], True
     while killed:
         folder = tmp_path / f"killed_{len(steps)}"
-        shutil.copytree(start.last.parent, folder / "checkpoints") if held != "nothing" else folder.mkdir()
+        shutil.copytree(start.last.parent, folder / "checkpoints") if content != "nothing" else folder.mkdir()
         run = run_in(folder)
-        if held.startswith("damaged"):
+        if content.startswith("damaged"):
             assert resumed(run, config) == old
-        killed = killed_while_saving(run, third, fatal_line=every * len(steps) + 1)
+        killed = killed_while_saving(run, third, fatal_line=stride * len(steps) + 1)
         run = run_in(folder)
         steps.append(resumed(run, config))
         save(run, fourth)
@@ -136,7 +136,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monk
         assert checkpoint.load(run.last)["step"] == 4
         if steps[-1] is not None:
             assert checkpoint.load(run.previous)["step"] in (steps[-1], 1)
-    assert len(steps) > 40 // every and set(steps) == {old, 3} and steps == sorted(steps, key=[old, 3].index)
+    assert len(steps) > 40 // stride and set(steps) == {old, 3} and steps == sorted(steps, key=[old, 3].index)
 
 
 def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_says_why(tmp_path, config):
@@ -179,24 +179,24 @@ def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
 def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch, caplog):
     """Others wait for it to end, and say so once, or give up. A killed process leaves no lock."""
     monkeypatch.setattr("engine.checkpoint.run_directory.logger", logging.getLogger("of this test"))
-    run, other = run_in(tmp_path), os.fork()
-    if other == 0:
+    run, child = run_in(tmp_path), os.fork()
+    if child == 0:
         try:
             run.lock()
             os.kill(os.getpid(), signal.SIGSTOP)
         finally:
             os._exit(0)
-    assert os.WIFSTOPPED(os.waitpid(other, os.WUNTRACED)[1])
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
     monkeypatch.setattr("engine.checkpoint.run_directory.SECONDS_FOR_ANOTHER", 0.3)
-    named = rf"another process \(process {other} on .+\) is training there; end it, or give another run_dir"
+    named = rf"another process \(process {child} on .+\) is training there; end it, or give another run_dir"
     with pytest.raises(ValueError, match=named):
         run.lock()
     waits = itertools.count(1)
 
     def sleep(_: float) -> None:
         if next(waits) == 2:
-            os.kill(other, signal.SIGKILL)
-            assert os.WIFSIGNALED(os.waitpid(other, 0)[1])
+            os.kill(child, signal.SIGKILL)
+            assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
     clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=sleep)
     monkeypatch.setattr("engine.checkpoint.run_directory.time", clock)
@@ -231,14 +231,14 @@ def test_a_lock_is_not_written_where_a_link_leads(tmp_path, config):
 def test_a_run_whose_folder_is_gone_ends_and_leaves_nothing_at_the_old_place(tmp_path, config, moved, replaced):
     """Another run may have been started there."""
     path = tmp_path / "run"
-    run, other = RunDirectory(str(path)), RunDirectory(str(path))
+    run, next_run = RunDirectory(str(path)), RunDirectory(str(path))
     gone = rf"^run_dir={path} \(.*\) was removed or renamed while the run used it: restore it and continue"
     with pytest.raises(OSError, match=gone), run.in_use(config):
         run.lock()
         save(run, state_of(1, config))
         moved(path)
         if replaced:
-            other.lock()
+            next_run.lock()
         for notices in (
             run.check_in_place,
             lambda: run.saved(wait=False),
@@ -247,7 +247,7 @@ def test_a_run_whose_folder_is_gone_ends_and_leaves_nothing_at_the_old_place(tmp
             with pytest.raises(OSError, match=gone):
                 notices()
         run._saving = run._thread.submit(run._write, state_of(2, config), True)  # it was under way
-    assert not path.exists() if not replaced else [each.name for each in path.iterdir()] == [".lock"]
+    assert not path.exists() if not replaced else [file.name for file in path.iterdir()] == [".lock"]
 
 
 def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
@@ -273,11 +273,13 @@ FREE_ON_RESUME = {
 
 def test_a_folder_is_named_by_what_makes_its_run_another(tmp_path):
     """Overrides of keys that a resumed run may change are left out. The time tells equal runs apart."""
-    given = ("norm=std", "+optim.lr=0.1", f"data.root={tmp_path}", "trainer.evaluate_images=2", "experiment=a/b")
-    assert deciding(given, run_config()) == ["norm=std", "+optim.lr=0.1", "experiment=a/b"]
+    overrides = ("norm=std", "+optim.lr=0.1", f"data.root={tmp_path}", "trainer.evaluate_images=2", "experiment=a/b")
+    assert deciding(overrides, run_config()) == ["norm=std", "+optim.lr=0.1", "experiment=a/b"]
     date = DATE.pattern
     assert len({new_run_path("streets", "std", []) for _ in range(3)}) == 3
-    assert re.fullmatch(f"runs/streets-std/norm=std,experiment=a-b/{date}", new_run_path("streets", "std", given[::4]))
+    assert re.fullmatch(
+        f"runs/streets-std/norm=std,experiment=a-b/{date}", new_run_path("streets", "std", overrides[::4])
+    )
     assert re.fullmatch(f"runs/streets-std/{date}", new_run_path("streets", "std", []))
 
 
@@ -289,14 +291,14 @@ def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
     # Reading it for each key is slow.
     monkeypatch.setattr("engine.checkpoint.run_directory.of_checkpoint", lambda *_: config)
     for key, value in keys.items():
-        other = ["mine"] if key == "plugins" else f"not {value}"
-        now = with_key(config, key, other)
+        new_value = ["mine"] if key == "plugins" else f"not {value}"
+        changed_config = with_key(config, key, new_value)
         if key in FREE_ON_RESUME:
-            assert run.checkpoint_to_resume(now, total_steps=9, files={})["step"] == 1
+            assert run.checkpoint_to_resume(changed_config, total_steps=9, files={})["step"] == 1
         else:
-            expected = f"another configuration: {key} was {as_text(value)} and is {as_text(other)}."
+            expected = f"another configuration: {key} was {as_text(value)} and is {as_text(new_value)}."
             with pytest.raises(ValueError, match=re.escape(expected)):
-                run.checkpoint_to_resume(now, total_steps=9, files={})
+                run.checkpoint_to_resume(changed_config, total_steps=9, files={})
 
 
 def test_a_resumed_run_may_have_more_plugins_in_any_order_and_none_fewer(tmp_path, config, monkeypatch):
@@ -304,17 +306,17 @@ def test_a_resumed_run_may_have_more_plugins_in_any_order_and_none_fewer(tmp_pat
     recorded = with_key(config, "plugins", ["mine", "ours"])
     monkeypatch.setattr("engine.checkpoint.run_directory.of_checkpoint", lambda *_: recorded)
     run = run_in(tmp_path, recorded, 1)
-    for given in (["ours", "mine"], ["ours", "tracked", "elsewhere/mine.py"]):
-        assert resumed(run, with_key(config, "plugins", given)) == 1
+    for plugins in (["ours", "mine"], ["ours", "tracked", "elsewhere/mine.py"]):
+        assert resumed(run, with_key(config, "plugins", plugins)) == 1
     with pytest.raises(ValueError, match=re.escape("plugins was [mine,ours] and is [ours,tracked]. Give the same")):
         resumed(run, with_key(config, "plugins", ["tracked", "ours"]))
 
 
 def test_a_resumed_run_takes_the_normalisation_that_it_measured_when_it_began(tmp_path):
     keys = ("data=folder", "data.root=gone", "data.channels=2", "data.std=[1,1]", "run_dir=unused", "resume=auto")
-    own = run_config(*keys)
-    run = run_in(tmp_path, with_key(own, "data.mean", [0.25, 0.5]), 1)
-    assert resumed(run, own) == 1 and own.data.mean == [0.25, 0.5]
+    unmeasured = run_config(*keys)
+    run = run_in(tmp_path, with_key(unmeasured, "data.mean", [0.25, 0.5]), 1)
+    assert resumed(run, unmeasured) == 1 and unmeasured.data.mean == [0.25, 0.5]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, config, monkeypatch):

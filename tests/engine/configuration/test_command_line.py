@@ -14,8 +14,8 @@ import hydra
 import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.core_plugins.fish_completion import FishCompletion
-from hydra._internal.core_plugins.zsh_completion import ZshCompletion
+from hydra.core.plugins import Plugins
+from hydra.plugins.completion_plugin import CompletionPlugin
 
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.command_line import checked, composed
@@ -73,7 +73,7 @@ def listed(text: str, title: str) -> dict[str, str]:
     """The two columns of a section of --help."""
     section = text.partition(f"\n{title} (")[2].strip().partition("\n\n")[0]
     rows = [row.split(maxsplit=1) for row in re.split(r"\n  (?=\S)", section)[1:]]
-    return {given: " ".join(" ".join(about).split()) for given, *about in rows if "=" in given or about}
+    return {name: " ".join(" ".join(meaning).split()) for name, *meaning in rows if "=" in name or meaning}
 
 
 @pytest.mark.table
@@ -87,10 +87,10 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
     text = capsys.readouterr().out
     groups, keys = listed(text, "Groups"), listed(text, "Keys")
     assert len(re.findall(rf"^    (?:python|torchrun) .*\b{name}\b", text, re.MULTILINE)) >= (3 if keys else 1)
-    assert [key for key, about in keys.items() if not about] == []
+    assert [key for key, meaning in keys.items() if not meaning] == []
     assert [line for line in text.partition("\n\nKeys")[2].splitlines() if len(line) > 80] == []
     assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file()
-    assert [choice for choice, about in groups.items() if not about] == []
+    assert [choice for choice, meaning in groups.items() if not meaning] == []
     chosen = [choice for choice in groups if "=" in choice and "…" not in choice]
     kinds = {choice.partition("=")[0]: choice for choice in chosen}
     # It raises if the command does not accept one of each.
@@ -176,9 +176,12 @@ def test_a_choice_goes_to_the_package_that_it_names(monkeypatch, capsys, tmp_pat
     assert "\nlr: 0.5\n" in show("+rates@optim=fast")
 
 
-@pytest.mark.parametrize("shell, plugin", [("zsh", ZshCompletion), ("fish", FishCompletion)])
-def test_completion_is_installed_by_hydra_s_script(shell, plugin, monkeypatch, capsys):
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_is_installed_by_hydra_s_script(shell, monkeypatch, capsys):
     script = shown(monkeypatch, capsys, "train_seg", "--shell-completion", f"install={shell}")
+    (plugin,) = (
+        candidate for candidate in Plugins.instance().discover(CompletionPlugin) if candidate.provides() == shell
+    )
     plugin(config_loader=None).install()
     assert script == capsys.readouterr().out and "complete" in script
 
@@ -211,11 +214,11 @@ def test_plus_and_tilde_add_and_remove_choices_and_names_of_free_mappings():
 def test_one_run_leaves_nothing_of_hydra_s(monkeypatch, tmp_path):
     """Neither outputs/ nor a log, nor another current folder."""
     monkeypatch.chdir(tmp_path)
-    entry, found = importlib.import_module("train_seg"), []
-    monkeypatch.setattr(entry, "train", lambda config, _: found.append((config.seed, os.getcwd())))
+    entry, starts = importlib.import_module("train_seg"), []
+    monkeypatch.setattr(entry, "train", lambda config, _: starts.append((config.seed, os.getcwd())))
     monkeypatch.setattr(sys, "argv", ["train_seg.py", "seed=3"])
     entry.main()
-    assert found == [(3, str(tmp_path))] and [*tmp_path.iterdir()] == []
+    assert starts == [(3, str(tmp_path))] and [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(
@@ -277,6 +280,6 @@ def test_help_describes_the_keys_of_every_choice():
     for schema in (SegmentationRun, ClassificationRun):
         for alternatives in groups_of(schema).values():
             for alternative in alternatives.values():
-                told = {entry.name for entry in fields(alternative) if not is_dataclass(entry.default_factory)}
-                assert told - {"name"} <= sentences(alternative).keys(), alternative
+                keys = {entry.name for entry in fields(alternative) if not is_dataclass(entry.default_factory)}
+                assert keys - {"name"} <= sentences(alternative).keys(), alternative
     assert sentences(Extending) == {"own": "replaced", "both": "Above in two lines. And beside."}

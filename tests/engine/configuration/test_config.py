@@ -48,11 +48,11 @@ FIRST_OF_EACH_TABLE = list({name.split("/")[0]: name for name in sorted(EXPERIME
 def test_what_an_experiment_says_is_what_its_run_does(names):
     """No key of the entry's own defaults overrides it."""
     for name in names:
-        said = OmegaConf.to_container(OmegaConf.load(runs.REPOSITORY / "configs" / "experiment" / f"{name}.yaml"))
-        del said["defaults"]
-        found = cfg.flat(cfg.plain(experiment(name)))
-        assert {key: found[key] for key in cfg.flat(said)} == cfg.flat(said), name
-        lengths = {key for key in ("trainer.epochs", "trainer.steps") if found[key] is not None}
+        content = OmegaConf.to_container(OmegaConf.load(runs.REPOSITORY / "configs" / "experiment" / f"{name}.yaml"))
+        del content["defaults"]
+        values = cfg.flat(cfg.plain(experiment(name)))
+        assert {key: values[key] for key in cfg.flat(content)} == cfg.flat(content), name
+        lengths = {key for key in ("trainer.epochs", "trainer.steps") if values[key] is not None}
         unsaid = lengths - papers.settings_of(name).keys()
         assert len(lengths) == 1 or not unsaid, f"{name}: {unsaid} may end it before: set it, or to null"
 
@@ -225,7 +225,7 @@ def combinations(schema: type, groups: tuple[str, ...], bodies: tuple[str, ...])
     if "norm" in names:
         names["norm"].remove("package")  # not installed everywhere
     for number in range(max(map(len, names.values()))):
-        yield schema, [f"{group}={own[number % len(own)]}" for group, own in names.items()]
+        yield schema, [f"{group}={choices[number % len(choices)]}" for group, choices in names.items()]
 
 
 # A classifier of each kind takes a step in tests/models/test_bodies.py.
@@ -336,11 +336,11 @@ def test_ranks_share_minibatches_and_images(tmp_path):
 )
 def test_bounds_and_rules_across_keys(overrides, message):
     """Choices are composed, and keys then set: Hydra would read every file again for each of them."""
-    given = dict(override.split("=") for override in overrides.split())
+    values = dict(override.split("=") for override in overrides.split())
     with pytest.raises(ValueError, match=message):
-        config = run_config(*(f"{group}={choice}" for group, choice in given.items() if group in (*GROUPS, "body")))
-        for key in given.keys() - {*GROUPS, "body"}:
-            config = with_key(config, key, yaml.safe_load(given[key]))
+        config = run_config(*(f"{group}={choice}" for group, choice in values.items() if group in (*GROUPS, "body")))
+        for key in values.keys() - {*GROUPS, "body"}:
+            config = with_key(config, key, yaml.safe_load(values[key]))
         check_values(config)
 
 
@@ -364,11 +364,11 @@ def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
 
 def test_settings_that_look_like_mistakes_are_doubted_at_the_start():
     keys = ("body.frozen_norms=all", "norm=package", "data.crops_per_minibatch=12")
-    found = [*run_config(*keys).doubts(11, 8, processes=3, steps=100, shared=5)]
-    said = [each.partition(":")[0].partition(" ")[0] for each in found]
-    assert said == ["body.frozen_norms=all", "data.val_split=val", "8", "norms"]
-    assert "5 of its images are trained on" in found[1]
-    assert "norms normalise 4 crop(s)" in found[-1]
+    doubts = [*run_config(*keys).doubts(11, 8, processes=3, steps=100, shared=5)]
+    subjects = [text.partition(":")[0].partition(" ")[0] for text in doubts]
+    assert subjects == ["body.frozen_norms=all", "data.val_split=val", "8", "norms"]
+    assert "5 of its images are trained on" in doubts[1]
+    assert "norms normalise 4 crop(s)" in doubts[-1]
     plain = run_config("data.crops_per_minibatch=8", "trainer.ema_decay=0.9")
     assert [*plain.doubts(11, 8, processes=1, steps=100)] == []
     classification = checked("train_imagenet", "data=cifar10")

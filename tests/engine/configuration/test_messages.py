@@ -98,10 +98,10 @@ def message(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_wrong_commands_say_how_to_write_them(monkeypatch, capsys):
     wrong = {}
     for command in ANSWERS:
-        said = message(command, monkeypatch)
-        first, *more = said.partition("\nExpected layout of ")[0].splitlines()
-        if not first.startswith("error: ") or ANSWERS[command] not in first or len(more) > 1:
-            wrong[command] = said
+        answer = message(command, monkeypatch)
+        first, *next_lines = answer.partition("\nExpected layout of ")[0].splitlines()
+        if not first.startswith("error: ") or ANSWERS[command] not in first or len(next_lines) > 1:
+            wrong[command] = answer
     assert wrong == {}
     assert capsys.readouterr() == ("", "")
 
@@ -126,11 +126,11 @@ def test_wrong_commands_in_processes_of_their_own(tmp_path):
     """A script, which imports no package of the user's with the name of one of ours; and processes of torchrun."""
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('the decoy was imported')")
-    said = ended("-m", "scripts.predict", PYTHONPATH=str(tmp_path))
-    assert said == "error: checkpoint has no value: give checkpoint=… on the command line\n"
-    said = ended("-m", "torch.distributed.run", "--nproc-per-node", "3", "train_seg.py", "trainer.step=20")
+    answer = ended("-m", "scripts.predict", PYTHONPATH=str(tmp_path))
+    assert answer == "error: checkpoint has no value: give checkpoint=… on the command line\n"
+    answer = ended("-m", "torch.distributed.run", "--nproc-per-node", "3", "train_seg.py", "trainer.step=20")
     line = "error: trainer.step=20: there is no such key; give trainer.steps=20"
-    assert said.count(line) == 1 and said.rstrip("=\n").endswith(line)
+    assert answer.count(line) == 1 and answer.rstrip("=\n").endswith(line)
 
 
 def test_a_file_that_does_not_exist_may_be_another_programs_word(monkeypatch, tmp_path):
@@ -141,5 +141,5 @@ def test_a_file_that_does_not_exist_may_be_another_programs_word(monkeypatch, tm
 
 
 def test_a_message_names_each_word_once(monkeypatch):
-    said = message("train_seg.py lr=0.1 mixup=1", monkeypatch)
-    assert said.count("mixup:") == 1 and "no such keys as lr; give optim.lr=0.1" in said
+    answer = message("train_seg.py lr=0.1 mixup=1", monkeypatch)
+    assert answer.count("mixup:") == 1 and "no such keys as lr; give optim.lr=0.1" in answer

@@ -62,9 +62,9 @@ def test_jobs_are_named_after_their_overrides_and_run_as_pasted(swept):
     jobs = swept("optim.lr=0.01,1e-3", "-m", "norm=std", "seed=0,1", "data.workers=0")
     assert list(jobs) == [f"optim.lr={lr} seed={seed}" for lr in ("0.01", "0.001") for seed in (0, 1)]
     run_dir = 'run_dir="multirun/train_imagenet,norm=std/optim.lr=0.01,seed=1"'  # without keys that a resume may change
-    own = ["optim.lr=0.01", "norm=std", "seed=1", "data.workers=0", run_dir, "resume=auto"]
-    assert jobs["optim.lr=0.01 seed=1"] == [sys.executable, "-u", "train_imagenet.py", *own]
-    values = checked("train_imagenet", *own)
+    words = ["optim.lr=0.01", "norm=std", "seed=1", "data.workers=0", run_dir, "resume=auto"]
+    assert jobs["optim.lr=0.01 seed=1"] == [sys.executable, "-u", "train_imagenet.py", *words]
+    values = checked("train_imagenet", *words)
     assert (values.optim.lr, values.seed) == (0.01, 1)
     assert values.run_dir == "multirun/train_imagenet,norm=std/optim.lr=0.01,seed=1"
     assert list(swept("--multirun", "seed=range(0,3)")) == ["seed=0", "seed=1", "seed=2"]
@@ -118,8 +118,10 @@ def test_jobs_that_would_replace_each_others_files_are_refused():
     """They need different files, which may be named after what differs. Only the last job's scores were left."""
 
     def check(*words: str) -> None:
-        owns = ["tta.flip=false"], ["tta.flip=true"]
-        multirun.check_different(owns, [checked("eval", "checkpoint=a.pt", *own, *words) for own in owns])
+        overrides_by_job = ["tta.flip=false"], ["tta.flip=true"]
+        multirun.check_different(
+            overrides_by_job, [checked("eval", "checkpoint=a.pt", *overrides, *words) for overrides in overrides_by_job]
+        )
 
     for word in ("results=a.json", "predictions=OUT", "overlays=OUT"):
         with pytest.raises(ValueError, match=rf"^{word}: tta.flip=false would .* such as '.*=NAME-\${{tta.flip}}'$"):

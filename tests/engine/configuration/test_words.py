@@ -43,17 +43,17 @@ VALUES = (
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str, str], tuple[str | None, str]]:
     """{(command, word, value): the advice}, of every word in words.yaml and the values above that its entries take."""
-    found, program = {}, sys.argv[0]
+    advice_by_word, program = {}, sys.argv[0]
     for command, schema in COMMANDS.items():
         sys.argv[0] = f"{command}.py"
-        known = {*declared_in(schema), *groups_in(command.replace("plan_memory", "train_seg"))}
+        keys = {*declared_in(schema), *groups_in(command.replace("plan_memory", "train_seg"))}
         for entry in entries():
             values = [value for value in VALUES if entry.value is None or entry.value.fullmatch(value)]
             for word, value in itertools.product(entry.word, values[:2] if entry.value is None else values):
-                if advice := meant(word, value, known):
-                    found[command, word, value] = advice
+                if advice := meant(word, value, keys):
+                    advice_by_word[command, word, value] = advice
     sys.argv[0] = program
-    return found
+    return advice_by_word
 
 
 def test_every_word_is_answered(answers):
@@ -78,23 +78,23 @@ def test_keys_and_choices_that_are_advised_exist(answers):
     declared = {command: declared_in(schema) for command, schema in COMMANDS.items()}
     choices_of, groups_of = functools.cache(choices), functools.cache(groups_in)
     for (command, word, value), (give, _) in answers.items():
-        for key, _, given in (pair.partition("=") for pair in (give or "").split()):
-            if given == "null" or given in value or key not in declared[command]:
+        for key, _, advised in (pair.partition("=") for pair in (give or "").split()):
+            if advised == "null" or advised in value or key not in declared[command]:
                 continue
             allowed = declared[command][key].metadata.get("one_of")
             if key in groups_of(command):
                 allowed = choices_of(key, COMMANDS[command])
-            if command != "make_classes" and allowed is not None and given not in allowed:
+            if command != "make_classes" and allowed is not None and advised not in allowed:
                 wrong.append(f"{command} {word}={value}: {give}")
     assert wrong == []
 
 
 def test_right_values_of_our_keys_are_left_alone():
     for command, schema in COMMANDS.items():
-        known = {*declared_in(schema)}
+        keys = {*declared_in(schema)}
         for key, declared in declared_in(schema).items():
             for value in declared.metadata.get("one_of") or ():
-                assert meant(key, str(value), known) is None, f"{command} {key}={value}"
+                assert meant(key, str(value), keys) is None, f"{command} {key}={value}"
 
 
 @dataclass
@@ -112,8 +112,8 @@ def test_a_new_choice_and_its_keys_are_right_whatever_other_programs_mean_by_the
         keys.choice("loss")(FocalLoss)
         messages = Messages("train_seg", SegmentationRun)
         for group in CHOICES.keys() & messages.groups.keys():
-            for own in choices(group, SegmentationRun):
-                assert messages._takes(Argument(f"{group}={own}", group, own), ValueError()), f"{group}={own}"
+            for choice in choices(group, SegmentationRun):
+                assert messages._takes(Argument(f"{group}={choice}", group, choice), ValueError()), f"{group}={choice}"
         assert meant("loss", "focal", {"loss"}) and "focal" in choices("loss", SegmentationRun)
         assert hidden_keys("train_seg", SegmentationRun, monkeypatch) == HIDDEN
 
@@ -138,7 +138,7 @@ def hidden_keys(command, schema, monkeypatch) -> set[str]:
         samples = ("null",) if declared.kind in (str, str | None) else SAMPLES
         values = [
             *map(str, declared.metadata.get("one_of") or ()),
-            *(each for each in samples if fits(each, declared)),
+            *(sample for sample in samples if fits(sample, declared)),
         ]
         last = name.rpartition(".")[2]
         names = {name, last} if last != "name" else set()  # of a choice, which GROUP=NAME gives
@@ -147,7 +147,7 @@ def hidden_keys(command, schema, monkeypatch) -> set[str]:
                 continue
             nearest = messages._nearest(word, value)
             give, _ = messages._meant(Argument(f"{word}={value}", word, value), nearest) or (f"{word}=", "")
-            if last not in {each.rpartition(".")[2] for each in keys_of(give or "")}:
+            if last not in {our_key.rpartition(".")[2] for our_key in keys_of(give or "")}:
                 hidden.add(word)
     return hidden
 
@@ -196,7 +196,7 @@ UNITS = [
 def test_rates_shares_sizes_and_folders_keep_their_meaning(command, word, value, ours):
     schema = COMMANDS[command]
     messages = Messages(command, schema)
-    answer = messages.about([f"{word}={value}"], ValueError("unknown"))
+    answer = messages.message([f"{word}={value}"], ValueError("unknown"))
     assert ours in answer, answer
 
 
@@ -206,9 +206,9 @@ def test_every_word_for_a_rate_a_share_or_a_size_names_its_unit():
         r"data\.(scale|base_size|crop_size|resize|flip|crops_per_minibatch)|trainer\.(ema_decay|evaluate_batch_size)|"
         r"batch_size|head\.auxiliary_weight)=(\{|\\)"
     )
-    found = [
+    rates = [
         entry
         for entry in entries()
         if not re.match(r"slip|alone|data\.", entry.word[0]) and measured.match(entry.give or "")
     ]
-    assert len(found) > 20 and [entry.word for entry in found if not entry.unit] == []
+    assert len(rates) > 20 and [entry.word for entry in rates if not entry.unit] == []

@@ -53,9 +53,11 @@ def test_the_peak_does_not_count_the_process_that_started_this_one():
 def test_images_of_many_sizes_leave_no_memory_behind(tmp_path):
     """The heap would grow by 100 MiB in 300 images; oneDNN's cache of kernels alone grows for a while, by 25 MiB."""
     saved(tmp_path / "last.pt", run_config("data=camvid"), [*"abcde"], palette=[[number] * 3 for number in range(5)])
-    network, draw, found = open_network(tmp_path / "last.pt"), random.Random(0), []
+    network, draw, resident_mib = open_network(tmp_path / "last.pt"), random.Random(0), []
     for number in range(400):
         network.predict(np.zeros((draw.randrange(64, 320), draw.randrange(64, 320), 3), np.uint8))
         if number in (99, 399):
-            found.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 2**10)  # MiB that are resident
-    assert found[1] - found[0] < 60
+            resident_mib.append(
+                int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 2**10
+            )  # MiB that are resident
+    assert resident_mib[1] - resident_mib[0] < 60

@@ -40,7 +40,7 @@ def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tup
     world, crops = this_world(), len(order)
     sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
     options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
-    config, found = run_config(*SHORT, *options), []
+    config, outcomes = run_config(*SHORT, *options), []
     generator = torch.Generator().manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
@@ -52,9 +52,9 @@ def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tup
             share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
             minibatch = {"image": images[share], "label": labels[share]}
             outcome = train_step(learner, assemble.loss(config.loss), minibatch, crops, world)
-            found.append(learner.read(outcome)[:2])
+            outcomes.append(learner.read(outcome)[:2])
         gradients = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
-        return {"losses and norms": torch.tensor(found), **gradients, **learner.network.state_dict()}
+        return {"losses and norms": torch.tensor(outcomes), **gradients, **learner.network.state_dict()}
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -79,10 +79,10 @@ def unequal_weights(rank: int) -> dict:
     config = replace(config, trainer=replace(config.trainer, capture=True))  # on a CPU, where it is refused
 
     def network() -> torch.nn.Module:
-        made = assemble.network_of(config, 5)
-        for parameter in made.parameters():
+        network = assemble.network_of(config, 5)
+        for parameter in network.parameters():
             parameter.data.add_(rank)
-        return made
+        return network
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "CapturedMicroBatches", lambda *_, **__: None)
@@ -93,7 +93,7 @@ def unequal_weights(rank: int) -> dict:
 
 def test_captured_trainings_begin_with_the_weights_of_the_first_rank(ranks):
     alone = unequal_weights(0)
-    assert all(same(found, alone) for found in ranks.run(unequal_weights))
+    assert all(same(state, alone) for state in ranks.run(unequal_weights))
 
 
 def leaving(process_group: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -143,8 +143,8 @@ def test_micro_batches_of_each_rank_take_the_step_of_the_whole_minibatch(ranks, 
     order = torch.arange(2 * WORLD_SIZE * parts)
     together = order.view(WORLD_SIZE, parts, -1).transpose(0, 1).flatten()
     assert together.tolist() != order.tolist()
-    found = ranks.run(steps, norm, order.tolist(), parts, (f"trainer.recompute={recompute}",))
-    assert_equal_to_rounding(found, steps(0, norm, together.tolist(), parts))
+    result = ranks.run(steps, norm, order.tolist(), parts, (f"trainer.recompute={recompute}",))
+    assert_equal_to_rounding(result, steps(0, norm, together.tolist(), parts))
 
 
 def test_ranks_with_one_crop_each_step_as_one_process(ranks):
@@ -186,11 +186,11 @@ def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
     norm = ("norm.sync=false", "norm.momentum=0.9")
     options = (*SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "trainer.evaluate_images=7", *norm)
     results = ranks.run(run_in_rank, (f"run_dir={tmp_path}", *options))
-    written = json.loads((tmp_path / "results.json").read_text())
+    file_content = json.loads((tmp_path / "results.json").read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.training.run.write_results", lambda path, evaluated, *_, **__: evaluated)
         alone = train(checked("train_seg", f"run_dir={tmp_path}", *options, "resume=auto"))
-    for result in (*results, written):
+    for result in (*results, file_content):
         assert result["images"] == alone.images == 7
         assert result["confusion_matrix"] == alone.details["confusion_matrix"]
         assert result["miou"] == alone.scores["miou"]
@@ -226,12 +226,12 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
     assert (tmp_path / "results_all_images_trained.json").is_file()
 
 
-def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
+def asked_to_stop(rank: int, overrides: tuple[str, ...], stopped_rank: int, at_step: int) -> str:
     original, counted = MetricsLogger.step, []
 
     def step(self, *args, **kwargs):
         counted.append(None)
-        if rank == asked and len(counted) == at_step:
+        if rank == stopped_rank and len(counted) == at_step:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *args, **kwargs)
 
@@ -300,5 +300,7 @@ def test_a_driver_without_a_device_is_named_once(monkeypatch, tmp_path, caplog):
     distributed.warn_of_driver.cache_clear()
     for name in ("cpu", "auto", "auto"):
         assert distributed.device_of(name).type == "cpu"
-    (said,) = [record.message for record in caplog.records if "driver" in record.message]
-    assert "built for CUDA 13.0, and finds no device: this runs on the CPU. The driver is 470.57.02: update it" in said
+    (message,) = [record.message for record in caplog.records if "driver" in record.message]
+    assert (
+        "built for CUDA 13.0, and finds no device: this runs on the CPU. The driver is 470.57.02: update it" in message
+    )

@@ -39,19 +39,19 @@ def test_all_jobs_run_and_each_failure_is_a_line(capfd):
 @pytest.mark.parametrize("number", ONE_REQUEST_SECONDS)
 def test_a_stop_goes_on_to_the_job_and_no_other_starts(number, tmp_path):
     """The job asks its parent to stop, and ends by the same signal."""
-    heard, other = tmp_path / "heard", tmp_path / "other"
+    heard, second = tmp_path / "heard", tmp_path / "other"
     code = f"""
 import os, pathlib, signal, sys, time
 signal.signal({number:d}, lambda *_: sys.exit(pathlib.Path({str(heard)!r}).write_text("")))
 os.kill(os.getppid(), {number:d})
 time.sleep(60)
 """
-    commands = {"first": python(code), "second": python(f"open({str(other)!r}, 'w')")}
+    commands = {"first": python(code), "second": python(f"open({str(second)!r}, 'w')")}
     before = signal.signal(number, own := signal.SIG_DFL)
     try:
         with pytest.raises(Preempted, match="^stopped in job 1 of 2, first$"):
             run_jobs(commands, make_console())
-        assert heard.exists() and not other.exists() and signal.getsignal(number) == own
+        assert heard.exists() and not second.exists() and signal.getsignal(number) == own
     finally:
         signal.signal(number, before)
 

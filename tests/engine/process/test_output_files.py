@@ -171,40 +171,40 @@ def test_only_one_place_writes_files():
         path for task in ("segmentation", "classification") for path in (REPOSITORY / "engine" / task).glob("*.py")
     ]
     direct = re.compile(r"\.(write_text|write_bytes|savefig|imwrite)\(|open\([^)]*, \"[wax]|torch\.save\(")
-    found = {path.relative_to(REPOSITORY).as_posix() for path in files if direct.search(path.read_text())}
-    assert not found
+    writers = {path.relative_to(REPOSITORY).as_posix() for path in files if direct.search(path.read_text())}
+    assert not writers
 
 
 def test_files_are_written_behind_in_order():
     """The first content is ready last."""
-    written, ready = [], Event()
+    contents, ready = [], Event()
     with WrittenBehind() as files:
-        files.add(lambda: ready.wait(60), lambda made: written.append(("first", made)), 1)
-        files.add(lambda: ready.set(), lambda made: written.append(("second", made)), 1)
-    assert written == [("first", True), ("second", None)]
+        files.add(lambda: ready.wait(60), lambda content: contents.append(("first", content)), 1)
+        files.add(lambda: ready.set(), lambda content: contents.append(("second", content)), 1)
+    assert contents == [("first", True), ("second", None)]
 
 
 @pytest.mark.parametrize("late", [0, 2, 9])
 def test_an_error_of_a_file_written_behind_ends_the_writing(late):
     """It is raised by a later call or at the end, also instead of an error of the caller, which came later."""
-    written = []
+    numbers = []
 
     def write(number: int, _: object) -> None:
         if number == 1:
             raise OSError(28, "No space left on device", "b.png")
-        written.append(number)
+        numbers.append(number)
 
     with pytest.raises(OSError, match="'b.png'"), WrittenBehind() as files:
         for number in range(2 + late):
             files.add(lambda: None, partial(write, number), 1)
         raise ValueError("later")
-    assert written == [0]
+    assert numbers == [0]
 
 
 @pytest.mark.parametrize("error, expected", [(ValueError, [0, 1, 2]), (KeyboardInterrupt, [0])])
 def test_what_waits_is_written_after_an_error_and_not_after_an_interrupt(error, expected, monkeypatch):
     """An interrupt drops what waits; the file that is being made is still written."""
-    written, begun, interrupted = [], Event(), Event()
+    numbers, begun, interrupted = [], Event(), Event()
     monkeypatch.setattr(output_files, "_WRITERS", 1)
 
     def first() -> None:
@@ -223,25 +223,25 @@ def test_what_waits_is_written_after_an_error_and_not_after_an_interrupt(error, 
 
         monkeypatch.setattr(files._pool, "shutdown", ended)
         with files:
-            files.add(first, lambda _: written.append(0), 1)
+            files.add(first, lambda _: numbers.append(0), 1)
             for number in (1, 2):
-                files.add(lambda: None, lambda _, number=number: written.append(number), 1)
+                files.add(lambda: None, lambda _, number=number: numbers.append(number), 1)
             assert begun.wait(60)
             if error is ValueError:
                 interrupted.set()
             raise error
-    assert written == expected
+    assert numbers == expected
 
 
 def test_little_waits_to_be_written(monkeypatch):
     """Large contents are written before the call returns."""
     monkeypatch.setattr(output_files, "_MOST_BYTES", 10)
-    written, held = [], Event()
+    contents, released = [], Event()
     with WrittenBehind() as files:
-        files.add(lambda: held.wait(60), written.append, 4)
-        files.add(held.set, lambda _: written.append(False), 4)
-        files.add(lambda: None, written.append, 11)
-        assert written == [True, False, None]
+        files.add(lambda: released.wait(60), contents.append, 4)
+        files.add(released.set, lambda _: contents.append(False), 4)
+        files.add(lambda: None, contents.append, 11)
+        assert contents == [True, False, None]
 
 
 def test_a_file_that_cannot_be_replaced_is_named_with_the_cure(tmp_path, monkeypatch):

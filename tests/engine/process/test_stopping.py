@@ -36,20 +36,20 @@ def as_in_a_terminal():
 
 
 @pytest.mark.parametrize(
-    "number, other",
+    "number, second_number",
     [(signal.SIGTERM, signal.SIGUSR1), (signal.SIGINT, signal.SIGTERM), (signal.SIGHUP, signal.SIGXCPU)],
 )
-def test_the_same_signal_again_ends_the_process_unless_it_is_the_same_request(monkeypatch, number, other):
-    now, sent, before = 100.0, [], handlers()
-    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
+def test_the_same_signal_again_ends_the_process_unless_it_is_the_same_request(monkeypatch, number, second_number):
+    now_s, sent, before = 100.0, [], handlers()
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(stopping, "os", SimpleNamespace(kill=lambda *call: sent.append(call), getpid=os.getpid))
     with StopRequest() as stop:
         stop.training = True
         os.kill(os.getpid(), number)
-        now += stopping.ONE_REQUEST_SECONDS[number]
+        now_s += stopping.ONE_REQUEST_SECONDS[number]
         os.kill(os.getpid(), number)  # as Slurm and torchrun may both send it
-        now += 0.01
-        os.kill(os.getpid(), other)  # no second request
+        now_s += 0.01
+        os.kill(os.getpid(), second_number)  # no second request
         assert stop.requested and not sent
         os.kill(os.getpid(), number)
         assert sent == [(os.getpid(), number)] and signal.getsignal(number) is signal.SIG_DFL
@@ -161,8 +161,8 @@ def test_memory_that_runs_out_anywhere_is_a_message():
         with errors_for_users():
             torch.empty(2**60, dtype=torch.uint8)
     opencv = cv2.error("OpenCV(5) alloc.cpp:66: error: (-4:Insufficient memory) Failed to allocate 9 bytes")
-    for error, what in ((MemoryError(), "the system gives no more"), (opencv, "Failed to allocate 9 bytes")):
-        with pytest.raises(SystemExit, match=f"error: out of memory .*: .*{what}.*ulimit -v"), errors_for_users():
+    for error, reason in ((MemoryError(), "the system gives no more"), (opencv, "Failed to allocate 9 bytes")):
+        with pytest.raises(SystemExit, match=f"error: out of memory .*: .*{reason}.*ulimit -v"), errors_for_users():
             raise error
     for kind in (KeyError, RuntimeError):  # our own mistakes keep their traceback
         with pytest.raises(kind, match="our own"), errors_for_users():
@@ -191,7 +191,7 @@ with stopping.errors_for_users():
 
 @pytest.mark.table
 @pytest.mark.parametrize(
-    "code, status, said",
+    "code, status, message",
     [
         ("atexit.register(time.sleep, 600); raise ValueError('no such file')", 1, "error: no such file"),
         ("atexit.large = Large()", 0, ""),  # its memory is freed last, by another module
@@ -200,11 +200,11 @@ with stopping.errors_for_users():
         ),
     ],
 )
-def test_a_command_ends_with_its_status_although_a_library_waits(code, status, said):
+def test_a_command_ends_with_its_status_although_a_library_waits(code, status, message):
     """PyTorch waits up to 300 s for the processes that compile; freeing memory may take long on a busy machine."""
     script = HANGS.format(code=code)
     ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == status and said in ended.stderr
+    assert ended.returncode == status and message in ended.stderr
 
 
 @pytest.mark.parametrize("kind, name", [(ValueError, "ValueError"), (UnknownIds, "datasets.class_table.UnknownIds")])

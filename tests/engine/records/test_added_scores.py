@@ -64,7 +64,7 @@ class Text(Agreement):
 
 
 @pytest.mark.parametrize(
-    "own, problem",
+    "score, problem",
     [
         (Agreement(3), "scores=mine: TypeError: scores() names one 3: expected a text"),
         (Agreement("miou"), "scores=mine gives miou, which the evaluation has already: rename it"),
@@ -75,8 +75,8 @@ class Text(Agreement):
         (Text(), "scores=mine: ValueError: could not convert string to float: 'good'"),
     ],
 )
-def test_a_score_that_fails_or_takes_a_name_is_refused(own, problem):
-    added, pixels = AddedScores({"mine": own}), torch.zeros(1, 2, 2, dtype=torch.uint8)
+def test_a_score_that_fails_or_takes_a_name_is_refused(score, problem):
+    added, pixels = AddedScores({"mine": score}), torch.zeros(1, 2, 2, dtype=torch.uint8)
     with pytest.raises(ValueError) as error:
         added.add(pixels, pixels)
         added.added_to(EVALUATED, World())
@@ -91,9 +91,9 @@ def test_a_score_may_take_the_images_names():
             assert prediction.max() == int(name)
             super().add(prediction, label)
 
-    own, pixels = Named(), torch.arange(2, dtype=torch.uint8).view(2, 1, 1)
-    AddedScores({"mine": own, "other": Agreement()}).add(pixels, pixels, ["0", "1"])
-    assert own.counts[0] == 2
+    score, pixels = Named(), torch.arange(2, dtype=torch.uint8).view(2, 1, 1)
+    AddedScores({"mine": score, "other": Agreement()}).add(pixels, pixels, ["0", "1"])
+    assert score.counts[0] == 2
 
 
 class GoesRound(Agreement):
@@ -108,10 +108,10 @@ class GoesRound(Agreement):
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_a_score_cannot_change_what_others_and_the_evaluation_see():
-    pixels, own = torch.zeros(1, 2, 2, dtype=torch.uint8), Agreement()
-    added = AddedScores({"round": GoesRound("round"), "mine": own})
+    pixels, score = torch.zeros(1, 2, 2, dtype=torch.uint8), Agreement()
+    added = AddedScores({"round": GoesRound("round"), "mine": score})
     added.add(pixels, pixels)
-    assert not pixels.any() and own.counts.tolist() == [1, 4, 4]
+    assert not pixels.any() and score.counts.tolist() == [1, 4, 4]
 
 
 class Confidence:
@@ -144,7 +144,7 @@ def test_a_score_may_read_the_probabilities_of_each_image():
 
 
 def test_what_a_score_reads_is_known():
-    own = Confidence()
-    own.reads = "logits"
+    score = Confidence()
+    score.reads = "logits"
     with pytest.raises(ValueError, match="^scores=mine has reads='logits': expected 'probabilities', or leave it out$"):
-        AddedScores({"mine": own})
+        AddedScores({"mine": score})

@@ -19,10 +19,10 @@ def write(path: Path | None) -> dict:
 
 
 def test_the_file_holds_what_is_returned_with_null_for_what_is_not_a_number(tmp_path):
-    results, written = write(None), write(tmp_path / "results.json")
+    results, written_results = write(None), write(tmp_path / "results.json")
     text = (tmp_path / "results.json").read_text()
     assert "NaN" not in text and json.loads(text)["miou"] is None
-    assert results.keys() == written.keys() == json.loads(text).keys() >= {"confusion_matrix", "views"}
+    assert results.keys() == written_results.keys() == json.loads(text).keys() >= {"confusion_matrix", "views"}
     assert results["checkpoint"] == "last.pt"
 
 

@@ -108,8 +108,8 @@ def test_a_run_goes_on_without_its_records_that_are_removed_and_says_so(tmp_path
         shutil.rmtree(tmp_path / "tensorboard")
         recorded(running, 3, 4)
     lost = "metrics.jsonl was removed or replaced while the run used it: records before step 3"
-    for said in (lost, f"{tmp_path / 'tensorboard'} was removed while the run used it"):
-        assert propagated.text.count(said) == 1
+    for warning in (lost, f"{tmp_path / 'tensorboard'} was removed while the run used it"):
+        assert propagated.text.count(warning) == 1
     assert [record["step"] for record in records(tmp_path)] == [3, 4]
     assert [event.step for event in events_of(tmp_path).Scalars("train/loss")] == [3, 4]
 
@@ -152,7 +152,7 @@ def test_a_run_says_once_that_steps_wait_for_data(tmp_path, monkeypatch, caplog,
     monkeypatch.setattr("engine.records.metrics_logger.logger", logging.getLogger("of this test"))
     monkeypatch.setattr(time, "perf_counter", itertools.count(step=2).__next__)  # a step takes two seconds
     waits = partial(run_config().data.waits, workers=2, cores=16)
-    said = (
+    warning = (
         "steps wait for data 25 % of the time: raise data.workers (now 2, with 16 cores), or give smaller image files"
     )
     folder = tmp_path if is_first else None
@@ -161,7 +161,7 @@ def test_a_run_says_once_that_steps_wait_for_data(tmp_path, monkeypatch, caplog,
             running.step(loss=1.0, gradient_norm=1.0, images=1, data_s=own_s)
             running.training(step, 0.0, 0.1, 1.0, data_waits_s=[own_s, others_s])
             warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-            assert warnings == [said] * (step > 2 and is_first)
+            assert warnings == [warning] * (step > 2 and is_first)
 
 
 def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, monkeypatch, caplog):
@@ -248,7 +248,7 @@ def test_curves_and_pictures_have_the_names_of_the_evaluation(tmp_path):
             3, 0.5, replace(evaluated(), curves={"val/a": 0.5, "b": 2.0}, pictures={"seen/caf\udce9": picture})
         )
     events = events_of(tmp_path)
-    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    assert found == {"val/a": [(3, 0.5)], "b": [(3, 2.0)]}
+    points = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert points == {"val/a": [(3, 0.5)], "b": [(3, 2.0)]}
     assert events.Tags()["images"] == ["seen/caf\\udce9"]
     assert records(tmp_path) == [{"kind": "val", "step": 3, "epoch": 0.5, **SCORES}]
