@@ -31,11 +31,11 @@ def store_choices(schema: type[Keys]) -> None:
     """Make choices of a schema that have no YAML file here, such as plugins', known to Hydra."""
     for group, classes in groups_of(schema).items():
         is_list = "is_list" in declared_in(schema)[group].metadata
-        for name, choice in classes.items():
+        for name, kind in classes.items():
             if is_list:
-                ConfigStore.instance().store(name, choice, f"schema/{group}", f"{group}.{name}")
-            if file_of(group, name) is None and not choice.is_base:
-                ConfigStore.instance().store(name, choice, group, f"{group}.{name}" if is_list else group)
+                ConfigStore.instance().store(name, kind, f"schema/{group}", f"{group}.{name}")
+            if file_of(group, name) is None and not kind.is_base:
+                ConfigStore.instance().store(name, kind, group, f"{group}.{name}" if is_list else group)
 
 
 def about_choice(group: str, choice: str) -> str:
@@ -57,7 +57,7 @@ def choices(group: str, schema: type) -> list[str]:
     for folder in (CONFIGS, *folders()):
         files = (folder / group).rglob("*.yaml")
         names.update(file.relative_to(folder / group).with_suffix("").as_posix() for file in files)
-    classes = {name for name, choice in groups.get(group, {}).items() if not choice.is_base}
+    classes = {name for name, kind in groups.get(group, {}).items() if not kind.is_base}
 
     def fits(name: str) -> bool:
         alternatives = alternatives_of(group, name)

@@ -37,13 +37,13 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
 
 def _expand_home(config: Keys, *, all_keys: bool) -> None:
     """Expand ~ at the beginning of texts, in place; without `all_keys` only where a resumed run may differ."""
-    for key in fields(config):
-        value = getattr(config, key.name)
+    for field in fields(config):
+        value = getattr(config, field.name)
         if isinstance(value, Keys):
             _expand_home(value, all_keys=all_keys)
-        elif all_keys or key.metadata.get("free_on_resume"):
+        elif all_keys or field.metadata.get("free_on_resume"):
             expanded = tree_map(lambda leaf: os.path.expanduser(leaf) if isinstance(leaf, str) else leaf, value)
-            setattr(config, key.name, expanded)
+            setattr(config, field.name, expanded)
 
 
 def plain(config: Keys) -> dict:

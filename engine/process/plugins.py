@@ -176,7 +176,7 @@ def _file_of(place: str) -> Path | None:
 
 def _modules(choices: Mapping[str, Mapping[str, type]]) -> set[str]:
     """The modules that have registered choices."""
-    return {choice.__module__ for choices_by_name in choices.values() for choice in choices_by_name.values()}
+    return {kind.__module__ for classes in choices.values() for kind in classes.values()}
 
 
 @contextmanager

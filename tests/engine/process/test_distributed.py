@@ -143,8 +143,8 @@ def test_micro_batches_of_each_rank_take_the_step_of_the_whole_minibatch(ranks, 
     order = torch.arange(2 * WORLD_SIZE * parts)
     together = order.view(WORLD_SIZE, parts, -1).transpose(0, 1).flatten()
     assert together.tolist() != order.tolist()
-    result = ranks.run(steps, norm, order.tolist(), parts, (f"trainer.recompute={recompute}",))
-    assert_equal_to_rounding(result, steps(0, norm, together.tolist(), parts))
+    state = ranks.run(steps, norm, order.tolist(), parts, (f"trainer.recompute={recompute}",))
+    assert_equal_to_rounding(state, steps(0, norm, together.tolist(), parts))
 
 
 def test_ranks_with_one_crop_each_step_as_one_process(ranks):
