@@ -90,14 +90,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     else:
         path = checkpoint.file_of(init.weights)
     name = f"init.weights={path}"
-    if init.format is None:
-        weights = weights_in_checkpoint(checkpoint.read(path), path, name)
-    elif init.format == "released":
-        content = _foreign(released.read(path, name), name)
-        file = released.weights_in(content, path, name, init.scale, key="init.scale")
-        weights = Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
-    else:
-        weights = _of_state_dict(path, name, init.format, network, config)
+    weights = _weights_in_file(path, name, network, config)
     if is_released and weights.released_eps is None:
         raise ValueError(
             f"{name} with norm=package: the released package cannot represent scales below its eps, so it cannot load "
@@ -134,6 +127,17 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
         remark = "the file does not name its classes: only their number was compared"
         return report._replace(remarks=(*report.remarks, remark))
     return report
+
+
+def _weights_in_file(path: Path, name: str, network: nn.Module, config: TrainingRun) -> Weights:
+    init = config.init
+    if init.format is None:
+        return weights_in_checkpoint(checkpoint.read(path), path, name)
+    if init.format == "released":
+        content = _foreign(released.read(path, name), name)
+        file = released.weights_in(content, path, name, init.scale, key="init.scale")
+        return Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
+    return _of_state_dict(path, name, init.format, network, config)
 
 
 def normalisation_of(init: Init, channels: int) -> Normalisation | None:

@@ -54,8 +54,7 @@ def configured(
     """Decorator: makes `main(config)` a program of Hydra's that takes the keys of `schema` as key=value.
 
     configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help starts with
-    `description`, by default the docstring of main's module. `main` may return results: of these, a sweep's trials are
-    judged by `schema.score`. Wrong arguments are answered in a line.
+    `description`, by default the docstring of main's module. Wrong arguments are answered in a line.
     """
     register(name, schema)
 
@@ -114,7 +113,8 @@ def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[
     plugins.ADDED[:] = [Path(folder).resolve() for folder in [options.config_dir] if folder]
     PRIMARY[name] = options.config_name or name
     if unknown:
-        raise _for_users(name, words, HydraException(f"{unknown[0]}: expected key=value"))
+        with _wrong_words_answered(name, words):
+            raise HydraException(f"{unknown[0]}: expected key=value")
     if not all(map(Path.is_dir, plugins.ADDED)):
         raise ValueError(f"Additional config directory '{plugins.ADDED[0]}' not found")
     return options, words
@@ -128,7 +128,9 @@ def _run_hydra(
 
     def start(values: DictConfig) -> Any:
         try:
-            return _start(name, main, words, _typed(name, words, values))
+            with _wrong_words_answered(name, words):
+                config = typed(values, SCHEMAS[name])
+            return _start(name, main, words, config)
         except Exception as error:  # about which Hydra would print a traceback
             errors.append(error)
 
@@ -152,8 +154,9 @@ def _run_hydra(
                 sweep(program, primary, partial(checked, name), Jobs(SCHEMAS[name], hydra_options), overrides)
             else:
                 program.run(primary, start, [*overrides, "hydra.mode=RUN"])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _for_users(name, words, error) from error
+    except (HydraException, OmegaConfBaseException):
+        with _wrong_words_answered(name, words):
+            raise
     if errors:
         raise errors[0]
 
@@ -164,9 +167,10 @@ def _start(name: str, main: Callable[[Any], Any], words: list[str], config: Keys
         return main(config)
     except ValueError as error:  # a file that does not exist, such as init.weights=last
         named = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
-        if not named or named[0].partition("=")[0] in groups_of(SCHEMAS[name]):
-            raise
-        raise _for_users(name, named, error) from error
+        if named and named[0].partition("=")[0] not in groups_of(SCHEMAS[name]):
+            with _wrong_words_answered(name, named):
+                raise
+        raise
     except SystemExit as ended:
         *_, (last, line) = traceback.walk_tb(ended.__traceback__)
         if last.f_code is unwrap(main).__code__:
@@ -180,14 +184,9 @@ def checked(name: str, *words: str) -> Any:
 
     ValueError: a word is wrong, a key has no value, or the keys break a rule. The message names the fix.
     """
-    return _typed(name, words, composed(name, *words))
-
-
-def _typed(name: str, words: Sequence[str], values: DictConfig) -> Any:
-    try:
+    values = composed(name, *words)
+    with _wrong_words_answered(name, words):
         return typed(values, SCHEMAS[name])
-    except (OmegaConfBaseException, ValueError) as error:
-        raise _for_users(name, words, error) from error
 
 
 def composed(name: str, *words: str) -> DictConfig:
@@ -195,11 +194,8 @@ def composed(name: str, *words: str) -> DictConfig:
 
     ValueError: see `checked`.
     """
-    try:
-        with composing(name):
-            return hydra.compose(PRIMARY.get(name, name), [as_typed(word, SCHEMAS[name]) for word in words])
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _for_users(name, words, error) from error
+    with _wrong_words_answered(name, words), composing(name):
+        return hydra.compose(PRIMARY.get(name, name), [as_typed(word, SCHEMAS[name]) for word in words])
 
 
 @contextmanager
@@ -221,11 +217,15 @@ def composing(name: str, folder: str | None = None) -> Iterator[Hydra]:
         GlobalHydra.instance().hydra = running
 
 
-def _for_users(name: str, words: Sequence[str], error: Exception) -> ValueError:
-    """The error of wrong words."""
-    from engine.configuration.messages import Messages  # a right command needs no words of other programs
+@contextmanager
+def _wrong_words_answered(name: str, words: Sequence[str]) -> Iterator[None]:
+    """Context that turns an error of a command's words into the ValueError that names the fix."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        from engine.configuration.messages import Messages  # a right command needs no words of other programs
 
-    return ValueError(Messages(name, SCHEMAS[name]).message(words, error))
+        raise ValueError(Messages(name, SCHEMAS[name]).message(words, error)) from error
 
 
 def command_line() -> str:

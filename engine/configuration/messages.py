@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from engine.configuration import words as words_of_others
 from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments, unquoted
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import RUNS
 from engine.configuration.texts import HYDRA_S, fits
-from engine.configuration.words import PLUGIN
+from engine.configuration.words import PLUGIN, Advice, keys_of, meant, slips
 from engine.process.plugins import LOADED
 from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
 
@@ -105,9 +104,9 @@ class Messages:
         """What to give instead of an argument; None if it may be right, or if the error says more."""
         _, name, value, fault = argument
         nearest = [] if name in self.keys else self._nearest(name, value)
-        meant = self._meant(argument, nearest)
-        if meant is not None:
-            return Answer(argument, *self._mended(*meant))
+        advice = self._meant(argument, nearest)
+        if advice is not None:
+            return Answer(argument, *self._mended(*advice))
         if name in self.keys:
             pair = self._pair(name, value)
             instead = self._instead(name, value) or (([pair], f"give {pair}") if fault else None)
@@ -119,24 +118,24 @@ class Messages:
         say = f"give {' or '.join(pairs)}" if pairs else "--help lists them all" if fault == NO_KEY else HELP
         return Answer(argument, pairs if len(pairs) == 1 else [], say)
 
-    def _meant(self, argument: Argument, nearest: list[str]) -> tuple[str | None, str] | None:
+    def _meant(self, argument: Argument, nearest: list[str]) -> Advice | None:
         """What another program means by an argument. Where a key ends so, it does not say that there is none."""
         _, name, value, fault = argument
         same = [key for key in nearest if _last(key) == _last(name).lower()]
-        meant = words_of_others.meant(name, value, self.keys, patterns=not same)
-        if meant is None and fault == NO_VALUE:
-            return words_of_others.meant(value, "", self.keys)
-        if meant and LOADED and name in self.groups and meant[0] is None:
+        advice = meant(name, value, self.keys, patterns=not same)
+        if advice is None and fault == NO_VALUE:
+            return meant(value, "", self.keys)
+        if advice and LOADED and name in self.groups and advice.give is None:
             return None  # a plugin may have what is meant: `no_such` lists its choices, too
-        if meant is None or name not in map(_last, same):
-            return meant
+        if advice is None or name not in map(_last, same):
+            return advice
         # A choice's own key counts before another program's word that is spelled alike, so a new choice need not know
         # words.yaml. Not so for data, whose keys all datasets share.
-        of_choices = any(key.partition(".")[0] in self.groups.keys() - {"data"} for key in same)
-        gives = {_last(key) for key in words_of_others.keys_of(meant[0] or "")}
-        if meant[0] is None and any(key in meant[1] for key in same):
-            return meant  # it says what our key is, such as a share of something else
-        return None if meant[1].startswith(NONE) or of_choices and name not in gives else meant
+        is_of_choice = any(key.partition(".")[0] in self.groups.keys() - {"data"} for key in same)
+        given_names = {_last(key) for key in keys_of(advice.give or "")}
+        if advice.give is None and any(key in advice.say for key in same):
+            return advice  # it says what our key is, such as a share of something else
+        return None if advice.say.startswith(NONE) or is_of_choice and name not in given_names else advice
 
     def _mended(self, give: str | None, say: str) -> tuple[list[str], str]:
         """Advice from other programs' words, with the values that our keys can take."""
@@ -268,7 +267,7 @@ def _last(key: str) -> str:
 
 def _likely(value: str, declared: Declared) -> str | None:
     """A value that a key takes, if it is probably meant by one that it cannot take."""
-    likely = [*words_of_others.slips(value)]
+    likely = [*slips(value)]
     is_list = declared.kind is Any or "list[" in str(declared.kind)
     if is_list and value not in ("", "null") and not value.startswith(("[", "(", "{")):
         entries = 1 if "," in value else len(declared.metadata.get("entries") or [""])
@@ -285,14 +284,14 @@ def no_such(group: str, choice: str, names: Iterable[str]) -> str:
     if same:
         return f"there is no such {group}; give {group}={same[0]}"
     candidates = [name for name in names if name.startswith(choice)] or names
-    advice = None if LOADED else words_of_others.meant(f"no_such_{group}", choice, ())  # about the choices of ours
+    advice = None if LOADED else meant(f"no_such_{group}", choice, ())  # about the choices of ours
     nearest = difflib.get_close_matches(choice, candidates, n=5)
     if not nearest and (advice is None or len(candidates) < 8):
         nearest = difflib.get_close_matches(choice, candidates, n=5, cutoff=0)
     sentence = f"there is no such {group}"
     if nearest:
         sentence += f"; the nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(nearest)}"
-    return f"{sentence}; {advice[1]}" if advice else sentence
+    return f"{sentence}; {advice.say}" if advice else sentence
 
 
 def _letters(text: str) -> str:

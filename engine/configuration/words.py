@@ -43,6 +43,13 @@ class Entry(NamedTuple):
         return (self.value or ANY).fullmatch(value)
 
 
+class Advice(NamedTuple):
+    """Our words for another program's."""
+
+    give: str | None  # None: `say` says more
+    say: str  # a sentence
+
+
 @cache
 def entries() -> list[Entry]:
     """The entries of words.yaml, in order."""
@@ -95,11 +102,10 @@ def _computed(text: str) -> str:
     return re.sub(r"=([\d.]+)/(\d+)$", lambda ratio: f"={float(ratio[1]) / int(ratio[2]):g}", text)
 
 
-def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -> tuple[str | None, str] | None:
+def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -> Advice | None:
     """Our words for a key, or for a value of our key, that another program has; None if there is no advice.
 
-    The first result is what to give, or None if the second, a sentence, says more. `keys`: of the command.
-    `patterns`: also by words with a *.
+    `keys`: of the command. `patterns`: also by words with a *.
     """
     word = name if name in keys else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
     for entry in _entries_of(word, patterns):
@@ -110,13 +116,13 @@ def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -
         text = match.expand(text) if "\\" in text else text  # which takes long
         text = text.replace("{value}", value or "…").replace("{program}", program()).replace("{plugin}", PLUGIN)
         if entry.give is None:
-            return None, text
+            return Advice(None, text)
         text = _computed(text) if "/" in entry.give or "{rest}" in entry.give else text
         our_key, _, our_value = text.partition("=")
         if text == f"{name}={value}":
             continue
         next_advice = None if our_key == name or " " in text else meant(our_key, our_value, keys)
-        return next_advice or (text, f"give {text}")
+        return next_advice or Advice(text, f"give {text}")
     return None
 
 

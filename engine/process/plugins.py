@@ -56,6 +56,7 @@ def load(words: Sequence[str], choices: Mapping[str, Mapping[str, type]]) -> Non
 
 
 def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: bool) -> None:
+    """Import the plugin at a place, and check what it does."""
     name = name_of(place)
     if not name.strip("."):
         raise ValueError("expected a module's name, or the path of a .py file or of a package's folder")
@@ -79,26 +80,30 @@ def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: boo
             raise ValueError(f"there is no {name}.py or package {name} {folders}; give its path") from error
         message = f"{type(error).__name__}: {error}{hidden_library(error)}"
         raise ValueError(f"it cannot be imported: {message}") from error
-    if getattr(module, "__file__", None) is None:
-        raise ValueError(f"{name} is no file of Python code: expected a module of your own")
-    imported_file = Path(module.__file__ or "").resolve()
-    if file not in (None, imported_file):
-        raise ValueError(f"{file} is hidden by {imported_file}, of the same name: rename it")
-    configs = _configs_of(imported_file)
-    plugin_modules = (
-        module_name
+    plugin = _plugin_of(module, name)
+    if file not in (None, plugin.files[0]):
+        raise ValueError(f"{file} is hidden by {plugin.files[0]}, of the same name: rename it")
+    registers = any(
+        module_name not in modules_before or f"{module_name}.".startswith(f"{name}.")
         for module_name in _modules(choices)
-        if module_name not in modules_before or f"{module_name}.".startswith(f"{name}.")
     )
-    if configs is None and not any(plugin_modules):
-        raise ValueError(f"{imported_file} registers no choice, and has no folder configs beside it")
+    if plugin.configs is None and not registers:
+        raise ValueError(f"{plugin.files[0]} registers no choice, and has no folder configs beside it")
     if threading.active_count() > threads_before or torch.cuda.is_initialized():
         raise ValueError(
-            f"importing {imported_file} starts a thread or uses a GPU, but help, sweeps and data workers import it, "
+            f"importing {plugin.files[0]} starts a thread or uses a GPU, but help, sweeps and data workers import it, "
             f"too: do that in a logger, or when the network is built"
         )
-    package_files = {*imported_file.parent.rglob("*.py")} if _is_package(imported_file) else set()
-    LOADED[name] = Plugin((imported_file, *sorted(package_files - {imported_file})), configs)
+    LOADED[name] = plugin
+
+
+def _plugin_of(module: ModuleType, name: str) -> Plugin:
+    """The files of an imported plugin. ValueError: it is none of the user's own."""
+    if getattr(module, "__file__", None) is None:
+        raise ValueError(f"{name} is no file of Python code: expected a module of your own")
+    file = Path(module.__file__ or "").resolve()
+    package_files = {*file.parent.rglob("*.py")} if _is_package(file) else set()
+    return Plugin((file, *sorted(package_files - {file})), _configs_of(file))
 
 
 def _imported(name: str, file: Path | None) -> ModuleType:

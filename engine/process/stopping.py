@@ -183,26 +183,16 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         logger.log(logging.INFO if logger.handlers else logging.WARNING, f"{stopped}; exit status {EXIT_CODE}: {again}")
         sys.exit(EXIT_CODE)
     except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
-        if str(error) == NO_THREAD:
-            error = OSError(f"{error}: the user has all that ulimit -u, or the container's limit, allows: end some")
-        for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))
-        out_of_memory = not for_users and is_out_of_memory(error)
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
-        if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):
-            raise
-        if out_of_memory:
+        message = _message_for_users(error)
+        if message is None and is_out_of_memory(error):
             reason = next(iter(str(error).strip().splitlines()), "the system gives no more")
             sys.exit(
                 f"error: {cause_of(error)} outside of steps and images: {reason}. The network and its optimiser alone "
                 f"need more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
             )
-        # DataLoader workers put the original message at the end of a traceback.
-        message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
-        message = readable(f"error: {message.strip()}", lines=True)
-        if isinstance(error, OSError):
-            _, cure = explained(error, Path(str(error.filename)).parent)
-            if cure != CHECK_DISK:
-                message += f": {cure[0].lower()}{cure[1:]}, then start it again"
+        if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file:
             _for_torchrun(Path(file), message)
@@ -211,6 +201,22 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         sys.exit(message)
     finally:
         atexit.register(_end_within_seconds, status)
+
+
+def _message_for_users(error: Exception) -> str | None:
+    """The message about an error that its user can fix; None if it has none."""
+    if str(error) == NO_THREAD:
+        error = OSError(f"{error}: the user has all that ulimit -u, or the container's limit, allows: end some")
+    if not isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) or not str(error):
+        return None
+    # DataLoader workers put the original message at the end of a traceback.
+    text = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
+    message = readable(f"error: {text.strip()}", lines=True)
+    if isinstance(error, OSError):
+        _, cure = explained(error, Path(str(error.filename)).parent)
+        if cure != CHECK_DISK:
+            message += f": {cure[0].lower()}{cure[1:]}, then start it again"
+    return message
 
 
 def _for_torchrun(file: Path, message: str) -> None:

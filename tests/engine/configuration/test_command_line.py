@@ -169,10 +169,10 @@ def test_a_choice_goes_to_the_package_that_it_names(monkeypatch, capsys, tmp_pat
     (tmp_path / "rates").mkdir()
     for name, rate in (("slow", 0.25), ("fast", 0.5)):
         (tmp_path / "rates" / f"{name}.yaml").write_text(f"lr: {rate}\n")
-    (tmp_path / "own.yaml").write_text("defaults:\n  - train_seg\n  - rates@optim: slow\n  - _self_\n")
+    (tmp_path / "rated.yaml").write_text("defaults:\n  - train_seg\n  - rates@optim: slow\n  - _self_\n")
     show = functools.partial(shown, monkeypatch, capsys, "train_seg", "--cfg=job", "-p=optim", f"-cd={tmp_path}")
-    assert "\nlr: 0.25\n" in show("-cn=own")
-    assert "\nlr: 0.5\n" in show("-cn=own", "rates@optim=fast")
+    assert "\nlr: 0.25\n" in show("-cn=rated")
+    assert "\nlr: 0.5\n" in show("-cn=rated", "rates@optim=fast")
     assert "\nlr: 0.5\n" in show("+rates@optim=fast")
 
 
