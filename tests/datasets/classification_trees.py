@@ -62,7 +62,7 @@ def cifar10_python(root: Path, monkeypatch) -> Path:
         name = f"data_batch_{number + 1}" if number < 5 else "test_batch"
         files.append(_pickled(root / CIFAR10_FILES.base_folder / name, {"labels": labels, "data": pixels}))
     meta = _pickled(root / CIFAR10_FILES.base_folder / "batches.meta", {"label_names": CIFAR10})
-    return _known(CIFAR10_FILES, files[:5], files[5:], meta, root, monkeypatch)
+    return _records(CIFAR10_FILES, files[:5], files[5:], meta, root, monkeypatch)
 
 
 def cifar100_python(root: Path, monkeypatch) -> Path:
@@ -73,7 +73,7 @@ def cifar100_python(root: Path, monkeypatch) -> Path:
         content = {"coarse_labels": coarse, "fine_labels": [30 + label for label in coarse], "data": pixels}
         files.append(_pickled(root / CIFAR100_FILES.base_folder / split, content))
     meta = _pickled(root / CIFAR100_FILES.base_folder / "meta", {"fine_label_names": CIFAR100})
-    return _known(CIFAR100_FILES, files[:1], files[1:], meta, root, monkeypatch)
+    return _records(CIFAR100_FILES, files[:1], files[1:], meta, root, monkeypatch)
 
 
 def _pickled(path: Path, content: dict) -> list[str]:
@@ -82,7 +82,7 @@ def _pickled(path: Path, content: dict) -> list[str]:
     return [write(path, data).name, md5(data).hexdigest()]
 
 
-def _known(files: type, train: list, test: list, meta: list, root: Path, monkeypatch) -> Path:
+def _records(files: type, train: list, test: list, meta: list, root: Path, monkeypatch) -> Path:
     monkeypatch.setattr(files, "train_list", train)
     monkeypatch.setattr(files, "test_list", test)
     monkeypatch.setattr(files, "meta", files.meta | {"md5": meta[1]})

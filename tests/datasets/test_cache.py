@@ -83,7 +83,9 @@ def test_what_another_user_put_in_place_of_the_cache_is_not_used(trap, shared, c
     assert exit_code(as_other, places[trap]) == 0
     assert cache_folder() is None
     calls, check = [], sys.modules[verify.__module__]
-    monkeypatch.setattr(check, "inspect", lambda *given, **more: calls.append(1) or inspect(*given, **more))
+    monkeypatch.setattr(
+        check, "inspect", lambda *arguments, **options: calls.append(1) or inspect(*arguments, **options)
+    )
     for _ in range(2):
         verify(camvid(camvid_folders, "train"))
     assert len(calls) == 2
@@ -98,19 +100,19 @@ def test_what_another_user_put_in_place_of_the_cache_is_not_used(trap, shared, c
 
 def test_only_what_was_left_of_the_same_file_is_removed(tmp_path):
     """Links are not followed, neither to the folder nor in it."""
-    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder, linked = tmp_path / "folder", tmp_path / "other"
     for name in (".a-left/b/c", ".a-b", ".ab", ".b-c", "a-b", ".git/config"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    shutil.copytree(folder, other)
-    (folder / ".a-left" / "link").symlink_to(other)
-    (folder / ".a-link").symlink_to(other)
-    (tmp_path / "link").symlink_to(other)
-    for given in (folder, tmp_path / "link"):
-        with alone_in(given, ".a-"):
+    shutil.copytree(folder, linked)
+    (folder / ".a-left" / "link").symlink_to(linked)
+    (folder / ".a-link").symlink_to(linked)
+    (tmp_path / "link").symlink_to(linked)
+    for path in (folder, tmp_path / "link"):
+        with alone_in(path, ".a-"):
             pass
     assert {path.name for path in folder.iterdir()} == {".ab", ".b-c", "a-b", ".git"}
-    assert len([*other.rglob("*")]) == 9
+    assert len([*linked.rglob("*")]) == 9
 
 
 def dies_while_it_draws() -> None:

@@ -32,14 +32,14 @@ def values(channels: int, dtype=np.uint8, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, np.iinfo(dtype).max + 1, (*SIZE, channels), dtype=dtype)
 
 
-def written(path: Path, pixels: np.ndarray, **options) -> Path:
+def write_channels(path: Path, pixels: np.ndarray, **options) -> Path:
     """A file of an image's channels: an array, pages, an interleaved TIFF or a PNG, by its suffixes."""
     channels = pixels.shape[2]
     if path.suffix == ".npy":
         np.save(path, pixels, **options)
     elif path.suffixes == [".pages", ".tif"]:
-        first, *others = [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0).copy()]
-        first.save(path, save_all=True, append_images=others, **options)
+        first, *further_pages = [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0).copy()]
+        first.save(path, save_all=True, append_images=further_pages, **options)
     elif path.suffix == ".tif":
         colours = 3 if "rgb" in path.name else 1
         kind = {"interpretation": 2 if colours == 3 else 1, "extra": (channels - colours) * [0]}
@@ -67,12 +67,12 @@ FORMS = [
 def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
     """A window is a part of the whole; the values of 16 bits have one range, or one for each channel."""
     stored = values(channels, dtype)
-    path = written(tmp_path / name, stored)
-    own = [(100 * place, 60_000 - 400 * place) for place in range(channels)]
-    for range16 in ((0, 65535), (1000, 5000), [*chain(*own)]):
+    path = write_channels(tmp_path / name, stored)
+    ranges = [(100 * place, 60_000 - 400 * place) for place in range(channels)]
+    for range16 in ((0, 65535), (1000, 5000), [*chain(*ranges)]):
         expected = stored
         if dtype == np.uint16:
-            pairs = own if len(range16) > 2 else channels * [range16]
+            pairs = ranges if len(range16) > 2 else channels * [range16]
             expected = np.stack([levels_of(*pair)[stored[..., place]] for place, pair in enumerate(pairs)], axis=2)
         read = partial(decode, path, turned=True, range16=range16, channels=channels)
         assert np.array_equal(read(), expected) and np.array_equal(read(WINDOW), expected[WINDOW])
@@ -128,13 +128,13 @@ def test_orientations_turn_all_channels(turn, suffix, tmp_path):
     stored, exif = values(4), Image.Exif()
     exif[0x0112] = turn
     Image.fromarray(stored).save(tmp_path / f"x{suffix}", exif=exif)
-    found = decode(tmp_path / f"x{suffix}", turned=True, channels=4)
-    assert np.array_equal(found[..., :3], decode_image(tmp_path / f"x{suffix}", turned=True))
-    assert found.shape[:2] == (SIZE if turn < 5 else SIZE[::-1])
-    assert size(read_file(tmp_path / f"x{suffix}", True, 4), True, 4) == found.shape[1::-1]
+    image = decode(tmp_path / f"x{suffix}", turned=True, channels=4)
+    assert np.array_equal(image[..., :3], decode_image(tmp_path / f"x{suffix}", turned=True))
+    assert image.shape[:2] == (SIZE if turn < 5 else SIZE[::-1])
+    assert size(read_file(tmp_path / f"x{suffix}", True, 4), True, 4) == image.shape[1::-1]
     fourth = Image.fromarray(stored[..., 3])
     fourth.save(tmp_path / f"gray{suffix}", exif=exif)
-    assert np.array_equal(found[..., 3], decode_image(tmp_path / f"gray{suffix}", turned=True)[..., 0])
+    assert np.array_equal(image[..., 3], decode_image(tmp_path / f"gray{suffix}", turned=True)[..., 0])
 
 
 def test_one_channel_takes_gray_and_equal_colours(tmp_path):
@@ -144,13 +144,13 @@ def test_one_channel_takes_gray_and_equal_colours(tmp_path):
         Image.fromarray(gray[..., 0]).save(tmp_path / f"gray{suffix}")
         for name in (f"rgb{suffix}", f"gray{suffix}"):
             if suffix != ".webp":  # whose colours are rounded
-                found = decode(tmp_path / name, turned=True, channels=1)
-                assert np.array_equal(found, decode_image(tmp_path / name, turned=True)[..., :1]), name
+                image = decode(tmp_path / name, turned=True, channels=1)
+                assert np.array_equal(image, decode_image(tmp_path / name, turned=True)[..., :1]), name
     Image.fromarray(values(3)).save(tmp_path / "colour.png")
     with pytest.raises(ValueError, match=r"colour.png: has 3 channels that differ, expected 1: gray, or RGB of equal"):
         decode(tmp_path / "colour.png", turned=True, channels=1)
     with pytest.raises(ValueError, match="has 3 channels, expected 1"):  # of which the first page alone would be read
-        decode(written(tmp_path / "x.pages.tif", values(3)), channels=1)
+        decode(write_channels(tmp_path / "x.pages.tif", values(3)), channels=1)
 
 
 def text(path: Path) -> None:
@@ -158,22 +158,27 @@ def text(path: Path) -> None:
 
 
 def cut(path: Path, by: int = 9) -> None:
-    written(path, values(4))
+    write_channels(path, values(4))
     path.write_bytes(path.read_bytes()[:-by])
 
 
 def rows(path: Path, channels: int = 5) -> None:
     """What programs make of an array (H, W, channels) that is said to be pages."""
-    written(path, np.moveaxis(values(channels), 0, 2))
+    write_channels(path, np.moveaxis(values(channels), 0, 2))
 
 
 palette = partial(trees.write_palette, indices=values(1)[..., 0], colours=[(7, 9, 8)] * 256)
 TIFF = "cannot be decoded as an image.*; expected a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved"
 REFUSED = {
-    "three for four": ("x.png", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4: set channels"),
-    "a photograph": ("x.jpg", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4"),
-    "pages": ("x.pages.tif", lambda path: written(path, values(3)), 4, "has 3 channels, expected 4"),
-    "bands": ("x.tif", lambda path: written(path, values(6)), 4, "has 6 channels, expected 4"),
+    "three for four": (
+        "x.png",
+        lambda path: write_channels(path, values(3)),
+        4,
+        "has 3 channels, expected 4: set channels",
+    ),
+    "a photograph": ("x.jpg", lambda path: write_channels(path, values(3)), 4, "has 3 channels, expected 4"),
+    "pages": ("x.pages.tif", lambda path: write_channels(path, values(3)), 4, "has 3 channels, expected 4"),
+    "bands": ("x.tif", lambda path: write_channels(path, values(6)), 4, "has 6 channels, expected 4"),
     "a palette": ("x.png", palette, 1, "has a palette, whose indices are no channel"),
     "a GIF": ("x.gif", lambda path: Image.fromarray(values(3)).save(path), 4, "has a palette"),
     "floats": ("x.npy", lambda path: np.save(path, np.zeros((4, 5, 6))), 6, "is an array .4, 5, 6. of float64; exp"),
@@ -188,7 +193,7 @@ REFUSED = {
     "a cut TIFF": ("x.tif", partial(cut, by=400), 4, f"{TIFF}.*undamaged"),
     "planes": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, planes=2)), SIZE[0], TIFF),
     "signed": ("x.tif", lambda path: path.write_bytes(tiff(values(5), interpretation=1, kind=[2])), 5, "holds int8.;"),
-    "32 bits": ("x.tif", lambda path: written(path, values(5, np.uint32)), 5, "holds uint32"),
+    "32 bits": ("x.tif", lambda path: write_channels(path, values(5, np.uint32)), 5, "holds uint32"),
 }
 
 
@@ -225,7 +230,7 @@ def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path, monkeypa
 @pytest.mark.parametrize("window", [EVERYTHING, WINDOW])
 def test_an_array_that_becomes_shorter_is_refused_by_name(window, seen, tmp_path, monkeypatch):
     """Also if it does so after its size was `seen`: a map of the file would end the process."""
-    path = written(tmp_path / "x.npy", values(6))
+    path = write_channels(tmp_path / "x.npy", values(6))
     file, length = read_file(path, True, 6), len(path.read_bytes())
     path.write_bytes(path.read_bytes()[: 128 + 4 * 6 * WIDTH])
 
@@ -256,12 +261,12 @@ def test_a_tiff_whose_pixels_are_not_in_the_file_is_refused(channels, start, tmp
 # --- datasets
 
 
-def made(root: Path, name: str, channels: int, dtype=np.uint8, images: int = 4) -> Path:
+def dataset_folder(root: Path, name: str, channels: int, dtype=np.uint8, images: int = 4) -> Path:
     """A dataset of one split and two classes."""
     for number in range(images):
         path = root / "train" / "images" / f"{number}{name}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        written(path, values(channels, dtype, number))
+        write_channels(path, values(channels, dtype, number))
         label = np.random.default_rng(number).integers(0, 2, SIZE, np.uint8)
         trees.write(root / "train" / "labels" / f"{path.stem}.png", label)
     (root / "classes.json").write_text(json.dumps({"classes": [{"name": "a"}, {"name": "b"}]}))
@@ -271,7 +276,7 @@ def made(root: Path, name: str, channels: int, dtype=np.uint8, images: int = 4) 
 @pytest.mark.parametrize("name, channels", [(".png", 1), (".tif", 2), (".png", 4), (".npy", 5), (".pages.tif", 6)])
 def test_crops_treat_all_channels_alike(name, channels, tmp_path):
     """Each channel of a crop is what it is in a crop of an image that has it three times, padding too."""
-    root, fill = made(tmp_path, name, channels), [float(20 * number + 7) for number in range(channels)]
+    root, fill = dataset_folder(tmp_path, name, channels), [float(20 * number + 7) for number in range(channels)]
     dataset, of_colours = folder(root, "train", channels=channels), TrainingTransform((24, 40), scale=(0.4, 2.0))
     transform = TrainingTransform((24, 40), scale=(0.4, 2.0), fill=tuple(fill))
     crops = TrainingCrops(dataset, transform, seed=3)
@@ -289,15 +294,15 @@ def test_crops_treat_all_channels_alike(name, channels, tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path):
-    dataset = folder(made(tmp_path / "data", ".npy", 5, dtype), "train", channels=5)
+    dataset = folder(dataset_folder(tmp_path / "data", ".npy", 5, dtype), "train", channels=5)
     assert verify(dataset) == [] == verify(dataset) and inspect(dataset, 0).problems == ()
     images = np.stack([dataset[number].image for number in range(len(dataset))]) / 255
     mean, std = measured(dataset)
     assert np.allclose(mean, images.mean(axis=(0, 1, 2)), atol=1e-4)
     assert np.allclose(std, images.std(axis=(0, 1, 2)), atol=1e-4)
-    other = folder(tmp_path / "data", "train", channels=4)
+    of_four = folder(tmp_path / "data", "train", channels=4)
     with pytest.raises(ValueError, match=r"4 problem\(s\) in 4 images:\n.*0.npy: has 5 channels, expected 4"):
-        verify(other)
+        verify(of_four)
     with pytest.raises(ValueError, match=r"4 problem\(s\) in 4 images:\n.*0.npy: has 5 channels, expected 3"):
         verify(folder(tmp_path / "data", "train"))
 
@@ -311,17 +316,17 @@ def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path):
     ],
 )
 def test_what_three_channels_leave_out_is_said_once(name, channels, expected, tmp_path):
-    root = made(tmp_path / "data", name, channels)
-    for said in (verify(folder(root, "train", keys="data.")), verify(folder(root, "train", keys="data."))):
-        assert [expected in sentence for sentence in said] == [True] * (expected is not None)
+    root = dataset_folder(tmp_path / "data", name, channels)
+    for doubts in (verify(folder(root, "train", keys="data.")), verify(folder(root, "train", keys="data."))):
+        assert [expected in sentence for sentence in doubts] == [True] * (expected is not None)
 
 
 def test_alpha_that_is_the_same_everywhere_is_not_named(tmp_path):
     pixels = values(4)
     pixels[..., 3] = 255
-    assert further_channels(read_file(written(tmp_path / "x.png", pixels), True, 3)) == 0
+    assert further_channels(read_file(write_channels(tmp_path / "x.png", pixels), True, 3)) == 0
     pixels[5, 5, 3] = 254
-    assert further_channels(read_file(written(tmp_path / "x.png", pixels), True, 3)) == 4
+    assert further_channels(read_file(write_channels(tmp_path / "x.png", pixels), True, 3)) == 4
     (tmp_path / "cmyk.tif").write_bytes(tiff(values(4), interpretation=5))
     assert further_channels(read_file(tmp_path / "cmyk.tif", True, 3)) == 4
 

@@ -96,10 +96,10 @@ def changed(kind: str, change: Callable[[Path], None], root: Path) -> Segmentati
     return getattr(datasets, kind)(folder, "train")
 
 
-@pytest.mark.parametrize("what", DOUBTS)
-def test_labels_that_look_wrong_are_doubted_for_every_dataset(what, tmp_path):
+@pytest.mark.parametrize("case", DOUBTS)
+def test_labels_that_look_wrong_are_doubted_for_every_dataset(case, tmp_path):
     """They are not refused: small or cleaned copies of a dataset may look like this."""
-    kind, change, expected = DOUBTS[what]
+    kind, change, expected = DOUBTS[case]
     dataset = changed(kind, change, tmp_path / "data")
     for _ in range(2):  # the second time it is remembered
         doubts = verify(dataset, workers=0)
@@ -127,14 +127,14 @@ UNLABELLED = {  # kind of dataset, what is wrong with its labels, and the messag
 }
 
 
-@pytest.mark.parametrize("what", UNLABELLED)
-def test_a_split_in_which_no_pixel_has_a_class_is_refused(what, tmp_path):
+@pytest.mark.parametrize("case", UNLABELLED)
+def test_a_split_in_which_no_pixel_has_a_class_is_refused(case, tmp_path):
     """It trained nothing, and ended in scores that are no numbers."""
-    kind, change, expected = UNLABELLED[what]
+    kind, change, expected = UNLABELLED[case]
     dataset = changed(kind, change, tmp_path / "data")
     for _ in range(2):  # the second time it is remembered
-        told = refusal(dataset)
-        assert re.search(f"^{kind}, split 'train.*': no pixel has a class, .* scored: {expected}", told), told
+        message = refusal(dataset)
+        assert re.search(f"^{kind}, split 'train.*': no pixel has a class, .* scored: {expected}", message), message
 
 
 @pytest.mark.parametrize("kind", trees.SEGMENTATION)
@@ -181,10 +181,10 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
     path.write_bytes(path.read_bytes()[:-20])
     dataset = getattr(datasets, kind)(root, split)
     inspection = inspect(dataset, workers=0)
-    (found,) = inspection.problems
+    (found_problem,) = inspection.problems
     complaint = f"{path}: the {'JPEG' if file == 'jpeg image' else 'PNG'} file is truncated or damaged"
-    assert found.kind == problem and found.message.startswith(complaint)
-    assert "Restore the file from the dataset's archive" in found.message
+    assert found_problem.kind == problem and found_problem.message.startswith(complaint)
+    assert "Restore the file from the dataset's archive" in found_problem.message
     lost = intact.by_class.sum() - inspection.by_class.sum()
     assert (lost > 0) == ("label" in file.split())
     message = refusal(dataset)
@@ -263,7 +263,9 @@ def test_a_file_that_blocks_its_reader_is_named(camvid_folders, monkeypatch):
     named = camvid_folders / "train" / "images" / f"{file.stem}.jpg"
     seen, wait = [], _MultiProcessingDataLoaderIter._try_get_data
     monkeypatch.setattr(
-        _MultiProcessingDataLoaderIter, "_try_get_data", lambda own, limit: wait(own, limit if len(seen) == 3 else 300)
+        _MultiProcessingDataLoaderIter,
+        "_try_get_data",
+        lambda iterator, limit: wait(iterator, limit if len(seen) == 3 else 300),
     )
     with pytest.raises(TimeoutError, match=f"^{named}: no data came for timeout_seconds=1 "), reading_errors(1):
         verify(camvid(camvid_folders, "train"), 2, lambda *counts: seen.append(counts))

@@ -108,8 +108,8 @@ def test_an_index_is_read_back_and_made_anew_if_it_is_damaged_or_the_data_change
     file.write_bytes(file.read_bytes()[:100])
     assert equal(index_classes(camvid(camvid_folders, "train"), workers=0), first)
     label = camvid_folders / "train" / "labels" / "0001TP_000000.png"
-    other = camvid_folders / "train" / "labels" / "0001TP_000001.png"
-    label.write_bytes(other.read_bytes())
+    second_label = camvid_folders / "train" / "labels" / "0001TP_000001.png"
+    label.write_bytes(second_label.read_bytes())
     os.utime(label, ns=(1, 1))
     again = index_classes(camvid(camvid_folders, "train"), workers=0)
     assert np.array_equal(again.counts[0], first.counts[1])

@@ -16,9 +16,9 @@ TWO_ORDERS = {  # names in the order by number, and both orders as a message has
 ONE_ORDER = ([*"0123456789"], ["00", "01", "11"], ["n01440764", "n02119789"], ["car", "car-1", "car1"], ["cat", "Dog"])
 
 
-@pytest.mark.parametrize("what", TWO_ORDERS)
-def test_numbers_in_names_give_a_second_order(what):
-    names, shown = TWO_ORDERS[what]
+@pytest.mark.parametrize("case", TWO_ORDERS)
+def test_numbers_in_names_give_a_second_order(case):
+    names, shown = TWO_ORDERS[case]
     assert by_number(sorted(names)) == names and two_orders(names).startswith(shown)
     with pytest.raises(ValueError, match=f"^FILE does not name its {len(names)} classes, .* Give order=text or "):
         check_order(sorted(names), "FILE", "order")

@@ -34,9 +34,9 @@ def test_both_label_archives_give_the_same_labels(tmp_path):
     challenge = trees.coco_stuff(tmp_path / "challenge", stuffthingmaps=False)
     everything = trees.coco_stuff(tmp_path / "stuffthingmaps", pixel_maps=False)
     for split, count in (("train", 3), ("val", 2)):
-        ours, theirs = (coco_stuff(root, split) for root in (challenge, everything))
-        assert len(ours) == len(theirs) == count
-        for a, b, entry in zip(ours, theirs, ours.files, strict=True):
+        from_pixel_maps, from_thing_maps = (coco_stuff(root, split) for root in (challenge, everything))
+        assert len(from_pixel_maps) == len(from_thing_maps) == count
+        for a, b, entry in zip(from_pixel_maps, from_thing_maps, from_pixel_maps.files, strict=True):
             assert a.name == b.name and np.array_equal(a.label, b.label)
             stored = tmp_path / "stuffthingmaps/stuffthingmaps" / f"{split}2017" / entry.label.name
             ids = cv2.imread(str(stored), -1).astype(int) + 1
@@ -104,5 +104,5 @@ def test_stuffthingmaps_are_found_where_people_unpack_them(tmp_path, parent):
         for split in ("train2017", "val2017", "test2017"):
             shutil.move(root / split, root / "images" / split)
     shutil.copytree(tmp_path / "aside", root / parent, dirs_exist_ok=True)
-    found = [sample.label for sample in coco_stuff(root, "val")]
-    assert len(found) == 2 and all(map(np.array_equal, found, expected))
+    labels = [sample.label for sample in coco_stuff(root, "val")]
+    assert len(labels) == 2 and all(map(np.array_equal, labels, expected))

@@ -105,16 +105,16 @@ def test_labels_lie_where_two_options_say_and_the_error_names_them(root, layout,
         if label_folder != "labels":
             shutil.rmtree(place)
     above = root / "train" if kind == "folders" else root
-    given = [f"data.label_folder={label_folder}"] * (label_folder != "labels")
-    given += [f"data.label_suffix={suffix}"] * bool(suffix)
-    with pytest.raises(ValueError, match=f"{above / label_folder} holds labels such as .*: give {' '.join(given)}"):
+    options = [f"data.label_folder={label_folder}"] * (label_folder != "labels")
+    options += [f"data.label_suffix={suffix}"] * bool(suffix)
+    with pytest.raises(ValueError, match=f"{above / label_folder} holds labels such as .*: give {' '.join(options)}"):
         folder(root, "train", keys="data.")
     dataset = folder(root, "train", label_folder=label_folder, label_suffix=suffix)
     assert [entry.name.removeprefix("train/") for entry in dataset.files] == names(before)
     assert all(entry.label.stem == f"{entry.image.stem}{suffix}" for entry in dataset.files)
     assert all(np.array_equal(sample.label, label) for sample, label in zip(dataset, labels, strict=True))
     (root / "classes.json").unlink()
-    assert len(made(root, *given)["classes"]) == 4
+    assert len(list_classes(root, *options)["classes"]) == 4
 
 
 def test_options_of_labels_that_lead_elsewhere_are_refused(root):
@@ -147,7 +147,7 @@ def test_labels_of_16_bits_and_tiffs_hold_the_same_ids(root, suffix, write):
         assert np.array_equal(after[index].label, label)
         assert np.array_equal(after.undecoded(index)[1][window], label[window])
     verify(after, workers=0)
-    assert len(made(root)["classes"]) == 4
+    assert len(list_classes(root)["classes"]) == 4
 
 
 def test_splits_may_be_lists(root):
@@ -161,10 +161,10 @@ def test_splits_may_be_lists(root):
     assert names(folder(root, "train")) == ["train/a/board.0", "train/b/board.1"]
     assert shared_images(folder(root, "train"), folder(root, "both")) == 1
     (root / "both.txt").write_text("train/b/board.1\ntrain/a/board.0\n./train/b/board.1\ntrain/b/board.1.PNG\n")
-    both = folder(root, "both")  # lines count as often as they stand
-    assert names(both) == ["train/a/board.0", *3 * ["train/b/board.1"]]
-    assert shared_images(folder(root, "train"), both) == 4
-    assert index_classes(both, root / "index", workers=0).images_with(0).tolist() == [0, 1, 2, 3]
+    repeated = folder(root, "both")  # lines count as often as they stand
+    assert names(repeated) == ["train/a/board.0", *3 * ["train/b/board.1"]]
+    assert shared_images(folder(root, "train"), repeated) == 4
+    assert index_classes(repeated, root / "index", workers=0).images_with(0).tolist() == [0, 1, 2, 3]
     (root / "both.txt").unlink()
     assert not folder(root, "test").has_labels and folder_splits(root) == ["train", "test"]
     with pytest.raises(ValueError, match=f"neither the folder {root}/val/images nor the list {root}/val.txt exists"):
@@ -200,23 +200,23 @@ def test_a_split_given_as_the_folder_names_the_folder_above(root):
 
 def test_splits_that_are_joined_hold_all_images_of_each(root):
     parts = [folder(root, split) for split in ("train", "val")]
-    both = joined(parts)
-    assert both.split == "train+val" and names(both) == names(parts[0]) + names(parts[1])
-    assert np.array_equal(both[7].label, parts[1][1].label)
-    counts = [index_classes(part, root / "index", workers=0).counts for part in (*parts, both)]
+    both_splits = joined(parts)
+    assert both_splits.split == "train+val" and names(both_splits) == names(parts[0]) + names(parts[1])
+    assert np.array_equal(both_splits[7].label, parts[1][1].label)
+    counts = [index_classes(part, root / "index", workers=0).counts for part in (*parts, both_splits)]
     assert np.array_equal(np.concatenate(counts[:2]), counts[2])
     above = root.parent  # of two datasets
-    other = trees.folder(above / "other")
-    shutil.copy(other / "classes.json", above)
+    second_root = trees.folder(above / "other")
+    shutil.copy(second_root / "classes.json", above)
     splits = "boards/test boards/train boards/val other/test other/train other/val"
     assert folder_splits(above) == splits.split()
     assert not folder(above, "boards/test").has_labels
     far = joined([folder(above, "boards/train"), folder(above, "other/val")])
-    assert names(far) == names(both) and far.split == "boards/train+other/val"
-    other = folder(other, "val")
-    other.table = ClassTable(("wood",), ((0, 0, 0),), (0,), {0: 0})
+    assert names(far) == names(both_splits) and far.split == "boards/train+other/val"
+    second_root = folder(second_root, "val")
+    second_root.table = ClassTable(("wood",), ((0, 0, 0),), (0,), {0: 0})
     with pytest.raises(ValueError, match="splits train and val of folder number the classes differently"):
-        joined([parts[0], other])
+        joined([parts[0], second_root])
 
 
 WRONG_CLASSES = {
@@ -293,10 +293,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_labels_are_named_with_the_fix(what, root):
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_labels_are_named_with_the_fix(case, root):
     """The check before a training, the full check and reading find the same."""
-    suffix, content, problem = WRONG[what]
+    suffix, content, problem = WRONG[case]
     file = root / "train/labels/a/board.0.png"
     label = cv2.imread(str(file), cv2.IMREAD_UNCHANGED)
     file = file.rename(file.with_suffix(suffix))
@@ -306,9 +306,9 @@ def test_wrong_labels_are_named_with_the_fix(what, root):
     for read in (lambda: verify(train, workers=0), lambda: train[0]):
         with pytest.raises(ValueError, match=message):
             read()
-    (found,) = inspect(train, workers=0).problems
-    assert re.match(message, found.message)
-    assert found.kind == ("unknown ids" if what == "an id without a class" else "unreadable label")
+    (found_problem,) = inspect(train, workers=0).problems
+    assert re.match(message, found_problem.message)
+    assert found_problem.kind == ("unknown ids" if case == "an id without a class" else "unreadable label")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
@@ -416,7 +416,7 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
         assert np.array_equal(image_folder(tmp_path / kind, "train").image(0), expected)
 
 
-def made(root: Path, *keys: str) -> dict:
+def list_classes(root: Path, *keys: str) -> dict:
     file = make_classes(checked("make_classes", f"data.root={root}", "workers=0", "overwrite=true", *keys))
     assert file == root / "classes.json"
     return json.loads(file.read_text())
@@ -435,7 +435,7 @@ def test_nothing_outside_of_the_folder_is_read_or_written(root):
         make_classes(checked("make_classes", f"data.root={root}", "workers=0"))
     with pytest.raises(ValueError, match="classes.json is a link that leads nowhere"):
         folder(root, "train")
-    made(root)
+    list_classes(root)
     assert not (root.parent / "elsewhere.json").exists() and not (root / "classes.json").is_symlink()
 
 
@@ -483,7 +483,7 @@ def test_splits_may_be_links(root):
     (root / "train/labels/again").symlink_to(root / "train")
     (root / "train/images/a/itself").symlink_to("itself")
     assert [*map(len, folder_labels(linked)[:3])] == [*map(len, folder_labels(root)[:3])]
-    assert len(folder_labels(linked)[0]) == 8 and made(linked)["classes"]
+    assert len(folder_labels(linked)[0]) == 8 and list_classes(linked)["classes"]
     assert names(folder(linked, "train")) == names(folder(root, "train"))
 
 
@@ -503,7 +503,7 @@ def test_masks_whose_meaning_is_clear_are_read(kind, root):
         file.write_bytes(MASKS[kind])
     colours = [{"colour": [255 * number] * 3} for number in range(2)] if kind != "one bit" else [{}, {}]
     classes = [{"name": f"class_{number}"} | colour for number, colour in enumerate(colours)]
-    assert made(root) == {"classes": classes, "ignored": [255] if kind == "one bit" else []}
+    assert list_classes(root) == {"classes": classes, "ignored": [255] if kind == "one bit" else []}
     train = folder(root, "train")
     assert verify(train, workers=0) == [] and inspect(train, workers=0).problems == ()
     assert np.array_equal(train[0].label, MASK // 255)
@@ -520,27 +520,27 @@ def test_masks_that_are_not_clear_are_refused_with_the_reason(root):
     for file in files:
         trees.write(file, coloured)
     with pytest.raises(ValueError, match="classes .* expected 2 to 253"):
-        made(root)
+        list_classes(root)
     for file in files:
         file.write_bytes(MASKS["0 and 255"])
     files[1].write_bytes(MASKS["one bit"])
     with pytest.raises(ValueError, match="some labels hold ids, others single bits; expected one kind"):
-        made(root)
+        list_classes(root)
     files[1].write_bytes(png(np.dstack([MASK, MASK, MASK, MASK])))
     with pytest.raises(ValueError, match=f"{files[1]}: has transparent pixels, which have no class"):
-        made(root)
+        list_classes(root)
 
 
 def test_files_whose_palettes_number_the_classes_differently_are_named(root):
     """Pillow's `quantize` writes the most frequent colour first, so an index may mean another class."""
-    first, second, *others = sorted(root.glob("train/labels/*/*.png"))
+    first, second, *further = sorted(root.glob("train/labels/*/*.png"))
     for file in root.glob("*/labels/*/*.png"):
         trees.write_palette(file, MASK // 255, [(0, 0, 0), (9, 200, 9), (7, 7, 7)])
     named = [{"name": "class_0", "colour": [0, 0, 0]}, {"name": "class_1", "colour": [9, 200, 9]}]
-    assert made(root) == {"classes": named, "ignored": [255]}
+    assert list_classes(root) == {"classes": named, "ignored": [255]}
     train = folder(root, "train")
     verify(train, workers=0)
-    trees.write_palette(others[0], MASK // 255, [(0, 0, 0), (9, 200, 9), (1, 2, 3)])  # the last is not used
+    trees.write_palette(further[0], MASK // 255, [(0, 0, 0), (9, 200, 9), (1, 2, 3)])  # the last is not used
     trees.write_palette(second, 1 - MASK // 255, [(9, 200, 9), (0, 0, 0)])
     message = rf"{second}: its palette gives the id 0 the colour \(9, 200, 9\), and {first} the colour \(0, 0, 0\)"
     with pytest.raises(ValueError, match=message):
@@ -550,7 +550,7 @@ def test_files_whose_palettes_number_the_classes_differently_are_named(root):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "colours",
     [
         [(0, 0, 0), (5, 5, 5), (255, 0, 0)],  # two alike, and the first colour of those that replace them
         [(0, 0, 0), (5, 5, 5), (254, 0, 0), (103, 140, 230)],
@@ -558,13 +558,13 @@ def test_files_whose_palettes_number_the_classes_differently_are_named(root):
         [None] * 254,
     ],
 )
-def test_colours_are_told_apart_and_those_that_can_be_stay(given):
-    shown = distinguished(dict(enumerate(given)))
-    own = [(colour, now) for colour, now in zip(given, shown, strict=True) if colour is not None]
-    assert len(given) == 254 or [colour for colour, now in own if colour == now] == [
-        colour for colour, _ in own if colour not in ((0, 0, 0), (5, 5, 5))
+def test_colours_are_told_apart_and_those_that_can_be_stay(colours):
+    shown = distinguished(dict(enumerate(colours)))
+    pairs = [(colour, shown_colour) for colour, shown_colour in zip(colours, shown, strict=True) if colour is not None]
+    assert len(colours) == 254 or [colour for colour, shown_colour in pairs if colour == shown_colour] == [
+        colour for colour, _ in pairs if colour not in ((0, 0, 0), (5, 5, 5))
     ]
-    assert len(shown) == len(given) and not alike(dict(enumerate(shown)))
+    assert len(shown) == len(colours) and not alike(dict(enumerate(shown)))
 
 
 @pytest.mark.parametrize("turn, square, is_counted", [(1, True, 0), (3, False, 2), (6, False, 0), (8, True, 2)])
@@ -576,10 +576,12 @@ def test_turned_images_whose_labels_may_not_be_are_counted(turn, square, is_coun
         (root / f"turned/images/{number}.jpg").parent.mkdir(parents=True, exist_ok=True)
         (root / f"turned/images/{number}.jpg").write_bytes(encoded(picture, "RGB", "JPEG", turn))
         trees.write(root / f"turned/labels/{number}.png", np.ascontiguousarray(label.T) if turn > 4 else label)
-    said = [each for each in verify(folder(root, "turned"), workers=0) if "EXIF" in each]
-    such = f"(such as {root}/turned/images/0.jpg)"
-    expected = f"{is_counted} images with labels are turned by their EXIF orientation {such}"
-    assert [each.startswith(expected) and "scripts.browse_data" in each for each in said] == [True] * bool(is_counted)
+    doubts = [doubt for doubt in verify(folder(root, "turned"), workers=0) if "EXIF" in doubt]
+    example = f"(such as {root}/turned/images/0.jpg)"
+    expected = f"{is_counted} images with labels are turned by their EXIF orientation {example}"
+    assert [doubt.startswith(expected) and "scripts.browse_data" in doubt for doubt in doubts] == [True] * bool(
+        is_counted
+    )
 
 
 GRAYS = [(0,) * 3, (85,) * 3, (170,) * 3]
@@ -604,7 +606,7 @@ ODD = {"classes": SIX["classes"], "ignored": [1, 2, 255]}
 
 
 @pytest.mark.parametrize(
-    "classes, grays, plain, found",
+    "classes, grays, plain, reading",
     [
         ({"classes": THREE}, GRAYS, False, "doubt"),
         (COLOURED, GRAYS, False, None),  # both readings are the same classes
@@ -616,19 +618,22 @@ ODD = {"classes": SIX["classes"], "ignored": [1, 2, 255]}
         ({"classes": THREE}, [(0,) * 3, (85, 0, 0), (170,) * 3], False, None),
     ],
 )
-def test_a_palette_of_grays_has_two_readings(classes, grays, plain, found, root):
+def test_a_palette_of_grays_has_two_readings(classes, grays, plain, reading, root):
     """Programs that save few grays as a palette number them anew. The index counts, as always."""
     dataset = gray_palette(root, classes, grays, plain)
     assert {*np.unique(dataset.raw_label(0))} == {0, 1, 2}
     inspection = inspect(dataset, workers=0)
-    said = {"problem": [each.message for each in inspection.problems], "doubt": inspection.doubts("image")}
-    said = {kind: [each for each in lines if "have palettes of grays" in each] for kind, lines in said.items()}
-    assert {kind for kind, lines in said.items() if lines} == ({found} if found else set())
-    for sentence in said.get(found, ()):
-        of = ", ".join(str(gray) for gray, *_ in grays)
-        assert f"their indices 0-2 count, not the grays {of}; if the grays are meant, save gray PNGs" in sentence
+    sentences = {"problem": [sentence.message for sentence in inspection.problems], "doubt": inspection.doubts("image")}
+    sentences = {
+        kind: [sentence for sentence in lines if "have palettes of grays" in sentence]
+        for kind, lines in sentences.items()
+    }
+    assert {kind for kind, lines in sentences.items() if lines} == ({reading} if reading else set())
+    for sentence in sentences.get(reading, ()):
+        levels = ", ".join(str(gray) for gray, *_ in grays)
+        assert f"their indices 0-2 count, not the grays {levels}; if the grays are meant, save gray PNGs" in sentence
         assert ("(1 others have none)" in sentence) == plain
-    if found == "problem":
+    if reading == "problem":
         with pytest.raises(ValueError, match="palettes=any: their ids then count, whatever the colours"):
             verify(dataset, workers=0)
         assert not inspect(folder(root, "gray", palettes="any"), workers=0).problems
@@ -638,37 +643,37 @@ def test_make_classes_names_both_readings_of_a_palette_of_grays(root, capsys):
     gray_palette(root, {"classes": THREE}, GRAYS, plain=False)
     for split in ("train", "val", "test"):
         shutil.rmtree(root / split)
-    made(root)
-    said = "3 labels have palettes of grays, such as .*: their indices 0-2 count, not the grays 0, 85, 170"
-    assert re.search(said, capsys.readouterr().out.replace("\n", " "))
+    list_classes(root)
+    sentence = "3 labels have palettes of grays, such as .*: their indices 0-2 count, not the grays 0, 85, 170"
+    assert re.search(sentence, capsys.readouterr().out.replace("\n", " "))
 
 
-@pytest.mark.parametrize("end, what", [("JSON", "polygons"), ("txt", "polygons or boxes (YOLO"), ("npy", "arrays")])
+@pytest.mark.parametrize("end, contents", [("JSON", "polygons"), ("txt", "polygons or boxes (YOLO"), ("npy", "arrays")])
 @pytest.mark.parametrize("place", ["labels", "images", "annotations"])
-def test_what_lies_in_the_place_of_labels_is_named_with_the_cure(place, end, what, root):
+def test_what_lies_in_the_place_of_labels_is_named_with_the_cure(place, end, contents, root):
     """Labelling tools write polygons beside the images, or into a folder; programs save arrays."""
     for label in [*root.rglob("labels/**/*.png")]:
-        other = Path(str(label).replace("/labels/", f"/{place}/")).with_suffix(f".{end}")
-        other.parent.mkdir(parents=True, exist_ok=True)
-        other.write_text("[]")
+        substitute = Path(str(label).replace("/labels/", f"/{place}/")).with_suffix(f".{end}")
+        substitute.parent.mkdir(parents=True, exist_ok=True)
+        substitute.write_text("[]")
         label.unlink()
     cure = "PIL.Image.fromarray" if end == "npy" else "export masks from the labelling tool, or draw the outlines"
-    for read in (partial(folder, root, "train"), partial(made, root)):
+    for read in (partial(folder, root, "train"), partial(list_classes, root)):
         with pytest.raises(ValueError) as error:
             read()
-        found = f"Fix: {root}/train/{place} holds 6 files of {what}"
-        assert found in str(error.value) and cure in str(error.value)
+        advice = f"Fix: {root}/train/{place} holds 6 files of {contents}"
+        assert advice in str(error.value) and cure in str(error.value)
 
 
 def test_one_file_for_all_images_is_named_and_a_stray_one_is_not(root):
     (root / "train/annotations").mkdir()
     (root / "train/annotations/instances.json").write_text("{}")
     (root / "train/labels/notes.txt").write_text("mine")
-    first, *others = sorted((root / "train/labels").rglob("*.png"))
+    first, *further = sorted((root / "train/labels").rglob("*.png"))
     first.unlink()
     with pytest.raises(ValueError, match="Fix: add the labels, under the names of their images"):
         folder(root, "train")
-    for label in others:
+    for label in further:
         label.unlink()
     with pytest.raises(ValueError, match="annotations holds 1 files of polygons .*, such as instances.json: labels"):
         folder(root, "train")
@@ -681,7 +686,7 @@ def test_names_that_differ_only_in_capitals_are_named(root, capsys):
     upper = str(Path(name).with_name(first.stem.upper()))
     with pytest.raises(ValueError, match=f"; 1 differ only in capitals, such as {name} and {upper}: rename one of"):
         folder(root, "train")
-    made(root)
+    list_classes(root)
     assert "1 differ only in capitals, such as" in capsys.readouterr().out
 
 
@@ -700,38 +705,41 @@ def test_lists_in_other_capitals_are_named(root):
 )
 def test_splits_may_be_folders_in_the_images_folder(images, labels, suffix, root, tmp_path):
     """mmsegmentation, YOLO and ADE20K have such folders. Training and make_classes then use these splits."""
-    other = tmp_path / "other"
+    nested = tmp_path / "other"
     for split in ("train", "val"):
         for kind, new, end in (("images", images, ""), ("labels", labels, suffix)):
             for file in sorted((root / split / kind).rglob("*.*")):
-                place = other / new / split / file.relative_to(root / split / kind)
+                place = nested / new / split / file.relative_to(root / split / kind)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, place.with_stem(place.stem + end))
-    (other / "images.txt").write_text("seen from above\n")  # no list
-    shutil.copy(root / "classes.json", other)
-    given = {"image_folder": images, "label_folder": labels, "label_suffix": suffix}
+    (nested / "images.txt").write_text("seen from above\n")  # no list
+    shutil.copy(root / "classes.json", nested)
+    names_given = {"image_folder": images, "label_folder": labels, "label_suffix": suffix}
     for split in ("train", "val"):
-        usual, found = folder(root, split), folder(other, split, **given)
-        assert names(found) == names(usual) and not found.remarks
-        assert np.array_equal(found.read_label(0), usual.read_label(0))
+        usual, dataset = folder(root, split), folder(nested, split, **names_given)
+        assert names(dataset) == names(usual) and not dataset.remarks
+        assert np.array_equal(dataset.read_label(0), usual.read_label(0))
     options = LabelNames(labels, suffix, "data.", images)
-    assert folder_splits(other, options=options) == ["train", "val"]
-    held = folder_labels(other, options)
-    assert len(held.images) == len(folder(root, "train")) + len(folder(root, "val")) and not held.alone + held.without
+    assert folder_splits(nested, options=options) == ["train", "val"]
+    label_files = folder_labels(nested, options)
+    assert (
+        len(label_files.images) == len(folder(root, "train")) + len(folder(root, "val"))
+        and not label_files.alone + label_files.without
+    )
     with pytest.raises(ValueError, match="holds the splits train, val as folders: train on these, without lists"):
-        sources_of(other, held, ["train", "val"], 2, None, "group")
+        sources_of(nested, label_files, ["train", "val"], 2, None, "group")
     with pytest.raises(ValueError, match="give one of the splits that are there: train, val.$"):
-        folder(other, "validation", **given)
+        folder(nested, "validation", **names_given)
     if images == "img_dir":
         for command in (
-            lambda: folder(other, "train", keys="data."),
-            lambda: folder_labels(other, LabelNames(keys="data.")),
+            lambda: folder(nested, "train", keys="data."),
+            lambda: folder_labels(nested, LabelNames(keys="data.")),
         ):
             with pytest.raises(ValueError, match="give data.image_folder=img_dir data.label_folder=ann_dir"):
                 command()
     if images == "images":
         with pytest.raises(ValueError, match="holds labels such as train/.*: give data.label_folder=masks"):
-            folder(other, "train", keys="data.")
+            folder(nested, "train", keys="data.")
 
 
 def test_voc_s_lists_are_named_instead_of_a_division(root):

@@ -38,7 +38,7 @@ def test_centre_and_ten_crops_equal_torchvision_s_on_pillow_images(size, resize,
 @pytest.mark.parametrize("resize, first", [(None, "RandomResizedCrop"), (256, "Resize RandomCrop")])
 def test_training_crops_are_torchvision_s_and_depend_on_their_seed_alone(resize, first):
     transform, pixels = random_crops(resize=resize), as_jpeg(4, (300, 400))[0]
-    names = [getattr(each, "__name__", type(each).__name__) for each in transform.transforms]
+    names = [getattr(step, "__name__", type(step).__name__) for step in transform.transforms]
     assert names == [*first.split(), "RandomHorizontalFlip", "ColorJitter", "lighting"]
     assert transform.transforms[-2].brightness == (0.6, 1.4) and transform.transforms[-2].hue is None
     before = torch.get_rng_state()

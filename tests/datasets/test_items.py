@@ -74,8 +74,8 @@ def test_minibatches_do_not_depend_on_workers_or_where_a_run_starts(dataset):
     alone = minibatches(crops_of(dataset), workers=0)
     assert len(alone) == 2 * len(dataset) // 3  # two epochs
     for workers, start_step in ((2, 0), (2, 3), (0, len(alone) - 1)):
-        others = minibatches(crops_of(dataset), workers, start_step)
-        assert all(same(a, b) for a, b in zip(alone[start_step:], others, strict=True))
+        resumed = minibatches(crops_of(dataset), workers, start_step)
+        assert all(same(a, b) for a, b in zip(alone[start_step:], resumed, strict=True))
     assert not same(alone[0], minibatches(crops_of(dataset, seed=1), 0)[0])
 
 
@@ -145,15 +145,15 @@ def test_a_mean_image_is_subtracted_before_padding(memory):
     as_stored = ImagesInMemory(memory, transform, seed=0)
     corners = set()
     for crop, number in zip(batch["image"], numbers, strict=True):
-        found = [
+        placements = [
             (top, left, mirrored)
             for top, left, mirrored in itertools.product(range(5), range(5), (False, True))
             if torch.equal(window(difference[number], top, left, mirrored).float(), crop)
         ]
-        assert len(found) == 1
+        assert len(placements) == 1
         stored = as_stored[(4, number)]["image"]
-        assert torch.equal(window(torch.from_numpy(memory.pixels[number]), *found[0]), stored)
-        corners.update(found)
+        assert torch.equal(window(torch.from_numpy(memory.pixels[number]), *placements[0]), stored)
+        corners.update(placements)
     assert len(corners) > 5
 
 
@@ -260,8 +260,8 @@ def test_an_augmentation_that_asks_knows_where_in_the_run_its_crop_is(dataset, w
     loader = Loader(augmented(dataset, mine=shown), workers, batch_sampler=draws, collate_fn=collated)
     epochs = [round(100 * step / sampler.steps_per_epoch) % 256 for step in (2, 3, 4)]
     for number, minibatch in enumerate(loader):
-        found = minibatch["image"][:, :, 0, 0].tolist()
-        assert found == [[number + 2, 3 * number + 3 + crop, epochs[number]] for crop in range(3)]
+        marks = minibatch["image"][:, :, 0, 0].tolist()
+        assert marks == [[number + 2, 3 * number + 3 + crop, epochs[number]] for crop in range(3)]
 
 
 class CutMix:
@@ -269,12 +269,12 @@ class CutMix:
 
     mixes = 2
 
-    def __call__(self, image, label, rng, others):
-        (other, other_label), (second, _) = others
-        assert other.shape == image.shape and other_label.shape == label.shape and (other != second).any()
+    def __call__(self, image, label, rng, further):
+        (first, first_label), (second, _) = further
+        assert first.shape == image.shape and first_label.shape == label.shape and (first != second).any()
         top, left = rng.integers(0, 8, 2)
-        image[top : top + 8, left : left + 8] = other[top : top + 8, left : left + 8]
-        label[top : top + 8, left : left + 8] = other_label[top : top + 8, left : left + 8]
+        image[top : top + 8, left : left + 8] = first[top : top + 8, left : left + 8]
+        label[top : top + 8, left : left + 8] = first_label[top : top + 8, left : left + 8]
         return image, label
 
 
@@ -286,11 +286,11 @@ def test_further_crops_to_mix_depend_on_seed_epoch_and_image(camvid_folders):
     assert all(map(same, first, again[::-1]))
     usual = plain.__getitems__(minibatch)
     assert not any(map(same, first, usual))
-    for ours, theirs in zip(first, usual, strict=True):
-        changed = (ours["image"] != theirs["image"]).any(dim=0)
-        assert changed.sum() <= 64 and torch.equal(ours["image"][:, ~changed], theirs["image"][:, ~changed])
-    one, both = augmented(dataset, darker=darker), augmented(dataset, mix=CutMix(), darker=darker)
-    assert not same(one[0, 1], both[0, 1]) and not same(both[0, 1], both[1, 1])
+    for mixed_item, usual_item in zip(first, usual, strict=True):
+        changed = (mixed_item["image"] != usual_item["image"]).any(dim=0)
+        assert changed.sum() <= 64 and torch.equal(mixed_item["image"][:, ~changed], usual_item["image"][:, ~changed])
+    darkened, mixed_darker = augmented(dataset, darker=darker), augmented(dataset, mix=CutMix(), darker=darker)
+    assert not same(darkened[0, 1], mixed_darker[0, 1]) and not same(mixed_darker[0, 1], mixed_darker[1, 1])
 
 
 def test_an_augmentation_that_ends_its_process_is_named_at_once(dataset):

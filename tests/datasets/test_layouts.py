@@ -58,12 +58,12 @@ def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kin
     if kind == "coco_stuff":
         shutil.rmtree(root / "stuffthingmaps")
     for folder in (labels, images):
-        what = f"no labels for split 'train', looked for {folder}/*.png and "
+        problem = f"no labels for split 'train', looked for {folder}/*.png and "
         if kind != "coco_stuff" or folder == images:
-            what = f"the folder {folder} is missing."
+            problem = f"the folder {folder} is missing."
         folder.rename(aside)
         message = refusal(kind, root)
-        assert message.startswith(f"{kind}: {what}")
+        assert message.startswith(f"{kind}: {problem}")
         entries = sorted(path.name + "/" * path.is_dir() for path in root.iterdir())
         assert f"\nFound in {root}: {', '.join(entries)}\n" in message
         assert f"\nExpected layout of {kind}:\n    DIR/" in message
@@ -76,8 +76,8 @@ def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kin
 
 
 def test_images_without_a_label_are_named_and_labels_without_an_image_are_left_out(kind, root):
-    first, second, *others = opened(kind, root).files
-    count, looked_for = 2 + len(others), first.label.parents[1]
+    first, second, *further = opened(kind, root).files
+    count, looked_for = 2 + len(further), first.label.parents[1]
     for missing, entry in enumerate((first, second), start=1):
         entry.label.unlink()
         message = refusal(kind, root)
@@ -87,7 +87,7 @@ def test_images_without_a_label_are_named_and_labels_without_an_image_are_left_o
         entry.image.unlink()
     if kind != "coco_stuff":  # which has a list of images
         trees.write(first.label, trees.pair(0, [0])[1])
-        assert [*opened(kind, root).files] == others
+        assert [*opened(kind, root).files] == further
 
 
 def test_names_and_sizes_of_files_show_what_changed_and_not_where_they_lie(camvid_folders, tmp_path):

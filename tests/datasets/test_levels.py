@@ -15,7 +15,7 @@ from tests import trees
 RNG = np.random.default_rng(3)
 
 
-def made(root: Path, image: np.ndarray) -> Path:
+def dataset_folder(root: Path, image: np.ndarray) -> Path:
     """A dataset of three equal images."""
     for name in "abc":
         trees.write(root / "train" / "labels" / f"{name}.png", (image[..., 0] % 2).astype(np.uint8))
@@ -46,10 +46,12 @@ SHALLOW = {
 @pytest.mark.parametrize("kind", SHALLOW)
 def test_images_of_8_bits_that_show_little_or_nothing_are_named(kind, tmp_path):
     ranges, expected = SHALLOW[kind]
-    dataset = folder(made(tmp_path / "data", noise(*ranges)), "train", channels=len(ranges))
+    dataset = folder(dataset_folder(tmp_path / "data", noise(*ranges)), "train", channels=len(ranges))
     for _ in range(2):  # the second time it is remembered
-        said = [sentence for sentence in verify(dataset, workers=0) if "8-bit" in sentence]
-        assert len(said) == (expected is not None) and all(re.search(f"^8-bit .*{expected}", each) for each in said)
+        doubts = [sentence for sentence in verify(dataset, workers=0) if "8-bit" in sentence]
+        assert len(doubts) == (expected is not None) and all(
+            re.search(f"^8-bit .*{expected}", doubt) for doubt in doubts
+        )
 
 
 @pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 16_383, 64)])
@@ -81,12 +83,12 @@ DEEP = {  # ranges of the channels, and the range that is advised
 def test_channels_of_16_bits_get_a_range_each_if_one_does_not_fit_all(kind, tmp_path):
     """Then every channel that varies has its levels, nothing is cut off, and nothing more is said."""
     ranges, expected = DEEP[kind]
-    root = made(tmp_path / "data", noise(*ranges, dtype=np.uint16))
+    root = dataset_folder(tmp_path / "data", noise(*ranges, dtype=np.uint16))
     dataset = folder(root, "train", channels=len(ranges))
-    said = [sentence for sentence in verify(dataset, workers=0, keys="data.") if "levels" in sentence]
-    assert len(said) == (expected is not None)
-    if said:
-        dataset.range16 = json.loads(re.search(r"give data\.range16=(\[.*\])$", said[0])[1])
+    doubts = [sentence for sentence in verify(dataset, workers=0, keys="data.") if "levels" in sentence]
+    assert len(doubts) == (expected is not None)
+    if doubts:
+        dataset.range16 = json.loads(re.search(r"give data\.range16=(\[.*\])$", doubts[0])[1])
         assert np.allclose(dataset.range16, expected, atol=40)
         assert verify(dataset, workers=0, keys="data.") == (  # a range is part of what is remembered
             [s for s in verify(dataset, workers=0) if "show nothing in channel 4" in s] * ("constant" in kind)
@@ -107,13 +109,13 @@ def test_values_that_a_range_cuts_off_are_named(far, share, tmp_path):
     file = read(tmp_path / "x.npy", True, 3)
     for range16 in ((1000, 3000), (1000, 3000) * 3):
         uses = [used(file, True, 3, range16), used(file, True, 3, (0, 65_535))]
-        said = [doubts_of_levels(uses[:1], range16, "images of val", keys) for keys in ("data.", None)]
+        doubts = [doubts_of_levels(uses[:1], range16, "images of val", keys) for keys in ("data.", None)]
         if share is None:
-            assert said == [[], []]
+            assert doubts == [[], []]
             continue
         outside = f"have up to {share} of an image's pixels outside of 1000 to 3000, made black or white: "
-        for (sentence,) in said:
+        for (sentence,) in doubts:
             assert sentence.startswith("16-bit images of val ") and outside in sentence
-        advice = json.loads(re.search(r"give data\.range16=(\[.*\])$", said[0][0])[1])
-        assert not any(each > 0.02 for each in used(file, True, 3, advice).clipped)
-        assert re.search(r": the training had .* alike, or train another network with range16=\[\d+,", said[1][0])
+        advice = json.loads(re.search(r"give data\.range16=(\[.*\])$", doubts[0][0])[1])
+        assert not any(share_outside > 0.02 for share_outside in used(file, True, 3, advice).clipped)
+        assert re.search(r": the training had .* alike, or train another network with range16=\[\d+,", doubts[1][0])

@@ -109,7 +109,7 @@ def test_what_lies_below_a_window_is_not_decoded(suffix, tmp_path, capfd):
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + bytes(len(data) // 2 - 20) + data[-20:])
     if suffix == ".png":  # with the right checksums
-        pixels = b"".join(each[8:-4] for each in png_chunks(data) if each[4:8] == b"IDAT")
+        pixels = b"".join(piece[8:-4] for piece in png_chunks(data) if piece[4:8] == b"IDAT")
         pixels = pixels[: len(pixels) // 2] + bytes(len(pixels) // 2)
         path.write_bytes(data[:33] + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
     top = slice(0, 150), slice(0, 300)
@@ -204,14 +204,14 @@ def test_labels_of_other_bits_and_channels_are_refused(tmp_path):
     path = tmp_path / "x.png"
     header = chunk(b"IHDR", b"\0\0\0\x28" + b"\0\0\0\x18" + bytes([4, 0, 0, 0, 0]))  # 40x24, 4 bits, grayscale
     rows = chunk(b"IDAT", zlib.compress((b"\0" + bytes(20)) * 24))
-    for data, found in (
+    for data, kind in (
         (encoded(np.zeros((24, 40, 3), np.uint8), "PNG"), "8 bits and colour type 2"),
         (encoded(np.zeros((24, 40), np.uint16), "PNG"), "16 bits and colour type 0"),
         (b"\x89PNG\r\n\x1a\n" + header + rows + chunk(b"IEND", b""), "4 bits and colour type 0"),
     ):
         path.write_bytes(data)
         for window in ((), ((slice(0, 4), slice(0, 4)),)):
-            with pytest.raises(ValueError, match=f"{path}: is a PNG of {found}; expected one 8-bit class id"):
+            with pytest.raises(ValueError, match=f"{path}: is a PNG of {kind}; expected one 8-bit class id"):
                 decode_label(path, *window)
 
 
@@ -271,8 +271,8 @@ def test_only_bytes_up_to_the_end_mark_count(kind, tmp_path, capfd):
             with pytest.raises(ValueError, match=f"{path}: (.* truncated|cannot be decoded)"):
                 read(path)
     capfd.readouterr()
-    for behind, more in itertools.product(BEHIND, (0, 1, 5000, None)):
-        path.write_bytes(data + behind[:more])
+    for behind, count in itertools.product(BEHIND, (0, 1, 5000, None)):
+        path.write_bytes(data + behind[:count])
         assert read_size(path) == (WIDTH, HEIGHT)
         assert np.array_equal(decode_image(path), whole)
         assert np.array_equal(decode_image(path, WINDOWS[40]), whole[WINDOWS[40]])
@@ -302,26 +302,26 @@ def test_chunks_that_are_too_large_for_pillow_are_left_out(kind, at_end, tmp_pat
 
 
 def tiff(
-    values: np.ndarray, order: str = "<", bits: int = 0, interpretation: int = 0, planes: int = 1, **more
+    values: np.ndarray, order: str = "<", bits: int = 0, interpretation: int = 0, planes: int = 1, **options
 ) -> bytes:
     """A TIFF file of `values`, (H, W, channels) or with planes=2 (channels, H, W).
 
-    `more`: kind, extra, rows_per_strip, tile (its side), compression, predictor, parts (encoded strips or tiles), start
-    (where the pixels are said to be).
+    `options`: kind, extra, rows_per_strip, tile (its side), compression, predictor, parts (encoded strips or tiles),
+    start (where the pixels are said to be).
     """
     height, width, channels = values.shape if planes == 1 else np.moveaxis(values, 0, 2).shape
     stored = values.astype(values.dtype.newbyteorder(order))
-    parts = more.get("parts") or [part.tobytes() for part in (stored if planes == 2 else [stored])]
+    parts = options.get("parts") or [part.tobytes() for part in (stored if planes == 2 else [stored])]
     if bits == 12:
         parts = [bytes.fromhex("".join(f"{level:03x}" for level in values.flat))]
-    *places, _ = itertools.accumulate(map(len, parts), initial=more.get("start", 8))
-    data, lengths, tile = b"".join(parts), [*map(len, parts)], more.get("tile", 0)
+    *places, _ = itertools.accumulate(map(len, parts), initial=options.get("start", 8))
+    data, lengths, tile = b"".join(parts), [*map(len, parts)], options.get("tile", 0)
     tags = {
         **{256: [width], 257: [height], 258: channels * [bits or 8 * values.itemsize]},
-        **{259: [more.get("compression", 1)], 262: [interpretation], 277: [channels], 284: [planes]},
-        **{317: [more.get("predictor", 1)], 338: more.get("extra", []), 339: more.get("kind", [1])},
+        **{259: [options.get("compression", 1)], 262: [interpretation], 277: [channels], 284: [planes]},
+        **{317: [options.get("predictor", 1)], 338: options.get("extra", []), 339: options.get("kind", [1])},
     }
-    strips = {273: places, 278: [more.get("rows_per_strip", height)], 279: lengths}
+    strips = {273: places, 278: [options.get("rows_per_strip", height)], 279: lengths}
     tags |= {322: [tile], 323: [tile], 324: places, 325: lengths} if tile else strips
     tags, entries, beyond = {tag: numbers for tag, numbers in sorted(tags.items()) if numbers}, b"", b""
     for tag, numbers in tags.items():
@@ -494,8 +494,8 @@ def test_an_orientation_counts_wherever_pillow_finds_it(kind, late, tmp_path):
 @pytest.mark.parametrize("hidden", [False, True])
 def test_all_see_the_first_image_of_an_animated_png(hidden, tmp_path):
     """OpenCV skips one that is not part of the animation; crops are read by Pillow."""
-    first, *others = (Image.fromarray(np.roll(photograph(), step, axis=0)) for step in (0, 5, 9))
-    first.save(tmp_path / "a.png", save_all=True, append_images=others, default_image=hidden)
+    first, *further = (Image.fromarray(np.roll(photograph(), step, axis=0)) for step in (0, 5, 9))
+    first.save(tmp_path / "a.png", save_all=True, append_images=further, default_image=hidden)
     window = slice(2, 9), slice(3, 8)
     for turned in (False, True):
         assert np.array_equal(decode_image(tmp_path / "a.png", turned=turned), np.asarray(first))
@@ -503,12 +503,12 @@ def test_all_see_the_first_image_of_an_animated_png(hidden, tmp_path):
 
 
 def test_pages_of_the_first_one_s_size_count(tmp_path):
-    one, other = Image.fromarray(photograph()), Image.fromarray(photograph()[::2, ::2].copy())
-    resized = other.resize(one.size)
-    for suffix, further, count in ((".tif", [one, one], 3), (".tif", [other], 1), (".gif", [resized], 2)):
-        one.save(tmp_path / f"a{suffix}", save_all=True, append_images=further)
+    page, thumbnail = Image.fromarray(photograph()), Image.fromarray(photograph()[::2, ::2].copy())
+    resized = thumbnail.resize(page.size)
+    for suffix, further, count in ((".tif", [page, page], 3), (".tif", [thumbnail], 1), (".gif", [resized], 2)):
+        page.save(tmp_path / f"a{suffix}", save_all=True, append_images=further)
         assert stored(tmp_path / f"a{suffix}", photograph=True).page_count == count
-    one.save(tmp_path / "a.png")
+    page.save(tmp_path / "a.png")
     assert stored(tmp_path / "a.png").page_count == 1
     ids = Image.fromarray(photograph()[..., 0] % 3)
     ids.save(tmp_path / "label.tif", save_all=True, append_images=[ids.resize((2, 2))])  # a label beside its thumbnail

@@ -48,10 +48,10 @@ def test_an_epoch_depends_on_seed_and_epoch_only(kind):
     source = 40 if kind is ShuffledMinibatches else index_of(np.ones((40, 5), int))
     sampler = kind(source, crops_per_minibatch=4, seed=5, steps=20)
     longer = kind(source, crops_per_minibatch=8, seed=5, steps=900, rank=1, world_size=2)
-    other = kind(source, crops_per_minibatch=4, seed=6, steps=20)
+    other_seed = kind(source, crops_per_minibatch=4, seed=6, steps=20)
     assert sampler.keys(1) == longer.keys(1)
     assert [key[1:] for key in sampler.keys(0)] != [key[1:] for key in sampler.keys(1)]
-    assert sampler.keys(0) != other.keys(0)
+    assert sampler.keys(0) != other_seed.keys(0)
 
 
 def test_classes_without_pixels_are_named():

@@ -28,8 +28,8 @@ def test_written_in_the_official_layout_and_read_as_such(tmp_path):
     assert sample.image.shape == (128, 256, 3) and sample.label.shape == (128, 256) and len(dataset.classes) == 19
     pictures = [value for key, value in trees.contents(tmp_path / "streets").items() if "leftImg8bit" in key]
     assert len(set(pictures)) == len(pictures) == 3  # the splits do not share any
-    other = synthetic(tmp_path / "other seed", "train", images=(1, 1), seed=1)[0]
-    assert not np.array_equal(sample.image, other.image)
+    other_sample = synthetic(tmp_path / "other seed", "train", images=(1, 1), seed=1)[0]
+    assert not np.array_equal(sample.image, other_sample.image)
 
 
 def test_written_once_into_the_cache(cache):
@@ -75,11 +75,13 @@ def test_what_it_does_not_write_is_refused_by_name(tmp_path):
     (tmp_path / "boards" / "train" / "images").mkdir(parents=True)
     (mine / "thesis.txt").write_text("")
     synthetic(tmp_path / "streets", "train", images=(1, 1))
-    other = f"{tmp_path}/streets holds .* written with .*'train': 1.*expected .*'train': 2.*Choose another folder"
+    other_settings = (
+        f"{tmp_path}/streets holds .* written with .*'train': 1.*expected .*'train': 2.*Choose another folder"
+    )
     for root, split, message in (
         (mine, "train", f"^{mine} exists.*Choose another folder, or give none"),
         (tmp_path / "boards", "train", "If it holds images of your own, choose the dataset folder."),
-        (tmp_path / "streets", "train", f"^{other}"),
+        (tmp_path / "streets", "train", f"^{other_settings}"),
         (None, "test", "split 'test'.*train, val"),
         (mine / "thesis.txt" / "below", "train", f"cannot be written to {mine}/thesis.txt/below .*Give another folder"),
     ):

@@ -226,8 +226,8 @@ def test_a_pixel_changes_neither_flip_nor_scale():
     image, label = picture(48, 64)
     transform = TrainingTransform((100, 140))  # the whole image at every scale
     for seed in range(10):
-        free, told = (transform(image, label, np.random.default_rng(seed), pixel)[1] for pixel in (None, (5, 60)))
-        assert np.array_equal(free, told)
+        free, with_pixel = (transform(image, label, np.random.default_rng(seed), pixel)[1] for pixel in (None, (5, 60)))
+        assert np.array_equal(free, with_pixel)
 
 
 JITTER = v2.ColorJitter(brightness=0.4, contrast=0.7, saturation=1.5, hue=0.2)

@@ -15,10 +15,10 @@ def test_both_folder_styles_hold_the_same_labels(tmp_path):
     """The versioned style also holds labels of v2.0, which are not read."""
     plain, versioned = trees.vistas(tmp_path / "a"), trees.vistas(tmp_path / "b", versioned=True)
     for split, count in (("train", 3), ("val", 2)):
-        ours, theirs = labels(plain, split), labels(versioned, split)
-        assert len(ours) == len(theirs) == count
-        assert all(map(np.array_equal, ours, theirs))
-        assert [label.shape for label in ours] == list(trees.VISTAS_SIZES[:count])
+        plain_labels, versioned_labels = labels(plain, split), labels(versioned, split)
+        assert len(plain_labels) == len(versioned_labels) == count
+        assert all(map(np.array_equal, plain_labels, versioned_labels))
+        assert [label.shape for label in plain_labels] == list(trees.VISTAS_SIZES[:count])
 
 
 def test_labels_and_predictions_are_palette_indices_and_classes_come_from_the_config_file(vistas_root):

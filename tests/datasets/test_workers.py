@@ -34,8 +34,8 @@ def answers_each_question(questions) -> None:
         questions.send(questions.recv())
 
 
-@pytest.mark.parametrize("who", ["PyTorch", "Python at its exit"])
-def test_only_terminate_ends_a_worker_unseen_by_the_handler_of_dead_workers(who):
+@pytest.mark.parametrize("caller", ["PyTorch", "Python at its exit"])
+def test_only_terminate_ends_a_worker_unseen_by_the_handler_of_dead_workers(caller):
     pipe, other_end = Workers().Pipe()
     worker = Workers().Process(target=answers_each_question, args=(other_end,), daemon=True)
     worker.start()
@@ -48,7 +48,7 @@ def test_only_terminate_ends_a_worker_unseen_by_the_handler_of_dead_workers(who)
                 os.kill(worker.pid, question)
             pipe.send(question)
             assert pipe.recv() == question
-        (worker if who == "PyTorch" else worker._popen).terminate()
+        (worker if caller == "PyTorch" else worker._popen).terminate()
         assert worker.exitcode == -signal.SIGKILL and seen == []
         signal.raise_signal(signal.SIGCHLD)
         assert seen == ["a worker died"]  # the handler is back
@@ -64,12 +64,12 @@ FULL = "Caught RuntimeError in DataLoader worker process 0.\n…\nRuntimeError: 
 
 def test_failures_name_the_settings_and_end_with_the_advice():
     words = {"keys": "data.", "advice": " Start again"}
-    for reason, kind, said in (
+    for reason, kind, message in (
         (KILLED, ChildProcessError, f"a process that reads images died: {re.escape(KILLED.strip())} .* data.workers. "),
         (BUS_ERROR, MemoryError, r"/dev/shm is full \(\d+ MiB, \d+ MiB free\): .* data.workers=0 needs none. "),
         (FULL, MemoryError, r"/dev/shm is full \(\d+ MiB, \d+ MiB free\): .* data.workers=0 needs none. "),
     ):
-        with pytest.raises(kind, match=f"^{said}Start again$"), reading_errors(600, **words):
+        with pytest.raises(kind, match=f"^{message}Start again$"), reading_errors(600, **words):
             raise RuntimeError(reason)
 
 
@@ -142,7 +142,7 @@ def square(index: int) -> tuple[int, int]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_gives_items_in_order_and_unchanged(workers, monkeypatch):
     items = list(in_order(square, [3, 1, 2, 5, 4], workers))
-    assert [found for found, _ in items] == [9, 1, 4, 25, 16]
+    assert [answer for answer, _ in items] == [9, 1, 4, 25, 16]
     assert len({process for _, process in items} - {os.getpid()}) == workers
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})  # a scheduler may grant one core of many
     assert in_order(square, range(6)).num_workers == 1
@@ -200,8 +200,8 @@ def test_what_keeps_workers_from_starting_is_named(number, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    said = os.strerror(number)
-    cause = rf"^no process .* \({said}\): .* /dev/shm, .*ulimit -u.* data.workers=0 needs neither. Again$"
+    reason = os.strerror(number)
+    cause = rf"^no process .* \({reason}\): .* /dev/shm, .*ulimit -u.* data.workers=0 needs neither. Again$"
     monkeypatch.setattr(Workers, "Lock", fail)
     with pytest.raises(ChildProcessError, match=cause), reading_errors(600, keys="data.", advice=" Again"):
         list(Loader(Images(int), 1, batch_size=1))
