@@ -121,8 +121,8 @@ class Finder:
         """The value of an argument, if a recipe may read it; with a plan, it may be kept for that."""
         registry = self.registry
         if self.room is None:
-            is_alone = tensor.is_leaf and (tensor.requires_grad or tensor._base is None)
-            return None if is_alone else value_by_advice(registry, tensor)
+            follows = not tensor.is_leaf or not (tensor.requires_grad or tensor._base is None)
+            return value_by_advice(registry, tensor) if follows else None
         value = self._value_before(tensor) if tensor is self.result else value_of(registry, tensor)
         if value is not None and tensor is self.result:
             registry.note_read_when_overwritten(value, tensor)

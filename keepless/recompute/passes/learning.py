@@ -69,9 +69,9 @@ class Note:
     def decide(self) -> None:
         """Set the site's advice, once the pass has ended."""
         value, base = self.value(), self.base_value()
-        makes = [is_inside for recipe, is_inside in self.recipes if _is_read(recipe(), value)]
-        advice = bits.DROP if makes else 0
-        if makes and (self.needs_rules or any(makes)):
+        are_inside = [is_inside for recipe, is_inside in self.recipes if _is_read(recipe(), value)]
+        advice = bits.DROP if are_inside else 0
+        if are_inside and (self.needs_rules or any(are_inside)):
             advice |= bits.RULES
         if base is not None and base is not value and isinstance(base.source, Recipe) and base.consumers:
             advice |= bits.RULES
@@ -79,11 +79,11 @@ class Note:
             advice |= _bits_of(pack, value)
         if self.is_special and value is not None and type(value.source) is Kept and value.may_be_read():
             advice |= bits.KEEP
-        if makes and self.planned is not None:
+        if are_inside and self.planned is not None:
             is_masked = self.site.row.mask is not None  # then what it saves inside, the mask, has a recipe of its own
-            if not self.planned & Flag.AGAIN or (is_masked and all(makes)):
+            if not self.planned & Flag.AGAIN or (is_masked and all(are_inside)):
                 advice &= ~bits.DROP
-            if self.planned & Flag.MASK and is_masked and any(makes):
+            if self.planned & Flag.MASK and is_masked and any(are_inside):
                 advice |= bits.MASK
         self.site.advice |= advice | bits.HOOKS if advice and self.hides else advice
 

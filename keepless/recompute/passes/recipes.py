@@ -50,13 +50,13 @@ def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) ->
         find = Finder(registry, result, room, saved_leaves, call.before)
         again = rule(find, call.args, call.kwargs, result)
         if room is not None:
-            alone = find.kept_bytes
+            kept_bytes = find.kept_bytes
             if not registry.by_plan:
-                alone += kept_bytes_below(find.unread_values, only_unread=True)
+                kept_bytes += kept_bytes_below(find.unread_values, only_unread=True)
                 inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
                 if kept_bytes_below(inputs) > MUCH * room:
                     raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
-            if alone > room:
+            if kept_bytes > room:
                 raise NotRepeated("smaller than what would be kept for it")
         if again.draws:
             state = 16 if result.is_cuda else STATE_BYTES  # a fake tensor has no generator of its own
@@ -79,8 +79,8 @@ def give_recipe(registry: Registry, again: Again, call: Call, result: Tensor, lo
     if recipe.depth > longest:
         call.why = f"{longest} recipes in a row"
         return None
-    whole = call.row.mask is None and (call.row.inside if registry.by_plan else bool(call.inside))
-    if whole:
+    repeats_inside = call.row.mask is None and (call.row.inside if registry.by_plan else bool(call.inside))
+    if repeats_inside:
         recipe = of_inside(again, call, result)
     else:
         call.recipes.append((recipe, again))
@@ -89,7 +89,7 @@ def give_recipe(registry: Registry, again: Again, call: Call, result: Tensor, lo
         value = registry.remember(result, Value(recipe))
     else:  # the call has saved its own result
         value.become(recipe)
-    if whole:
+    if repeats_inside:
         recipe.outputs = [*recipe.outputs, weakref.ref(value)]
     for saved in call.replaceable:
         saved.read_instead(value)

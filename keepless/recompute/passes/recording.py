@@ -306,38 +306,41 @@ class Recording(TorchFunctionMode):
 
     def run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""
-        registry = self.registry
-        function = call.function
-        # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
-        needs_grad = torch.is_grad_enabled()
-        is_wrapped = transform_level() is not None
         mode = self.mode if dispatch_modes_on() == self.modes else changing_mode()
-        is_hidden = is_wrapped or mode is not None or not self.is_innermost()
-        if is_hidden or not needs_grad:
-            result = function(*call.args, **call.kwargs)
-            registry.storages.note_made(call.arguments, result, call.site or True)
-            if mode is not None:
-                self._refuse(call, result, mode)
-            elif needs_grad:
-                hooks = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
-                registry.unseen = "torch.vmap" if is_wrapped else hooks
-            self.concluded(call, result, is_hidden and needs_grad)
-            return result
+        # Other hooks inside ours may be a checkpoint's.
+        is_hidden = transform_level() is not None or mode is not None or not self.is_innermost()
+        if is_hidden or not torch.is_grad_enabled():
+            return self._run_unrecorded(call, mode)
+        registry = self.registry
         target = None
         version = 0
         if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
             target = call.args[0]
             version = target._version
             call.before = value_of(registry, target)
-        registry.log.function = function
+        registry.log.function = call.function
         if registry.by_plan:
             note_random(call)
         registry.call = call
         try:
-            result = function(*call.args, **call.kwargs)
+            result = call.function(*call.args, **call.kwargs)
             self._conclude(call, result, target, version)
         finally:
             registry.call = registry.log.function = None
+        return result
+
+    def _run_unrecorded(self, call: Call, mode: type | None) -> Any:
+        """Run a call that makes no graph, or that is hidden by a transform, by a mode of the program, or by hooks."""
+        needs_grad = torch.is_grad_enabled()  # asked before the call, which may switch gradients
+        is_wrapped = transform_level() is not None
+        result = call.function(*call.args, **call.kwargs)
+        self.registry.storages.note_made(call.arguments, result, call.site or True)
+        if mode is not None:
+            self._refuse(call, result, mode)
+        elif needs_grad:
+            hooks = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
+            self.registry.unseen = "torch.vmap" if is_wrapped else hooks
+        self.concluded(call, result, is_hidden=needs_grad)
         return result
 
     def concluded(self, call: Call, result: Any, is_hidden: bool = False) -> None:
