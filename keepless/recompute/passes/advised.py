@@ -150,6 +150,11 @@ class Advised(Recording):
         if not _is_grad_enabled():
             no_grad_site = self.no_grad_sites.setdefault(function, Site(function, row, NOWHERE, 0))
             return self.advised(no_grad_site, function, args, kwargs)
+        self.last_site = self._other_site(function, row, args)
+        return self.advised(self.last_site, function, args, kwargs)
+
+    def _other_site(self, function: Any, row: Row, args: tuple[Any, ...]) -> Site:
+        """Find the site of a call that does not come next, or add one."""
         site: Site | None = None
         if not (self.is_first or self.has_left_plan):
             site = self.advice.sought(self.last_site, function, args)
@@ -168,8 +173,7 @@ class Advised(Recording):
             site = self.advice.added(self.last_site, function, row, args, nodes_before)
         if self.has_left_plan:
             site.next = END
-        self.last_site = site
-        return self.advised(site, function, args, kwargs)
+        return site
 
     def _jump_to(self, site: Site) -> None:
         """Go on at another site than the next one: count what the calls between them would have made.
