@@ -81,7 +81,7 @@ def give_recipe(registry: Registry, again: Again, call: Call, result: Tensor, lo
         return None
     repeats_inside = call.row.mask is None and (call.row.inside if registry.by_plan else bool(call.inside))
     if repeats_inside:
-        recipe = of_inside(again, call, result)
+        recipe = give_recipe_inside(again, call, result)
     else:
         call.recipes.append((recipe, again))
     value = registry.names.find(result)
@@ -126,8 +126,8 @@ def drop_foreign_parts(registry: Registry, call: Call, result: Tensor) -> None:
     ]
 
 
-def of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
-    """A recipe for what a call has saved inside, and for its result, if given."""
+def give_recipe_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
+    """Give what a call has saved inside a recipe, and return it. It computes `result` too, if given."""
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
     needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
     saves = {part.number: part.is_base for part in call.inside}
@@ -164,7 +164,7 @@ def give_planned(
     if row.mask is not None and call.inside and planned & Flag.MASK:
         mask = how_to_repeat(registry, row.mask, call, result)
         if mask is not None:
-            of_inside(mask, call, None)
+            give_recipe_inside(mask, call, None)
     return None if again is None else give_recipe(registry, again, call, result, longest)
 
 
