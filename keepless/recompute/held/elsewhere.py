@@ -85,7 +85,7 @@ class Elsewhere:
         with torch.no_grad():
             entries = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
             if tensor.is_cpu:
-                place = self._reserved(entries.nbytes, tensor.data_ptr() % _ALIGNED)
+                place = self._reserve(entries.nbytes, tensor.data_ptr() % _ALIGNED)
                 if place is None:
                     return None
                 return torch.frombuffer(place, dtype=torch.uint8).view(entries.dtype).copy_(entries)
@@ -104,7 +104,7 @@ class Elsewhere:
         self._file = None
         self._segment = memoryview(b"")
 
-    def _reserved(self, size: int, offset: int) -> memoryview | None:
+    def _reserve(self, size: int, offset: int) -> memoryview | None:
         """So many bytes of the file, which begin at an address with this remainder; None if there is no room."""
         begin = -(-(self._free - offset) // _ALIGNED) * _ALIGNED + offset
         if begin + size > len(self._segment):

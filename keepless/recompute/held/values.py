@@ -170,7 +170,7 @@ class Value:
                     arguments[position] = kept.get() if type(kept) is Kept and kept.hooks is None else argument.get()
                 elif type(argument) is Kept:
                     arguments[position] = argument.get()
-            tensor = source.computed(self, arguments, is_over)
+            tensor = source.compute(self, arguments, is_over)
         else:
             assert isinstance(source, (Kept, Signs))
             tensor = source.get()
@@ -351,7 +351,7 @@ class Recipe:
                     if consumers == turning and type(source) is Recipe:
                         source.count(change)
 
-    def computed(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:
+    def compute(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:
         """The tensor of one of its values. `over`: computed in place of the first argument."""
         if self.stream is not None:
             wait_for(self.stream, *arguments)

@@ -75,7 +75,7 @@ class Advice:
         self.node_count = self.nodes_and_cuts = self.result_bytes = 0
         self.added_nodes = 0  # of calls that were added later
 
-    def sought(self, last_site: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
+    def find_site(self, last_site: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
         """The site of a call that does not come next: other calls may be missing, or new."""
         parameter = parameter_of(args)
         branch = None if last_site.branches is None else last_site.branches.get(function)
@@ -93,7 +93,7 @@ class Advice:
                 return site
         return None
 
-    def added(
+    def add_site(
         self, last_site: Site, function: Callable[..., Any], row: Row, args: tuple[Any, ...], nodes_before: int
     ) -> Site:
         """A new site after another one. `nodes_before`: see `Site.nodes_before`; of use in the first pass alone."""

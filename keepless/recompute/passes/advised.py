@@ -130,10 +130,10 @@ class Advised(Recording):
                 if site.advice:
                     self.count(result)
                 return result
-            return self.advised(site, function, args, kwargs or {})
+            return self.run_by_advice(site, function, args, kwargs or {})
         if row_of(function).only_asks and PLAIN.issuperset(types):
             return function(*args, **kwargs) if kwargs else function(*args)
-        return self.seen(function, types, args, kwargs or {})
+        return self.see(function, types, args, kwargs or {})
 
     def record(self, function: Any, row: Row, are_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that is not the next one."""
@@ -149,15 +149,15 @@ class Advised(Recording):
             return result
         if not _is_grad_enabled():
             no_grad_site = self.no_grad_sites.setdefault(function, Site(function, row, NOWHERE, 0))
-            return self.advised(no_grad_site, function, args, kwargs)
+            return self.run_by_advice(no_grad_site, function, args, kwargs)
         self.last_site = self._other_site(function, row, args)
-        return self.advised(self.last_site, function, args, kwargs)
+        return self.run_by_advice(self.last_site, function, args, kwargs)
 
     def _other_site(self, function: Any, row: Row, args: tuple[Any, ...]) -> Site:
         """Find the site of a call that does not come next, or add one."""
         site: Site | None = None
         if not (self.is_first or self.has_left_plan):
-            site = self.advice.sought(self.last_site, function, args)
+            site = self.advice.find_site(self.last_site, function, args)
             if site is None or site.number < self.last_site.number:
                 self.difference_count += 1
                 if self.policy is not None and self.difference_count == 1:
@@ -170,7 +170,7 @@ class Advised(Recording):
             if not self.is_first and function in self.no_grad_sites:  # it may have had no gradient
                 self.reveals_calls = True
             nodes_before = next_node_number() - self.registry.storages.first_node + self.cut_count
-            site = self.advice.added(self.last_site, function, row, args, nodes_before)
+            site = self.advice.add_site(self.last_site, function, row, args, nodes_before)
         if self.has_left_plan:
             site.next = END
         return site
@@ -184,7 +184,7 @@ class Advised(Recording):
         made_before = self.advice.nodes_and_cuts if site is END else site.nodes_before
         self.skipped_nodes += made_before - (self.advice.nodes_and_cuts if next_site is END else next_site.nodes_before)
 
-    def advised(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_by_advice(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
         advice = site.advice
         if advice & bits.ADDED:
@@ -200,7 +200,7 @@ class Advised(Recording):
                 or not (current_hooks() is None or self.is_innermost())
             )  # it is hidden
         ):
-            result = self._by_rules(site, function, args, kwargs)
+            result = self._run_asked(site, function, args, kwargs)
             advice = site.advice
         elif (
             site.writes
@@ -256,7 +256,7 @@ class Advised(Recording):
 
     # Calls about which the rules decide
 
-    def _by_rules(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_asked(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(function, site.row, args, kwargs)
         call.site, call.is_advised = site, not site.advice & bits.UNKNOWN
         result = self.ask(call)
@@ -270,14 +270,14 @@ class Advised(Recording):
         if not call.is_advised:
             registry.storages.note_all()
         if self.hooks is not None or not (current_hooks() is None and hooks_are_allowed()):
-            return self.by_rules(call)
+            return self.run_by_rules(call)
         hooks = saved_tensors_hooks(self.pack_hook(), unpack)
         was_on = registry.log.is_on
         self.hooks = hooks
         registry.log.is_on = not call.is_advised
         try:
             hooks.__enter__()  # inside the try, because Ctrl-C may come right after it
-            return self.by_rules(call)
+            return self.run_by_rules(call)
         finally:
             hooks.__exit__()
             self.hooks = None
@@ -299,7 +299,7 @@ class Advised(Recording):
         if value is not None or call.replaceable:  # otherwise it is kept once a recipe reads it
             read_result_instead(registry, call, result, value or registry.keep(result))
 
-    def concluded(self, call: Call, result: Any, is_hidden: bool = False) -> None:
+    def note_conclusion(self, call: Call, result: Any, is_hidden: bool = False) -> None:
         """Note what a call teaches about which nothing was known."""
         site: Site | None = call.site
         if site is None or call.is_advised:

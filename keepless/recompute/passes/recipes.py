@@ -62,7 +62,7 @@ def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) ->
             state = 16 if result.is_cuda else STATE_BYTES  # a fake tensor has no generator of its own
             if call.random is None or (not call.is_advised and MUCH * state > call.room(result)):
                 raise NotRepeated("its random numbers are not worth keeping")
-            again = again._replace(function=partial(_drawn_again, *call.random, again.function))
+            again = again._replace(function=partial(_draw_again, *call.random, again.function))
     except NotRepeated as reason:
         call.why = str(reason)
         return None
@@ -223,7 +223,7 @@ def note_random(call: Call) -> None:
         call.random = random_state(inputs[0])
 
 
-def _drawn_again(generator: torch.Generator, state: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+def _draw_again(generator: torch.Generator, state: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with the random numbers that follow from a state. The generator's present state is restored."""
     present = generator.get_state()
     generator.set_state(state)

@@ -238,9 +238,9 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **(kwargs or {}))
-        return self.seen(function, types, args, kwargs or {})
+        return self.see(function, types, args, kwargs or {})
 
-    def seen(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def see(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that this mode sees; record it, or the calls inside it."""
         if not self.sees_calls:
             self.end_if_abandoned()
@@ -252,15 +252,15 @@ class Recording(TorchFunctionMode):
         if self.end_if_abandoned() or (row.only_asks and are_plain):
             return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
-            return self._seen_inside(partial(_dispatched, types), function, args, kwargs)
+            return self._see_inside(partial(_dispatch, types), function, args, kwargs)
         if row.is_opened and are_plain:
-            return self._seen_inside(body(function), *args, **kwargs)
+            return self._see_inside(body(function), *args, **kwargs)
         return self.record(function, row, are_plain, args, kwargs)
 
     def record(self, function: Any, row: Row, are_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.by_rules(Call(function, row, args, kwargs))
+        return self.run_by_rules(Call(function, row, args, kwargs))
 
-    def by_rules(self, call: Call) -> Any:
+    def run_by_rules(self, call: Call) -> Any:
         """Run a call, and let the rules decide about it."""
         function, args, kwargs = call.function, call.args, call.kwargs
         self.registry.settle_freed()
@@ -296,7 +296,7 @@ class Recording(TorchFunctionMode):
             if after_overwriting(write, self.registry.storages.memories):
                 self.registry.names.forget(write.storage)
 
-    def _seen_inside(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _see_inside(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function, and see the ones that it calls."""
         super().__enter__()
         try:
@@ -340,10 +340,10 @@ class Recording(TorchFunctionMode):
         elif needs_grad:
             hooks = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
             self.registry.unseen = "torch.vmap" if is_wrapped else hooks
-        self.concluded(call, result, is_hidden=needs_grad)
+        self.note_conclusion(call, result, is_hidden=needs_grad)
         return result
 
-    def concluded(self, call: Call, result: Any, is_hidden: bool = False) -> None:
+    def note_conclusion(self, call: Call, result: Any, is_hidden: bool = False) -> None:
         """A call has run, and the rules have decided about it, unless it was hidden."""
 
     def _refuse(self, call: Call, result: Any, mode: type) -> None:
@@ -387,7 +387,7 @@ class Recording(TorchFunctionMode):
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not (value.sign_consumers or value.source.is_modified()):
                 value.source = Kept(tensor, registry.outer)
-        self.concluded(call, result)
+        self.note_conclusion(call, result)
 
     def hold_elsewhere(self, excess: int, size: int) -> None:
         """Hold what the rest of the pass saves outside of the device's memory: its results are larger than planned.
@@ -424,7 +424,7 @@ class Recording(TorchFunctionMode):
         return Kept(tensor, None) if self.end_if_abandoned() else pack(self.registry, tensor)
 
 
-def _dispatched(types: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(types: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dispatch a call to tensor subclasses."""
     for kind in types:
         result = kind.__torch_function__(function, types, args, kwargs)

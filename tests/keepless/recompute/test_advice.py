@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from keepless.recompute.passes import advice as bits
 from keepless.recompute.passes.advice import Advice, Site
 from keepless.recompute.passes.advised import Advised
-from keepless.recompute.signatures import signature
+from keepless.recompute.signatures import signature, signatures
 from keepless.recompute.step.costs import peak_bytes
 from tests.keepless.recompute.agreement import agree, keep_by_chance, note_followed, note_unknown, on
 from tests.keepless.recompute.ahead import After, assert_like, attempts, pair, plans_of, step
@@ -279,7 +279,7 @@ def test_without_a_budget_one_step_teaches_for_all_sizes(monkeypatch):
     passes = note_followed(monkeypatch)
     for shape in ((2, 4, 8, 16), (5, 4, 16, 16), (1, 4, 12, 8)):
         assert_like(plain, ours, torch.randn(shape))
-        monkeypatch.setattr(signature, "Advice", None)
+        monkeypatch.setattr(signatures, "Advice", None)
     assert all(passes) and len(passes) >= 2
 
 

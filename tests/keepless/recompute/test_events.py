@@ -87,7 +87,7 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
     `numbered`: gets what autograd holds after the forward pass, and returns the numbers.
     """
     noted, packed, numbers, allocations = list[Event](), list[Any](), {}, MadeTensors()
-    get, compute, pack = Saved.get, Recipe.computed, packing.holder_of
+    get, compute, pack = Saved.get, Recipe.compute, packing.holder_of
 
     def note(kind: str, holder: Any, source: Any, *names: Any) -> None:
         base = source.inputs[0].source if isinstance(source, Recipe) and source.function is view else source
@@ -107,7 +107,7 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saved, "get", noted_get)
-        patch.setattr(Recipe, "computed", noted_compute)
+        patch.setattr(Recipe, "compute", noted_compute)
         for module in (packing, advised):
             patch.setattr(module, "holder_of", lambda *args: packed.append(pack(*args)) or packed[-1])
         torch.manual_seed(1)
