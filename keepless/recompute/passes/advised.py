@@ -376,7 +376,7 @@ class Advised(Recording):
             push_hooks(self.packing, unpack)  # inside the try, because Ctrl-C may come right after it
             result = function(*args, **kwargs)
         except BaseException as error:
-            self._keep_candidates()
+            self._end_call()
             is_pushed = hooks_are_allowed()
             if is_pushed:
                 pop_hooks()
@@ -461,7 +461,7 @@ class Advised(Recording):
                 find.is_noted = is_noted
                 self._drop(site, args, kwargs, result, is_written=True)
             elif self.saved_leaves or self.result_candidates:
-                self._keep_candidates()
+                self._end_call()
         finally:
             find.before = None
             if writes:
@@ -507,10 +507,10 @@ class Advised(Recording):
                     else:
                         registry.names.by_id[id(result)] = ref(result), result._version, value
         if self.saved_leaves or self.result_candidates:
-            self._keep_candidates()
+            self._end_call()
 
-    def _keep_candidates(self) -> None:
-        """Keep what a call has saved that is not its result."""
+    def _end_call(self) -> None:
+        """The call has ended: keep what it has saved that is not its result."""
         for tensor, value in self.result_candidates:
             value.source = value.source or Kept(tensor, None)
         self.saved_leaves.clear()

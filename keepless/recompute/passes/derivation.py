@@ -56,8 +56,8 @@ def value_by_advice(registry: Registry, tensor: Tensor) -> Value | None:
     return value
 
 
-def keep_for_recipe(registry: Registry, tensor: Tensor) -> Value | Kept:
-    """The value of a tensor; if it has none, it is kept for a recipe."""
+def recipe_input(registry: Registry, tensor: Tensor) -> Value | Kept:
+    """What a recipe reads for a tensor: its value. If it has none, it is kept for the recipe."""
     if registry.copy_parameters and is_parameter(tensor):
         return Kept(copied(tensor), None)
     value = value_of(registry, tensor)
@@ -134,7 +134,7 @@ def _of_synchronised_norm(registry: Registry, node: Any) -> Again | None:
     bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
     if bias is None or not all([isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)]):
         return None
-    return Again(normalised, (x, mean, invstd, weight, keep_for_recipe(registry, bias)), fresh=True)
+    return Again(normalised, (x, mean, invstd, weight, recipe_input(registry, bias)), fresh=True)
 
 
 def _argument_in(registry: Registry, packed: Any) -> Any:
@@ -206,5 +206,5 @@ def _of_equal_copy(registry: Registry, value: Value | None, argument: Tensor, co
         return kept
     if not is_alike:
         return Again(laid_out, (value, copy.stride()))
-    registry.keep_in(value, copy)
+    registry.move(value, copy)
     return value

@@ -11,7 +11,7 @@ from ...saved import Kept, copied
 from ...torch_internals import packed_by, packed_in_node
 from ..held.values import Value, saved_value
 from ..table.rules import NotRepeated
-from .derivation import DERIVING, keep_for_recipe, value_by_advice, value_of
+from .derivation import DERIVING, recipe_input, value_by_advice, value_of
 from .registry import NOT_KNOWN, Registry, is_parameter
 
 _OVERWRITTEN = "its input is overwritten"
@@ -110,11 +110,11 @@ class Finder:
             storages.teach_maker(tensor)
         if by_advice and not is_parameter(tensor):
             return registry.keep(tensor, by_advice=True)
-        kept = keep_for_recipe(registry, tensor)
+        kept = recipe_input(registry, tensor)
         if not by_advice:
             self.kept_bytes += 0 if stays else _bytes(tensor)
             if isinstance(kept, Value) and kept.is_unread:
-                registry.log.keep(kept, tensor)
+                registry.log.note(kept, tensor)
         return kept
 
     def _available(self, tensor: Tensor) -> Value | None:
@@ -136,7 +136,7 @@ class Finder:
                     registry.storages.teach_maker(tensor)
                 value = registry.keep(tensor)
         if value is not None and value.is_unread:
-            registry.log.keep(value, tensor)
+            registry.log.note(value, tensor)
         return value
 
     def _value_before(self, result: Tensor) -> Value:

@@ -40,7 +40,7 @@ def holder_of(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         return registry.kept(tensor, None)
     if not is_ordinary(tensor):
         kept = registry.kept(tensor, registry.outer)
-        registry.log.keep_subclass(kept, tensor)
+        registry.log.note_subclass(kept, tensor)
         return kept
     if row.reads_shape_only is not None and tensor.requires_grad and row.reads_shape_only(call.args, call.kwargs):
         return ShapeOnly(tensor)
@@ -89,14 +89,14 @@ def _saved(registry: Registry, tensor: Tensor, call: Call) -> Saved:
     log = registry.log
     value = value_of(registry, tensor)
     if value is None:
-        value = _keep_saved(registry, tensor, call)
+        value = _kept_value(registry, tensor, call)
     elif not value.consumers and value.is_unread:
-        log.keep(value, tensor)
+        log.note(value, tensor)
     base = tensor._base
     base_value = None if base is None else registry.names.find(base)
     if base is not None and base_value is not None and base_value is not value:
         if not base_value.consumers and isinstance(base_value.source, Kept):
-            log.keep(base_value, base)  # the view is computed from it
+            log.note(base_value, base)  # the view is computed from it
     saved = Saved(value, registry.storages.memories, tensor)
     serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
     if serves and (registry.by_plan or isinstance(value.source, Recipe)):
@@ -110,14 +110,14 @@ def _saved(registry: Registry, tensor: Tensor, call: Call) -> Saved:
     return saved
 
 
-def _keep_saved(registry: Registry, tensor: Tensor, call: Call) -> Value:
+def _kept_value(registry: Registry, tensor: Tensor, call: Call) -> Value:
     """Keep a tensor; if it is a view of its whole base, keep the base, so that other views can be made from it."""
     base = tensor._base
     is_base = base is not None and base.numel() == tensor.numel() and registry.storages.is_made(base)
     kept = base if base is not None and is_base else tensor
     value = registry.keep(kept)
     value.why = value.why or registry.log.why(tensor)
-    registry.log.keep(value, kept)
+    registry.log.note(value, kept)
     if call.row.inside:
         call.inside.append(Inside(value, call.saves - 1, is_base))
     if not is_base:
@@ -125,5 +125,5 @@ def _keep_saved(registry: Registry, tensor: Tensor, call: Call) -> Value:
     view_value = value_of(registry, tensor)
     if view_value is None:  # a view that cannot be made again, such as a conjugate
         view_value = registry.keep(tensor)
-        registry.log.keep(view_value, tensor)
+        registry.log.note(view_value, tensor)
     return view_value

@@ -109,7 +109,7 @@ class Storages:
         storage = tensor.untyped_storage()  # the tensor and this object use it
         return storage_uses(address(storage)) > 2 or self.memories.get(storage) is not None
 
-    def note_kept(self, value: Value | Kept, storage: UntypedStorage) -> None:
+    def note(self, value: Value | Kept, storage: UntypedStorage) -> None:
         """Note that a value, or a tensor that recipes read, is kept in a storage."""
         by_address = self.memories.by_address  # in place of `get` and `put`, which are calls
         place = address(storage)
@@ -130,7 +130,7 @@ class Storages:
                 continue
             if isinstance(value, Value):
                 value.storage, value.bytes = address(storage), storage.nbytes()
-            self.note_kept(value, storage)
+            self.note(value, storage)
 
     def keep_in_place(self, tensor: Tensor) -> Kept:
         """Keep a tensor that stays anyway, such as a parameter, for a recipe: copied before a call writes over it.
@@ -223,7 +223,7 @@ class Registry:
                 self.call.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
-        self.storages.note_kept(value, storage)
+        self.storages.note(value, storage)
         return self.remember(tensor, value)
 
     def keep_copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Value:
@@ -233,14 +233,14 @@ class Registry:
             return Value(Kept(copied(tensor), self.outer), bytes=bytes)
         indices = tensor.to(dtype)
         value = Value(Kept(indices, self.outer), address(indices.untyped_storage()), indices.nbytes)
-        self.log.keep(value, indices)
+        self.log.note(value, indices)
         return value
 
-    def keep_in(self, value: Value, copy: Tensor) -> None:
+    def move(self, value: Value, copy: Tensor) -> None:
         """Keep the value of an argument in its copy, which the call saves, if nothing else reads it."""
         if value.is_unread:
             value.source, value.storage = self.kept(copy, None), self.place(copy)
-            self.storages.note_kept(value, copy.untyped_storage())
+            self.storages.note(value, copy.untyped_storage())
 
     def place(self, tensor: Tensor) -> int:
         """Identifies a tensor's memory: the address of its storage."""

@@ -71,7 +71,8 @@ class Log:
         reference, why = self.reasons.get(id(tensor), (None, ""))
         return why if reference is not None and reference() is tensor else ""
 
-    def keep(self, value: Any, tensor: Tensor) -> None:
+    def note(self, value: Any, tensor: Tensor) -> None:
+        """Note a value that is kept at first. `tensor`: its tensor."""
         node = tensor.grad_fn
         if not self.is_on or isinstance(tensor._base, nn.Parameter):
             return
@@ -83,7 +84,7 @@ class Log:
         line = KeptTensor(storage.nbytes(), made_by, reader, calling_module())
         self.values.append((weakref.ref(value), address(storage), line))
 
-    def keep_subclass(self, kept: Kept, tensor: Tensor) -> None:
+    def note_subclass(self, kept: Kept, tensor: Tensor) -> None:
         """Note a kept tensor that has no value, if it is a tensor subclass."""
         if self.is_on and type(tensor) not in PLAIN and not tensor.is_nested:
             size = tensor.numel() * tensor.itemsize

@@ -162,8 +162,8 @@ class Trace(Registry):
         is_kept = bool(value.consumers) or self.values[number].kind == Kind.KEPT
         return is_kept and super().is_fixed(value, argument)
 
-    def keep_in(self, value: Value, copy: Tensor) -> None:
-        super().keep_in(value, copy)
+    def move(self, value: Value, copy: Tensor) -> None:
+        super().move(value, copy)
         self._change(value.number, memory=self.place(copy))
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
