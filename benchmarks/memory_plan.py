@@ -83,7 +83,7 @@ def fit_of(column: str, fit: str, norm: str) -> Iterator[dict]:
     """The planner's choice for Table 3, and the paper's."""
     memory = (f"memory.budget={BUDGET}", f"memory.gpus={DEVICES}", f"memory.fit={fit}")
     config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory)
-    chosen = planner.fitting(in_full(config), DEVICES).data
+    chosen = planner.fitting_config(in_full(config), DEVICES).data
     paper = papers.configured_as(experiment_of(column, fit, norm)).data
     yield {
         **{"column": column, "fit": fit, "norm": norm},

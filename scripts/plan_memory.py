@@ -86,7 +86,7 @@ def fits(config: TrainingRun, devices: int, console: Console) -> dict[str, Train
         candidate = replace(deepcopy(config), norm=config.norm.as_kind(CHOICES["norm"][norm]))
         try:
             check_values(candidate)
-            fitting[norm] = planner.fitting(candidate, devices)
+            fitting[norm] = planner.fitting_config(candidate, devices)
         except ValueError as reason:
             console.print(f"norm={norm}: {reason}", soft_wrap=True)
     if not fitting:
@@ -101,7 +101,7 @@ def fit_table(fitting: dict[str, TrainingRun], devices: int) -> Table:
     for (norm, chosen), pixel_count in zip(fitting.items(), pixels, strict=True):
         data = chosen.data
         share = planner.share_of(chosen, devices)
-        needed = size_text(planner.needed(chosen, share, data.crop_size, devices))
+        needed = size_text(planner.needed_bytes(chosen, share, data.crop_size, devices))
         crops = (str(data.crops_per_minibatch), str(share), planner.crop_text(data))
         table.add_row(norm, *crops, needed, f"{pixel_count / pixels[0] - 1:+.0%}")
     return table

@@ -73,10 +73,10 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
         signature(factory).bind(*first, **dict.fromkeys(named))
     except TypeError as error:
         arguments = ", ".join([*first, *(f"{name}=" for name in named)])
-        raise ValueError(f"{_named(group, kind)}, which must take ({arguments}): {error}") from error
+        raise ValueError(f"{_choice_text(group, kind)}, which must take ({arguments}): {error}") from error
     for method in contract.methods:
         if isinstance(factory, type) and not hasattr(factory, method):
-            raise ValueError(f"{_named(group, kind)}, which has no {method}(): expected {contract.gives}")
+            raise ValueError(f"{_choice_text(group, kind)}, which has no {method}(): expected {contract.gives}")
 
     def make(*positional: Any, **arguments: Any) -> Any:
         wanted = {name: value for name, value in arguments.items() if name not in unwanted}
@@ -172,7 +172,7 @@ def imported(group: str, kind: type[Any]) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         advice = hidden_library(error)
-        raise ValueError(f"{_named(group, kind)}, which cannot be imported: {error}{advice}") from error
+        raise ValueError(f"{_choice_text(group, kind)}, which cannot be imported: {error}{advice}") from error
 
 
 def own_keys(group: str, choice: Keys) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def takes(factory: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _named(group: str, kind: type[Any]) -> str:
+def _choice_text(group: str, kind: type[Any]) -> str:
     builds = kind.builds
     place = builds if isinstance(builds, str) else f"{builds.__module__}.{getattr(builds, '__qualname__', builds)}"
     return f"{group}={kind.name} builds {place}"

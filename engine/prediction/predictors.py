@@ -136,7 +136,7 @@ class Segmenter(Predictor):
             return predictions[0], unscored
 
         [(_, result)] = self.at_once.attempts(passes, self.views, {"image": shown}, attempt)
-        arrived = arriving(result)
+        wait = start_copy(result)
         if shown.shape != self._last_size:
             self._last_size = shown.shape
             self._changes += 1
@@ -144,7 +144,7 @@ class Segmenter(Predictor):
                 return_freed_memory()
 
         def finished() -> np.ndarray:
-            predictions, unscored = arrived()
+            predictions, unscored = wait()
             without, total = unscored.tolist()
             passes.check_scores(without, total, "pixels")
             return predictions.numpy()
@@ -173,10 +173,10 @@ class Classifier(Predictor):
         shown = pinned(crops, self.mean.device)[None]
         with memory_errors(f"while an image was classified. {passes.memory_advice}"), torch.inference_mode():
             logits = class_logits(passes, shown)[0]
-            arrived = arriving((logits.softmax(dim=0), logits.max().isfinite()))
+            wait = start_copy((logits.softmax(dim=0), logits.max().isfinite()))
 
         def finished() -> np.ndarray:
-            probabilities, is_finite = arrived()
+            probabilities, is_finite = wait()
             passes.check_scores(int(not is_finite), 1, "images")
             return probabilities.numpy()
 
@@ -188,7 +188,7 @@ def pinned(image: Tensor, device: torch.device) -> Tensor:
     return image.pin_memory() if device.type == "cuda" else image
 
 
-def arriving(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+def start_copy(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
     """Start copying tensors to the CPU; the function that is returned waits for the copies."""
     return HostCopy(tensors).wait if tensors[0].is_cuda else lambda: tensors
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from datasets.class_names import ORDERS, two_orders
 from engine.schema.data import Data
-from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, changed
+from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, if_changed
 from engine.schema.keys import choice, group, key
 from engine.schema.training import Trainer, TrainingRun
 
@@ -149,8 +149,8 @@ class ClassificationRun(TrainingRun):
                     raise ValueError(f"data.class_order={order}: {data.name} has no class folders; leave this out")
                 data.class_order = order
         if not isinstance(data, ImageNetData):
-            words = [*changed(options.view, "center", "view={}"), *changed(crop, None, "crop={}")]
-            words += changed(resize, None, "resize={}")
+            words = [*if_changed(options.view, "center", "view={}"), *if_changed(crop, None, "crop={}")]
+            words += if_changed(resize, None, "resize={}")
             if words:
                 raise ValueError(f"{' '.join(words)}: {data.name} is evaluated on whole images; leave this out")
             return

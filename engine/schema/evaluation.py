@@ -148,26 +148,26 @@ class Evaluation(TrainedNetwork):
         path, data = Path(self.checkpoint), config.data
         smooth, pooling = self.data.antialias, self.head.pooling_size
         words = [
-            *changed(path.stem, "last"),
-            *changed(step if path.stem == "last" else None, None, "step{}"),
+            *if_changed(path.stem, "last"),
+            *if_changed(step if path.stem == "last" else None, None, "step{}"),
             *([] if config.trainer.evaluate_images is None else ["all_images"]),
-            *changed(self.data.split, data.val_split),
-            *changed(resolved(self.data.root), resolved(data.root), "{0.name}"),
-            *changed(self.data.base_size, getattr(data, "base_size", None), "base{}"),
-            *changed(self.data.antialias, getattr(data, "antialias", None), "antialiased" if smooth else "aliased"),
-            *changed(pooling, getattr(getattr(config, "head", None), "pooling_size", None), "pooling{0[0]}x{0[1]}"),
-            *changed(self.data.class_order, getattr(data, "class_order", None)),
-            *changed(self.precision, config.trainer.precision),
-            *changed(self.activation, config.norm.activation),
-            *changed(self.upsampling, EXACT),
-            *changed(self.averaged, True, "trained"),
-            *changed(self.window.size, None, "window{}"),
-            *changed(self.window.overlap, OVERLAP, "overlap{:g}"),
-            *changed(self.tta.scales, [1.0], "scales" + "-".join(f"{scale:g}" for scale in self.tta.scales)),
-            *changed(self.tta.flip, False, "flip"),
-            *changed(self.view, "center"),
-            *changed(self.crop, None, "crop{}"),
-            *changed(self.resize, None, "resize{}"),
+            *if_changed(self.data.split, data.val_split),
+            *if_changed(absolute(self.data.root), absolute(data.root), "{0.name}"),
+            *if_changed(self.data.base_size, getattr(data, "base_size", None), "base{}"),
+            *if_changed(self.data.antialias, getattr(data, "antialias", None), "antialiased" if smooth else "aliased"),
+            *if_changed(pooling, getattr(getattr(config, "head", None), "pooling_size", None), "pooling{0[0]}x{0[1]}"),
+            *if_changed(self.data.class_order, getattr(data, "class_order", None)),
+            *if_changed(self.precision, config.trainer.precision),
+            *if_changed(self.activation, config.norm.activation),
+            *if_changed(self.upsampling, EXACT),
+            *if_changed(self.averaged, True, "trained"),
+            *if_changed(self.window.size, None, "window{}"),
+            *if_changed(self.window.overlap, OVERLAP, "overlap{:g}"),
+            *if_changed(self.tta.scales, [1.0], "scales" + "-".join(f"{scale:g}" for scale in self.tta.scales)),
+            *if_changed(self.tta.flip, False, "flip"),
+            *if_changed(self.view, "center"),
+            *if_changed(self.crop, None, "crop{}"),
+            *if_changed(self.resize, None, "resize{}"),
             *self.scores,
             *(f"without_{name}" for name, choice in config.scores.items() if is_absent(choice)),
         ]
@@ -175,7 +175,7 @@ class Evaluation(TrainedNetwork):
         return folder / f"{'_'.join(['results', *words]).replace('/', '-')}.json"  # splits may be paths
 
 
-def changed(value: object, usual: object, word: str = "{}") -> list[str]:
+def if_changed(value: object, usual: object, word: str = "{}") -> list[str]:
     """The word, with the value filled in, if a key is given and differs from its usual value."""
     return [] if value in (None, usual) else [word.format(value)]
 
@@ -197,6 +197,6 @@ class Prediction(TrainedNetwork):
         config.norm = config.norm.eager()  # compiled code would be for one image size
 
 
-def resolved(path: str | None) -> Path | None:
+def absolute(path: str | None) -> Path | None:
     """An absolute path without links and "..", so that equal folders are equal paths."""
     return None if path is None else Path(path).resolve()

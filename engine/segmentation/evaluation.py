@@ -22,7 +22,7 @@ from engine.records.added_scores import NOTHING_ADDED, PROBABILITIES, AddedScore
 from engine.records.evaluated import Evaluated
 from engine.segmentation.batches import AtOnce, of_equal_size
 from engine.segmentation.inference import Views, predict
-from engine.segmentation.pictures import compared, folder_for_pictures, official, overlaid
+from engine.segmentation.pictures import compared_images, folder_for_pictures, official_png, overlay_png
 from engine.segmentation.scores import PER_CLASS, Counts, ImageScores, segmentation_scores
 from models.forward import Forward
 
@@ -120,12 +120,12 @@ def written_predictions(
     if per_image is not None and not dataset.has_labels:
         raise ValueError(f"per_image={per_image}: split {dataset.split} of {dataset.name} has no labels")
     table = None if per_image is None else ImageScores(dataset.classes, Path(per_image), "per_image")
-    makers = {"predictions": official, "overlays": overlaid}
+    makers = {"predictions": official_png, "overlays": overlay_png}
     kinds = [(makers[key], folder_for_pictures(key, path, dataset, names)) for key, path in paths.items()]
 
     def write(minibatch: dict, predicted: Tensor) -> None:
         for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):
-            copied = HostCopy(compared(minibatch, predicted, number, dataset.shown))
+            copied = HostCopy(compared_images(minibatch, predicted, number, dataset.shown))
             size = 14 * predicted[number].nbytes  # an overlay has nine bytes a pixel; the copy has five
             for make, folder in kinds:
                 files.add(partial(make, dataset, copied), partial(write_file, folder / f"{name}.png"), size)

@@ -30,11 +30,11 @@ class PictureCollector:
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
         for number, name in enumerate(minibatch["name"]):
             if name in self.names:
-                self.shown[name] = HostCopy(compared(minibatch, predictions, number, self.dataset.shown))
+                self.shown[name] = HostCopy(compared_images(minibatch, predictions, number, self.dataset.shown))
 
     def pictures(self) -> dict[str, np.ndarray]:
         """{name: uint8 (H, 3 W, 3)}; H and W are at most `LONGEST_SIDE`."""
-        return {name: _picture(self.dataset, *map(_small, copied.wait())) for name, copied in self.shown.items()}
+        return {name: _picture(self.dataset, *map(_shrunk, copied.wait())) for name, copied in self.shown.items()}
 
 
 def folder_for_pictures(
@@ -54,17 +54,17 @@ def folder_for_pictures(
     return claim_folder(key, folder, names)
 
 
-def official(dataset: SegmentationDataset, copied: HostCopy) -> bytes:
-    """A prediction as a PNG in the dataset's official encoding. `copied`: see `compared`."""
+def official_png(dataset: SegmentationDataset, copied: HostCopy) -> bytes:
+    """A prediction as a PNG in the dataset's official encoding. `copied`: see `compared_images`."""
     return png(dataset.table.official(copied.wait()[2].numpy()), dataset.prediction_palette)
 
 
-def overlaid(dataset: SegmentationDataset, copied: HostCopy) -> bytes:
+def overlay_png(dataset: SegmentationDataset, copied: HostCopy) -> bytes:
     """A PNG of image | ground truth | prediction."""
     return png(_picture(dataset, *copied.wait()))
 
 
-def compared(
+def compared_images(
     minibatch: dict, predictions: Tensor, number: int, shown: Sequence[int] | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """One image uint8 (3, H, W), its label, if any, and its prediction, uint8 (H, W), on the device.
@@ -79,7 +79,7 @@ def compared(
     return image, label, predictions[number]
 
 
-def _small(pixels: Tensor | None) -> Any:
+def _shrunk(pixels: Tensor | None) -> Any:
     """An image uint8 (3, H, W), or classes uint8 (H, W), shrunk to sides of `LONGEST_SIDE`. Classes do not mix."""
     if pixels is None or max(pixels.shape[-2:]) <= LONGEST_SIDE:
         return pixels
@@ -89,7 +89,7 @@ def _small(pixels: Tensor | None) -> Any:
 
 
 def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, prediction: Tensor) -> np.ndarray:
-    """Image | ground truth | prediction of what `compared` returns, uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3).
+    """Image | ground truth | prediction of what `compared_images` returns, uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3).
 
     The last two are blended over the image. Ignored pixels show the plain image.
     """

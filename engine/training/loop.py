@@ -71,7 +71,7 @@ def train(
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             try:
-                with _checked(loss, run.config) if step <= run.start_step + CHECKED_STEPS else nullcontext():
+                with _checked_step(loss, run.config) if step <= run.start_step + CHECKED_STEPS else nullcontext():
                     outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
             except Exception as error:
                 _explain(error, step, minibatch, run)
@@ -111,7 +111,7 @@ def _evaluated_again(run: Run[Config, Split], evaluate: Callable[[], Evaluated])
 
 
 @contextmanager
-def _checked(loss: Loss, config: Config) -> Iterator[None]:
+def _checked_step(loss: Loss, config: Config) -> Iterator[None]:
     """Context of one of the first steps: no branch's recomputation differs.
 
     ValueError: a parameter of the loss gets a gradient.

@@ -180,7 +180,7 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
     return step.memory(resident if in_buckets else resident | {"gradients": 0}, kept)
 
 
-def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, is_captured: bool = False) -> int:
+def needed_bytes(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, is_captured: bool = False) -> int:
     """Bytes of tensors on one device in such a step; with trainer.recompute=budget the fewest within `memory.time`."""
     if config.trainer.recompute == "budget":
         return planned_step(config, crops, crop_size, devices, is_captured).least(config.memory.time)
@@ -252,7 +252,7 @@ def share_of(config: TrainingRun, devices: int) -> int:
     return -(-config.data.crops_per_minibatch // devices)
 
 
-def fitting(config: Config, devices: int, is_captured: bool = False) -> Config:
+def fitting_config(config: Config, devices: int, is_captured: bool = False) -> Config:
     """A copy with the minibatch or crop size that `memory.fit` chooses for `memory.budget`.
 
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
@@ -264,7 +264,7 @@ def fitting(config: Config, devices: int, is_captured: bool = False) -> Config:
     share = share_of(config, devices)
 
     def peak(crops: int, side: int) -> int:
-        return needed(config, crops, side, devices, is_captured)
+        return needed_bytes(config, crops, side, devices, is_captured)
 
     if memory.fit == "batch":
         smallest = fewest, size
@@ -336,7 +336,7 @@ def _fitted(config: Config, is_captured: bool) -> Config:
     log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)
     if memory.fit:
-        chosen = _of_resumed_run(config) or fitting(config, processes, is_captured)
+        chosen = _of_resumed_run(config) or fitting_config(config, processes, is_captured)
     data = chosen.data
     share = share_of(chosen, processes)
     if config.trainer.recompute == "budget":

@@ -64,7 +64,7 @@ def opened(
             train_set, val_set = find(data)
             doubts = _doubts(config, overrides, train_set, val_set)
             if watch is not None:
-                train_set = watch.few(train_set, data.crops_per_minibatch)
+                train_set = watch.first_images(train_set, data.crops_per_minibatch)
             run = _agreed_run(config, world, stop, directory, train_set, val_set)
             run.watch = watch
             if run.resumed is None:

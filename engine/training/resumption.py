@@ -43,7 +43,7 @@ class Watch:
         self.step = 0
         self.checksums: Checksums = {}
 
-    def few(self, split: Any, crops: int) -> Any:
+    def first_images(self, split: Any, crops: int) -> Any:
         """The first images of a split, for half of the steps: so the run has two epochs, or more."""
         return split.first(max(1, self.steps // 2) * crops)
 
@@ -54,24 +54,24 @@ class Watch:
         if steps_per_epoch > 1 and self.stop % steps_per_epoch == 0:
             self.stop -= 1
         learner = run.learner
-        learner.network.register_forward_hook(lambda network, _, outputs: self.note("outputs", outputs))
+        learner.network.register_forward_hook(lambda network, _, outputs: self.add_checksum("outputs", outputs))
         if isinstance(loss, nn.Module):
-            loss.register_forward_hook(lambda module, _, value: self.note("loss", value))
+            loss.register_forward_hook(lambda module, _, value: self.add_checksum("loss", value))
         learner.optimizer.register_step_pre_hook(
-            lambda *_: self.note("gradients", [parameter.grad for parameter in learner.parameters])
+            lambda *_: self.add_checksum("gradients", [parameter.grad for parameter in learner.parameters])
         )
-        learner.optimizer.register_step_post_hook(lambda *_: self.note("weights", learner.parameters))
+        learner.optimizer.register_step_post_hook(lambda *_: self.add_checksum("weights", learner.parameters))
 
-    def look(self, step: int, draws: Sequence[Any], minibatch: dict) -> None:
+    def before_step(self, step: int, draws: Sequence[Any], minibatch: dict) -> None:
         """Note what a step takes; ask the run to stop after it if it is the last."""
         self.step = step
         if step == self.stop:
             self.run.stop.requested = True
-        self.note("draws", draws)
-        self.note("crops", [minibatch["image"], minibatch["label"]])
-        self.note("learning rates", [float(group["lr"]) for group in self.run.learner.optimizer.param_groups])
+        self.add_checksum("draws", draws)
+        self.add_checksum("crops", [minibatch["image"], minibatch["label"]])
+        self.add_checksum("learning rates", [float(group["lr"]) for group in self.run.learner.optimizer.param_groups])
 
-    def note(self, kind: str, values: Any) -> None:
+    def add_checksum(self, kind: str, values: Any) -> None:
         """Add values to a checksum of this step."""
         self.checksums[self.step, kind] = _checksum(values, self.checksums.get((self.step, kind), 0))
 
@@ -93,7 +93,7 @@ def check(config: TrainingRun) -> None:
         raise ValueError(f"debug=resume is for one process: start {config.entry}.py by python, without torchrun")
     steps = config.trainer.resume_check
     with tempfile.TemporaryDirectory(prefix="resume-") as folder:
-        train = partial(fresh, _trained, plain(config), type(config), plugins.words())
+        train = partial(in_fresh_interpreter, _train_and_sum, plain(config), type(config), plugins.words())
         whole, state = train(f"{folder}/whole", Watch(steps))
         before_stop, _ = train(f"{folder}/stopped", Watch(steps, stop=max(1, steps * 3 // 4)))
         after_stop, continued_state = train(f"{folder}/stopped", Watch(steps))
@@ -128,7 +128,7 @@ def _mark_of_passing(config: TrainingRun) -> Path:
     return (cache_folder() or Path(tempfile.gettempdir())) / "resumed" / digest
 
 
-def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
+def in_fresh_interpreter(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns in a fork of a fresh interpreter. (A fork of a process with gradients has none.)"""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imported once for all
@@ -136,7 +136,7 @@ def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
         return process.submit(function, *arguments).result()
 
 
-def _trained(
+def _train_and_sum(
     values: dict, schema: type[TrainingRun], words: list[str], run_dir: str, watch: Watch
 ) -> tuple[Checksums, dict[str, int]]:
     """Train in silence; return checksums of the steps, and of the checkpoint's parts. ValueError: it fails."""

@@ -207,7 +207,7 @@ class Run(Generic[Config, Split]):
                     raise ValueError(f"{rate} in step {step}: expected 0 or more")
             step_draws = draws.take() if isinstance(draws, Draws) else []
             if self.watch is not None:
-                self.watch.look(step, step_draws, minibatch)
+                self.watch.before_step(step, step_draws, minibatch)
             if asks_for_batch:
                 minibatch |= {"step": step, "epoch": self.schedule.epoch(step)}
             yield minibatch

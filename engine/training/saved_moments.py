@@ -38,14 +38,16 @@ def load_moments(saved: Mapping[str, Any], optimizer: Optimizer, steps: int) -> 
     for number, name in enumerate(names):
         if number in states or number in initialised:
             most = steps if number in initialised else None
-            states[number] = _checked(states.get(number, {}), expected.get(number, {}), name, most)
+            states[number] = _fitted_state(states.get(number, {}), expected.get(number, {}), name, most)
     optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})
     for number, entry in optimizer.state_dict()["state"].items():
         if number in range(len(names)):
             entry.update(states.get(number, {}))  # PyTorch has given whole numbers the parameters' dtype
 
 
-def _checked(saved: Mapping[str, Any], expected: Mapping[str, Any], parameter: str, most: int | None) -> dict[str, Any]:
+def _fitted_state(
+    saved: Mapping[str, Any], expected: Mapping[str, Any], parameter: str, most: int | None
+) -> dict[str, Any]:
     """A parameter's saved state, in the tensors of its `expected` state. ValueError: see `load_moments`.
 
     most: steps, of an optimiser that makes its whole state before the first; None: more may come later.
@@ -59,8 +61,8 @@ def _checked(saved: Mapping[str, Any], expected: Mapping[str, Any], parameter: s
             raise ValueError(f"{name} is missing")
         value, like = saved[key], expected[key]
         is_tensor = isinstance(like, Tensor)
-        if not (_kind(value) == _kind(like) if is_tensor else type(value) is type(like) or like is None):
-            raise ValueError(f"{name} is {_kind(value)}; expected {_kind(like)}")
+        if not (_description(value) == _description(like) if is_tensor else type(value) is type(like) or like is None):
+            raise ValueError(f"{name} is {_description(value)}; expected {_description(like)}")
         if is_tensor:
             is_count = key == "step" and most is not None
             if not (value.isfinite() | ~like.isfinite()).all() or (is_count and not 0 <= value <= most):
@@ -70,7 +72,7 @@ def _checked(saved: Mapping[str, Any], expected: Mapping[str, Any], parameter: s
     return state
 
 
-def _kind(value: Any) -> str:
+def _description(value: Any) -> str:
     if not isinstance(value, Tensor):
         return reprlib.repr(value)
     layout = "" if value.layout == torch.strided else f" {value.layout}"

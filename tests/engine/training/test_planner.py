@@ -53,7 +53,7 @@ def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys)
     config = planned("data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std")
     (chosen, _), images = planner.fitted(config), len(cityscapes(root, "train"))
     assert chosen.data.crops_per_minibatch == images
-    assert planner.fitting(config, devices=2).data.crops_per_minibatch == images - images % 2
+    assert planner.fitting_config(config, devices=2).data.crops_per_minibatch == images - images % 2
     assert planner.share_of(planned("data.crops_per_minibatch=5"), devices=2) == 3  # the largest
     output = capsys.readouterr().out
     assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing enforces it" in output
@@ -79,15 +79,15 @@ def test_the_least_share_of_synchronised_norms_is_one_crop():
     config = planned("norm=inplace", "norm.sync=true")
     peaks = [planner.step_memory(config, share, config.data.crop_size, devices=2).peak for share in (1, 2)]
     config = planned(leaving(sum(peaks) / 2**21, devices=2), "memory.fit=batch", "norm=inplace", "norm.sync=true")
-    assert planner.fitting(config, devices=2).data.crops_per_minibatch == 2
+    assert planner.fitting_config(config, devices=2).data.crops_per_minibatch == 2
     with pytest.raises(ValueError, match="2 crops of .* pixels already need"):
-        planner.fitting(replace(config, norm=replace(config.norm, sync=False)), devices=2)
+        planner.fitting_config(replace(config, norm=replace(config.norm, sync=False)), devices=2)
 
 
 def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     run = ("debug=smoke", *SMALL, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")
     budget = (leaving(8), "memory.fit=batch")
-    crops = planner.fitting(planned(*run, *budget), devices=1).data.crops_per_minibatch
+    crops = planner.fitting_config(planned(*run, *budget), devices=1).data.crops_per_minibatch
     file = tmp_path / "run" / "config.yaml"
     train_seg.train(runs.checked("train_seg", *run, *budget, f"run_dir={tmp_path / 'run'}"))
     recorded = yaml.safe_load(file.read_text())
@@ -105,14 +105,14 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
 def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch):
     """A run that is not captured, on a CPU or for another reason, has all of it."""
     fit = (leaving(46), "memory.fit=batch")
-    eager = planner.fitting(planned(*fit), devices=1).data.crops_per_minibatch
+    eager = planner.fitting_config(planned(*fit), devices=1).data.crops_per_minibatch
     assert planner.fitted(planned(*fit))[0].data.crops_per_minibatch == eager  # on a CPU
     monkeypatch.setattr(planner, "device_of", lambda *_, **__: torch.device("cuda"))
     for word in ("trainer.capture=false", "trainer.profile=2", "trainer.steps=49"):
         assert planner.fitted(planned(*fit, word))[0].data.crops_per_minibatch == eager, word
     drawing = planned(*fit, *runs.NARROW_A2, "trainer.recompute=blocks")
     assert planner.fitted(drawing)[0].data.crops_per_minibatch == eager
-    fewer = planner.fitting(planned(leaving(40), "memory.fit=batch"), devices=1).data.crops_per_minibatch
+    fewer = planner.fitting_config(planned(leaving(40), "memory.fit=batch"), devices=1).data.crops_per_minibatch
     assert fewer < eager
     for word in ("trainer.capture=auto", "trainer.capture=true", "trainer.steps=50"):
         chosen, because = planner.fitted(planned(*fit, word))
@@ -158,7 +158,8 @@ def test_the_plan_of_an_experiment(capsys):
     sizes = [config.data.crop_size for config in configs.values()]
     assert [*configs] == ["std", "checkpoint", "inplace"] and len(crops) == 1 and sizes[0] < sizes[2]
     peaks = [
-        planner.needed(chosen, planner.share_of(chosen, 2), chosen.data.crop_size, 2) for chosen in configs.values()
+        planner.needed_bytes(chosen, planner.share_of(chosen, 2), chosen.data.crop_size, 2)
+        for chosen in configs.values()
     ]
     assert max(peaks) <= 100 * 2**20 + 2**10
     assert "memory.fit=crop (the paper's fixed batch), on each of 2 devices" in capsys.readouterr().out
