@@ -83,9 +83,9 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         file = results_file if world.first else None
         results = write_results(file, evaluated, dataset, checkpoint=path, config=configuration.plain(config))
         print_results(console, evaluated, f"{dataset.name} {split}, {path}, step {state['step']}")
-        lacking = [name for name, added_score in config.scores.items() if is_absent(added_score)]
-        if lacking:
-            console.print(f"scores=[{','.join(lacking)}] could not be computed: give the plugins that register them")
+        absent = [name for name, added_score in config.scores.items() if is_absent(added_score)]
+        if absent:
+            console.print(f"scores=[{','.join(absent)}] could not be computed: give the plugins that register them")
         console.print(f"results: {results_file}", soft_wrap=True)
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")

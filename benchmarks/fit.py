@@ -135,8 +135,8 @@ def _limited(trained: Trained) -> int:
 
 def _own_bytes() -> int | None:
     """Bytes of the device that this process has, if the driver lists processes; others may share the device."""
-    listed = re.findall(r"process +(\d+) uses +([\d.]+) MB", torch.cuda.list_gpu_processes())
-    return next((int(float(megabytes) * MIB) for pid, megabytes in listed if int(pid) == os.getpid()), None)
+    processes = re.findall(r"process +(\d+) uses +([\d.]+) MB", torch.cuda.list_gpu_processes())
+    return next((int(float(megabytes) * MIB) for pid, megabytes in processes if int(pid) == os.getpid()), None)
 
 
 def heading(arguments: dict) -> tuple[str, str]:

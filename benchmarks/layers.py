@@ -103,17 +103,17 @@ def released_norm(channels: int) -> nn.Module:
 
 def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
     """The strategies of a cell. The released package computes only in float32."""
-    chosen = []
+    strategies_of_cell = []
     for norm, title in TITLES.items():
         backend = "eager" if title == STANDARD else arguments.backend
-        chosen.append(Strategy(title, builder("norm", CHOICES["norm"][norm](backend=backend)), backend))
+        strategies_of_cell.append(Strategy(title, builder("norm", CHOICES["norm"][norm](backend=backend)), backend))
     is_compiled = cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA
     if arguments.compiler and is_compiled:
         for name, budget in COMPILED.items():
-            chosen.append(Strategy(name, batch_norm_leaky_relu, arguments.compiler, budget))
+            strategies_of_cell.append(Strategy(name, batch_norm_leaky_relu, arguments.compiler, budget))
     if cell.dtype == "float32" and find_spec("inplace_abn"):
-        chosen.append(Strategy(PACKAGE, released_norm, "released", overwrites=True))
-    return chosen
+        strategies_of_cell.append(Strategy(PACKAGE, released_norm, "released", overwrites=True))
+    return strategies_of_cell
 
 
 def items(arguments: LayersArguments) -> dict[str, tuple[str, str, str]]:

@@ -11,6 +11,7 @@ the paper's loss, with full-resolution logits (loss.tiles=false). What fits for 
 scripts.plan_memory.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -44,12 +45,12 @@ class PlanArguments(frame.Arguments):
 def items(arguments: PlanArguments) -> dict[str, tuple]:
     """{name of an item: (part of the page, arguments of its measurement)}"""
     tables = [table for table in papers.TABLES if arguments.table in (ALL, table)]
-    trained = [name for table in tables for name in papers.experiments_of(table)]
-    chosen: list[tuple] = [("experiments", name) for name in trained]
+    experiments = [name for table in tables for name in papers.experiments_of(table)]
+    measurements: list[tuple] = [("experiments", name) for name in experiments]
     if "table3" in tables:
-        chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
-    chosen += [("hours", name) for name in trained if papers.devices_of(name) >= DEVICES]
-    return {"/".join(item): item for item in chosen}
+        measurements += itertools.product(["fits"], COLUMNS, FITS, ("std", "inplace"))
+    measurements += [("hours", name) for name in experiments if papers.devices_of(name) >= DEVICES]
+    return {"/".join(item): item for item in measurements}
 
 
 def measure(arguments: PlanArguments, part: str, *words: str) -> Rows:
@@ -83,11 +84,11 @@ def fit_of(column: str, fit: str, norm: str) -> Iterator[dict]:
     """The planner's choice for Table 3, and the paper's."""
     memory = (f"memory.budget={BUDGET}", f"memory.gpus={DEVICES}", f"memory.fit={fit}")
     config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory)
-    chosen = planner.fitting_config(in_full(config), DEVICES).data
+    fitting = planner.fitting_config(in_full(config), DEVICES).data
     paper = papers.configured_as(experiment_of(column, fit, norm)).data
     yield {
         **{"column": column, "fit": fit, "norm": norm},
-        **{"crops": chosen.crops_per_minibatch, "crop_size": chosen.crop_size},
+        **{"crops": fitting.crops_per_minibatch, "crop_size": fitting.crop_size},
         **{"paper_crops": paper.crops_per_minibatch, "paper_crop_size": paper.crop_size},
     }
 
@@ -123,14 +124,14 @@ def sections(call: dict, _: str) -> Iterator[str]:
     fits = by_part["fits"]
     if fits:
         standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
-        shown = ({**row, "standard": standard.get((row["column"], row["fit"]))} for row in fits)
+        rows_of_fits = ({**row, "standard": standard.get((row["column"], row["fit"]))} for row in fits)
         free = _gib(Memory(budget=BUDGET).available(DEVICES) or 0)
-        left = f"{BUDGET}, less {deductions(DEVICES)}, leave {free} GiB for tensors."
-        yield section("Table 3: what fits", columns(shown, FIT, left=3), left)
+        budget_text = f"{BUDGET}, less {deductions(DEVICES)}, leave {free} GiB for tensors."
+        yield section("Table 3: what fits", columns(rows_of_fits, FIT, left=3), budget_text)
     experiments = by_part["experiments"]
     if experiments:
-        ordered = sorted(experiments, key=lambda row: row["experiment"])
-        yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
+        ordered_rows = sorted(experiments, key=lambda row: row["experiment"])
+        yield section(f"{len(experiments)} experiments", columns(ordered_rows, EXPERIMENT))
     rows = [*with_hours(by_part["hours"])]
     if rows:
         yield section(f"Hours of {len(rows)} trainings", columns(rows, HOURS))
@@ -143,11 +144,11 @@ def with_hours(rows: Rows) -> Iterator[dict]:
     """
     operations = {row["experiment"]: row["operations"] / row["share"] for row in rows}
     calls = json.loads((frame.RESULTS / "steps.json").read_text())["calls"]
-    measured = {call["arguments"]["recipe"]: call for call in calls if call["arguments"]["device"] == "cuda"}
-    if measured.keys() - operations.keys():
+    measured_calls = {call["arguments"]["recipe"]: call for call in calls if call["arguments"]["device"] == "cuda"}
+    if measured_calls.keys() - operations.keys():
         return
     rates = {}
-    for recipe, call in measured.items():
+    for recipe, call in measured_calls.items():
         (step,) = (row for row in frame.rows_of(call) if row["switch"] == "trainer.capture=true")
         seconds = median(step["times_ms"]) / 1000
         rates[recipe.split("_")[1]] = seconds / (call["arguments"]["crops"] * operations[recipe])

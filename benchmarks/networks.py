@@ -182,29 +182,29 @@ def within_budgets(
     for parameter in [] if arguments.gradients == "freed" else network.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with autocast(arguments.device, precision):
-        first = plan(network, inputs, 1.0)
-        limits = {f"{share:.0%} of plain": int(share * first.plain) for share in arguments.shares}
+        first_plan = plan(network, inputs, 1.0)
+        limits = {f"{share:.0%} of plain": int(share * first_plan.plain) for share in arguments.shares}
         if checkpoints:
             limits[AS_BLOCKS] = checkpoints
-        tried_limits = [*limits.values(), *(int(share * first.plain) for share in TRIED)]
-        budgets = filter(FEWEST.__lt__, (limit - first.gradients for limit in tried_limits))
-        planned = plan(network, inputs, [*budgets, 1.0])
+        tried_limits = [*limits.values(), *(int(share * first_plan.plain) for share in TRIED)]
+        budgets = filter(FEWEST.__lt__, (limit - first_plan.gradients for limit in tried_limits))
+        plans = plan(network, inputs, [*budgets, 1.0])
     if checkpoints:
         pair = {method: steps.steps[method] for method in (PLAIN, BLOCKS)}
         plain_ms, blocks_ms = map(statistics.median, timed(pair, arguments.rounds, arguments.device).values())
-        fast = [row.peak for row in planned.rows if row.seconds <= max(0.0, blocks_ms / plain_ms - 1 - HOST)]
-        limits[IN_TIME_OF_BLOCKS] = min(fast, default=planned.plain)
-    least = planned.least + planned.gradients
+        fast = [row.peak for row in plans.rows if row.seconds <= max(0.0, blocks_ms / plain_ms - 1 - HOST)]
+        limits[IN_TIME_OF_BLOCKS] = min(fast, default=plans.plain)
+    least = plans.least + plans.gradients
     for label, limit in {**limits, LEAST: least}.items():
         if limit < least and label != AS_BLOCKS:
             continue  # no plan reaches this share
         limit = max(limit, least)
-        budget = max(limit - planned.gradients, FEWEST)
+        budget = max(limit - plans.gradients, FEWEST)
         # The budget for a limit of time is the peak of the plan.
-        peak = next((row.peak for row in planned.rows if budget == row.budget or limit == row.peak), least)
-        trained = WithLoss(copy.deepcopy(plain))
-        recompute_activations(trained, budget=budget)
-        steps.add(label, partial(count, trained, label, budget_bytes=limit, planned_bytes=peak))
+        peak = next((row.peak for row in plans.rows if budget == row.budget or limit == row.peak), least)
+        trained_network = WithLoss(copy.deepcopy(plain))
+        recompute_activations(trained_network, budget=budget)
+        steps.add(label, partial(count, trained_network, label, budget_bytes=limit, planned_bytes=peak))
 
 
 def heading(arguments: dict) -> tuple[str, str]:

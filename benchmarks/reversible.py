@@ -43,9 +43,9 @@ PUBLISHED = {  # MB, MemCNN's README
 
 def items(arguments: frame.Arguments) -> dict[str, tuple]:
     """{PART/…: (part, what of it)}"""
-    chosen: list[tuple] = [("activations", title) for title in PUBLISHED]
-    chosen += [("depths", count) for count in DEPTHS]
-    return {"/".join(map(str, item)): item for item in chosen}
+    measurements: list[tuple] = [("activations", title) for title in PUBLISHED]
+    measurements += [("depths", count) for count in DEPTHS]
+    return {"/".join(map(str, item)): item for item in measurements}
 
 
 def measure(arguments: frame.Arguments, part: str, *values: Any) -> Rows:

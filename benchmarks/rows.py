@@ -27,8 +27,8 @@ def compared(items: Items, by: str = "", base: str = "") -> str:
     """
     lines: list[dict[tuple[str, str], str]] = []
     for rows in map(without_reasons, items):
-        first = next((row for row in rows if row.get(by) == base), {})
-        lines += [_cells(row, first, base) for row in rows]
+        base_row = next((row for row in rows if row.get(by) == base), {})
+        lines += [_cells(row, base_row, base) for row in rows]
     titles = dict.fromkeys(itertools.chain(*lines))
     return table([title for title, _ in titles], ([line.get(title, "") for title in titles] for line in lines))
 
@@ -54,10 +54,10 @@ def medians(items: Items, by: str, base: str) -> str:
     """A table of all values of the key `by`: bytes and times relative to `base`, medians over items (least – most)."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for rows in map(without_reasons, items):
-        first = next((row for row in rows if row[by] == base), {})
+        base_row = next((row for row in rows if row[by] == base), {})
         for row in rows:
-            for key in row if row is not first else ():
-                ratio = relative(row, first, key)
+            for key in row if row is not base_row else ():
+                ratio = relative(row, base_row, key)
                 if ratio is not None:
                     ratios.setdefault(row[by], {}).setdefault(key, []).append(ratio.median)
     keys = dict.fromkeys(itertools.chain(*ratios.values()))

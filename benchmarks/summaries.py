@@ -190,9 +190,9 @@ def protocol() -> str:
     for name, (norms, crops) in PROTOCOL.items():
         folder = f"{CAMVID}/{name}"
         (steps,) = {*runs(folder, "config", "trainer", "steps")}
-        (planned,) = rows("memory_plan", "all", experiment=f"camvid_table3_trained/{name}")
+        (planned_row,) = rows("memory_plan", "all", experiment=f"camvid_table3_trained/{name}")
         minutes = mean(runs(folder, "training", "minutes"))
-        lines.append([norms, crops, f"{steps}", f"{planned['by_tiles'] / MIB:.0f}", f"{minutes:.1f}", miou(folder)])
+        lines.append([norms, crops, f"{steps}", f"{planned_row['by_tiles'] / MIB:.0f}", f"{minutes:.1f}", miou(folder)])
     titles = ["norm", "crops", "steps", "planned with the loss by tiles, MiB", "minutes", "mIoU %"]
     return table(titles, lines, left=2)
 

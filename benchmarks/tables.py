@@ -76,21 +76,21 @@ def tables_of(folders: list[str], out: Path) -> dict[str, str]:
     for run in all_runs:
         finished.setdefault(run.metrics, run)
     runs = list(finished.values())
-    planned = json.loads((frame.RESULTS / "memory_plan.json").read_text())["calls"]
-    peaks = {row["experiment"]: row["peak"] for call in planned for row in frame.rows_of(call, "experiments")}
+    planned_calls = json.loads((frame.RESULTS / "memory_plan.json").read_text())["calls"]
+    peaks = {row["experiment"]: row["peak"] for call in planned_calls for row in frame.rows_of(call, "experiments")}
     tables = rows_by_table(runs, peaks)
     all_rows = [row for rows in tables.values() for row in rows]
-    shown = {run.folder for row in all_rows for run in itertools.chain(*row.runs.values())}
-    shown |= {run.folder for row in all_rows for run, _ in row.variants}
+    shown_folders = {run.folder for row in all_rows for run in itertools.chain(*row.runs.values())}
+    shown_folders |= {run.folder for row in all_rows for run, _ in row.variants}
     repeats = {path: run for row in all_rows for path, run in row.repeats.items()}
     for run in runs:
-        if run.folder in repeats and run.folder not in shown:
+        if run.folder in repeats and run.folder not in shown_folders:
             left_out[run.folder] = f"it repeats {_relative(repeats[run.folder].folder, out)}"
-        elif run.folder not in shown:
+        elif run.folder not in shown_folders:
             left_out[run.folder] = "it is of no experiment"
     blocks = {name: as_markdown(name, rows, out) for name, rows in tables.items()}
-    left = (f"- {escaped(_relative(path, out))}: {escaped(reason)}" for path, reason in left_out.items())
-    return blocks | {LEFT_OUT: "\n".join(left)}
+    lines = (f"- {escaped(_relative(path, out))}: {escaped(reason)}" for path, reason in left_out.items())
+    return blocks | {LEFT_OUT: "\n".join(lines)}
 
 
 def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
@@ -112,16 +112,17 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
     in_rows = {folder for (_, folder), changed in changes.items() if not changed}
 
     def row(name: str) -> Row:
-        counted = [run for run in runs if changes.get((name, run.folder)) == []]
-        for run in counted[1:]:
-            if run.classes != counted[0].classes:
-                raise ValueError(f"runs: {counted[0].folder} and {run.folder} are both {name}, but of other classes")
+        counted_runs = [run for run in runs if changes.get((name, run.folder)) == []]
+        for run in counted_runs[1:]:
+            if run.classes != counted_runs[0].classes:
+                both = f"{counted_runs[0].folder} and {run.folder}"
+                raise ValueError(f"runs: {both} are both {name}, but of other classes")
         variants = [run for run in runs if run.experiment == name and run.folder not in in_rows]
         changed = [(run, changes[name, run.folder]) for run in variants]
-        siblings = Counter(run.folder.parent for run in counted)
+        siblings = Counter(run.folder.parent for run in counted_runs)
         by_speed: dict[str, list[Run]] = {}
         repeats: dict[Path, Run] = {}
-        for run in sorted(counted, key=lambda run: (run.experiment != name, -siblings[run.folder.parent])):
+        for run in sorted(counted_runs, key=lambda run: (run.experiment != name, -siblings[run.folder.parent])):
             differing = papers.differing(run.typed, name).items()  # keys of SPEED
             speed = (f"{key}={value}" for key, value in differing if key in run.keys)
             rivals = by_speed.setdefault(" ".join(speed), [])
@@ -158,8 +159,8 @@ def as_markdown(name: str, rows: list[Row], out: Path) -> str:
 def _missing(row: Row) -> str:
     """An experiment without runs, with the scores published for its own evaluation."""
     scores = [score for score in papers.published(row.experiment) if not score.evaluation]
-    first = " / ".join(f"{score.percent:.2f}" for score in scores if score.source == scores[0].source)
-    return f"`{row.experiment.rpartition('/')[2]}`" + (f" {first}" if scores else "")
+    percents = " / ".join(f"{score.percent:.2f}" for score in scores if score.source == scores[0].source)
+    return f"`{row.experiment.rpartition('/')[2]}`" + (f" {percents}" if scores else "")
 
 
 def _cells(row: Row, out: Path) -> Iterator[list[str]]:

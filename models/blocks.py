@@ -88,11 +88,11 @@ class IdentityResidualBlock(nn.Module):
 
 def preactivated(convs: Convolutions, norm_act: NormAct) -> nn.Sequential:
     """The convolutions of a pre-activation residual function, with norms between them; see `IdentityResidualBlock`."""
-    first, *later = convs.build(convs.stride, 1)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=first)
-    for number, conv in enumerate(later, start=2):
+    first_conv, *later_convs = convs.build(convs.stride, 1)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=first_conv)
+    for number, conv in enumerate(later_convs, start=2):
         layers[f"bn{number}"] = norm_act(conv.in_channels)
-        if convs.dropout and conv is later[-1]:
+        if convs.dropout and conv is later_convs[-1]:
             layers["dropout"] = nn.Dropout2d(convs.dropout)
         layers[f"conv{number}"] = conv
     return nn.Sequential(layers)

@@ -111,8 +111,9 @@ class SegmentationNetwork(nn.Module):
         """
         if not any(parameter.requires_grad for parameter in self.body.parameters()):
             return ""
-        (last,) = features_read(self.body, (-1,), "")
-        return "" if any(last in self._read_by(head) for head in (self.head, *self.auxiliaries)) else last.name
+        (last_feature,) = features_read(self.body, (-1,), "")
+        is_read = any(last_feature in self._read_by(head) for head in (self.head, *self.auxiliaries))
+        return "" if is_read else last_feature.name
 
     def decide(self, scores: Tensor) -> Tensor:
         """The classes of pixels, (N, H, W), by their logits (N, classes, H, W): the largest, or as the head says.
@@ -178,17 +179,18 @@ class SegmentationNetwork(nn.Module):
         """The logits of a head that reads several features or has `auxiliaries`; and the outputs of these."""
         features_by_module: list[list[Feature]] = [self._read_by(module) for module in (self.head, *auxiliaries)]
         names = [feature.name for features in features_by_module for feature in features]
-        (last,) = features_read(self.body, (-1,), "")
-        if {*names} == {last.name}:
+        (last_feature,) = features_read(self.body, (-1,), "")
+        if {*names} == {last_feature.name}:
             maps: Iterator[Tensor] = repeat(self.body(images))
         else:
             maps = iter(self.body(images, names))
-        head_features, *auxiliary_features = [[next(maps) for _ in features] for features in features_by_module]
-        logits = self._classified(self.head(head_features if hasattr(self.head, "reads") else head_features[0]))
+        head_maps, *auxiliary_maps = [[next(maps) for _ in features] for features in features_by_module]
+        logits = self._classified(self.head(head_maps if hasattr(self.head, "reads") else head_maps[0]))
         outputs = []
-        for module, features, (first, *_) in zip(auxiliaries, auxiliary_features, features_by_module[1:], strict=True):
+        strides = (features[0].stride for features in features_by_module[1:])
+        for module, maps_read, stride in zip(auxiliaries, auxiliary_maps, strides, strict=True):
             weight: Any = module.loss_weight
-            outputs.append(Output(module(features), first.stride, weight))
+            outputs.append(Output(module(maps_read), stride, weight))
         return logits, tuple(outputs)
 
     def _classified(self, features: Tensor) -> Tensor:
@@ -202,15 +204,15 @@ class SegmentationNetwork(nn.Module):
         """Logits of padded images, cut to the cells of images of `size`. ValueError: they have other cells."""
         if stride == self.grid:  # nothing to cut
             return logits
-        padded = tuple(rounded_up(side, self.grid) // stride for side in size)
-        if not torch.compiler.is_compiling() and tuple(logits.shape[2:]) != padded:
+        padded_cells = tuple(rounded_up(side, self.grid) // stride for side in size)
+        if not torch.compiler.is_compiling() and tuple(logits.shape[2:]) != padded_cells:
             raise ValueError(
                 f"{type(module).__name__} has {logits.shape[2]}x{logits.shape[3]} cells for images of "
-                f"{size[0]}x{size[1]} pixels: expected {padded[0]}x{padded[1]}, as those of the first feature that it "
-                f"reads"
+                f"{size[0]}x{size[1]} pixels: expected {padded_cells[0]}x{padded_cells[1]}, as those of the first "
+                f"feature that it reads"
             )
         height, width = (rounded_up(side, stride) // stride for side in size)
-        if padded == (height, width) and not torch.compiler.is_exporting():  # a program is for all sizes
+        if padded_cells == (height, width) and not torch.compiler.is_exporting():  # a program is for all sizes
             return logits
         return logits[..., :height, :width]
 
@@ -227,18 +229,18 @@ def features_read(body: Any, reads: Sequence[int], reader: str) -> list[Feature]
         )
     channels = getattr(body, "out_channels", 0)  # which only heads that are yet to be built need
     features = getattr(body, "feature_info", None) or (Feature("last", channels, body.output_stride),)
-    chosen = []
+    read_features = []
     for read in reads:
         if read > 0:
             candidates = [feature for feature in features if feature.stride == read]
         else:
             candidates = [features[read]] if -len(features) <= read < 0 else []
         if not candidates:
-            listed = ", ".join(f"{feature.name} (stride {feature.stride})" for feature in features)
+            names = ", ".join(f"{feature.name} (stride {feature.stride})" for feature in features)
             description = f"features of stride {read}" if read > 0 else f"the feature at place {read} from the end"
-            raise ValueError(f"{reader} reads {description}, which {type(body).__name__} lacks: it has {listed}")
-        chosen.append(candidates[-1])
-    return chosen
+            raise ValueError(f"{reader} reads {description}, which {type(body).__name__} lacks: it has {names}")
+        read_features.append(candidates[-1])
+    return read_features
 
 
 def upsampled(logits: Tensor, size: Sequence[int], stride: int | None) -> Tensor:
@@ -248,8 +250,8 @@ def upsampled(logits: Tensor, size: Sequence[int], stride: int | None) -> Tensor
     """
     if stride is None:
         return F.interpolate(logits, size, mode="bilinear", align_corners=False)
-    covered = [cells * stride for cells in logits.shape[2:]]
-    return F.interpolate(logits, covered, mode="bilinear", align_corners=False)[..., : size[0], : size[1]]
+    covered_size = [cells * stride for cells in logits.shape[2:]]
+    return F.interpolate(logits, covered_size, mode="bilinear", align_corners=False)[..., : size[0], : size[1]]
 
 
 def rounded_up(side: int, stride: int) -> int:

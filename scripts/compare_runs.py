@@ -62,11 +62,11 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     """The page: commands, a table of the groups, stopped runs and those left out, the `picture`, and the hardware."""
     runs = [run for group in groups for run in group.runs]
     rows = score_rows(groups)
-    varied = []
+    varied_nouns = []
     for noun, attribute in (("folds", attrgetter("fold")), ("seeds", attrgetter("typed.seed"))):
         values = [", ".join(dict.fromkeys(str(attribute(run)) for run in group.runs)) for group in groups]
         if any("," in text for text in values):
-            varied.append(noun)
+            varied_nouns.append(noun)
             rows.append([noun, *("–" if text == "None" else f"{1 + text.count(',')} ({text})" for text in values)])
     image_counts = [sorted({run.results["images"] for run in group.runs}) for group in groups]
     rows += [
@@ -81,12 +81,12 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     lines = [f"# {title}", "", "```", *map(printable, [*(run.launched() for run in runs), command]), "```", ""]
     lines.append(table(["", *(escaped(group.title) for group in groups)], rows))
     if len(runs) > len(groups):
-        lines += ["", f"Means ± standard deviations over {' and '.join(varied)}."]
-    stopped = [run for run in runs if run.interruptions()]
-    if stopped:
+        lines += ["", f"Means ± standard deviations over {' and '.join(varied_nouns)}."]
+    stopped_runs = [run for run in runs if run.interruptions()]
+    if stopped_runs:
         lines += ["", "Stopped and continued:"]
-        steps = ("; ".join(f"{step:,}" for step in run.interruptions()) for run in stopped)
-        lines += (f"- {escaped(run.name)}, after steps {after}" for run, after in zip(stopped, steps, strict=True))
+        steps = ("; ".join(f"{step:,}" for step in run.interruptions()) for run in stopped_runs)
+        lines += (f"- {escaped(run.name)}, after steps {after}" for run, after in zip(stopped_runs, steps, strict=True))
     if left_out:
         lines += ["", "Not in the table:"]
         ends = ("/".join(path.resolve().parts[-2:]) for path in left_out)
@@ -113,12 +113,13 @@ def score_rows(groups: list[Group]) -> list[list[str]]:
 
 def environments(runs: list[Run]) -> list[str]:
     """Hardware and versions, once for all runs with the same."""
-    shared: dict[str, list[str]] = {}
+    names_by_environment: dict[str, list[str]] = {}
     for run in runs:
-        shared.setdefault(conditions(run.results["environment"]), []).append(escaped(run.name))
-    if len(shared) == 1:
-        return [f"{'All runs' if len(runs) > 1 else escaped(runs[0].name)}: {environment}." for environment in shared]
-    return [f"- {', '.join(names)}: {environment}" for environment, names in shared.items()]
+        names_by_environment.setdefault(conditions(run.results["environment"]), []).append(escaped(run.name))
+    if len(names_by_environment) == 1:
+        (environment,) = names_by_environment
+        return [f"{'All runs' if len(runs) > 1 else escaped(runs[0].name)}: {environment}."]
+    return [f"- {', '.join(names)}: {environment}" for environment, names in names_by_environment.items()]
 
 
 @rc_context(charts.TEXTS)

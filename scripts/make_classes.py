@@ -264,14 +264,17 @@ def write_lists(
         console.print(f"the images on {test_list} are left out", soft_wrap=True)
     rows = [["images", *map(str, np.bincount(part_of))]]
     for name, counts in zip(classes, pixels.T, strict=True):  # the pixels of a class in each image
-        cells = ((counts[chosen], max(pixels[chosen].sum(), 1)) for chosen in in_part.values())
-        rows.append([name, *(f"{np.count_nonzero(shown)} ({shown.sum() / total:.1%})" for shown, total in cells)])
+        cells = []
+        for is_in_part in in_part.values():
+            share = counts[is_in_part].sum() / max(pixels[is_in_part].sum(), 1)
+            cells.append(f"{np.count_nonzero(counts[is_in_part])} ({share:.1%})")
+        rows.append([name, *cells])
     of_folds = ", in val.txt of each fold" if config.folds is not None else ""
     console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
-    group, shared = prefixes(names, len(parts))
+    group, beginnings = prefixes(names, len(parts))
     if config.group is None and not config.add and group:
         advice = f"remove the lists and add 'group={group}', which keeps them together"
-        same = f"{len(shared)} beginnings before a number, such as {readable(min(shared))}"
+        same = f"{len(beginnings)} beginnings before a number, such as {readable(min(beginnings))}"
         console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
     lists = {stem: choice for stem, choice in config.lists().items() if choice[0] in parts}
     for stem, (part, holds_part) in lists.items():

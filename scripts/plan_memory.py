@@ -64,7 +64,7 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     if config.memory.fit is not None:
         fitting = fits(config, devices, console)
         paper = FITS[config.memory.fit].replace("_", " ")
-        limit = max(planner.all_images(chosen, devices) for chosen in fitting.values())
+        limit = max(planner.all_images(config_of_norm, devices) for config_of_norm in fitting.values())
         console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {on_devices}{limit}:")
         console.print(fit_table(fitting, devices))
     if config.trainer.precision != "float32":
@@ -97,13 +97,13 @@ def fits(config: TrainingRun, devices: int, console: Console) -> dict[str, Train
 def fit_table(fitting: dict[str, TrainingRun], devices: int) -> Table:
     """The minibatches that fit, and their pixels relative to the first norm's."""
     table = table_of(["norm", "crops per minibatch", "on each device", "crop", "memory", "pixels"])
-    pixels = [chosen.data.crops_per_minibatch * chosen.data.crop_size**2 for chosen in fitting.values()]
-    for (norm, chosen), pixel_count in zip(fitting.items(), pixels, strict=True):
-        data = chosen.data
-        share = planner.share_of(chosen, devices)
-        needed = size_text(planner.needed_bytes(chosen, share, data.crop_size, devices))
+    pixels = [config.data.crops_per_minibatch * config.data.crop_size**2 for config in fitting.values()]
+    for (norm, config), pixel_count in zip(fitting.items(), pixels, strict=True):
+        data = config.data
+        share = planner.share_of(config, devices)
+        memory = size_text(planner.needed_bytes(config, share, data.crop_size, devices))
         crops = (str(data.crops_per_minibatch), str(share), planner.crop_text(data))
-        table.add_row(norm, *crops, needed, f"{pixel_count / pixels[0] - 1:+.0%}")
+        table.add_row(norm, *crops, memory, f"{pixel_count / pixels[0] - 1:+.0%}")
     return table
 
 
@@ -113,13 +113,13 @@ def entry_of(arguments: list[str]) -> str:
     ValueError: there is no such experiment.
     """
     experiments = papers.all_experiments()
-    chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
-    if chosen is None:
+    match = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
+    if match is None:
         classified = {f"data={name}" for name in groups_of(ClassificationRun)["data"]}
         return "train_imagenet" if classified & {*arguments} else "train_seg"
-    if chosen[1] not in experiments:
-        raise ValueError(f"experiment={chosen[1]}: {no_such('experiment', chosen[1], experiments)}")
-    return experiments[chosen[1]]
+    if match[1] not in experiments:
+        raise ValueError(f"experiment={match[1]}: {no_such('experiment', match[1], experiments)}")
+    return experiments[match[1]]
 
 
 def main() -> None:

@@ -102,14 +102,14 @@ def predict(options: Prediction) -> list[Path]:
     since_s = 0.0
     with parts_named(config), progress_bar(console) as progress, WrittenBehind() as files:
         for name, file in tracked(progress, images.items(), "predicting"):
-            shown = str(file.relative_to(source if source.is_dir() else source.parent))
-            image = findings.decoded(file, shown, network)
+            shown_path = str(file.relative_to(source if source.is_dir() else source.parent))
+            image = findings.decoded(file, shown_path, network)
             if image is None:
                 continue
             if findings.images < 3:  # the first may take longer than others
                 since_s = time.perf_counter()
             picture = of_channels.picture(image, network.shown)
-            add = partial(page.add, shown, picture) if options.report else None
+            add = partial(page.add, shown_path, picture) if options.report else None
             if isinstance(network, Segmenter):
                 places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
                 written.append(places["ids"])
@@ -119,7 +119,7 @@ def predict(options: Prediction) -> list[Path]:
                 layers = 2 + (2 * len(network.classes) if options.probabilities else 0)  # these in float32 and float16
                 files.add(make, partial(write_segmented, places, add), layers * image.nbytes)
             else:
-                note = partial(note_classes, rows, [shown], network.classes, options.top_k, add)
+                note = partial(note_classes, rows, [shown_path], network.classes, options.top_k, add)
                 files.add(network.started(image), note, image.nbytes)
     if findings.images > 1:
         logger.info(speed_of(findings.images - 1, since_s))
@@ -145,7 +145,7 @@ class Findings:
     pages: dict[str, int] = field(default_factory=dict)  # of files of which only the first was read
     levels: list[Use] = field(default_factory=list)  # of 16-bit images, and some of 8 bits
 
-    def decoded(self, file: Path, shown: str, network: Segmenter | Classifier) -> np.ndarray | None:
+    def decoded(self, file: Path, shown_path: str, network: Segmenter | Classifier) -> np.ndarray | None:
         """An image; None if it cannot be read, or its header says that it is too large, which is noted."""
         try:
             stored = read(file, True, network.channels)
@@ -159,7 +159,7 @@ class Findings:
         self.images += 1
         pages = of_channels.pages_if_one_is_read(stored, network.channels)
         if pages > 1:
-            self.pages[shown] = pages
+            self.pages[shown_path] = pages
         return image
 
     def doubts(self, source: Path, range16: Range16) -> list[str]:
@@ -250,18 +250,18 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
     real = ((Path(file.path), Path(os.path.realpath(file))) for _, file in files_in(source))
     files = sorted(path for path, real_path in real if ours.isdisjoint([real_path, *real_path.parents]))
-    named = [path for path in files if path.suffix.lower() in (*image_suffixes(channels), *RARE)]
-    stems = {path.with_suffix("") for path in named}  # a .npy file beside an image of three channels is none
-    named += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in stems]
-    images = sorted(path for path in named if unfit(path) is None)
+    image_files = [path for path in files if path.suffix.lower() in (*image_suffixes(channels), *RARE)]
+    stems = {path.with_suffix("") for path in image_files}  # a .npy file beside an image of three channels is none
+    image_files += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in stems]
+    images = sorted(path for path in image_files if unfit(path) is None)
     label_files = {source / path for path in labels.among([path.relative_to(source) for path in images])}
-    skipped = {
-        "without an image's suffix": {*files} - {*named},
-        "that are no regular files of at most 4 GiB": {*named} - {*images},
+    skipped_files = {
+        "without an image's suffix": {*files} - {*image_files},
+        "that are no regular files of at most 4 GiB": {*image_files} - {*images},
         "that are labels of images": label_files,
     }
     images = [path for path in images if path not in label_files]
-    for why, paths in skipped.items():
+    for why, paths in skipped_files.items():
         names = [str(path.relative_to(source)) for path in sorted(paths)]
         if names:
             logger.info(f"skipped {len(names)} file(s) {why}: {first_of(names)}")
@@ -301,10 +301,10 @@ def check_written(options: Prediction, output: Path, images: Iterable[Path], mea
     if is_ours(file, "class list"):
         classes = read_json(file)
         if classes != meant:
-            old, new = (", ".join(str(row["name"]) for row in rows) for rows in (classes, meant))
+            old_names, names = (", ".join(str(row["name"]) for row in rows) for rows in (classes, meant))
             raise ValueError(
-                f"output={output} holds another network's predictions, of the classes {old}; this network has {new}: "
-                f"give another folder"
+                f"output={output} holds another network's predictions, of the classes {old_names}; this network has "
+                f"{names}: give another folder"
             )
         return
     if os.path.lexists(file) and not (file.is_file() and not file.stat().st_size):

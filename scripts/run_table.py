@@ -112,13 +112,13 @@ def run(arguments: RunTable) -> int:
         return 0
     waiting = [training for training in trainings if not training.has_ended]
     ready = [training for training in waiting if not training.missing]
-    lacking = sorted({option for training in waiting for option in training.missing})
+    missing = sorted({option for training in waiting for option in training.missing})
     if waiting and not ready:
-        raise ValueError(f"table={arguments.table} needs {'; '.join(lacking)}")
+        raise ValueError(f"table={arguments.table} needs {'; '.join(missing)}")
     commands = {training.title: training.command for training in ready}
     failed = run_jobs(commands, console, ended_before=len(trainings) - len(waiting), folder=papers.REPOSITORY)
-    if lacking:
-        console.print(f"{len(waiting) - len(ready)} not run, which need {'; '.join(lacking)}")
+    if missing:
+        console.print(f"{len(waiting) - len(ready)} not run, which need {'; '.join(missing)}")
     return len(failed)
 
 
@@ -184,10 +184,11 @@ def shared_part(experiment: str, table: str) -> str:
     """A part of the names of all experiments of a table that start from the same weights, and of no others."""
     rows = [name for name in papers.experiments_of(table) if papers.weights_of(name)]
     config = papers.configured_as(experiment)
-    same = {name for name in rows if papers.configured_as(name).body == config.body}
+    same_body = {name for name in rows if papers.configured_as(name).body == config.body}
     folder, _, network = experiment.rpartition("/")
     network = network.removeprefix(f"{config.data.name}_")
-    parts = (part for part in (network.partition("_")[0], folder) if {name for name in rows if part in name} == same)
+    candidates = (network.partition("_")[0], folder)
+    parts = (part for part in candidates if {name for name in rows if part in name} == same_body)
     return next(parts, network)
 
 

@@ -239,9 +239,9 @@ class Runner:
         """Run a part of the tests, file by file, and write down which lines each of them executes."""
         self.coverage = Coverage(data_file=None, source=[str(REPOSITORY / room) for room in ROOMS], config_file=False)
         files = sorted({item.path for item in self.items.values()})
-        chosen = [item for item in self.items.values() if files.index(item.path) % WORKERS == part]
+        part_items = [item for item in self.items.values() if files.index(item.path) % WORKERS == part]
         self.coverage.start()
-        for _ in self.run(chosen):
+        for _ in self.run(part_items):
             pass
         self.coverage.stop()
         data = self.coverage.get_data()
@@ -251,13 +251,13 @@ class Runner:
 
     def tried(self, mutant: Mutant, tests: list[str]) -> int:
         """`KILLED` if a test notices the mutant; else a key of `RESULTS`."""
-        broken = {*self.failed}
+        failed_before = {*self.failed}
         end = time.perf_counter() + self.seconds
         if not exchange(mutant):
             return 2
         self.failed = []
         for number, _ in enumerate(self.run([self.items[test] for test in tests]), 1):
-            if {*self.failed} - broken:
+            if {*self.failed} - failed_before:
                 return KILLED
             if time.perf_counter() > end and number < len(tests):
                 return 3

@@ -54,8 +54,8 @@ class Body(nn.Module):
         """Register `classifier`, which is None for `classes` = 0."""
         self.classifier = None
         if classes:
-            pooled = OrderedDict[str, nn.Module](avg_pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten())
-            self.classifier = nn.Sequential(pooled | {"fc": nn.Linear(in_channels, classes)})  # -> (N, classes)
+            layers = OrderedDict[str, nn.Module](avg_pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten())
+            self.classifier = nn.Sequential(layers | {"fc": nn.Linear(in_channels, classes)})  # -> (N, classes)
         self.out_channels = in_channels
         self.classes = classes
 
@@ -71,9 +71,9 @@ class Body(nn.Module):
 
     def note_stages(self, stem_stride: int, channels: Iterable[int], strides: Iterable[int]) -> None:
         """Set `feature_info` from the channels and the stride of each stage, mod2, …"""
-        _, *reached = accumulate(strides, mul, initial=stem_stride)
-        names = (f"mod{number}" for number in range(2, len(reached) + 2))
-        self._feature_info = tuple(map(Feature, names, channels, reached))
+        _, *feature_strides = accumulate(strides, mul, initial=stem_stride)
+        names = (f"mod{number}" for number in range(2, len(feature_strides) + 2))
+        self._feature_info = tuple(map(Feature, names, channels, feature_strides))
 
     def forward(self, images: Tensor, features: Sequence[str] | None = None) -> Tensor | tuple[Tensor, ...]:
         """(N, in_channels, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes).
@@ -97,8 +97,9 @@ class Body(nn.Module):
         Only the first stage holds the stem's output. The last stage's result is `normed`.
         """
         stages = self.stage_units()
-        after = [sum(map(len, stages[:end])) for end in ends]
-        results = run_blocks([unit for stage in stages for unit in stage], self.mod1(images), self.recompute, after)
+        units = [unit for stage in stages for unit in stage]
+        unit_ends = [sum(map(len, stages[:end])) for end in ends]
+        results = run_blocks(units, self.mod1(images), self.recompute, unit_ends)
         maps = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in results]
         del results
         if ends[-1] == self.stages:

@@ -111,11 +111,11 @@ class LibraryBody(Body):
         if not self.rounds_up:
             height, width = images.shape[2:]
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
-        chosen = [self._ends[end - 1] for end in ends]
-        between = pairwise([0, *(end for end, _ in chosen)])  # numbers of parts
-        segments = [partial(self._run_parts, begin, end) for begin, end in between]
+        feature_ends = [self._ends[end - 1] for end in ends]
+        bounds = pairwise([0, *(end for end, _ in feature_ends)])  # numbers of parts
+        segments = [partial(self._run_parts, begin, end) for begin, end in bounds]
         features = [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
-        return [x.movedim(-1, 1) if is_last else x for x, (_, is_last) in zip(features, chosen, strict=True)]
+        return [x.movedim(-1, 1) if is_last else x for x, (_, is_last) in zip(features, feature_ends, strict=True)]
 
     def _run_parts(self, begin: int, end: int, x: Tensor) -> Tensor:
         """Run parts from `begin` to `end`. Layers before the first block and after the last are never checkpointed.
@@ -273,20 +273,20 @@ timm_body = partial(LibraryBody, make=_of_timm)
 
 def _up_to(layers: Mapping[str, nn.Module], last: str, subject: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
     """The layers up to the part `last`, and the names of the parts after it. `subject` begins messages."""
-    first, _, inner = last.partition(".")
-    if first not in layers:
+    first_name, _, inner = last.partition(".")
+    if first_name not in layers:
         raise ValueError(f"{subject} has no such part; expected one of {', '.join(layers)}, or a part of these")
     names = list(layers)
-    end = names.index(first)
+    end = names.index(first_name)
     kept = {name: layers[name] for name in names[:end]}
     later_names = names[end + 1 :]
-    part = layers[first]
+    part = layers[first_name]
     if inner:
         children = dict(part.named_children()) if type(part) is nn.Sequential else {}
         kept_children, later_children = _up_to(children, inner, subject)
         part = nn.Sequential(OrderedDict(kept_children))
-        later_names = [f"{first}.{name}" for name in later_children] + later_names
-    return kept | {first: part}, tuple(later_names)
+        later_names = [f"{first_name}.{name}" for name in later_children] + later_names
+    return kept | {first_name: part}, tuple(later_names)
 
 
 def _check_name(network: str, names: Sequence[str], library: str) -> None:
@@ -352,17 +352,17 @@ def _dilate(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
 def _exchange_activations(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
     """Replace ReLUs and ReLU6s by the activation that `norm_act` gives its norms. Returns remarks."""
     template: Any = norm_act(1)
-    replaced: list[str] = []
+    replaced_kinds: list[str] = []
     for parent in list(body.modules()) if template.activation != "relu" else ():
         for name, child in parent.named_children():
             if type(child) in (nn.ReLU, nn.ReLU6):
                 activation = LIBRARY_ACTIVATIONS[template.activation](template.activation_param, inplace=child.inplace)
                 setattr(parent, name, activation)
-                replaced.append(type(child).__name__)
-    new = f"{template.activation}({template.activation_param})"
+                replaced_kinds.append(type(child).__name__)
+    new_activation = f"{template.activation}({template.activation_param})"
     return tuple(
-        f"{count} {kind}s became {new}, so trained weights only start there"
-        for kind, count in Counter(replaced).items()
+        f"{count} {kind}s became {new_activation}, so trained weights only start there"
+        for kind, count in Counter(replaced_kinds).items()
     )
 
 
@@ -383,32 +383,32 @@ def _exchange_norms(
     if type(template) not in (ABN, InPlaceABN):
         kind = type(template).__name__
         raise ValueError(f"norm_act made a {kind}: a network of another library needs ABN or InPlaceABN")
-    kept = {*_KEPT_NORM_OPTIONS, *(["momentum"] if own_momentum else [])}
+    kept_options = {*_KEPT_NORM_OPTIONS, *(["momentum"] if own_momentum else [])}
 
     def options(cls: type[nn.Module]) -> dict[str, Any]:
-        return {name: getattr(template, name) for name in inspect.signature(cls).parameters if name not in kept}
+        return {name: getattr(template, name) for name in inspect.signature(cls).parameters if name not in kept_options}
 
     remarks: tuple[str, ...] = ()
     if isinstance(template, InPlaceABN):
         reports: list[ConversionReport] = []
         to_inplace(body, report=reports.append)
-        replaced = len(reports[0].replaced)
-        norms = replaced + len(reports[0].kept)
-        if not replaced:
+        replaced_count = len(reports[0].replaced)
+        norm_count = replaced_count + len(reports[0].kept)
+        if not replaced_count:
             raise ValueError(f"{network} has no norm that can be in place: {instead}")
-        remarks = (f"{replaced} of {norms} norms are in place; elsewhere it would be wrong or save nothing",)
+        remarks = (f"{replaced_count} of {norm_count} norms are in place; elsewhere it would be wrong or save nothing",)
     for parent in list(body.modules()):
         for name, norm in parent.named_children():
             act = own_activation(norm)
             if type(norm) is InPlaceABN:
-                new: ABN = like(norm, InPlaceABN, **options(InPlaceABN))
+                new_norm: ABN = like(norm, InPlaceABN, **options(InPlaceABN))
             elif type(norm) is nn.BatchNorm2d or act is not None:
-                new = like(norm, _WithActivation if act else ABN, activation="identity", **options(ABN))
+                new_norm = like(norm, _WithActivation if act else ABN, activation="identity", **options(ABN))
                 if act is not None:
-                    new.act = act
+                    new_norm.act = act
             else:
                 continue
-            if not new.learn_scale:
-                new.weight = None
-            setattr(parent, name, new)
+            if not new_norm.learn_scale:
+                new_norm.weight = None
+            setattr(parent, name, new_norm)
     return remarks

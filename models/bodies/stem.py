@@ -66,18 +66,18 @@ def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: i
 
     ValueError if output_stride is not a power of two from twice the stem's stride to 32.
     """
-    possible = [stride for stride in (2, 4, 8, 16, 32) if stride >= 2 * stem_stride]
-    if output_stride not in possible:
+    allowed = [stride for stride in (2, 4, 8, 16, 32) if stride >= 2 * stem_stride]
+    if output_stride not in allowed:
         raise ValueError(
-            f"output_stride={output_stride}: expected {', '.join(map(str, possible[:-1]))} or {possible[-1]} after a "
+            f"output_stride={output_stride}: expected {', '.join(map(str, allowed[:-1]))} or {allowed[-1]} after a "
             f"stem of stride {stem_stride}; 8 is usual for segmentation, 32 for classification"
         )
     stages = []
-    reached = stem_stride
+    reached_stride = stem_stride
     dilation = 1
     for stride in strides:
-        if reached < output_stride:
-            reached *= stride
+        if reached_stride < output_stride:
+            reached_stride *= stride
             stages.append((stride, dilation))
         else:
             dilation *= stride

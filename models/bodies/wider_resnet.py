@@ -53,22 +53,23 @@ class WiderResNet(Body):
         for name, values in (("structure", structure), ("channels", channels), ("dropout", dropout)):
             if len(values) != 6:
                 raise ValueError(f"{name}={tuple(values)}: expected six values, for mod2 … mod7")
-        pooled, strides = _downsampling(downsampling, output_stride)
+        pooled_stages, strides = _downsampling(downsampling, output_stride)
         self.stages = 6
         self.output_stride = output_stride
         self.mod1 = nn.Sequential(OrderedDict(conv1=nn.Conv2d(in_channels, stem_channels, 3, padding=1, bias=False)))
         in_channels = stem_channels
         stages = zip(structure, channels, strides, dropout, strict=True)
         for number, (blocks, stage_channels, (stride, dilation), probability) in enumerate(stages, start=2):
-            if number in pooled:
+            if number in pooled_stages:
                 self.add_module(f"pool{number}", MaxPool2d(3, stride=2, padding=1))
             convs = Convolutions(in_channels, stage_channels, stride, dilation, dropout=probability)
             stage = residual_stage(partial(IdentityResidualBlock, norm_act=norm_act), convs, blocks)
             self.add_module(f"mod{number}", stage)
             in_channels = stage_channels[-1]
         self.bn_out = norm_act(in_channels)
-        halved = (2 if number in pooled else stride for number, (stride, _) in enumerate(strides, start=2))
-        self.note_stages(1, (widths[-1] for widths in channels), halved)
+        pairs = enumerate(strides, start=2)
+        stage_strides = (2 if number in pooled_stages else stride for number, (stride, _) in pairs)
+        self.note_stages(1, (widths[-1] for widths in channels), stage_strides)
         self.add_classifier(in_channels, classes)
         initialise(self)
 
@@ -76,9 +77,9 @@ class WiderResNet(Body):
         """See `Body.stage_units`."""
         stages: list[list[Block]] = []
         for number, stage in enumerate(self.stage_modules(), start=2):
-            first, *later_units = units_of(stage, self.recompute)
+            first_unit, *later_units = units_of(stage, self.recompute)
             pool = getattr(self, f"pool{number}", None)
-            stages.append([first if pool is None else partial(chain, pool, first), *later_units])
+            stages.append([first_unit if pool is None else partial(chain, pool, first_unit), *later_units])
         return stages
 
 

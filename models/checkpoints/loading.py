@@ -79,36 +79,36 @@ def load_by_name(
     tensors, spread = _spread(state, _named_as_in(state, tensors), channels)
     reasons = {key: _reason_to_skip(key, tensor, state) or skip(key, tensor) for key, tensor in tensors.items()}
     skipped = {key: reason for key, reason in reasons.items() if reason is not None}
-    wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
+    loaded = {key: tensor for key, tensor in tensors.items() if key not in skipped}
 
-    new = [key for key in state if key not in wanted]
-    with_head = any(key.startswith("head.") for key in wanted)
-    misfits = [f"{key} has no place in the network" for key in wanted if key not in state]
-    for key, tensor in wanted.items():
+    new = [key for key in state if key not in loaded]
+    with_head = any(key.startswith("head.") for key in loaded)
+    misfits = [f"{key} has no place in the network" for key in loaded if key not in state]
+    for key, tensor in loaded.items():
         if key in state and state[key].shape != tensor.shape:
             misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(state[key])} in the network")
     # The counts are used only without momentum; older programs did not save them.
-    needed = (
+    required = (
         key for key in new if is_of_body(key) or (with_head and key.startswith("head.") and not is_auxiliary(key))
     )
-    misfits += [f"{key} is not in the file" for key in needed if not key.endswith("num_batches_tracked")]
+    misfits += [f"{key} is not in the file" for key in required if not key.endswith("num_batches_tracked")]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
-    broken = not_finite(wanted)
-    if broken:
+    bad_names = not_finite(loaded)
+    if bad_names:
         raise ValueError(
-            f"{name} has infinite or NaN weights: {listed(broken)}. It was saved after an overflow, or is damaged: "
+            f"{name} has infinite or NaN weights: {listed(bad_names)}. It was saved after an overflow, or is damaged: "
             f"give an earlier checkpoint, or copy it again"
         )
-    network.load_state_dict({**state, **wanted})
-    return Loaded(source, list(wanted), skipped, new, (*remarks, *spread))
+    network.load_state_dict({**state, **loaded})
+    return Loaded(source, list(loaded), skipped, new, (*remarks, *spread))
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors with an infinite or NaN value. Waits for their device once."""
     finite = [tensor.isfinite().all() for tensor in tensors.values()]
-    good = torch.stack(finite).tolist() if finite else []
-    return [name for name, is_good in zip(tensors, good, strict=True) if not is_good]
+    flags = torch.stack(finite).tolist() if finite else []
+    return [name for name, is_finite in zip(tensors, flags, strict=True) if not is_finite]
 
 
 def state_dict_in(content: object) -> tuple[object, tuple[str, ...]]:
@@ -197,8 +197,8 @@ def _prefix(names: Sequence[tuple[str, ...]], parts: Collection[str]) -> tuple[s
     for prefix, count in prefixes[-1:]:
         if 2 * count >= sum(name[: len(prefix)] == prefix for name in names):
             return prefix
-    shared = os.path.commonprefix([name[:-1] for name in names]) if len(names) > 1 else ()
-    return tuple(takewhile(lambda part: not part.isdecimal(), shared))
+    shared_path = os.path.commonprefix([name[:-1] for name in names]) if len(names) > 1 else ()
+    return tuple(takewhile(lambda part: not part.isdecimal(), shared_path))
 
 
 def is_of_body(name: str) -> bool:

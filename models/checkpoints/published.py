@@ -57,25 +57,25 @@ def timm_metadata(path: Path, content: object) -> Normalisation | None:
     args = content.get("args") if isinstance(content, dict) else None
     arguments = vars(args) if isinstance(args, Namespace) else {}
     source = path
-    stated: Any = {key: value for key, value in arguments.items() if value is not None}
+    statement: Any = {key: value for key, value in arguments.items() if value is not None}
     with suppress(OSError, ValueError, KeyError, TypeError):  # as on the Hub
         config_path = path.parent / "config.json"
-        stated = json.loads(config_path.read_text("utf-8"))["pretrained_cfg"]
+        statement = json.loads(config_path.read_text("utf-8"))["pretrained_cfg"]
         source = config_path
     texts: dict[str, Any] = {}
     if path.suffix == SAFETENSORS:
         with suppress(OSError, ValueError), open(path, "rb") as file:  # its header's size, and the header, of texts
             texts = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
             texts |= {key: json.loads(texts[key]) for key in _VALUES if key in texts}
-    merged: dict[str, Any] = {}
-    for values in (stated, texts, texts.get("pretrained_cfg", {})):
+    metadata: dict[str, Any] = {}
+    for values in (statement, texts, texts.get("pretrained_cfg", {})):
         if not isinstance(values, dict):
             raise ValueError(f"{source}: pretrained_cfg={values}: expected a mapping with mean and std")
-        merged |= values
-    if {"mean", "std"} & merged.keys():
-        mean, std = (_of_channels(source, key, merged.get(key)) for key in Normalisation._fields)
+        metadata |= values
+    if {"mean", "std"} & metadata.keys():
+        mean, std = (_of_channels(source, key, metadata.get(key)) for key in Normalisation._fields)
         return Normalisation(mean, std)
-    return timm_normalisation(str(merged["model"])) if "." in str(merged.get("model", "")) else None
+    return timm_normalisation(str(metadata["model"])) if "." in str(metadata.get("model", "")) else None
 
 
 def _of_channels(source: Path, key: str, values: Any) -> tuple[float, ...]:

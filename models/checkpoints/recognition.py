@@ -51,12 +51,12 @@ def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _body(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
     if "mod7.block1.convs.conv1.weight" in tensors:
         return "wider_resnet", {"channels": [_widths(tensors, f"mod{stage}.block1") for stage in range(2, 8)]}
-    first = tensors["mod1.conv1.weight"]
-    stem = {"stem": "3x3" if "mod1.conv3.weight" in tensors else "7x7" if first.shape[-1] == 7 else "cifar"}
+    first_weight = tensors["mod1.conv1.weight"]
+    stem = {"stem": "3x3" if "mod1.conv3.weight" in tensors else "7x7" if first_weight.shape[-1] == 7 else "cifar"}
     if "mod2.convs3.0.conv.weight" in tensors:
-        last = f"mod1.bn{3 if stem['stem'] == '3x3' else 1}.running_mean"
+        last_norm = f"mod1.bn{3 if stem['stem'] == '3x3' else 1}.running_mean"
         growth = len(tensors["mod2.convs3.0.conv.weight"])
-        return "densenet", {"growth": growth, "stem_norm": last in tensors, **stem}
+        return "densenet", {"growth": growth, "stem_norm": last_norm in tensors, **stem}
     widths = _widths(tensors, "mod2.block1")
     grouped = tensors["mod2.block1.convs.conv2.weight"]  # (middle, first / groups, 3, 3)
     options = {"base_channels": widths, **stem, "groups": widths[0] // grouped.shape[1]}

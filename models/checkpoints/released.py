@@ -107,10 +107,10 @@ def weights_in(
             f"network with the release's in-place or synchronised layers (scale |weight| + eps), or {key}=raw with "
             f"its standard layers (scale weight)"
         )
-    counted = [tensor for tensor in tensors if tensor.endswith("num_batches_tracked")]
-    if used_scale == "released" and counted:
+    counters = [tensor for tensor in tensors if tensor.endswith("num_batches_tracked")]
+    if used_scale == "released" and counters:
         raise ValueError(
-            f"{name} has {listed(counted)}, which the release's in-place layers lack: give {key}=raw if it is of a "
+            f"{name} has {listed(counters)}, which the release's in-place layers lack: give {key}=raw if it is of a "
             f"network with standard batch normalisation"
         )
     meaning = "|weight| + eps" if used_scale == "released" else "weight"

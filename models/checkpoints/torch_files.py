@@ -113,9 +113,9 @@ def _other_kind(path: Path) -> str | None:
 def _check_bytes(path: Path) -> None:
     """Verify the checksums that torch.save writes and torch.load ignores. ValueError names the bad part."""
     with zipfile.ZipFile(path) as archive:
-        wrong = archive.testzip()
+        bad_part = archive.testzip()
         folders = [part.filename for part in archive.infolist() if part.external_attr & 0x10]
-    if wrong is not None:
-        raise ValueError(f"its part {wrong} has a wrong checksum")
+    if bad_part is not None:
+        raise ValueError(f"its part {bad_part} has a wrong checksum")
     if folders:  # attributes have no checksum, and torch.load would return uninitialised memory
         raise ValueError(f"its part {folders[0]} is marked as a folder")

@@ -93,14 +93,14 @@ class Run:
         (schema,) = (run for run in configuration.RUNS.values() if run.score == self.scores.best)
         self.entry = schema.entry
         self.typed = recorded.from_plain(self.results["config"], schema, f"{folder}")
-        shared = configuration.values_but(self.typed, "per_machine").items()
+        values = configuration.values_but(self.typed, "per_machine").items()
         self.fold: int | None = getattr(self.typed.data, "fold", None)
         left_out = [*SEED_AND_FOLDERS]
         if self.fold is not None:
             left_out += [key for key in MEASURED if f"{key}=" not in self.command]
         if self.config.split()[3] == "cpu":
             left_out += CUDA_KEYS
-        self.keys = {name: value for name, value in shared if name not in left_out}
+        self.keys = {name: value for name, value in values if name not in left_out}
         images = self.results["images"] if self.fold is None else "of a fold"
         self.keys |= {"processes": self.processes, "images": images}
 
@@ -112,8 +112,8 @@ class Run:
 
     def curve(self, kind: str, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one key in the "train" or "val" records."""
-        chosen = [record for record in self.records if record["kind"] == kind]
-        return [record["step"] for record in chosen], [record[key] for record in chosen]
+        kind_records = [record for record in self.records if record["kind"] == kind]
+        return [record["step"] for record in kind_records], [record[key] for record in kind_records]
 
     def _training(self) -> dict[str, float]:
         """Median speed, and minutes without evaluations and checkpoints: images over images per second, summed."""
@@ -157,9 +157,9 @@ def thinned(records: list[dict], best: str) -> list[dict]:
     train = [record for record in records if record["kind"] == "train"]
     interval = max(1, -(-len(train) // MOST_POINTS))
     left_out = {record["step"] for number, record in enumerate(train, 1) if number % interval}
-    shown = [record for record in records if record["kind"] != "train" or record["step"] not in left_out]
+    shown_records = [record for record in records if record["kind"] != "train" or record["step"] not in left_out]
     names = ("kind", "step", "loss", best)
-    return [{name: _short(record[name]) for name in names if name in record} for record in shown]
+    return [{name: _short(record[name]) for name in names if name in record} for record in shown_records]
 
 
 def _short(value: Any) -> Any:
@@ -252,5 +252,5 @@ def titles_of(groups: Sequence[list[Run]]) -> list[str]:
 
 def _without_seed(folder: Path) -> str:
     """The name of a run's folder without its seed and fold; if nothing is left but a date, that of the folder above."""
-    left = re.sub(r"(^|,)(seed|data\.fold)=\d+|(^|[_-])(seed|fold)[_-]?\d+$", "", DATE.sub("", folder.name)).lstrip(",")
-    return left or folder.parent.name
+    name = re.sub(r"(^|,)(seed|data\.fold)=\d+|(^|[_-])(seed|fold)[_-]?\d+$", "", DATE.sub("", folder.name)).lstrip(",")
+    return name or folder.parent.name
