@@ -39,8 +39,7 @@ from engine.segmentation.pictures import folder_for_pictures, labelled
 from scripts.reports import charts
 
 ROWS, COLUMNS = 4, 2  # of crops on a sheet
-INCHES = 2.8  # side of a crop
-DPI = 130
+INCHES, DPI = 2.8, 130  # side of a crop; dots per inch
 Dataset = SegmentationDataset | ClassificationDataset
 Panel = tuple[str, np.ndarray, np.ndarray]  # title; crop, uint8 (h, w, 3) RGB; train ids in it, uint8
 

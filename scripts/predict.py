@@ -184,11 +184,11 @@ def segmented(
     network: Segmenter, image: np.ndarray, predicted: Callable[[], np.ndarray], options: Prediction
 ) -> tuple[np.ndarray, np.ndarray, dict[str, bytes]]:
     """When an image is predicted: the share of each class, the train ids, uint8 (H, W), and the files' contents."""
-    ids = predicted()
+    prediction = predicted()  # ids, or (K, H, W)
     contents = {}
-    if options.probabilities:  # (K, H, W)
-        contents["probabilities"] = npy(ids.astype(np.float16))
-        ids = network.decided(ids)
+    if options.probabilities:
+        contents["probabilities"] = npy(prediction.astype(np.float16))
+    ids = network.decided(prediction) if options.probabilities else prediction
     colours = network.palette[ids]
     contents |= {"ids": png(network.label_ids[ids]), "colour": png(colours), "overlays": png(overlay(image, colours))}
     return np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids, contents

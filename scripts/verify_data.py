@@ -83,12 +83,9 @@ def verify_data(config: VerifyData) -> dict[str, SplitReport]:
         reports = {split: check_split(config.data, split, official[split], config.workers, console) for split in splits}
     show(reports, title=", ".join(filter(None, (config.data.name, config.data.root))), console=console)
     if config.out is not None:
-        record = {
-            "dataset": config.data.name,
-            "problems": sum(report.problem_count for report in reports.values()),
-            "splits": {split: report.record() for split, report in reports.items()},
-            "environment": provenance(),
-        }
+        count = sum(report.problem_count for report in reports.values())
+        split_records = {split: report.record() for split, report in reports.items()}
+        record = {"dataset": config.data.name, "problems": count, "splits": split_records, "environment": provenance()}
         write_file(Path(config.out), json.dumps(record, indent=1) + "\n")
     return reports
 
