@@ -193,8 +193,8 @@ class _Plans:
         value = self.step.values[leader]
         if value.kind in (Kind.KEPT, Kind.FREE):
             self.kept[leader] = self.program.variable()
-            number = simulation.sign_consumers.get(leader, (0, 0))[0]
-            if number and number == simulation.consumers[leader] and len(self.members[leader]) == 1:
+            is_mask_enough = 0 < simulation.sign_consumers[leader] == simulation.consumers[leader]
+            if is_mask_enough and len(self.members[leader]) == 1:
                 self.signs[leader] = self.program.variable()
         if is_computed:
             self.again[leader] = self.program.variable(_MS * value.seconds)
@@ -259,16 +259,16 @@ class _Moment:
 
     def _saved(self) -> Sum:
         """What is saved is held once it is kept or computed. Returns the bytes of sign masks."""
-        signs = self.plans.simulation.sign_consumers
+        simulation = self.plans.simulation
         terms = Sum()
         for number in self.saved:
             leader = self.leaders[number]
-            if len(self.plans.members[leader]) == 1 or number not in signs:
+            if len(self.plans.members[leader]) == 1 or not simulation.sign_consumers[number]:
                 self.keeps[number] = self.plans.kept.get(leader, [])
             if self.is_clear(number):
                 self.holds[number] = self.plans.done_by(leader, self.event_index)
             self.waits[leader] = self._rest(leader)
-            terms += [(variable, signs[number][1]) for variable, _ in self.plans.signs.get(leader, [])]
+            terms += [(variable, simulation.sign_bytes[number]) for variable, _ in self.plans.signs.get(leader, [])]
         return terms
 
     def is_clear(self, number: int) -> bool:

@@ -78,14 +78,13 @@ def frontier(
         budgets: without a limit: bytes, for each of which more choices are tried.
         start: a choice to begin with. If it is within the limit, the first search is left out.
     """
-    simulation = Simulation(step)
-    search = _Search(step, simulation)
+    search = _Search(step)
     baseline = search.baseline()
     if baseline.peak <= limit:
         return search.choices
     first_trial = None if start is None else search.simulate(start)
     if first_trial is None or first_trial.peak > limit:
-        counted = _Search(step._replace(values=list(map(_with_counted_seconds, step.values))), simulation)
+        counted = _Search(step._replace(values=list(map(_with_counted_seconds, step.values))))
         first_trial = search.simulate(counted.any_within(limit).kept)
         for choice in [] if limit else pareto(counted.choices):
             search.simulate(choice.kept)
@@ -119,10 +118,9 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
 
 
 class _Search:
-    def __init__(self, step: Step, simulation: Simulation):
+    def __init__(self, step: Step):
         self.step = step
-        self.simulation = simulation
-        self.seconds = [value.seconds for value in step.values]
+        self.simulation = Simulation(step)
         self.runs = min(_MOST_RUNS, max(_FEWEST_RUNS, _WORK // max(len(step.values), 1)))
         self.run_limit = 0  # number of simulations at which the present part ends
         self.move_count = _FEW  # see `lower_peak`
@@ -130,16 +128,15 @@ class _Search:
         self.lowest_peak = 2**63  # bytes, of all choices
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
-        self.inputs = [[simulation.leaders[i] for i in value.inputs] for value in step.values]
+        self.inputs = [[self.simulation.leaders[i] for i in value.inputs] for value in step.values]
         self.bytes = [step.memories[value.memory] for value in step.values]
-        for leader, members in simulation.members.items():
+        for leader, members in self.simulation.members.items():
             self.bytes[leader] = sum(self.bytes[number] for number in members)
         self.choices: list[Choice] = []  # all that were simulated
 
     def simulate(self, kept: Sequence[bool]) -> Trial:
         """Simulate a choice, and note it among the choices."""
         kept = self.simulation.extended(kept)
-        self.simulation.seconds = self.seconds
         trial = self.simulation.run(kept)
         self.choices.append(Choice(trial.peak, trial.seconds, tuple(kept)))
         self.lowest_peak = min(self.lowest_peak, trial.peak)
@@ -343,7 +340,6 @@ class _Search:
         """Try exchanges, so many at most. `seconds`: of each step, a share of which may be saved."""
         paid = _STEPS * _SAVED * seconds / (_PER_EVENT * len(self.simulation.events))
         if min(trials, paid) >= _LEAST_TRIALS:
-            self.simulation.seconds = self.seconds
             kept = annealed(self.simulation, choice.kept, self.free, limit, min(trials, int(paid)), temperature)
             self.filled(self.simulate(kept), limit)
 

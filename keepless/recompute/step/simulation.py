@@ -111,18 +111,18 @@ class Simulation:
         for number, leader in enumerate(self.leaders):
             self.members.setdefault(leader, []).append(number)
         self.groups = [(leader, members) for leader, members in self.members.items() if len(members) > 1]
-        self.consumers = _filled(len(step.values), 0)  # operations
-        self.sign_consumers: dict[int, tuple[int, int]] = {}  # value -> number of sign consumers, bytes of the mask
+        self.consumers = _filled(len(step.values), 0)  # operations that save each value
+        self.sign_consumers = _filled(len(step.values), 0)  # those that need only its sign mask
+        self.sign_bytes = _filled(len(step.values), 0)  # of this mask
         for save in step.saved:
             if save.value >= 0:
                 self.consumers[save.value] += 1
             if save.signs:
-                count, _ = self.sign_consumers.get(save.value, (0, 0))
-                self.sign_consumers[save.value] = count + 1, save.signs
+                self.sign_consumers[save.value] += 1
+                self.sign_bytes[save.value] = save.signs
         self.kept_memories = [value.memory for value in step.values]
         # The memories of the program, of each value if it is computed, and of its sign mask.
-        signs = [self.sign_consumers.get(number, (0, 0))[1] for number in range(len(step.values))]
-        self.sizes = [*step.memories, *(value.bytes for value in step.values), *signs]
+        self.sizes = [*step.memories, *(value.bytes for value in step.values), *self.sign_bytes]
         self.events = [_START]
         self.peak_events = [0]  # for each, the event of the step at which it has the most bytes
         self.forward = 0  # the event at which the forward pass has ended
@@ -216,9 +216,8 @@ class Run(_Levels):
         for number in range(count):
             if not kept[number]:
                 self.memories[number] = -1
-            elif number in simulation.sign_consumers:
-                if simulation.sign_consumers[number][0] == self.consumers[number]:
-                    self.kept_memories[number] = self.first_sign_memory + number
+            elif 0 < simulation.sign_consumers[number] == self.consumers[number]:
+                self.kept_memories[number] = self.first_sign_memory + number
         self.consumers_left = _filled(count, 0)  # consumers that may still read each value
         self.members_needed = _filled(count, 0)  # of a leader: values of its recipe that have such consumers
         self.read_counts = _filled(count, 0)  # how often each was read in this backward pass
@@ -250,31 +249,31 @@ class Run(_Levels):
             is_kept and memory < first_sign_memory
             for is_kept, memory in zip(self.kept, self.kept_memories, strict=True)
         ]
-        for index, (event, number, value, rise, change) in enumerate(self.simulation.event_tuples):
+        for index, (kind, number, value, rise, change) in enumerate(self.simulation.event_tuples):
             self.event_number = index
             self.highest = self.level
-            if event == _SAVE:
+            if kind == _SAVE:
                 if consumers_left[value]:
                     consumers_left[value] += 1
                 else:
                     self._count_consumer(value, 1)
-            elif event == _READ:
+            elif kind == _READ:
                 if is_whole[value]:
                     self.last_read[value] = index
                     self.first_read[value] = min(index, self.first_read[value])
                 else:
                     self._read(number, value)
-            elif event == _RELEASE:
+            elif kind == _RELEASE:
                 if consumers_left[value] > 1 and number not in self.memories_in_use:
                     consumers_left[value] -= 1
                 else:
                     self._leave(number)
                     self._count_consumer(value, -1)
-            elif event == _HOLD:
+            elif kind == _HOLD:
                 self.hold(number)
-            elif event == _LET:
+            elif kind == _LET:
                 self.release(number)
-            elif event == _PASS:
+            elif kind == _PASS:
                 self._end_pass()
             level = self.level + rise
             levels.append(level if level > self.highest else self.highest)
