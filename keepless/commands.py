@@ -30,28 +30,30 @@ def network_of(name: str, on_meta: bool = False) -> tuple[nn.Module, Any]:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{name}: {error}; expected MODULE:FUNCTION, found from this folder; {_EXAMPLE}") from error
-    made: Any = None
+    returned: Any = None
     try:
         with torch.device("meta") if on_meta else nullcontext():
-            made = function()
+            returned = function()
     except Exception as first:  # raised by meta tensors where values are needed: RuntimeError, by NumPy TypeError
         if not on_meta:
             raise in_a_line(first, name) from first
         return network_of(name)
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], nn.Module):
+        values = returned if isinstance(returned, tuple) else (returned,)
+        kinds = [type(value).__name__ for value in values]
         raise ValueError(
             f"{name} returns {', '.join(kinds)}: expected a network (nn.Module), and an example of its input; "
             f"{_EXAMPLE}"
         )
-    return made
+    return returned
 
 
-def in_a_line(error: Exception, what: str) -> ValueError:
-    """An error of the user's code as a message."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    about = str(error).strip().partition("\n")[0]
-    return ValueError(f"{what} raises {type(error).__name__} ({Path(place.filename).name}:{place.lineno}): {about}")
+def in_a_line(error: Exception, subject: str) -> ValueError:
+    """An error of the user's code as a message in one line: "SUBJECT raises …"."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = str(error).strip().partition("\n")[0]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return ValueError(f"{subject} raises {type(error).__name__} ({place}): {message}")
 
 
 def end_with(main: Callable[[list[str]], object], name: str) -> None:

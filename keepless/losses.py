@@ -113,8 +113,8 @@ def _check_labels(labels: Tensor, classes: int, ignore_index: int, error: Except
     """Raise IndexError, from an operator's `error`, if a label is no class. On CUDA no tensor can be read then."""
     if labels.device.type != "cpu" or isinstance(labels, FakeTensor):
         return
-    found = labels.long()  # comparisons lack some dtypes
-    wrong = found[(found != ignore_index) & ((found < 0) | (found >= classes))]
+    ids = labels.long()  # comparisons lack some dtypes
+    wrong = ids[(ids != ignore_index) & ((ids < 0) | (ids >= classes))]
     if wrong.numel():
         raise IndexError(
             f"labels hold {wrong[0]:d}: expected classes from 0 to {classes - 1}, or ignore_index={ignore_index}; if "
@@ -166,17 +166,19 @@ class _Loss(torch.autograd.Function):
                 "create_graph=True: upsampled_cross_entropy has no second derivative; interpolate the logits and use "
                 "F.cross_entropy"
             )
-        return (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 7
+        gradient = (ctx.saved_tensors[0] * outer).to(ctx.dtype)
+        return (gradient, None, None, None, None, None, None, None)
 
 
 def mean_of_largest(losses: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     """The mean of this fraction of each crop's largest losses, and each loss's share in it. `losses`: (N, pixels)."""
     k = max(1, math.ceil(round(fraction * losses.shape[1], 6)))  # 0.07 * 100 is a little above 7
     last = losses.topk(k, sorted=False).values.amin(1, keepdim=True)
-    above, ties = losses > last, losses == last
-    room = k - above.sum(1, keepdim=True)
-    above |= ties & (ties.cumsum(1) <= room)
-    shares = above.to(losses.dtype) / (k * len(losses))
+    is_chosen = losses > last
+    is_tied = losses == last
+    room = k - is_chosen.sum(1, keepdim=True)  # for ties
+    is_chosen |= is_tied & (is_tied.cumsum(1) <= room)
+    shares = is_chosen.to(losses.dtype) / (k * len(losses))
     return (losses * shares).sum(), shares
 
 
@@ -187,10 +189,14 @@ class _Tiles:
     """
 
     def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool, stride: int | None):
-        self.logits, self.labels, self.dtype = logits, labels, weights.dtype
-        (_, classes, height, width), (_, *size) = logits.shape, labels.shape
+        self.logits = logits
+        self.labels = labels
+        self.dtype = weights.dtype
+        _, classes, height, width = logits.shape
+        _, *size = labels.shape
         rows, columns = size if stride is None else (height * stride, width * stride)
-        self.heights, self.align_corners = (height, rows), align_corners
+        self.heights = (height, rows)
+        self.align_corners = align_corners
         self.down = None if height == rows else _interpolation(height, rows, align_corners, weights)[: size[0]]
         self.across = None if width == columns else _interpolation(width, columns, align_corners, weights)[: size[1]]
         limit = _TILE_BYTES.get(logits.device.type, _OTHER_TILE_BYTES)
@@ -199,17 +205,21 @@ class _Tiles:
     def losses(self, gradient: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
         """The loss of every pixel, (N, H, W). Adds the gradient of their sum, weighted by `shares`, to `gradient`."""
         losses = torch.empty_like(self.labels, dtype=self.dtype)
-        is_fake = isinstance(self.logits, FakeTensor)  # then the first tile is enough, as all take the same memory
-        for number, logits in enumerate(self.logits[:1] if is_fake else self.logits):
+        crops = self.logits
+        row_count = losses.shape[1]
+        if isinstance(crops, FakeTensor):  # the first tile is enough, as all take the same memory
+            crops = crops[:1]
+            row_count = 1
+        for number, logits in enumerate(crops):
             cells = logits.transpose(0, 1).to(self.dtype).contiguous()  # (h, K, w)
-            for begin in range(0, 1 if is_fake else losses.shape[1], self.rows):
+            for begin in range(0, row_count, self.rows):
                 rows = slice(begin, begin + self.rows)
                 tile, source = self._upsampled(cells, rows)  # (rows, K, W)
                 labels = self.labels[number, rows, None].long()
-                own = tile.gather(1, labels)
+                label_logits = tile.gather(1, labels)
                 highest = tile.amax(1, keepdim=True)
                 tile = tile.softmax(1)
-                losses[number, rows] = (highest - tile.amax(1, keepdim=True).log_() - own).squeeze(1)
+                losses[number, rows] = (highest - tile.amax(1, keepdim=True).log_() - label_logits).squeeze(1)
                 if gradient is not None and shares is not None:
                     share = shares[number, rows, None]
                     tile.mul_(share).scatter_add_(1, labels, -share)
@@ -221,10 +231,10 @@ class _Tiles:
         if self.down is None:
             source = rows
         else:
-            last = min(rows.stop, self.labels.shape[1]) - 1
-            first = int(_source(rows.start, *self.heights, self.align_corners))
-            final = int(_source(last, *self.heights, self.align_corners)) + 1
-            source = slice(max(0, first), min(final + 1, len(cells)))
+            last_row = min(rows.stop, self.labels.shape[1]) - 1
+            first_source = int(_source(rows.start, *self.heights, self.align_corners))
+            last_source = int(_source(last_row, *self.heights, self.align_corners)) + 1
+            source = slice(max(0, first_source), min(last_source + 1, len(cells)))
         tile = cells[source]
         if self.across is not None:
             tile = tile @ self.across.T
@@ -239,20 +249,22 @@ class _Tiles:
         return tile if self.across is None else tile @ self.across
 
 
-def _source(position: Any, old: int, new: int, align_corners: bool) -> Any:
-    """Where a position in `new` lies among `old` cells; below 0 if before the first."""
-    return position * ((old - 1) / max(new - 1, 1)) if align_corners else (position + 0.5) * old / new - 0.5
+def _source(position: Any, old_size: int, new_size: int, align_corners: bool) -> Any:
+    """Where a position among `new_size` lies among `old_size` cells; below 0 if before the first."""
+    if align_corners:
+        return position * ((old_size - 1) / max(new_size - 1, 1))
+    return (position + 0.5) * old_size / new_size - 0.5
 
 
-def _interpolation(old: int, new: int, align_corners: bool, like: Tensor) -> Tensor:
-    """Linear interpolation of `old` cells to `new` positions, as a matrix (new, old)."""
-    positions = torch.arange(new, dtype=torch.float64, device=like.device).unsqueeze(1)
-    source = _source(positions, old, new, align_corners).clamp_(min=0)
-    before = source.long().clamp_(max=old - 1)  # the cell before each position
-    share = (source - before).to(like.dtype)  # of the next cell
-    matrix = torch.zeros(new, old, dtype=like.dtype, device=like.device)
-    matrix.scatter_(1, before, 1 - share)
-    return matrix.scatter_add_(1, (before + 1).clamp_(max=old - 1), share)
+def _interpolation(old_size: int, new_size: int, align_corners: bool, like: Tensor) -> Tensor:
+    """Linear interpolation of `old_size` cells to `new_size` positions, as a matrix (new_size, old_size)."""
+    positions = torch.arange(new_size, dtype=torch.float64, device=like.device).unsqueeze(1)
+    source = _source(positions, old_size, new_size, align_corners).clamp_(min=0)
+    previous_cell = source.long().clamp_(max=old_size - 1)
+    share = (source - previous_cell).to(like.dtype)  # of the next cell
+    matrix = torch.zeros(new_size, old_size, dtype=like.dtype, device=like.device)
+    matrix.scatter_(1, previous_cell, 1 - share)
+    return matrix.scatter_add_(1, (previous_cell + 1).clamp_(max=old_size - 1), share)
 
 
 @contextmanager
@@ -264,21 +276,21 @@ def _full_precision(device: str) -> Iterator[None]:
             return
         # TF32 has two switches, and PyTorch raises an error if only one of them is on when the older one is read.
         try:
-            before = torch.get_float32_matmul_precision()
+            older_switch = torch.get_float32_matmul_precision()
         except RuntimeError:  # only the newer one is on
-            before = None
-        _allow_tf32(False, before)
+            older_switch = None
+        _allow_tf32(False, older_switch)
         try:
             yield
         finally:
-            _allow_tf32(True, before)
+            _allow_tf32(True, older_switch)
 
 
-def _allow_tf32(allow: bool, before: str | None) -> None:
-    """Switch TF32 in CUDA's matrix products; `before`: the older switch where TF32 is on, None if it is not used."""
-    if before is None:
+def _allow_tf32(allow: bool, older_switch: str | None) -> None:
+    """Switch TF32 in CUDA's matrix products. `older_switch`: its value where TF32 is on; None if it is not used."""
+    if older_switch is None:
         torch.backends.cuda.matmul.fp32_precision = "tf32" if allow else "ieee"
-    elif allow and before == "medium":
-        torch.set_float32_matmul_precision(before)
+    elif allow and older_switch == "medium":
+        torch.set_float32_matmul_precision(older_switch)
     else:
         torch.backends.cuda.matmul.allow_tf32 = allow

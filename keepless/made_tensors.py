@@ -55,15 +55,16 @@ class MadeTensors(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        given = set(map(address, _storages((args, kwargs))))
-        peak, self._sum = self.peak, None
+        argument_addresses = set(map(address, _storages((args, kwargs))))
+        previous_peak = self.peak
+        self._sum = None
         result = self.call(function, args, kwargs or {})
         for storage in _storages(result):
-            if address(storage) not in given and address(storage) not in self.references:
+            if address(storage) not in argument_addresses and address(storage) not in self.references:
                 self.add(storage)
         if function is torch.ops.aten.add.Tensor and engine_adds() and self._could_be_in_place(args[0], result):
             gradient, total = map(address, _storages([args[0], result]))
-            self._sum = _Sum(gradient, total, len(self.changes), peak)
+            self._sum = _Sum(gradient, total, len(self.changes), previous_peak)
         return result
 
     def call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -76,12 +77,12 @@ class MadeTensors(TorchDispatchMode):
 
     def _could_be_in_place(self, gradient: Tensor, result: Any) -> bool:
         """Whether autograd without modes would add to the gradient in place, if nothing else holds it."""
-        place = address(gradient.untyped_storage())
-        if place not in self.numbers or torch.is_grad_enabled() or gradient._is_view():
+        gradient_address = address(gradient.untyped_storage())
+        if gradient_address not in self.numbers or torch.is_grad_enabled() or gradient._is_view():
             return False
         node = running_node()
         following = getattr(node, "next_functions", ())
-        if self.nodes[place] == _name(node) and len(set(following)) == len(following):
+        if self.nodes[gradient_address] == _name(node) and len(set(following)) == len(following):
             return False  # the addition is part of a node
         is_alike = (gradient.shape, gradient.dtype) == (result.shape, result.dtype)
         return is_alike and torch.ops.aten.is_non_overlapping_and_dense(gradient)
@@ -92,21 +93,25 @@ class MadeTensors(TorchDispatchMode):
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is freed."""
-        place, size = address(storage), storage.nbytes()
-        self.references[place] = weakref.ref(storage, partial(self._freed, place))
-        self.numbers[place] = len(self.sizes)
-        self.nodes[place] = _name(running_node())
+        storage_address = address(storage)
+        size = storage.nbytes()
+        number = len(self.sizes)
+        self.references[storage_address] = weakref.ref(storage, partial(self._freed, storage_address))
+        self.numbers[storage_address] = number
+        self.nodes[storage_address] = _name(running_node())
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         self.sizes.append(size)
-        self.note(Change(self.numbers[place], size, self.place()))
+        self.note(Change(number, size, self.place()))
 
-    def _freed(self, place: int, _: object) -> None:
-        number, added = self.numbers.pop(place), self._sum
-        del self.references[place], self.nodes[place]
-        if added is not None and added.gradient == place and added.changes == len(self.changes):
+    def _freed(self, storage_address: int, _: object) -> None:
+        number = self.numbers.pop(storage_address)
+        del self.references[storage_address], self.nodes[storage_address]
+        addition = self._sum
+        if addition is not None and addition.gradient == storage_address and addition.changes == len(self.changes):
             self.bytes -= self.take_back().bytes
-            self.peak, self.numbers[added.result] = added.peak, number
+            self.peak = addition.peak
+            self.numbers[addition.result] = number
         else:
             size = self.sizes[number]
             self.bytes -= size
@@ -143,4 +148,4 @@ def bytes_of_tensors(tensors: Iterable[object]) -> int:
 
 def _storages(values: object) -> list[torch.UntypedStorage]:
     """The storages of all tensors that have one; sparse ones have not."""
-    return [one.untyped_storage() for one in tensors_in(values) if has_storage(one)]
+    return [tensor.untyped_storage() for tensor in tensors_in(values) if has_storage(tensor)]

@@ -237,7 +237,7 @@ def within_budget(config: TrainingRun, devices: int, is_captured: bool = False) 
     with before_capture() if is_captured else nullcontext():
         step = planned_step(config, share_of(config, devices), config.data.crop_size, devices, is_captured, available)
     peak, time = step.within(available)
-    left = max(available - step.held, peak + 2**10)
+    left = max(available - step.resident_bytes, peak + 2**10)
     resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)
     comes = f", and {size_text(step.gradients)} of gradients as they come" if step.gradients else ""
     sum_text = (

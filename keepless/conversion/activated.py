@@ -77,7 +77,9 @@ def merge(norm: ABN, activation: Any) -> None:
     if not hands_over(norm):
         norm.register_forward_hook(hand_over)
     if not isinstance(activation, Merged):
-        activation.kind, activation.included, activation.__class__ = type(activation), set(), Merged
+        activation.kind = type(activation)
+        activation.included = set()
+        activation.__class__ = Merged
     activation.included.add(Activation(norm.activation, norm.activation_param))
 
 
@@ -93,15 +95,16 @@ def hands_over(layer: nn.Module) -> bool:
 
 def activation_of(module: nn.Module) -> Activation | None:
     """The activation that a module computes for tensors; None if our layers have none like it, or it has hooks."""
-    for name, (kind, param) in ACTIVATIONS.items():
-        own = module.kind if isinstance(module, Merged) else type(module)
-        if own is kind and not is_customised(module):
+    kind = module.kind if isinstance(module, Merged) else type(module)
+    for name, (activation_class, param) in ACTIVATIONS.items():
+        if kind is activation_class and not is_customised(module):
             return Activation(name, getattr(module, param, 0.01))
     return None
 
 
 def is_customised(module: nn.Module) -> bool:
     """Whether a module has hooks other than `hand_over`, or its own forward as an instance attribute."""
-    hooks = [value for key, value in vars(module).items() if key.endswith("_hooks") and value]
-    own = [value for value in hooks if list(value.values()) != [hand_over]]
-    return "forward" in vars(module) or bool(own)
+    if "forward" in vars(module):
+        return True
+    hooks_by_kind = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks")]
+    return any(list(hooks.values()) != [hand_over] for hooks in hooks_by_kind if hooks)

@@ -15,7 +15,7 @@ from ..norms.conversion_report import ConversionReport, log_report
 from ..norms.inplace_abn import InPlaceABN
 from ..torch_internals import BatchNormBase
 from .readers import traced_calls
-from .replacements import Places, in_place, kind_of, like, own_to_standard
+from .replacements import Places, in_place, kind_of, like, standard_layer
 
 Report = Callable[[ConversionReport], object]
 
@@ -46,12 +46,13 @@ def to_inplace(module: Network, *, relu_slope: float | None = None, report: Repo
     check_module(module, "to_inplace")
     calls, untraced = traced_calls(module)
 
-    def new(places: Places, layer: nn.Module) -> nn.Module | None:
+    def replacement_for(places: Places, layer: nn.Module) -> nn.Module | None:
         if isinstance(layer, (ABN, BatchNormBase)) and not isinstance(layer, InPlaceABN):
             return in_place(layer, calls[layer], relu_slope)
         return None
 
-    return _replaced(module, new, report, f"; the network cannot be traced ({untraced})" if untraced else "")
+    remark = f"; the network cannot be traced ({untraced})" if untraced else ""
+    return _replaced(module, replacement_for, report, remark)
 
 
 def to_standard(module: Network, *, sync: bool = True, report: Report = log_report) -> Network:
@@ -72,41 +73,47 @@ def to_standard(module: Network, *, sync: bool = True, report: Report = log_repo
     """
     check_module(module, "to_standard")
 
-    def new(places: Places, layer: nn.Module) -> nn.Module | None:
+    def replacement_for(places: Places, layer: nn.Module) -> nn.Module | None:
         if isinstance(layer, ABN):
-            return own_to_standard(places, layer, sync)
+            return standard_layer(places, layer, sync)
         if sync or type(layer) is not nn.SyncBatchNorm:
             return None
-        if (kind := kind_of(places, layer)) is None:
+        kind = kind_of(places, layer)
+        if kind is None:
             raise ValueError("the network's convolutions do not show its number of dimensions: it stays synchronised")
         return like(layer, kind)
 
-    return _replaced(module, new, report)
+    return _replaced(module, replacement_for, report)
 
 
 def _replaced(
-    module: Network, new: Callable[[Places, nn.Module], nn.Module | None], report: Report, remark: str = ""
+    module: Network,
+    replacement_for: Callable[[Places, nn.Module], nn.Module | None],
+    report: Report,
+    remark: str = "",
 ) -> Network:
-    """Put `new(…)` in place of each layer for which it is not None. `remark`: added to the reasons for the others."""
-    result, root = ConversionReport(), module
-    places: Places = {one: [] for one in module.modules()}
+    """Replace each layer that has a replacement. `remark`: added to the reasons why others were kept."""
+    conversion = ConversionReport()
+    root = module
+    places: Places = {part: [] for part in module.modules()}
     for parent in places:
         for name, child in parent._modules.items():
             if child is not None:
                 places[child].append((parent, name))
     for name, layer in list(module.named_modules()):
         try:
-            other = new(places, layer)
+            replacement = replacement_for(places, layer)
         except ValueError as reason:
-            result.kept[name] = f"{type(layer).__name__}: {reason}{remark}"
+            conversion.kept[name] = f"{type(layer).__name__}: {reason}{remark}"
             continue
-        if other is None:
+        if replacement is None:
             continue
-        result.replaced[name] = f"{_described(layer)} -> {_described(other)}"
-        for parent, place in places[layer]:
-            parent.add_module(place, other)
-        root = cast(Network, other) if layer is module else root  # a single layer becomes one of another type
-    report(result)
+        conversion.replaced[name] = f"{_described(layer)} -> {_described(replacement)}"
+        for parent, child_name in places[layer]:
+            parent.add_module(child_name, replacement)
+        if layer is module:
+            root = cast(Network, replacement)  # a single layer becomes one of another type
+    report(conversion)
     return root
 
 

@@ -57,19 +57,25 @@ def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, Calls], str]:
     if isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return traced_calls(network.module)
     calls: dict[nn.Module, Calls] = defaultdict(list)
-    graphs, error = [], ""
+    graphs = []
+    error = ""
     with state_kept(network.modules()), torch.random.fork_rng([]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             if "forward" in vars(network):  # a tracer looks at the class
                 raise ValueError("its forward pass was replaced")
             parameters = inspect.signature(network.forward).parameters.values()
-            defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+            defaults = {
+                parameter.name: parameter.default
+                for parameter in parameters
+                if parameter.default is not parameter.empty
+            }
             for training in (True, False):
                 graphs.append((network, _Tracer(shallow=False).trace(network.train(training), defaults)))
         except Exception as raised:  # a network may raise anything
             error = f"{type(raised).__name__}: {str(raised).partition('. ')[0]}"
-            graphs = [(one, _Tracer(shallow=True).trace(one)) for one in network.modules() if runs_in_order(one)]
+            sequences = [module for module in network.modules() if runs_in_order(module)]
+            graphs = [(sequence, _Tracer(shallow=True).trace(sequence)) for sequence in sequences]
     for root, graph in graphs:
         modules = dict(root.named_modules())
         for node in graph.nodes:
@@ -95,7 +101,7 @@ def activation_after(output: fx.Node, modules: dict[str, nn.Module], includes: b
     if is_alone and type(reader) is nn.Identity and not is_customised(reader):
         return activation_after(user, modules, includes)
     merges = is_alone and not includes and reader is not None and activation_of(reader) is not None
-    if not merges and not includes and not any(isinstance(one, CONVOLUTIONS) for _, one in readers):
+    if not merges and not includes and not any(isinstance(module, CONVOLUTIONS) for _, module in readers):
         names = ", ".join(_name(user, modules) for user, _ in readers) or "nothing"
         raise ValueError(f"its output goes to {names}: expected an activation module alone, or a convolution")
     kept = user if merges else output

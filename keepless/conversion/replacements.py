@@ -22,24 +22,24 @@ Places = dict[nn.Module, list[tuple[nn.Module, str]]]  # the parents of each mod
 def in_place(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
     """The in-place layer for a norm and the activation that it has, or that follows it in all traced `calls`."""
     _check_plain(layer)
-    own: Any = own_activation(layer)
-    includes = isinstance(layer, ABN) or type(own) not in (type(None), nn.Identity)
+    timms_activation: Any = timm_activation(layer)
+    includes = isinstance(layer, ABN) or type(timms_activation) not in (type(None), nn.Identity)
     if not calls and not includes:
         raise ValueError("no traced code calls it")
-    following = [activation_after(*call, includes) for call in calls]
-    kinds = {None if one is None else activation_of(one) for one in following}
-    if len(kinds) > 1:
-        names = ", ".join("a convolution" if one is None else type(one).__name__ for one in following)
+    following = [activation_after(*call, includes) for call in calls]  # modules; None: a convolution
+    activations = {None if module is None else activation_of(module) for module in following}
+    if len(activations) > 1:
+        names = ", ".join("a convolution" if module is None else type(module).__name__ for module in following)
         raise ValueError(f"its calls are followed by {names}")
     activation: Activation | None
     if isinstance(layer, ABN):
         activation = Activation(layer.activation, layer.activation_param)
     elif includes:
-        activation = activation_of(own)
+        activation = activation_of(timms_activation)
     else:
-        activation = kinds.pop() or Activation("identity", 0.01)
+        activation = activations.pop() or Activation("identity", 0.01)
     if activation is None:
-        name = type(own).__name__
+        name = type(timms_activation).__name__
         raise ValueError(f"it includes {name}, which an in-place layer does not compute, or which has hooks")
     if activation.name == "relu":
         if relu_slope is None:
@@ -49,13 +49,13 @@ def in_place(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
     if isinstance(layer, nn.SyncBatchNorm):
         options |= {"sync": True, "group": layer.process_group}
     new = like(layer, InPlaceABN, **options)
-    for one in following:
-        if one is not None:
-            merge(new, one)
+    for module in following:
+        if module is not None:
+            merge(new, module)
     return new
 
 
-def own_activation(layer: nn.Module) -> nn.Module | None:
+def timm_activation(layer: nn.Module) -> nn.Module | None:
     """The activation that timm's `BatchNormAct2d` applies to its result; None for other layers."""
     is_timms = (type(layer).__module__, type(layer).__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d")
     if not is_timms or type(layer.drop) is not nn.Identity or is_customised(layer.drop):
@@ -63,20 +63,21 @@ def own_activation(layer: nn.Module) -> nn.Module | None:
     return layer._modules["act"]
 
 
-def own_to_standard(places: Places, layer: ABN, sync: bool) -> nn.Module | None:
+def standard_layer(places: Places, layer: ABN, sync: bool) -> nn.Module | None:
     """PyTorch's norm and activation for one of our layers; or an `ABN`; None if it already is one."""
     _check_plain(layer)
-    sync, following = sync and layer.sync, _merged_behind(places, layer)
+    sync = sync and layer.sync
+    following = _merged_behind(places, layer)
     kind = nn.SyncBatchNorm if sync else kind_of(places, layer)
     if kind is None or layer.backend not in ("auto", "eager") or (hands_over(layer) and following is None):
         return None if type(layer) is ABN and layer.sync == sync else like(layer, ABN, sync=sync)
     norm = like(layer, kind, **({"process_group": layer.group} if sync else {}))
     if layer.activation == "identity":
         return norm
-    of_activation, param = ACTIVATIONS[layer.activation]
+    activation_class, param = ACTIVATIONS[layer.activation]
     options = {param: layer.activation_param} if param else {}
-    options |= {"inplace": True} if "inplace" in inspect.signature(of_activation).parameters else {}
-    activation = of_activation(**options).train(layer.training)
+    options |= {"inplace": True} if "inplace" in inspect.signature(activation_class).parameters else {}
+    activation = activation_class(**options).train(layer.training)
     if following is None:
         return nn.Sequential(norm, activation).train(layer.training)
     parent, name = following
@@ -89,9 +90,9 @@ def _merged_behind(places: Places, layer: ABN) -> tuple[nn.Module, str] | None:
     if not hands_over(layer) or len(places[layer]) != 1 or not runs_in_order(places[layer][0][0]):
         return None
     ((parent, name),) = places[layer]
-    following = dict(pairwise(parent._modules)).get(name, name)
-    activation = parent._modules[following]
-    return (parent, following) if isinstance(activation, Merged) and not is_customised(activation) else None
+    next_name = dict(pairwise(parent._modules)).get(name, name)
+    activation = parent._modules[next_name]
+    return (parent, next_name) if isinstance(activation, Merged) and not is_customised(activation) else None
 
 
 def kind_of(places: Places, layer: nn.Module) -> type[nn.Module] | None:
@@ -99,22 +100,25 @@ def kind_of(places: Places, layer: nn.Module) -> type[nn.Module] | None:
 
     These are the convolutions, and the linear layers with as many outputs as the layer has channels.
     """
-    kinds = {norm for norm, convs in KINDS.items() if any(isinstance(one, convs) for one in places)}
-    linear = {one.out_features for one in places if isinstance(one, nn.Linear)}
-    kinds |= {nn.BatchNorm1d} if layer.num_features in linear else set()
+    kinds = {norm for norm, convs in KINDS.items() if any(isinstance(module, convs) for module in places)}
+    linear_widths = {module.out_features for module in places if isinstance(module, nn.Linear)}
+    if layer.num_features in linear_widths:
+        kinds.add(nn.BatchNorm1d)
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def _check_plain(layer: nn.Module) -> None:
     """Raise ValueError if replacing a norm would lose its customisation."""
-    has_own = own_activation(layer) is not None
-    if type(layer) not in (*OWN_LAYERS, *BATCH_NORMS) and not has_own:
+    is_timms = timm_activation(layer) is not None
+    if type(layer) not in (*OWN_LAYERS, *BATCH_NORMS) and not is_timms:
         raise ValueError("it is a subclass, whose forward pass may differ")
     if is_customised(layer):
         raise ValueError("it has hooks, which would not run or would see a different output; remove them first")
-    if {*layer._parameters, *layer._buffers, *layer._modules} != {*TENSORS, *(("drop", "act") if has_own else ())}:
+    expected = {*TENSORS, "drop", "act"} if is_timms else {*TENSORS}
+    if {*layer._parameters, *layer._buffers, *layer._modules} != expected:
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
-    dtypes = {values.dtype for name in TENSORS[:4] if (values := getattr(layer, name)) is not None}
+    tensors = [getattr(layer, name) for name in TENSORS[:4]]
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
         raise ValueError("our layers need parameters of float32 or float64: use .float() and autocast")
 
@@ -122,9 +126,9 @@ def _check_plain(layer: nn.Module) -> None:
 def like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:
     """A layer of class `cls` with the Parameters, buffers and (unless given) options of another layer."""
     names = [name for name in inspect.signature(cls).parameters if name not in TENSORS]
-    given = {name: getattr(layer, name) for name in names if hasattr(layer, name)}
+    previous_options = {name: getattr(layer, name) for name in names if hasattr(layer, name)}
     with torch.device("meta"):  # the constructor's tensors are replaced below
-        new = cls(**(given | options))
+        new = cls(**(previous_options | options))
     for name in TENSORS:
         setattr(new, name, getattr(layer, name))
     new._non_persistent_buffers_set |= layer._non_persistent_buffers_set

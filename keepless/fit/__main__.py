@@ -19,7 +19,7 @@ from .device import OPTIMIZERS
 from .fit import Fit, fit, limits
 
 
-def main(given: list[str]) -> Fit:
+def main(arguments: list[str]) -> Fit:
     """Print what fits. ValueError: an argument is wrong, or nothing fits."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m keepless.fit", description=__doc__, formatter_class=raw)
@@ -32,11 +32,11 @@ def main(given: list[str]) -> Fit:
     parser.add_argument(
         "--time", type=float, help="with --grow: longest step within a budget, as a multiple of the baseline (1.15)"
     )
-    options = parser.parse_args(given)
-    of_step: dict[str, Any] = {"optimizer": options.optimizer, "grow": options.grow, "time": options.time}
+    options = parser.parse_args(arguments)
+    step_options: dict[str, Any] = {"optimizer": options.optimizer, "grow": options.grow, "time": options.time}
     with suppress(ValueError):
-        of_step["optimizer"] = float(options.optimizer)
-    limits(options.memory, **of_step)  # raises before the network is made
+        step_options["optimizer"] = float(options.optimizer)
+    limits(options.memory, **step_options)  # raises before the network is made
     network, example = network_of(options.function, on_meta=True)
     device = next((parameter.device.type for parameter in network.parameters()), "cpu").replace("meta", "cpu")
     if options.grow:
@@ -45,11 +45,11 @@ def main(given: list[str]) -> Fit:
         logging.getLogger("keepless.fit").setLevel(logging.INFO)  # each way as it is found
     with autocast(device, options.autocast):
         try:
-            found = fit(network, example, options.memory, **of_step)
+            fitted = fit(network, example, options.memory, **step_options)
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
             raise in_a_line(error, f"a step of {options.function}'s network on its example") from error
-    print(found)
-    return found
+    print(fitted)
+    return fitted
 
 
 if __name__ == "__main__":

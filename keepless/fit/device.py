@@ -15,13 +15,13 @@ FRAGMENTATION = 0.05  # share of the rest that stays unused
 OPTIMIZERS = {"none": (0, 0), "sgd": (0, 1), "momentum": (1, 1), "adam": (2, 1), "adamw": (2, 1)}
 
 
-def bytes_for_tensors(given: int | str) -> int:
+def bytes_for_tensors(memory: int | str) -> int:
     """Bytes that a device of this memory, e.g. "12GiB", leaves for tensors. ValueError: no size, or nothing is left."""
-    memory: Any = bytes_of(given) if isinstance(given, str) else given
-    left = memory - (bytes_of(CONTEXT) or 0) - (bytes_of(WORKSPACE) or 0) if is_number(memory) else 0
+    device_bytes: Any = bytes_of(memory) if isinstance(memory, str) else memory
+    left = device_bytes - (bytes_of(CONTEXT) or 0) - (bytes_of(WORKSPACE) or 0) if is_number(device_bytes) else 0
     if not 0 < left < math.inf:
         raise ValueError(
-            f"memory={shown(given)}: expected a device's memory, such as '12GiB' ({', '.join(UNITS)}), of which CUDA "
+            f"memory={shown(memory)}: expected a device's memory, such as '12GiB' ({', '.join(UNITS)}), of which CUDA "
             f"takes {CONTEXT} and convolutions {WORKSPACE}"
         )
     return int(left * (1 - FRAGMENTATION))
@@ -35,8 +35,8 @@ def optimizer_bytes(optimizer: str | float, values: int, size: int) -> tuple[int
     if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
         states, temporary = OPTIMIZERS[optimizer]
         return states * size, temporary * size
-    each: Any = optimizer if is_number(optimizer) and not isinstance(optimizer, bool) else -1
-    if not 0 <= each < math.inf:
+    state_bytes: Any = optimizer if is_number(optimizer) and not isinstance(optimizer, bool) else -1  # per weight
+    if not 0 <= state_bytes < math.inf:
         expected = f"{', '.join(OPTIMIZERS)}, or bytes per trained weight, such as 2.5"
         raise ValueError(f"optimizer={shown(optimizer)}: expected one of {expected}")
-    return math.ceil(each * values), 0
+    return math.ceil(state_bytes * values), 0

@@ -43,8 +43,8 @@ class Fit(NamedTuple):
         rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         left = f"{self.memory} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
         parts = {"weights": self.weights, "gradients": self.gradients, "optimiser": self.states}
-        held = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-        return "\n".join([f"{left}convolutions, {FRAGMENTATION:.0%} of the rest", held, *rows, self.line])
+        resident = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+        return "\n".join([f"{left}convolutions, {FRAGMENTATION:.0%} of the rest", resident, *rows, self.line])
 
 
 def fit(
@@ -88,18 +88,19 @@ def fit(
     check_has_forward(network, "fit")
     check_one_example(memory, "fit")
     available, longest = limits(memory, optimizer, grow, time)
-    growth(arguments := arguments_of(example), grow)  # raises before the network is copied
+    arguments = arguments_of(example)
+    growth(arguments, grow)  # raises before the network is copied
 
-    def counted(copied: nn.Module, *given: Any) -> Fit:
+    def fit_of_copy(copied: nn.Module, *fake_arguments: Any) -> Fit:
         with torch.enable_grad():
-            steps = Steps(copied, growth(given, grow), available, optimizer, longest)
+            steps = Steps(copied, growth(fake_arguments, grow), available, optimizer, longest)
             ways = steps.ways()
         line = _line(steps, ways, memory)
         return Fit(memory, available, steps.weights, steps.gradients, steps.states, ways, line)
 
     try:
         with times_of("cuda"):
-            return on_copy(counted, network, *arguments)
+            return on_copy(fit_of_copy, network, *arguments)
     except ASKS_FOR_VALUES as error:
         raise ValueError(
             f"the network asks for values of tensors ({error}), which a step on fake tensors does not have: remove "

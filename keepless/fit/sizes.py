@@ -34,7 +34,7 @@ def growth(example: Any, along: str | None) -> Growth:
     if along is None:
         return Growth(1, 1, 1, lambda value: example, most=1)
     args, kwargs = example
-    if any(isinstance(one, list) and tensors_in(one) for one in (*args, *kwargs.values())):
+    if any(isinstance(argument, list) and tensors_in(argument) for argument in (*args, *kwargs.values())):
         raise ValueError(f"grow={shown(along)} with a list of tensors: expected a batch in one tensor; leave grow out")
     first = next(iter(tensors_in(example)), None)
     shape = () if first is None else tuple(first.shape)
@@ -49,8 +49,8 @@ def growth(example: Any, along: str | None) -> Growth:
     step = min(_SIDE, math.gcd(*sides) & -math.gcd(*sides))  # a power of two
 
     def resized(value: int) -> Any:
-        grown = tuple(max(step, one * value // sides[0] // step * step) for one in sides)
-        return _with_shapes(example, sides, grown, slice(-dims, None), 1)
+        new_sides = tuple(max(step, side * value // sides[0] // step * step) for side in sides)
+        return _with_shapes(example, sides, new_sides, slice(-dims, None), 1)
 
     return Growth(sides[0], step, dims, resized)
 
@@ -82,29 +82,32 @@ def largest(
     `peak`: value -> bytes of a training step, which grow about linearly with value ** power: power is 1 for the number
     of crops, 2 for the side of square crops.
     """
-    fits, used = smallest, peak(smallest)
-    if used > limit:
+    fits = smallest
+    fitting_peak = peak(fits)
+    if fitting_peak > limit:
         return None
-    beyond = 2.0 * smallest
+    estimate = 2.0 * smallest
     while True:
-        too_large = int(min(max(fits + step, math.ceil(beyond / step) * step), most))
+        too_large = int(min(max(fits + step, math.ceil(estimate / step) * step), most))
         if too_large <= fits:
             return fits
-        exceeding = peak(too_large)
-        if exceeding > limit:
+        exceeding_peak = peak(too_large)
+        if exceeding_peak > limit:
             break
-        slope = max(1.0, (exceeding - used) / (too_large**power - fits**power))  # of the line through the last two
-        fits, used = too_large, exceeding
-        beyond = (fits**power + 1.02 * (limit - used) / slope) ** (1 / power)
-        beyond = min(beyond, fits * 16 ** (1 / power))  # for small values, the weights may hide the slope
+        # of the line through the last two
+        slope = max(1.0, (exceeding_peak - fitting_peak) / (too_large**power - fits**power))
+        fits, fitting_peak = too_large, exceeding_peak
+        estimate = (fits**power + 1.02 * (limit - fitting_peak) / slope) ** (1 / power)
+        estimate = min(estimate, fits * 16 ** (1 / power))  # for small values, the weights may hide the slope
     while too_large - fits > step:
-        share = (limit - used) / (exceeding - used)
-        between = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)
-        value = min(max(int(between) // step * step, fits + step), too_large - step)
-        if (found := peak(value)) <= limit:
-            fits, used = value, found
-            if too_large - fits > step and (found := peak(fits + step)) > limit:  # almost always
-                return fits
-        else:
-            too_large, exceeding = value, found
+        share = (limit - fitting_peak) / (exceeding_peak - fitting_peak)
+        estimate = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)
+        middle = min(max(int(estimate) // step * step, fits + step), too_large - step)
+        middle_peak = peak(middle)
+        if middle_peak > limit:
+            too_large, exceeding_peak = middle, middle_peak
+            continue
+        fits, fitting_peak = middle, middle_peak
+        if too_large - fits > step and peak(fits + step) > limit:  # almost always
+            return fits
     return fits

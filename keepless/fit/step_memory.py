@@ -40,24 +40,25 @@ class PlannedStep(NamedTuple):
     plans: list[tuple[int, float]]
 
     @property
-    def held(self) -> int:
+    def resident_bytes(self) -> int:
         return sum(self.resident.values())
 
     def needed(self, peak: int) -> int:
         """Bytes of a step whose forward and backward pass take at most `peak`."""
-        return self.held + max(peak, self.gradients + self.optimizer)
+        return self.resident_bytes + max(peak, self.gradients + self.optimizer)
 
     def budget(self, available: int) -> int:
         """What `available` bytes leave for a budget, which is beside gradients."""
-        return available - self.held - self.gradients
+        return available - self.resident_bytes - self.gradients
 
     def least(self, time: float = math.inf) -> int:
         """The fewest bytes of a step that takes at most `time`."""
-        return self.needed(min((peak for peak, of_plan in self.plans if of_plan <= time), default=self.plans[0][0]))
+        peaks = [peak for peak, plan_time in self.plans if plan_time <= time]
+        return self.needed(min(peaks, default=self.plans[0][0]))
 
     def within(self, available: int) -> tuple[int, float]:
         """Peak and time of the fastest plan with which a step fits; of the plan with the lowest peak if none does."""
-        fitting = (plan for plan in self.plans if plan[0] <= available - self.held)
+        fitting = (plan for plan in self.plans if plan[0] <= available - self.resident_bytes)
         return min(fitting, key=itemgetter(1), default=min(self.plans))
 
 
@@ -70,9 +71,11 @@ class CountedStep(MadeTensors):
 
     def __init__(self, timed: bool = False) -> None:
         super().__init__()
-        self.timed, self.seconds = timed, 0.0
+        self.timed = timed
+        self.seconds = 0.0
         self.forward_changes = 0  # number of changes when the last forward pass ended
-        self.part, self.gradients = "forward", set[int | None]()  # numbers
+        self.part = "forward"
+        self.gradients = set[int | None]()  # numbers
 
     def place(self) -> str:
         return "backward" if backward_runs() else self.part
@@ -101,12 +104,15 @@ class CountedStep(MadeTensors):
     def __torch_dispatch__(
         self, function: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
-        result, given = super().__torch_dispatch__(function, types, args, kwargs), (function, args, kwargs or {})
-        if inside := temporaries_of(*given):
-            self.add(torch.empty(inside, dtype=torch.uint8).untyped_storage())  # freed at once
-        moved, operations = work_of(*given, result) if self.timed else (0, 0)
-        if moved:
-            self.seconds += seconds_for(moved, operations, tensors_in(result)[0])
+        kwargs = kwargs or {}
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        temporary_bytes = temporaries_of(function, args, kwargs)
+        if temporary_bytes:
+            self.add(torch.empty(temporary_bytes, dtype=torch.uint8).untyped_storage())  # freed at once
+        if self.timed:
+            moved, operations = work_of(function, args, kwargs, result)
+            if moved:
+                self.seconds += seconds_for(moved, operations, tensors_in(result)[0])
         return result
 
     def call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

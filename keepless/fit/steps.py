@@ -22,7 +22,11 @@ from .sizes import Growth, largest, shape_of
 from .step_memory import CountedStep, PlannedStep
 
 logger = logging.getLogger(__name__)
-PLAIN, RECOMPUTED, PLANNED, CHECKPOINTED = "plain", "recomputed", "within a budget", "checkpointed"
+# Names of the ways to run a step
+PLAIN = "plain"
+RECOMPUTED = "recomputed"
+PLANNED = "within a budget"
+CHECKPOINTED = "checkpointed"
 
 
 def repeated_blocks(network: nn.Module) -> list[nn.Module]:
@@ -30,10 +34,11 @@ def repeated_blocks(network: nn.Module) -> list[nn.Module]:
 
     `nn.Sequential` counts only if no other class does.
     """
-    inside = [one for one in network.modules() if any(one.children()) and one is not network]
-    number = Counter(map(type, inside))
-    repeated = {kind for kind in number if number[kind] > 1} - {nn.ModuleList, nn.ModuleDict}
-    blocks = [one for one in inside if type(one) in (repeated - {nn.Sequential} or repeated)]
+    parents = [module for module in network.modules() if any(module.children()) and module is not network]
+    counts = Counter(map(type, parents))
+    repeated = {kind for kind, count in counts.items() if count > 1} - {nn.ModuleList, nn.ModuleDict}
+    kinds = repeated - {nn.Sequential} or repeated
+    blocks = [module for module in parents if type(module) in kinds]
     nested = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in nested]
 
@@ -43,7 +48,7 @@ class Way(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # of the example's first tensor
-    held: int  # bytes throughout the step: weights, optimiser states, the example
+    resident_bytes: int  # throughout the step: weights, optimiser states, the example
     peak: int  # bytes, during this step or the optimiser's
     budget: int  # bytes that the device leaves beside these and gradients
     fits: bool
@@ -63,7 +68,10 @@ class Steps:
     """
 
     def __init__(self, network: nn.Module, growing: Growth, available: int, optimizer: str | float, time: float):
-        self.network, self.growing, self.available, self.time = network, growing, available, time
+        self.network = network
+        self.growing = growing
+        self.available = available
+        self.time = time
         if not network.training:
             network.train()
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -72,23 +80,30 @@ class Steps:
         values = sum(parameter.numel() for parameter in trained)
         self.states, self.temporary = optimizer_bytes(optimizer, values, self.gradients)
         self.blocks = repeated_blocks(network)
-        self.step, self.count = cache(self._step), cache(self._count)
+        self.step = cache(self._step)
+        self.count = cache(self._count)
 
     def ways(self) -> list[Way]:
         """Each way with the largest example that fits, or else the smallest that was tried; logs each."""
-        found, value = [], self.growing.value
-        for name in (PLAIN, RECOMPUTED, PLANNED, *([CHECKPOINTED] if self.blocks else [])):
+        ways = []
+        names = [PLAIN, RECOMPUTED, PLANNED]
+        if self.blocks:
+            names.append(CHECKPOINTED)
+        value = self.growing.value
+        for name in names:
             value = self.largest(name, value)
-            found.append(self.way(name, value))
-            logger.info("%s: %s %s", name, size_of(found[-1].shape), "fits" if found[-1].fits else "is too much")
-        return found
+            way = self.way(name, value)
+            ways.append(way)
+            logger.info("%s: %s %s", name, size_of(way.shape), "fits" if way.fits else "is too much")
+        return ways
 
     def largest(self, name: str, begin: int) -> int:
         """The largest example that fits in one way, starting at `begin`; the smallest that was tried if none fits.
 
         ValueError: the network does not run on a larger example.
         """
-        growing, value = self.growing, begin
+        growing = self.growing
+        value = begin
         while not self.way(name, value).fits and value > growing.step:
             smaller = max(growing.step, value // 2 // growing.step * growing.step)
             try:
@@ -107,21 +122,25 @@ class Steps:
         peak, time = step.within(self.available)
         needed = step.needed(peak)
         shape = shape_of(self.growing.resized(value))
-        return Way(name, shape, step.held, needed, step.budget(self.available), needed <= self.available, time)
+        fits = needed <= self.available
+        return Way(name, shape, step.resident_bytes, needed, step.budget(self.available), fits, time)
 
     def _step(self, name: str, value: int) -> PlannedStep:
         """A way's step. Within a budget it has all plans that are fast enough, and the baseline and recomputed ones."""
-        example, plain = self.growing.resized(value), self.count(PLAIN, value)
+        example = self.growing.resized(value)
+        plain = self.count(PLAIN, value)
+        plain_seconds = plain[1]
         if name == PLANNED:
             logger.info("%s: trying %s", name, size_of(shape_of(example)))  # many seconds each
-            planned = frontier(counted_step(self.network, *example).as_gradients_come())
-            counts = [plain, self.count(RECOMPUTED, value), *((one.peak, plain[1] + one.seconds) for one in planned)]
-            counts = [count for count in counts if count[1] <= self.time * plain[1]]
+            choices = frontier(counted_step(self.network, *example).as_gradients_come())
+            planned = [(choice.peak, plain_seconds + choice.seconds) for choice in choices]
+            counts = [plain, self.count(RECOMPUTED, value), *planned]
+            counts = [count for count in counts if count[1] <= self.time * plain_seconds]
         else:
             counts = [self.count(name, value)]
         resident = {"weights": self.weights, "states": self.states, "example": bytes_of_tensors(tensors_in(example))}
-        plans = [(peak, seconds / plain[1]) for peak, seconds in counts]
-        return PlannedStep(resident, self.gradients, self.temporary, plans)
+        relative = [(peak, seconds / plain_seconds) for peak, seconds in counts]
+        return PlannedStep(resident, self.gradients, self.temporary, relative)
 
     def _count(self, name: str, value: int) -> tuple[int, float]:
         """Peak and seconds of a forward and a backward pass before which no parameter has a gradient."""

@@ -45,7 +45,7 @@ def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path
     network, example = network_of(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        inputs = tree_map(lambda leaf: _at(device, leaf), arguments_of(example))
+        inputs = tree_map(lambda leaf: _on_device(device, leaf), arguments_of(example))
         network = network.to(device).train()
         with autocast(device, dtype):
             steps = baseline_steps(network, inputs) if budget is None else prepared_steps(network, inputs, budget)
@@ -54,7 +54,7 @@ def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path
     torch.save(tuple(steps), file)
 
 
-def _at(device: str, leaf: Any) -> Any:
+def _on_device(device: str, leaf: Any) -> Any:
     """An argument on a device. Random numbers stand for zeros, of which most gradients would be zero."""
     if not isinstance(leaf, Tensor):
         return leaf

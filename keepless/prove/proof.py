@@ -10,8 +10,8 @@ from torch import Tensor
 from ..recompute.signatures.plans import Budget, checked
 from ..units import size_text
 
-_MORE = 1.01  # a peak may be so many times the budget: allocators round
-_BEYOND = 4  # prepared steps may differ by so many times the noise, of which there are four samples
+_ALLOWANCE = 1.01  # a peak may be so many times the budget: allocators round
+_NOISE_FACTOR = 4  # prepared steps may differ by so many times the noise, of which there are four samples
 _ROUNDING = 0.01  # more than this between baseline steps comes from state outside of the network
 KINDS = ("outputs", "gradients", "buffers", "random")  # of a step's results
 
@@ -62,14 +62,19 @@ class Proof(NamedTuple):
     @property
     def broken(self) -> list[str]:
         """What is not as promised; empty if all is."""
-        differences = self.outputs, self.gradients, self.buffers, self.random
-        wrong = [kind for kind, one in zip(KINDS, differences, strict=True) if one.first]
-        wrong += ["baseline (it differs by itself)"] * any(one.noise > _ROUNDING for one in differences)
-        wrong += ["plan (there is none)"] * (not self.prepared.planned)
-        return wrong + ["peak"] * (self.prepared.peak > _MORE * (self.budget + self.baseline.coming))
+        differences = dict(zip(KINDS, (self.outputs, self.gradients, self.buffers, self.random), strict=True))
+        broken = [kind for kind, difference in differences.items() if difference.first]
+        if any(difference.noise > _ROUNDING for difference in differences.values()):
+            broken.append("baseline (it differs by itself)")
+        if not self.prepared.planned:
+            broken.append("plan (there is none)")
+        if self.prepared.peak > _ALLOWANCE * (self.budget + self.baseline.coming):
+            broken.append("peak")
+        return broken
 
     def __repr__(self) -> str:  # what notebooks and print show
-        baseline, prepared = self.baseline, self.prepared
+        baseline = self.baseline
+        prepared = self.prepared
         sizes = prepared.peak, prepared.planned, self.budget, baseline.coming, baseline.peak
         peak, planned, budget, coming, plain = (size_text(size) if size else "none" for size in sizes)
         rows = [
@@ -86,47 +91,55 @@ class Proof(NamedTuple):
 def proof_of(baseline: Steps, again: Steps, prepared: Steps, budget: Budget) -> Proof:
     """Compare prepared steps with the baseline's. The noise is how far the baseline's differ when they run `again`."""
     outputs, gradients, buffers, random = (_difference(kind, baseline, again, prepared) for kind in KINDS)
-    said = [text for text in dict.fromkeys(prepared.warnings) if text not in baseline.warnings]
-    peak, seconds = baseline.peak if baseline.fits else prepared.plain, min(baseline.seconds, again.seconds)
+    new_warnings = [text for text in dict.fromkeys(prepared.warnings) if text not in baseline.warnings]
+    peak = baseline.peak if baseline.fits else prepared.plain
+    seconds = min(baseline.seconds, again.seconds)
     limit = checked(budget)
+    if not isinstance(limit, int):
+        limit = max(int(limit * peak) - baseline.coming, 0)  # a share counts gradients
     return Proof(
         outputs,
         gradients,
         buffers,
         random,
-        limit if isinstance(limit, int) else max(int(limit * peak) - baseline.coming, 0),  # a share counts gradients
+        limit,
         baseline._replace(results=(), peak=peak, seconds=seconds),
-        prepared._replace(results=(), warnings=said),
+        prepared._replace(results=(), warnings=new_warnings),
     )
 
 
 def _difference(kind: str, baseline: Steps, again: Steps, prepared: Steps) -> Difference:
-    norms, noise = _norms(kind, baseline, prepared), _norms(kind, baseline, again)
+    norms = _norms(kind, baseline, prepared)
+    noise = _norms(kind, baseline, again)
     names = [*baseline.order, *norms]
-    beyond = (name for name in names if norms.get(name, 0.0) > _BEYOND * max(noise.get(name, 0.0), noise[""]))
-    return Difference(norms[""], noise[""], next(beyond, ""))
+    limits = {name: _NOISE_FACTOR * max(noise.get(name, 0.0), noise[""]) for name in names}
+    first = next((name for name in names if norms.get(name, 0.0) > limits[name]), "")
+    return Difference(norms[""], noise[""], first)
 
 
-def _norms(kind: str, baseline: Steps, others: Steps) -> dict[str, float]:
+def _norms(kind: str, baseline: Steps, compared: Steps) -> dict[str, float]:
     """The largest relative difference of each tensor in any step, and of all together: ""."""
     norms: dict[str, float] = {}
-    for results, other in zip(baseline.results, others.results, strict=True):
-        names = {**results[kind], **other[kind]}
-        squares = {name: _squares(results[kind].get(name), other[kind].get(name)) for name in names}
-        squares[""] = sum(one for one, _ in squares.values()), sum(size for _, size in squares.values())
+    for baseline_results, compared_results in zip(baseline.results, compared.results, strict=True):
+        expected = baseline_results[kind]
+        tensors = compared_results[kind]
+        squares = {name: _squares(expected.get(name), tensors.get(name)) for name in {**expected, **tensors}}
+        differences = [difference for difference, _ in squares.values()]
+        sizes = [size for _, size in squares.values()]
+        squares[""] = (sum(differences), sum(sizes))
         for name, (difference, size) in squares.items():
             norm = math.sqrt(difference / size) if size else math.inf if difference else 0.0
             norms[name] = max(norms.get(name, 0.0), norm)
     return norms
 
 
-def _squares(expected: Tensor | None, found: Tensor | None) -> tuple[float, float]:
-    """Sums of the squares of the difference, and of what was expected. Infinity: they cannot be compared."""
-    if expected is None or found is None or (expected.shape, expected.dtype) != (found.shape, found.dtype):
+def _squares(expected: Tensor | None, tensor: Tensor | None) -> tuple[float, float]:
+    """Sums of the squares of the difference, and of the expected tensor. Infinity: they cannot be compared."""
+    if expected is None or tensor is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
         return math.inf, 0.0
     if expected.is_complex():
-        expected, found = torch.view_as_real(expected), torch.view_as_real(found)
-    unequal = (expected != found) & ~(expected.isnan() & found.isnan())
-    difference = float((expected[unequal].double() - found[unequal].double()).square().sum())
+        expected, tensor = torch.view_as_real(expected), torch.view_as_real(tensor)
+    unequal = (expected != tensor) & ~(expected.isnan() & tensor.isnan())
+    difference = float((expected[unequal].double() - tensor[unequal].double()).square().sum())
     size = float(expected.double().nan_to_num(0.0, 0.0, 0.0).square().sum())
     return (difference if math.isfinite(difference) else math.inf), size

@@ -18,7 +18,9 @@ from ..recompute.step.snapshot import Snapshot, random_state
 from ..torch_internals import tree_map
 from .proof import KINDS, Proof, Steps, proof_of
 
-_MEASURED, _TIMED = 2, 3  # numbers of steps: they follow the plan, which the first or the second has made
+# Numbers of steps. They follow the plan, which the first or the second has made.
+_MEASURED = 2
+_TIMED = 3
 
 
 def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
@@ -49,7 +51,8 @@ def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
     inputs = tree_map(_apart, arguments_of(example))
     before = Snapshot(network, inputs)
     try:
-        baseline, again = baseline_steps(network, inputs), baseline_steps(network, inputs)
+        baseline = baseline_steps(network, inputs)
+        again = baseline_steps(network, inputs)
         return proof_of(baseline, again, prepared_steps(network, inputs, budget), budget)
     finally:
         undo(network)
@@ -74,17 +77,21 @@ def baseline_steps(network: nn.Module, inputs: Any) -> Steps:
 def prepared_steps(network: nn.Module, inputs: Any, budget: Budget) -> Steps:
     """Steps of the network within a budget."""
     recompute_activations(undo(network), budget=budget)
-    steps, plan = _steps(network, inputs), plan_of(network)
+    steps = _steps(network, inputs)
+    plan = plan_of(network)
     return steps if plan is None else steps._replace(planned=plan.peak, plain=plan.plain)
 
 
 def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
     """Four steps from the present state, which is put back. `is_baseline`: note the order of gradients."""
-    (args, kwargs), snapshot = inputs, Snapshot(network, inputs)
+    args, kwargs = inputs
+    snapshot = Snapshot(network, inputs)
     leaves = {**dict(network.named_parameters()), **_numbered("input", inputs)}
     awaited = [name for name, leaf in leaves.items() if leaf.grad is None]
     device = computing_device(leaves.values())
-    order, results, outputs = dict[str, None](), list[dict[str, dict[str, Tensor]]](), list[Any]()
+    order: dict[str, None] = {}  # names of gradients, as they come
+    results: list[dict[str, dict[str, Tensor]]] = []
+    outputs: list[Any] = []
     hooks = [
         leaf.register_post_accumulate_grad_hook(partial(_note, order, name))
         for name, leaf in leaves.items()
@@ -93,7 +100,7 @@ def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
 
     def step() -> None:
         outputs.append(network(*args, **kwargs))
-        torch.autograd.backward([one.square().mean() for one in differentiable(outputs)])
+        torch.autograd.backward([output.square().mean() for output in differentiable(outputs)])
 
     try:
         with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
@@ -106,17 +113,18 @@ def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
                 else:
                     _, seconds = seconds_of(step, device)
                 gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-                tensors = _numbered("output", outputs), gradients, dict(network.named_buffers()), {"": random_state()}
+                buffers = dict(network.named_buffers())
+                tensors_by_kind = (_numbered("output", outputs), gradients, buffers, {"": random_state()})
                 results.append({})
-                for kind, these in zip(KINDS, tensors, strict=True):
-                    results[-1][kind] = _copies(these, results[number - 1].get(kind, {}))
+                for kind, tensors in zip(KINDS, tensors_by_kind, strict=True):
+                    results[-1][kind] = _copies(tensors, results[number - 1].get(kind, {}))
                 outputs.clear()
     finally:
         for hook in hooks:
             hook.remove()
         snapshot.restore()
     coming = sum(gradients[name].nbytes for name in awaited if name in gradients)
-    return Steps(results, peak, seconds, coming, [str(one.message) for one in caught], [*order])
+    return Steps(results, peak, seconds, coming, [str(warning.message) for warning in caught], [*order])
 
 
 def _note(order: dict[str, None], name: str, leaf: Tensor) -> None:
@@ -127,8 +135,8 @@ def _numbered(name: str, holder: Any) -> dict[str, Tensor]:
     return {f"{name} {number}": tensor for number, tensor in enumerate(tensors_in(holder))}
 
 
-def _copies(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU. Those from the step before are taken if they are equal."""
+def _copies(tensors: dict[str, Tensor], previous: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU. Those of the previous step are used again if they are equal."""
     values = {name: tensor.detach().to_dense().cpu() for name, tensor in tensors.items()}
-    equal = {name for name in values.keys() & before.keys() if torch.equal(values[name], before[name])}
-    return {name: before[name] if name in equal else one.clone() for name, one in values.items()}
+    equal = {name for name in values.keys() & previous.keys() if torch.equal(values[name], previous[name])}
+    return {name: previous[name] if name in equal else value.clone() for name, value in values.items()}

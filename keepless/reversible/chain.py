@@ -37,7 +37,7 @@ from torch.autograd.graph import Node
 
 from ..saved import Kept
 from ..torch_internals import Hooks, current_hooks, keeps_graph
-from .chain_steps import Apply, Inputs, Update
+from .chain_steps import Apply, InputProperties, Update
 from .checks import Checksum
 from .couplings import Coupling, widened
 from .replay import Section
@@ -53,14 +53,14 @@ class _KeptValue(Kept):
 class Boundary:
     """The values between two steps: kept, or restored by the step that follows.
 
-    `taken`: a step follows. Another step that starts from the same tensors begins its own chain.
+    `is_followed`: a step follows. Another step that starts from the same tensors begins its own chain.
     """
 
     def __init__(self) -> None:
         self.kept: tuple[Kept, ...] | None = None
         self.restored: Values | None = None
         self.following: Step | Regrouping | None = None
-        self.taken = False
+        self.is_followed = False
         self.outputs: list[tuple[weakref.ref[Tensor], int]] = []  # of the pass that ends here, with their versions
 
     def keep(self, values: Values, hooks: Hooks | None) -> None:
@@ -69,7 +69,8 @@ class Boundary:
 
     def leave_to(self, step: "Step | Regrouping") -> None:
         """Drop the values: the step that follows restores them."""
-        self.following, self.kept = step, None
+        self.following = step
+        self.kept = None
 
     def take(self) -> Values:
         """The values, detached; restored ones are not cached. RuntimeError if the graph was freed."""
@@ -113,7 +114,7 @@ class Step:
         preserve_rng_state: bool,
     ):
         self.move = move
-        self.inputs = Inputs(*zip(*((x.dtype, x.stride(), x.requires_grad, x.is_leaf) for x in inputs), strict=True))
+        self.properties = InputProperties.from_inputs(inputs)
         self.section = Section(modules, inputs, preserve_rng_state)
         self.checksum = Checksum(modules)
         self.before = weakref.ref(before)
@@ -131,7 +132,7 @@ class Step:
         """Fill the section, and restore the boundary before."""
         values = self.source.take()
         with self.section.repeated():
-            undo = self.move.again(values, self.inputs, self.checksum)
+            undo = self.move.repeat(values, self.properties, self.checksum)
         before = self.before()
         if before is not None and self.move.invertible:
             before.give(undo())
@@ -147,7 +148,8 @@ class Regrouping:
 
     def restore(self) -> None:
         """Restore the boundary before."""
-        before, values = self.before(), self.after.take()
+        values = self.after.take()
+        before = self.before()
         if before is not None:
             before.give(self.back(values))
 
@@ -178,9 +180,12 @@ class Pass:
         if not (coupling.invertible or inverse):
             self._run([coupling], Apply(coupling.couple))
             return
-        halves = coupling.half_steps()
-        for half in [half.inverted() for half in reversed(halves)] if inverse else halves:
-            self._run([half.branch], Update(half))
+        half_steps = coupling.half_steps()
+        if inverse:
+            first, second = half_steps
+            half_steps = (second.inverted(), first.inverted())
+        for half_step in half_steps:
+            self._run([half_step.branch], Update(half_step))
 
     def apply(self, modules: Sequence[nn.Module], function: Callable, inverse: Callable | None = None) -> None:
         """Run a function of some modules, and keep its input instead of their activations if it has no inverse."""
@@ -206,15 +211,17 @@ class Pass:
             self.values = move.run(self.values, Checksum([]))
             return
         step = Step(modules, move, self.boundary, self.values, self.hooks, self.preserve_rng_state)
-        before, self.boundary.taken = self.boundary, True
+        before = self.boundary
+        before.is_followed = True
         try:
             self.values = step.run(self.values)
         except BaseException:  # Ctrl-C as well
-            before.taken = False  # a second try may follow
+            before.is_followed = False  # a second try may follow
             raise
         if move.invertible:
             self._follow(step)
-        self.boundary, self.restores = step.after, move.invertible
+        self.boundary = step.after
+        self.restores = move.invertible
 
     def _follow(self, step: Step | Regrouping) -> None:
         """Let a step restore the boundary before it; outputs of an earlier pass only once this pass has succeeded."""
@@ -237,7 +244,8 @@ class Pass:
 
     def _join(self) -> None:
         if self.halves_of is not None:
-            coupling, self.halves_of = self.halves_of, None
+            coupling = self.halves_of
+            self.halves_of = None
             self._regroup(lambda halves: (coupling.join(halves),), lambda whole: coupling.split(*whole))
 
     def _regroup(self, function: Callable[[Values], Values], back: Callable[[Values], Values]) -> None:
@@ -252,10 +260,11 @@ def _boundary_of(values: Values) -> Boundary | None:
     """The last boundary of an earlier pass, if these are its unmodified outputs."""
     marks = [_metadata(tensor.grad_fn).get(_MARK) for tensor in values if tensor.grad_fn is not None]
     boundary = marks[0]() if marks and marks[0] is not None else None
-    if boundary is None or boundary.taken or len(boundary.outputs) != len(values):
+    if boundary is None or boundary.is_followed or len(boundary.outputs) != len(values):
         return None
     pairs = zip(boundary.outputs, values, strict=True)
-    return boundary if all(ref() is tensor and version == tensor._version for (ref, version), tensor in pairs) else None
+    is_unmodified = all(ref() is tensor and version == tensor._version for (ref, version), tensor in pairs)
+    return boundary if is_unmodified else None
 
 
 def _metadata(node: Node) -> dict:

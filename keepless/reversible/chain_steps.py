@@ -14,7 +14,7 @@ from .state import Values
 Undo = Callable[[], Values]
 
 
-class Inputs(NamedTuple):
+class InputProperties(NamedTuple):
     """The dtypes and strides of a step's inputs, and whether each required a gradient and was a leaf."""
 
     dtypes: tuple[torch.dtype, ...]
@@ -22,21 +22,26 @@ class Inputs(NamedTuple):
     require_grad: tuple[bool, ...]
     are_leaves: tuple[bool, ...]
 
-    def __call__(self, values: Values, any_layout: int | None = None) -> Values:
+    @classmethod
+    def from_inputs(cls, inputs: Values) -> "InputProperties":
+        properties = [(tensor.dtype, tensor.stride(), tensor.requires_grad, tensor.is_leaf) for tensor in inputs]
+        return cls(*zip(*properties, strict=True))
+
+    def recreate(self, values: Values, any_layout: int | None = None) -> Values:
         """New tensors that require gradients as the inputs did, so that a repetition saves the same tensors.
 
         They also get the strides of the inputs, because some operators (`F.linear`) choose by strides which tensors
         they save. The tensor with number `any_layout` keeps its strides, because no branch reads it. Inputs that were
         not leaves become views: a prepared branch (`recompute_activations`) would keep a leaf instead of its results.
         """
-        again = []
-        inputs = zip(values, self.strides, self.require_grad, self.are_leaves, strict=True)
-        for number, (tensor, strides, needed, is_leaf) in enumerate(inputs):
+        inputs = []
+        rows = zip(values, self.strides, self.require_grad, self.are_leaves, strict=True)
+        for number, (tensor, strides, requires_grad, is_leaf) in enumerate(rows):
             if number != any_layout and tensor.stride() != strides:
                 tensor = laid_out(tensor, strides).as_strided(tensor.shape, strides)
-            leaf = tensor.detach().requires_grad_(needed)
-            again.append(leaf if is_leaf else leaf.view_as(leaf))
-        return tuple(again)
+            leaf = tensor.detach().requires_grad_(requires_grad)
+            inputs.append(leaf if is_leaf else leaf.view_as(leaf))
+        return tuple(inputs)
 
 
 class Update(NamedTuple):
@@ -48,23 +53,24 @@ class Update(NamedTuple):
 
     def run(self, halves: Values, checksum: Checksum) -> Values:
         output = self.half.output(halves)
-        checksum.see(output)
+        checksum.check(output)
         return self.half.replaced(halves, self.half.combine(halves[self.half.target], output))
 
-    def again(self, halves: Values, like: Inputs, checksum: Checksum) -> Undo:
+    def repeat(self, halves: Values, properties: InputProperties, checksum: Checksum) -> Undo:
         """Run the branch on the halves after the update."""
-        half, target = self.half, self.half.target
-        halves = like(halves, any_layout=target)
+        half = self.half
+        target = half.target
+        halves = properties.recreate(halves, any_layout=target)
         output = half.output(halves)
-        checksum.see(output)
+        checksum.check(output)
 
         def undone() -> Values:
             with torch.no_grad():
                 values = half.undo(halves[target].detach(), detached(output))
-            return half.replaced(halves, _as(values, like.dtypes[target]))
+            return half.replaced(halves, _as(values, properties.dtypes[target]))
 
         if half.combine_saves:  # a product saves its factors
-            half.combine(like(undone(), any_layout=target)[target], output)
+            half.combine(properties.recreate(undone(), any_layout=target)[target], output)
         return undone
 
 
@@ -80,28 +86,28 @@ class Apply(NamedTuple):
 
     def run(self, values: Values, checksum: Checksum) -> Values:
         outputs = as_tuple(unchanged(self.function, values))
-        checksum.see(outputs)
+        checksum.check(outputs)
         return outputs
 
-    def again(self, values: Values, like: Inputs, checksum: Checksum) -> Undo:
+    def repeat(self, values: Values, properties: InputProperties, checksum: Checksum) -> Undo:
         """Run the function again. `values`: its kept inputs, or outputs to invert."""
         if self.inverse is not None:
             with torch.no_grad():
                 values = as_tuple(unchanged(self.inverse, values))
-                values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, like.dtypes, strict=True))
-        checksum.see(self.function(*like(values)))
+                values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, properties.dtypes, strict=True))
+        checksum.check(self.function(*properties.recreate(values)))
         return lambda: values
 
 
 def as_tuple(outputs: Tensor | Values) -> Values:
     """The outputs of a module, as a tuple. ValueError if they are not tensors."""
-    found = outputs if isinstance(outputs, tuple) else (outputs,)
-    if not found:
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not tensors:
         raise ValueError("a reversible module got or returned nothing: expected tensors")
-    for output in found:
-        if not isinstance(output, Tensor):
-            raise ValueError(f"a reversible module got or returned a {type(output).__name__}: expected tensors")
-    return found
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"a reversible module got or returned a {type(tensor).__name__}: expected tensors")
+    return tensors
 
 
 def _as(values: Tensor, dtype: torch.dtype) -> Tensor:

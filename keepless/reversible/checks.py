@@ -40,27 +40,30 @@ class Checksum:
         self.first: list[Tensor] | None = None
         self.enabled = _enabled.get()
 
-    def see(self, output: object) -> None:
-        """Remember an output, or compare a repeated one. RuntimeError if it differs by more than rounding."""
+    def check(self, output: object) -> None:
+        """Remember the first output, and compare a repeated one. RuntimeError if it differs by more than rounding."""
         if not self.enabled:
             return
-        tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
-        found = [_checksum(tensor) for tensor in tensors]
+        parts = output if isinstance(output, tuple) else (output,)
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        sums = [_checksum(tensor) for tensor in tensors]
         if self.first is None:
-            self.first = found
+            self.first = sums
             return
-        for tensor, ours, first in zip(tensors, found, self.first, strict=True):
-            if is_capturing():
-                continue
-            low = torch.is_autocast_enabled(tensor.device.type)
-            tolerance = _LOW_PRECISION if low else _TOLERANCES.get(tensor.dtype, _LOW_PRECISION)
-            largest = tolerance * first[1].clamp(min=1e-30)
-            if not torch.isnan(first).any() and not bool((ours - first).abs().max() <= largest):
-                names = ", ".join(type(module).__name__ for module in self.modules)
-                raise RuntimeError(
-                    f"{names} computed other values when the backward pass repeated it, so gradients would be wrong: "
-                    f"it must not draw from its own generator or NumPy's, or read a list or a global that changes"
-                )
+        for tensor, repeated, first in zip(tensors, sums, self.first, strict=True):
+            if not is_capturing():
+                self._compare(tensor, repeated, first)
+
+    def _compare(self, tensor: Tensor, repeated: Tensor, first: Tensor) -> None:
+        is_low = torch.is_autocast_enabled(tensor.device.type)
+        tolerance = _LOW_PRECISION if is_low else _TOLERANCES.get(tensor.dtype, _LOW_PRECISION)
+        largest = tolerance * first[1].clamp(min=1e-30)
+        if not torch.isnan(first).any() and not bool((repeated - first).abs().max() <= largest):
+            names = ", ".join(type(module).__name__ for module in self.modules)
+            raise RuntimeError(
+                f"{names} computed other values when the backward pass repeated it, so gradients would be wrong: "
+                f"it must not draw from its own generator or NumPy's, or read a list or a global that changes"
+            )
 
 
 @torch.no_grad()

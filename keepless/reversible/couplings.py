@@ -12,6 +12,8 @@ from ..recompute.passes.recording import RUN_AGAIN
 
 Halves = tuple[Tensor, ...]  # two tensors
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+
 
 class HalfStep(NamedTuple):
     """One of the two updates of a coupling: halves[target] = combine(halves[target], branch(halves[1 - target])).
@@ -38,17 +40,17 @@ class HalfStep(NamedTuple):
         x = halves[1 - self.target]
         output = unchanged(self.branch, (x,))
         parts = output if isinstance(output, tuple) else (output,)
-        wanted = halves[self.target].shape
+        expected_shape = halves[self.target].shape
         if not all(isinstance(part, Tensor) for part in parts):
             raise ValueError(
                 f"{type(self.branch).__name__} returned a {type(output).__name__}: a coupling needs a branch that "
                 f"returns a tensor, or a tuple of tensors"
             )
-        if any(part.shape != wanted for part in parts):
-            found = ", ".join(str(tuple(part.shape)) for part in parts)
+        if any(part.shape != expected_shape for part in parts):
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
             raise ValueError(
-                f"{type(self.branch).__name__} returned the shape {found} for an input of shape {tuple(x.shape)}; a "
-                f"coupling needs a branch that returns the other half's shape, {tuple(wanted)}"
+                f"{type(self.branch).__name__} returned the shape {shapes} for an input of shape {tuple(x.shape)}; a "
+                f"coupling needs a branch that returns the other half's shape, {tuple(expected_shape)}"
             )
         return output
 
@@ -111,8 +113,8 @@ class Coupling(nn.Module):
 
     def half_steps(self) -> tuple[HalfStep, HalfStep]:
         """The two updates, in order."""
-        how = (self.combine, self.undo, self.combine_saves)
-        return HalfStep(self.Fm, 0, *how), HalfStep(self.Gm, 1, *how)
+        update = (self.combine, self.undo, self.combine_saves)
+        return HalfStep(self.Fm, 0, *update), HalfStep(self.Gm, 1, *update)
 
     def split(self, x: Tensor) -> Halves:
         """Two halves of x: views, or copies if x is channels_last, because half of its channels would not be.
@@ -131,9 +133,9 @@ class Coupling(nn.Module):
                 f"{x.shape[dim]} and cannot be halved; expected an even one"
             )
         first, second = x.chunk(2, dim)
-        for format in (torch.channels_last,) * (x.dim() == 4) + (torch.channels_last_3d,) * (x.dim() == 5):
-            if x.is_contiguous(memory_format=format) and not x.is_contiguous():
-                return first.contiguous(memory_format=format), second.contiguous(memory_format=format)
+        memory_format = _CHANNELS_LAST.get(x.dim())
+        if memory_format and x.is_contiguous(memory_format=memory_format) and not x.is_contiguous():
+            return first.contiguous(memory_format=memory_format), second.contiguous(memory_format=memory_format)
         return first, second
 
     def join(self, halves: Halves) -> Tensor:
@@ -185,7 +187,8 @@ class AffineCoupling(Coupling):
     ):
         super().__init__(Fm, Gm, split_dim=split_dim)
         if adapter is not None:
-            self.Fm, self.Gm = adapter(self.Fm), adapter(self.Gm)
+            self.Fm = adapter(self.Fm)
+            self.Gm = adapter(self.Gm)
 
     @staticmethod
     def combine(x: Tensor, output: tuple[Tensor, Tensor]) -> Tensor:
@@ -218,8 +221,8 @@ def create_coupling(
     if coupling == "affine":
         return AffineCoupling(Fm, Gm, adapter, split_dim=split_dim)
     if coupling != "additive" or adapter is not None:
-        given = f"coupling={coupling!r}" + (" with an adapter" if adapter is not None else "")
-        raise ValueError(f"{given}: expected 'additive', or 'affine', which may have an adapter")
+        arguments = f"coupling={coupling!r}" + (" with an adapter" if adapter is not None else "")
+        raise ValueError(f"{arguments}: expected 'additive', or 'affine', which may have an adapter")
     return AdditiveCoupling(Fm, Gm, split_dim=split_dim)
 
 
@@ -233,7 +236,8 @@ def in_halves(module: object) -> TypeGuard[Coupling]:
         return False
     kind = type(module)
     methods = ["forward", "inverse", "split", "join", "half_steps"]
-    methods += [] if "couples_in_half_steps" in vars(kind) else ["couple"]
+    if "couples_in_half_steps" not in vars(kind):
+        methods.append("couple")
     return "forward" not in vars(module) and all(getattr(kind, name) is getattr(Coupling, name) for name in methods)
 
 
@@ -254,9 +258,9 @@ def is_low_under_autocast(x: Tensor) -> bool:
 
 def unchanged(function: Callable, values: tuple[Tensor, ...]) -> Any:
     """function(*values). ValueError if it wrote over its input, which the backward pass still needs."""
-    before = _versions(values)
+    versions = _versions(values)
     outputs = function(*values)
-    if _versions(values) != before:
+    if _versions(values) != versions:
         raise ValueError(
             f"{getattr(function, '__qualname__', type(function).__name__)} wrote over its input, which a reversible "
             f"module still needs: begin it with an operation that is not inplace"

@@ -209,8 +209,8 @@ def is_invertible_module(
     inverse = inverse_of(module_in)
     if inverse is None:
         return False
-    several = bool(test_input_shape) and not isinstance(test_input_shape[0], int)
-    shapes: Any = test_input_shape if several else [test_input_shape]
+    has_several_inputs = bool(test_input_shape) and not isinstance(test_input_shape[0], int)
+    shapes: Any = test_input_shape if has_several_inputs else [test_input_shape]
     device = next((tensor.device for tensor in module_in.parameters()), torch.device("cpu"))
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     generator = torch.Generator().manual_seed(random_seed)
@@ -221,26 +221,27 @@ def is_invertible_module(
         if device.type == "cuda":
             torch.cuda.manual_seed(random_seed)
 
-    def close(first: Callable, second: Callable) -> bool:
+    def restores(function: Callable, inverse_function: Callable) -> bool:
         seed()
-        between = as_tuple(first(*(tensor.clone() for tensor in inputs)))
+        outputs = as_tuple(function(*(tensor.clone() for tensor in inputs)))
         seed()
-        found = as_tuple(second(*(tensor.clone() for tensor in between)))
-        pairs = zip(inputs, found, strict=False)
-        return len(found) == len(inputs) and all(
-            x.shape == y.shape and torch.allclose(x, y, atol=atol) for x, y in pairs
-        )
+        restored = as_tuple(inverse_function(*(tensor.clone() for tensor in outputs)))
+        if len(restored) != len(inputs):
+            return False
+        pairs = zip(inputs, restored, strict=True)
+        return all(x.shape == y.shape and torch.allclose(x, y, atol=atol) for x, y in pairs)
 
     with torch.random.fork_rng(devices), statistics_kept(module_in):
-        return close(module_in, inverse) and close(inverse, module_in)
+        return restores(module_in, inverse) and restores(inverse, module_in)
 
 
 def _flat(block: nn.Module) -> list[nn.Module]:
     """The blocks of a nested sequence, the coupling of a wrapper, or the block itself: one chain restores them all."""
-    plain = not has_hooks(block)
-    if type(block) is ReversibleSequence and plain and not block.disable:
+    if has_hooks(block):
+        return [block]
+    if type(block) is ReversibleSequence and not block.disable:
         return block.reversible_blocks
-    if type(block) is InvertibleModuleWrapper and plain and block.preserve_rng_state and in_halves(block._fn):
+    if type(block) is InvertibleModuleWrapper and block.preserve_rng_state and in_halves(block._fn):
         return [block] if block.disable or block.keep_input else [block._fn]
     return [block]
 

@@ -35,7 +35,9 @@ class _Slot:
     def fill(self, tensor: Tensor) -> None:
         if _metadata(tensor) != self.metadata:
             raise RuntimeError(f"{_CHANGED}: it saved a tensor {_metadata(tensor)}, but at first {self.metadata}")
-        self.tensor, self.version, self.stream = tensor.detach(), tensor._version, current_stream(tensor)
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.stream = current_stream(tensor)
 
     def get(self) -> Tensor:
         """The tensor; an empty slot repeats its section first. RuntimeError if the repetition differed."""
@@ -63,8 +65,8 @@ class Section:
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
         self.slots: list[weakref.ref[_Slot]] = []
         parts = [part for module in modules for part in module.modules()]
-        own = (one for module in modules for one in (*module.parameters(), *module.buffers()))
-        devices = {tensor.device for tensor in (*tensors, *own)}
+        module_tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        devices = {tensor.device for tensor in (*tensors, *module_tensors)}
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
@@ -73,12 +75,8 @@ class Section:
         self.cuda = [device for device in devices if device.type == "cuda"]
         if self.cuda and is_capturing():  # the state of its generator cannot be read
             self.cuda = []
-            for part in parts if preserve_rng_state else ():
-                if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1.0) > 0:
-                    raise RuntimeError(
-                        f"a CUDA graph captures a reversible module that contains {part}: a captured repetition draws "
-                        f"other random numbers, so gradients would be wrong; move it out of the branches, or set p=0"
-                    )
+            if preserve_rng_state:
+                _refuse_random(parts)
         self.random = self._random() if preserve_rng_state else None
         self.state = State(parts)
 
@@ -123,7 +121,7 @@ class Section:
         if the saved tensors differ in number or metadata; see also `State.restored`.
         """
         self.state.check_constants()
-        is_needed = any(slot is not None and slot.tensor is None for slot in (one() for one in self.slots))
+        has_empty_slots = self._has_empty_slots()
         with ExitStack() as stack:
             for kind, dtype, enabled in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
@@ -133,13 +131,18 @@ class Section:
                 for device, state in zip(self.cuda, self.random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
             stack.enter_context(self.state.restored())
-            stack.enter_context(self._filling() if is_needed else torch.no_grad())
+            stack.enter_context(self._filling() if has_empty_slots else torch.no_grad())
             yield
+
+    def _has_empty_slots(self) -> bool:
+        slots = (reference() for reference in self.slots)
+        return any(slot is not None and slot.tensor is None for slot in slots)
 
     @contextmanager
     def _filling(self) -> Iterator[None]:
         """Context in which saved tensors fill the slots. The graph made here ends with it."""
-        slots, ended = iter(self.slots), False
+        slots = iter(self.slots)
+        ended = False
 
         def pack(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):
@@ -169,6 +172,16 @@ class Section:
 
     def _random(self) -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.cuda)]
+
+
+def _refuse_random(parts: Iterable[nn.Module]) -> None:
+    """Raise RuntimeError if a module draws random numbers in its forward pass."""
+    for part in parts:
+        if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1.0) > 0:
+            raise RuntimeError(
+                f"a CUDA graph captures a reversible module that contains {part}: a captured repetition draws "
+                f"other random numbers, so gradients would be wrong; move it out of the branches, or set p=0"
+            )
 
 
 def _metadata(tensor: Tensor) -> tuple:

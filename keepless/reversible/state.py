@@ -36,11 +36,23 @@ class _Buffer(NamedTuple):
     version: int
     start: Tensor | None
 
-    def is_same(self) -> bool:
-        present = self.owner._buffers[self.name]
-        if present is not self.values or (present is not None and present._version != self.version):
+    def is_unchanged(self) -> bool:
+        values = self.owner._buffers[self.name]
+        if values is not self.values or (values is not None and values._version != self.version):
             return False
-        return present is None or self.start is None or _are_same(present, self.start)
+        return values is None or self.start is None or _are_same(values, self.start)
+
+
+class _Constant(NamedTuple):
+    """A parameter or buffer of a module, with the version that it must keep."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+
+    def __str__(self) -> str:
+        return f"{type(self.owner).__name__}.{self.name}"
 
 
 class State:
@@ -55,18 +67,19 @@ class State:
     def __init__(self, parts: Iterable[nn.Module]):
         self.attributes = {part: _attributes(part) for part in parts}
         for part in self.attributes:
-            if any(is_lazy(one) for one in (*part._parameters.values(), *part._buffers.values()) if one is not None):
+            tensors = (*part._parameters.values(), *part._buffers.values())
+            if any(is_lazy(tensor) for tensor in tensors if tensor is not None):
                 raise _initialises(f"the sizes of {type(part).__name__}")
         self.buffers = [buffer for part in self.attributes for buffer in _buffers(part)]
         # FSDP's and other subclasses are not checked.
-        self.parameters = [entry for entry in self._versions() if type(entry[2]) is nn.Parameter]
-        self.constants: list[tuple[nn.Module, str, Tensor, int]] = []  # must not change before the repetition
-        self.watched: list[tuple[nn.Module, str, Tensor]] = []  # parameters perhaps written through `Tensor.data`
+        self.parameters = [constant for constant in self._all_parameters() if type(constant.tensor) is nn.Parameter]
+        self.constants: list[_Constant] = []  # must not change before the repetition
+        self.watched: list[_Constant] = []  # parameters perhaps written through `Tensor.data`
 
-    def _versions(self) -> list[tuple[nn.Module, str, Tensor, int]]:
-        """Module, name, parameter and its version, of all parameters."""
-        named = ((part, *entry) for part in self.attributes for entry in part._parameters.items())
-        return [(part, name, one, one._version) for part, name, one in named if one is not None]
+    def _all_parameters(self) -> list[_Constant]:
+        """All parameters with their present versions."""
+        named = [(part, name, tensor) for part in self.attributes for name, tensor in part._parameters.items()]
+        return [_Constant(part, name, tensor, tensor._version) for part, name, tensor in named if tensor is not None]
 
     def forward_pass_ended(self, inverts: bool) -> None:
         """Find out what the forward pass has changed, and drop the copies of everything else.
@@ -75,42 +88,44 @@ class State:
 
         RuntimeError: it wrote a parameter; or, with `inverts`, something that a module's inverse may read.
         """
-        for part, name, parameter, version in self.parameters:
-            present = part._parameters.get(name)
-            is_gone = present is not parameter and type(present).__name__ != "DTensor"  # of FSDP, which puts it back
-            if is_gone or (present is parameter and parameter._version != version):
-                raise _initialises(f"{type(part).__name__}.{name}")
-        changed = {part for part, before in self.attributes.items() if _differ(before, _attributes(part))}
-        moved = {one[:2]: one for one in self.buffers if not one.is_same()}
-        changed |= {one.owner for one in moved.values() if one.start is not None or one.values is None}
-        for part in changed if inverts else ():
-            if callable(getattr(part, "inverse", None)):
-                raise RuntimeError(
-                    f"{type(part).__name__} of a reversible module changes its buffers or attributes in its forward "
-                    f"pass, so its inverse may not restore the input: if it only initialises them, run one forward "
-                    f"pass under torch.no_grad() before the first step, or else give keep_input=True or disable=True"
-                )
-        if any(not has_running_statistics(part) for part in changed):
-            self.watched = [(part, name, parameter) for part, name, parameter, _ in self.parameters]
-        self.parameters = []
-        self.constants = self._versions()
-        kept = []
-        for one in self.buffers:  # later passes update running statistics
-            if one.values is None or one[:2] in moved or has_running_statistics(one.owner):
-                kept.append(one)
+        for parameter in self.parameters:
+            present = parameter.owner._parameters.get(parameter.name)
+            if present is parameter.tensor:
+                is_written = parameter.tensor._version != parameter.version
             else:
-                self.constants.append((one.owner, one.name, one.values, one.version))
+                is_written = type(present).__name__ != "DTensor"  # of FSDP, which puts the parameter back
+            if is_written:
+                raise _initialises(str(parameter))
+        changed_parts = {part for part, before in self.attributes.items() if _differ(before, _attributes(part))}
+        changed_buffers = {(buffer.owner, buffer.name): buffer for buffer in self.buffers if not buffer.is_unchanged()}
+        for buffer in changed_buffers.values():
+            if buffer.start is not None or buffer.values is None:
+                changed_parts.add(buffer.owner)
+        if inverts:
+            _check_inverses(changed_parts)
+        if any(not has_running_statistics(part) for part in changed_parts):
+            self.watched = self.parameters
+        self.parameters = []
+        self.constants = self._all_parameters()
+        kept = []
+        for buffer in self.buffers:
+            is_changed = buffer.values is None or (buffer.owner, buffer.name) in changed_buffers
+            if is_changed or has_running_statistics(buffer.owner):  # which later passes update
+                kept.append(buffer)
+            elif buffer.values is not None:
+                self.constants.append(_Constant(buffer.owner, buffer.name, buffer.values, buffer.version))
         self.buffers = kept
 
     def check_constants(self) -> None:
         """RuntimeError if a parameter, or a buffer that the forward pass did not change, was modified or replaced."""
-        for part, name, tensor, version in self.constants:
-            present = part._parameters.get(name, part._buffers.get(name))
-            if present is tensor:
-                check_version(tensor, version, f"{type(part).__name__}.{name}")
-            elif "DTensor" not in (type(present).__name__, type(tensor).__name__):  # FSDP's shards
+        for constant in self.constants:
+            owner = constant.owner
+            present = owner._parameters.get(constant.name, owner._buffers.get(constant.name))
+            if present is constant.tensor:
+                check_version(constant.tensor, constant.version, str(constant))
+            elif "DTensor" not in (type(present).__name__, type(constant.tensor).__name__):  # FSDP's shards
                 raise RuntimeError(
-                    f"{type(part).__name__}.{name} of a reversible module is not the same tensor as in the forward "
+                    f"{constant} of a reversible module is not the same tensor as in the forward "
                     f"pass (as after torch.func.functional_call): keep it until the backward pass has ended"
                 )
 
@@ -120,24 +135,36 @@ class State:
 
         RuntimeError if it writes a parameter.
         """
-        before = [parameter.detach().clone() for _, _, parameter in self.watched]
+        copies_of_watched = [parameter.tensor.detach().clone() for parameter in self.watched]
         attributes: dict[nn.Module, dict[str, Any]] = {}
         for part, plain in self.attributes.items():
-            others = {name: value for name, value in vars(part).items() if not _is_own(name, value)}
-            attributes[part] = {**others, **plain, "_buffers": {**part._buffers}}
+            not_plain = {name: value for name, value in vars(part).items() if not _is_plain(name, value)}
+            attributes[part] = {**not_plain, **plain, "_buffers": {**part._buffers}}
         copies: dict[int, Tensor] = {}  # a single copy of a tensor that is a buffer of several modules
-        for one in self.buffers:
-            start = one.owner._buffers[one.name] if one.start is None and one.values is not None else one.start
+        for buffer in self.buffers:
+            start = buffer.start
+            if start is None and buffer.values is not None:
+                start = buffer.owner._buffers[buffer.name]
             if start is not None:
-                start = copies.setdefault(id(one.values), start.clone())
-            attributes[one.owner]["_buffers"][one.name] = start
+                start = copies.setdefault(id(buffer.values), start.clone())
+            attributes[buffer.owner]["_buffers"][buffer.name] = start
         with with_attributes(attributes):
             yield
-        for (part, name, parameter), values in zip(self.watched, before, strict=True):
-            if part._parameters.get(name) is not parameter or not (
-                is_unknown(parameter) or torch.equal(parameter, values)
-            ):
-                raise _initialises(f"{type(part).__name__}.{name}")
+        for parameter, values in zip(self.watched, copies_of_watched, strict=True):
+            is_same = parameter.owner._parameters.get(parameter.name) is parameter.tensor
+            if not is_same or not (is_unknown(parameter.tensor) or torch.equal(parameter.tensor, values)):
+                raise _initialises(str(parameter))
+
+
+def _check_inverses(changed_parts: Iterable[nn.Module]) -> None:
+    """Raise RuntimeError if a module has an inverse, which may read what the forward pass has changed."""
+    for part in changed_parts:
+        if callable(getattr(part, "inverse", None)):
+            raise RuntimeError(
+                f"{type(part).__name__} of a reversible module changes its buffers or attributes in its forward "
+                f"pass, so its inverse may not restore the input: if it only initialises them, run one forward "
+                f"pass under torch.no_grad() before the first step, or else give keep_input=True or disable=True"
+            )
 
 
 def _initialises(name: str) -> RuntimeError:
@@ -150,13 +177,14 @@ def _initialises(name: str) -> RuntimeError:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """A module's plain values."""
-    return {name: value for name, value in vars(module).items() if _is_own(name, value)}
+    return {name: value for name, value in vars(module).items() if _is_plain(name, value)}
 
 
-def _is_own(name: str, value: object) -> bool:
+def _is_plain(name: str, value: object) -> bool:
     """Whether an attribute is plain: no container, and no tensor with a graph, which is a result and needs memory."""
-    is_plain = isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.requires_grad)
-    return is_plain and name not in _PYTORCHS_ATTRIBUTES
+    if name in _PYTORCHS_ATTRIBUTES:
+        return False
+    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.requires_grad)
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -181,14 +209,17 @@ def _are_same(values: Tensor, start: Tensor) -> bool:
 
 def _buffers(module: nn.Module) -> list[_Buffer]:
     """The initialised buffers that may change in a forward pass or before it is repeated."""
-    known = type(module) in _KNOWN_NORMS and module.training  # outputs depend only on the minibatch's statistics
-    return [
-        _Buffer(module, name, values, 0, None)
-        if values is None
-        else _Buffer(module, name, values, values._version, None if known else values.clone())
-        for name, values in module._buffers.items()
-        if values is None or not is_lazy(values)
-    ]
+    is_known_norm = (
+        type(module) in _KNOWN_NORMS and module.training
+    )  # outputs depend only on the minibatch's statistics
+    buffers = []
+    for name, values in module._buffers.items():
+        if values is None:
+            buffers.append(_Buffer(module, name, None, 0, None))
+        elif not is_lazy(values):
+            start = None if is_known_norm else values.clone()
+            buffers.append(_Buffer(module, name, values, values._version, start))
+    return buffers
 
 
 def is_unknown(tensor: Tensor) -> bool:

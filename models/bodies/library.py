@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from keepless import ABN, InPlaceABN, to_inplace
-from keepless.conversion.replacements import like, own_activation
+from keepless.conversion.replacements import like, timm_activation
 from keepless.norms import ConversionReport
 from models.blocks import NormAct
 from models.bodies.body import Body, Feature
@@ -399,7 +399,7 @@ def _exchange_norms(
         remarks = (f"{replaced_count} of {norm_count} norms are in place; elsewhere it would be wrong or save nothing",)
     for parent in list(body.modules()):
         for name, norm in parent.named_children():
-            act = own_activation(norm)
+            act = timm_activation(norm)
             if type(norm) is InPlaceABN:
                 new_norm: ABN = like(norm, InPlaceABN, **options(InPlaceABN))
             elif type(norm) is nn.BatchNorm2d or act is not None:

@@ -205,7 +205,7 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take(mon
     kinds = ("weights", "average", "momentum")
     assert {kind: step.resident[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
     assert step.gradients == step.resident["momentum"] and not step.resident["gradients"]
-    left = config.memory.available(1) - step.held
+    left = config.memory.available(1) - step.resident_bytes
     assert memory.activation_bytes() == (left - step.gradients) // 2**10 * 2**10
     assert f"leave {size_text(left)} for activations, and {size_text(step.gradients)} of gradients" in sum_text
     # The step that trains with it, with its loss and its optimiser, keeps to the whole.

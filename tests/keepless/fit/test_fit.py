@@ -73,7 +73,7 @@ def test_bytes_equal_real_steps():
     assert all(parameter.grad is None for parameter in network.parameters())
     weights = bytes_of_tensors(network.parameters())
     for way in found.values():
-        assert way.held == 3 * weights + x.nbytes  # and AdamW's two states
+        assert way.resident_bytes == 3 * weights + x.nbytes  # and AdamW's two states
     tracker = MemTracker()
     tracker.track_external(network, x)
     with tracker:
@@ -87,7 +87,7 @@ def test_bytes_equal_real_steps():
         prepared.zero_grad()
         with MadeTensors() as made:
             step_of(prepared, x)
-        assert found[name].peak == made.peak + found["plain"].held
+        assert found[name].peak == made.peak + found["plain"].resident_bytes
     assert found["plain"].time == 1 < found["recomputed"].time < found["checkpointed"].time
 
 
@@ -104,7 +104,7 @@ def test_a_workspace_counts_as_on_real_tensors():
     """oneDNN's LSTM keeps one, which grows with its steps and sequences: few are run."""
     network, x = Recurrent(nn.LSTM(4, 8, bidirectional=True)), torch.randn(70, 66, 4)
     found = fit(network, x, "12GiB").ways[0]
-    assert found.peak - found.held == pytest.approx(keepless.plan(network, x, budgets=[1.0]).plain, rel=0.03)
+    assert found.peak - found.resident_bytes == pytest.approx(keepless.plan(network, x, budgets=[1.0]).plain, rel=0.03)
 
 
 def test_a_workspace_whose_size_nothing_tells_is_refused():
@@ -123,7 +123,7 @@ def test_the_line_trains_within_what_the_device_leaves():
     eval(found.line.partition(": ")[2], {"keepless": keepless, "network": network})
     for _ in range(3):
         step_of(network, x)
-    budget = found.available - planned.held
+    budget = found.available - planned.resident_bytes
     assert budget - 2**20 < bytes_of(found.line.split('"')[1]) <= budget
     assert peak_bytes(lambda: step_of(network, x), "cpu") <= 1.03 * budget
 
