@@ -72,7 +72,8 @@ try:
     # Per thread. PyTorch's is_in_torch_dispatch_mode is global, and may stay True where modes of threads overlap.
     dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack
     function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack
-    _dispatch_mode, _function_mode = torch._C._get_dispatch_stack_at, torch._C._get_function_stack_at
+    _dispatch_mode = torch._C._get_dispatch_stack_at
+    _function_mode = torch._C._get_function_stack_at
     without_function_modes = torch._C.DisableTorchFunction
     without_subclasses = torch._C.DisableTorchFunctionSubclass
     # Whether `__torch_function__` of tensor subclasses is enabled.
@@ -82,7 +83,8 @@ try:
     assert_on_device: Callable[[Tensor, str], None] = torch._assert_async
     # The level of functorch's transforms, such as `torch.vmap`, where functions see wrapped tensors; None outside.
     transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
-    _is_wrapped, _unwrapped = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.get_unwrapped
+    _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    _unwrapped = torch._C._functorch.get_unwrapped
     # Whether autocast is enabled for any type of device.
     is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
     # Autograd numbers each thread's nodes in the order in which they are made.
@@ -100,7 +102,8 @@ try:
     _disable_hooks = _hooks_of_torch._saved_tensors_hooks_disable
     _enable_hooks = _hooks_of_torch._saved_tensors_hooks_enable
     _dynamo = torch._C._dynamo.eval_frame
-    _set_strategy, _skip = _dynamo.set_code_exec_strategy, _dynamo._FrameAction.SKIP
+    _set_strategy = _dynamo.set_code_exec_strategy
+    _skip = _dynamo._FrameAction.SKIP
     _SKIPPED = _dynamo._FrameExecStrategy(_skip, _skip)  # a function, and what it calls
     # Set and remove saved-tensor hooks: pack and unpack.
     push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
@@ -144,9 +147,11 @@ class KeeplessWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warn at the line that called this package, perhaps through PyTorch's modules."""
-    level, frame = 2, sys._getframe(1)
+    level = 2
+    frame = sys._getframe(1)
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").split(".")[0] in _INNER:
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     warnings.warn(message, KeeplessWarning, stacklevel=level)
 
 
@@ -157,10 +162,10 @@ def changing_mode() -> type | None:
     """
     stacks = (_function_mode, function_modes_on), (_dispatch_mode, dispatch_modes_on)
     modes = [type(mode(number)) for mode, count in stacks for number in range(count())]
-    return next((one for one in reversed(modes) if not _is_known(one)), None)
+    return next((mode for mode in reversed(modes) if not _keeps_results(mode)), None)
 
 
-def _is_known(mode: type) -> bool:
+def _keeps_results(mode: type) -> bool:
     is_ours = mode.__module__.split(".")[0] in ("torch", "keepless") and mode.__name__ not in _CHANGE_RESULTS
     return is_ours or issubclass(mode, FakeTensorMode)  # which computes no values
 
@@ -178,11 +183,12 @@ def is_observed() -> bool:
 @contextmanager
 def without_cached_weights() -> Iterator[None]:
     """Context in which modules find no weights of `parametrize.cached`, which has them by ids: a copy may get one."""
-    before, _parametrize._cache = _parametrize._cache, {}
+    previous_cache = _parametrize._cache
+    _parametrize._cache = {}
     try:
         yield
     finally:
-        _parametrize._cache = before
+        _parametrize._cache = previous_cache
 
 
 def argument_copied_by(node: Any, arguments: Iterable[Any]) -> Tensor | None:
@@ -251,14 +257,14 @@ def is_capturing() -> bool:
 
 def attention_backends() -> list[int]:
     """The numbers of the enabled attention backends (`SDPBackend`), by priority; faster than PyTorch's function."""
-    return [one for one in _attention_order() if _attention_enabled[one]()]
+    return [backend for backend in _attention_order() if _attention_enabled[backend]()]
 
 
 def is_transformed(arguments: Any) -> bool:
     """Whether `torch.fx` traces a call with these arguments, or `torch.autograd.functional` runs it in its `vmap`."""
     torch._C._vmapmode_increment_nesting()
     is_mapped = torch._C._vmapmode_decrement_nesting() > 0
-    return is_mapped or any(isinstance(one, fx.Proxy) for one in tree_leaves(arguments))
+    return is_mapped or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(arguments))
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -306,8 +312,9 @@ def _getter(name: str) -> Callable[[Any], Any]:
 @cache
 def saved_names(kind: Any) -> list[str]:
     """The names under which PyTorch's nodes of a class save single tensors."""
-    prefix, several = "_raw_saved_", "_raw_saved_tensors"
-    return [name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix) and name != several]
+    prefix = "_raw_saved_"
+    list_name = "_raw_saved_tensors"
+    return [name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix) and name != list_name]
 
 
 def packed_in_node(node: Any) -> tuple[Any, ...]:
@@ -371,18 +378,19 @@ def communicated_alone(operator: OpOverload, args: tuple[Any, ...]) -> Any:
     """
     from torch._C._distributed_c10d import FakeWork
 
-    done, name = FakeWork().boxed(), operator.overloadpacket.__name__
+    finished_work = FakeWork().boxed()
+    name = operator.overloadpacket.__name__
     if name == "_allgather_base_":
         args[0].view(-1, *args[1].shape).copy_(args[1])
     elif name == "allgather_":
-        for outputs, own in zip(args[0], args[1], strict=True):
+        for outputs, tensor in zip(args[0], args[1], strict=True):
             for output in outputs:
-                output.copy_(own)
+                output.copy_(tensor)
     elif name == "barrier":
-        return done
+        return finished_work
     elif name not in ("allreduce_", "broadcast_"):
         raise RuntimeError(f"{operator} communicates with other processes: it cannot be rehearsed in one process")
-    return args[0], done
+    return args[0], finished_work
 
 
 def quick_fake(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -403,10 +411,10 @@ def quick_fake(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...]
     if not function.is_view or kwargs or base.constant is not None or name in ("to", "lift_fresh"):
         return NotImplemented
     with in_kernel_invocation_manager(mode):
-        made = function(*args)
-    if isinstance(made, Tensor):
-        return made if made is base else FakeTensor(mode, made, base.fake_device)
-    return [FakeTensor(mode, one, base.fake_device) for one in made]
+        views = function(*args)
+    if isinstance(views, Tensor):
+        return views if views is base else FakeTensor(mode, views, base.fake_device)
+    return [FakeTensor(mode, view, base.fake_device) for view in views]
 
 
 def forget_originals(mode: FakeTensorMode) -> None:
@@ -438,14 +446,16 @@ def set_aside_while_disabled(is_ours: Callable[[Hooks], bool]) -> None:
     """
 
     def disable(message: str, fail_if_non_empty: bool = True) -> None:
-        if (hooks := current_hooks()) is not None and is_ours(hooks):
+        hooks = current_hooks()
+        if hooks is not None and is_ours(hooks):
             pop_hooks()
             _set_aside.hooks = hooks
         _disable_hooks(message, fail_if_non_empty)  # an error if others are around ours; then `enable` follows, too
 
     def enable() -> None:
         _enable_hooks()
-        if (hooks := _set_aside.hooks) is not None:
+        hooks = _set_aside.hooks
+        if hooks is not None:
             _set_aside.hooks = None
             push_hooks(*hooks)
 

@@ -83,7 +83,7 @@ def learner_of(
     average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
     trained = plain.network
     if trainer.compile:
-        check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
+        check_compiler(world.device.type, setting="trainer.compile=true", instead="trainer.compile=false")
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     captured = None
     if captures:

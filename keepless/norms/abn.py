@@ -17,7 +17,7 @@ from .released_weights import warn_if_released
 from .synchronisation import check_group, refuse_jointly, synchronised_group
 
 
-class Own(NamedTuple):
+class LayerTensors(NamedTuple):
     """A layer's parameters and running statistics, (C,)."""
 
     weight: Tensor | None
@@ -103,17 +103,17 @@ class ABN(NormBase):
                 input, or all ranks together have fewer than two values per channel, it raises on every rank. On a
                 device, and inside `torch.compile`, the other ranks get a RuntimeError from an assertion instead.
         """
-        own, minibatches = self._own()
-        running_mean, running_var = own.running_mean, own.running_var
+        tensors, minibatches = self._layer_tensors()
+        running_mean, running_var = tensors.running_mean, tensors.running_var
         use_batch = self.training or (running_mean is None and running_var is None)
         group = synchronised_group(self.group) if self.sync and use_batch else None
-        alone = use_batch and group is None
-        if alone and self.sync and isinstance(x, FakeTensor) and 0 < x.numel() <= self.num_features:
+        is_alone = use_batch and group is None
+        if is_alone and self.sync and isinstance(x, FakeTensor) and 0 < x.numel() <= self.num_features:
             return self.forward(torch.cat([x, x]))[:1]  # to plan a step in which other ranks have more values
         try:
             # Otherwise function modes, such as a recording, would see every attribute access.
             with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
-                self._check_input(x, own, alone)
+                self._check_input(x, tensors, is_alone)
             if use_batch and self.momentum is not None:
                 check_momentum(self.momentum)
             if group is not None:
@@ -122,10 +122,13 @@ class ABN(NormBase):
             if group is not None:
                 refuse_jointly(self.num_features, x.device, group)
             raise
-        momentum, counts = 0.0, False
+        momentum = 0.0
+        counts = False
         fresh: tuple[Tensor, Tensor] | None = None  # buffers for the statistics of this minibatch alone
-        tracked = self.track_running_stats and (group is not None or x.numel())  # an empty minibatch has no statistics
-        if use_batch and (not tracked or running_mean is None or running_var is None):
+        is_tracked = self.track_running_stats and (
+            group is not None or x.numel()
+        )  # an empty minibatch has no statistics
+        if use_batch and (not is_tracked or running_mean is None or running_var is None):
             running_mean = running_var = None
         elif use_batch and running_mean is not None and running_var is not None:
             # A backward pass repeats forward passes already counted (`torch.utils.checkpoint`).
@@ -133,11 +136,12 @@ class ABN(NormBase):
             if counts and self.momentum is not None:
                 momentum = self.momentum
             else:
-                fresh, momentum = (torch.zeros_like(running_mean), torch.zeros_like(running_var)), 1.0
+                fresh = (torch.zeros_like(running_mean), torch.zeros_like(running_var))
+                momentum = 1.0
         activation = Activation(self.activation, self.activation_param)
         arguments = NormArguments(use_batch, momentum, self.eps, activation, group)
         mean, var = fresh or (running_mean, running_var)
-        z = norm_and_activation(x, own.weight, own.bias, mean, var, arguments, self.strategy())
+        z = norm_and_activation(x, tensors.weight, tensors.bias, mean, var, arguments, self.strategy())
         if counts and minibatches is not None:
             minibatches.add_(1)
             if fresh is not None and running_mean is not None and running_var is not None:
@@ -147,24 +151,26 @@ class ABN(NormBase):
                 running_var.lerp_(fresh[1], weight)
         return z
 
-    def _own(self) -> tuple[Own, Tensor | None]:
+    def _layer_tensors(self) -> tuple[LayerTensors, Tensor | None]:
         """Parameters and statistics, and the number of minibatches.
 
         Read from the module's dictionaries, because `Module.__getattr__` takes as long as a small operator.
         """
-        parameters, buffers = self._parameters, self._buffers
+        parameters = self._parameters
+        buffers = self._buffers
         try:
-            of_buffers = (buffers["running_mean"], buffers["running_var"])
-            return Own(parameters["weight"], parameters["bias"], *of_buffers), buffers["num_batches_tracked"]
+            statistics = (buffers["running_mean"], buffers["running_var"])
+            return LayerTensors(parameters["weight"], parameters["bias"], *statistics), buffers["num_batches_tracked"]
         except KeyError:  # e.g. a parametrised weight
-            return Own(self.weight, self.bias, self.running_mean, self.running_var), self.num_batches_tracked
+            statistics = (self.running_mean, self.running_var)
+            return LayerTensors(self.weight, self.bias, *statistics), self.num_batches_tracked
 
     def strategy(self) -> Strategy:
         """How to compute z."""
         return Strategy(keep="x", backend=self.backend)
 
-    def _check_input(self, x: Tensor, own: Own, alone: bool) -> None:
-        """Raise the ValueErrors of `forward`. `alone`: minibatch statistics come from this process only."""
+    def _check_input(self, x: Tensor, tensors: LayerTensors, is_alone: bool) -> None:
+        """Raise the ValueErrors of `forward`. `is_alone`: minibatch statistics come from this process only."""
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(
                 f"{type(self).__name__} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)"
@@ -173,17 +179,17 @@ class ABN(NormBase):
             raise ValueError(
                 f"{type(self).__name__} got a {x.dtype} input: expected float64, float32, bfloat16 or float16"
             )
-        wanted = statistics_dtype(x)
-        for values in own:
-            if values is not None and values.dtype is not wanted:
-                name = next(name for name, value in own._asdict().items() if value is values)
+        expected_dtype = statistics_dtype(x)
+        for values in tensors:
+            if values is not None and values.dtype is not expected_dtype:
+                name = next(name for name, tensor in tensors._asdict().items() if tensor is values)
                 raise ValueError(
                     f"{type(self).__name__} got a {x.dtype} input, and its {name} is {values.dtype}: expected float64 "
                     f"parameters and buffers for float64 inputs and float32 otherwise; convert the network with "
                     f".double() or .float(), and use torch.autocast for training in half precision (with FSDP2, shard "
                     f"norms separately, without param_dtype)"
                 )
-        if alone and 0 < x.numel() <= self.num_features:
+        if is_alone and 0 < x.numel() <= self.num_features:
             raise ValueError(
                 f"{type(self).__name__} got an input of shape {tuple(x.shape)}: one value per channel has no variance "
                 f"(a head's pooled branch gets this with one crop per device); train with at least two crops per "
@@ -208,5 +214,5 @@ class ABN(NormBase):
     def extra_repr(self) -> str:
         """The constructor's arguments."""
         activation = f"activation={self.activation}({self.activation_param})"
-        own = f"learn_scale={self.learn_scale}, sync={self.sync}, backend={self.backend}"
-        return f"{super().extra_repr()}, {activation}, {own}"
+        options = f"learn_scale={self.learn_scale}, sync={self.sync}, backend={self.backend}"
+        return f"{super().extra_repr()}, {activation}, {options}"

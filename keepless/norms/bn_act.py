@@ -63,7 +63,8 @@ class BatchNormActivation(torch.autograd.Function):
         overwrite = strategy.overwrite_input and values is x
         # To save x_hat, compute it first: batch normalisation without scale, shift or activation.
         affine = Affine(gamma, beta, activation, strategy.gamma_floor if use_batch_statistics else 0.0)
-        affine = first = affine if backend.floors else affine.explicit()
+        affine = affine if backend.floors else affine.explicit()
+        first = affine
         if strategy.keep == "x_hat":
             first = Affine(torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
 
@@ -84,7 +85,8 @@ class BatchNormActivation(torch.autograd.Function):
 
         if strategy.recompute_output and dist.is_available() and dist.is_initialized():
             # FSDP frees its gathered parameters after each use, perhaps before z is recomputed from them.
-            gamma, beta = gamma.clone(), beta.clone()
+            gamma = gamma.clone()
+            beta = beta.clone()
         if strategy.keep == "x_hat":
             x_hat = z
             z = backend.normalise(x_hat, first.beta, first.gamma, affine)  # a mean of 0, an invstd of 1
@@ -98,7 +100,9 @@ class BatchNormActivation(torch.autograd.Function):
                 ctx.mark_dirty(z)
             ctx.save_for_backward(z, gamma, beta, invstd)
         # `kept` includes z from its recomputation until this node's backward pass.
-        ctx.arguments, ctx.strategy, ctx.kept = arguments, strategy, None
+        ctx.arguments = arguments
+        ctx.strategy = strategy
+        ctx.kept = None
         if strategy.recompute_output and not torch.compiler.is_compiling() and not z.is_inference():
             ctx.output_version = changing_mode() or z._version  # a mode: z is not computed again
         return z
@@ -112,12 +116,15 @@ class BatchNormActivation(torch.autograd.Function):
                 "create_graph=True: in-place, checkpointed, synchronised and fused norms have no second derivative; "
                 "use ABN with backend='eager' and sync=False, or keepless.to_standard(network)"
             )
-        kept, ctx.kept = ctx.kept or kept_by(ctx), None
+        kept = ctx.kept or kept_by(ctx)
+        ctx.kept = None
         backend = backend_for(ctx.strategy.backend, kept.values)
         kept = kept if backend.floors else kept.explicit()
         dz = dz.contiguous() if is_misread(dz) else dz
         if not dz.numel():  # PyTorch's kernels divide by the number of values
-            dx, dgamma, dbeta = torch.empty_like(kept.values), torch.zeros_like(kept.gamma), torch.zeros_like(kept.beta)
+            dx = torch.empty_like(kept.values)
+            dgamma = torch.zeros_like(kept.gamma)
+            dbeta = torch.zeros_like(kept.beta)
             if ctx.arguments.group is not None:
                 joint_sums((dbeta, dgamma), ctx.arguments.group)  # the other ranks need this one
         elif not ctx.arguments.use_batch_statistics:
@@ -128,8 +135,8 @@ class BatchNormActivation(torch.autograd.Function):
             dbeta, dgamma = backend.sums(kept, dz)
             sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.arguments.group)
             dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
-        wanted = ctx.needs_input_grad
-        return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None, None, None, None
+        needs_gradient = ctx.needs_input_grad
+        return dx, dgamma if needs_gradient[1] else None, dbeta if needs_gradient[2] else None, None, None, None, None
 
 
 def _moments_of_one(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -162,8 +169,10 @@ def norm_and_activation(
     if arguments.group is None and _is_pytorchs(x, arguments, strategy):
         if arguments.use_batch_statistics and strategy.gamma_floor and weight is not None:
             weight = weight + (floored(weight, strategy.gamma_floor) - weight).detach()  # dL/dweight = dL/dgamma
-        x, (training, momentum, eps, activation, _) = x.contiguous() if is_misread(x) else x, arguments
-        return activate_(activation, F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps))
+        x = x.contiguous() if is_misread(x) else x
+        training, momentum, eps, activation, _ = arguments
+        y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return activate_(activation, y)
     if has_torch_function_unary(x) and arguments.group is None and not strategy.overwrite_input:
         return handle_torch_function(norm_and_activation, (x,), *tensors, arguments, strategy)
     if not strategy.overwrite_input or torch.compiler.is_compiling():
@@ -217,20 +226,24 @@ def kept_by(node: Any, saved: Sequence[Tensor] | None = None) -> BackwardInputs:
     values, gamma, beta, invstd, *rest = _saved_tensors(node) if saved is None else saved
     if not is_packed(values):  # z, written over an x with gaps
         values = values.contiguous()
-    strategy, floor = node.strategy, 0.0
-    factor: Tensor | None
+    strategy = node.strategy
+    offset = beta
+    factor: Tensor | None = None
+    floor = 0.0
     if strategy.keep == "x":
-        (offset,), factor = rest, invstd
+        (offset,) = rest  # the mean
+        factor = invstd
     elif strategy.keep == "x_hat":
-        offset, factor = torch.zeros_like(beta), torch.ones_like(gamma)
+        offset = torch.zeros_like(beta)
+        factor = torch.ones_like(gamma)
     elif node.arguments.use_batch_statistics:
-        offset, factor, floor = beta, None, strategy.gamma_floor
+        floor = strategy.gamma_floor
     else:
         # With running statistics gamma is the raw weight, which may be too small to divide by.
-        offset, factor = beta, floored(gamma, strategy.gamma_floor).reciprocal()
+        factor = floored(gamma, strategy.gamma_floor).reciprocal()
     vectors = (offset, factor, gamma, beta, invstd)
-    of_strategy = (node.arguments.activation, strategy.recover_x_hat, None, floor)
-    return BackwardInputs(values, strategy.keep == "z", *vectors, *of_strategy)
+    options = (node.arguments.activation, strategy.recover_x_hat, None, floor)
+    return BackwardInputs(values, strategy.keep == "z", *vectors, *options)
 
 
 def recompute_output(node: Any, saved: Sequence[Tensor] | None = None) -> Tensor:

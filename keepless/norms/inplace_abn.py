@@ -60,8 +60,8 @@ class InPlaceABN(ABN):
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ):
-        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
-        super().__init__(*of_abn, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
+        abn_arguments = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        super().__init__(*abn_arguments, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
         if variant not in VARIANTS:
             raise ValueError(f"variant={variant!r}: expected 'I' or 'II'")
         if not (is_number(gamma_floor) and gamma_floor > 0):
@@ -103,9 +103,9 @@ class InPlaceABNSync(InPlaceABN):
         *,
         backend: str = "auto",
     ):
-        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
-        of_inplace_abn = (variant, learn_scale, gamma_floor, overwrite_input)
-        super().__init__(*of_abn, *of_inplace_abn, sync=True, group=group, backend=backend)
+        abn_arguments = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        inplace_arguments = (variant, learn_scale, gamma_floor, overwrite_input)
+        super().__init__(*abn_arguments, *inplace_arguments, sync=True, group=group, backend=backend)
 
     @staticmethod
     def convert(
@@ -126,22 +126,23 @@ class InPlaceABNSync(InPlaceABN):
         """
         check_module(module, "InPlaceABNSync.convert")
         check_group(group)
-        result = ConversionReport()
+        conversion = ConversionReport()
         for name, layer in module.named_modules():
             if isinstance(layer, ABN):
-                before = f"{type(layer).__name__}({layer.activation})"
+                previous = f"{type(layer).__name__}({layer.activation})"
                 if type(layer) is InPlaceABN:  # a subclass keeps its own methods
                     layer.__class__ = InPlaceABNSync
-                layer.sync, layer.group = True, group
-                result.replaced[name] = f"{before} -> {type(layer).__name__}({layer.activation}, sync=True)"
+                layer.sync = True
+                layer.group = group
+                conversion.replaced[name] = f"{previous} -> {type(layer).__name__}({layer.activation}, sync=True)"
             elif isinstance(layer, nn.SyncBatchNorm):
-                result.kept[name] = "SyncBatchNorm: it is synchronised over its own process_group"
+                conversion.kept[name] = "SyncBatchNorm: it is synchronised over its own process_group"
             elif "running_mean" in layer._buffers and not isinstance(layer, InstanceNormBase):
-                result.kept[name] = (
+                conversion.kept[name] = (
                     f"{type(layer).__name__}: not a layer of this package; use to_inplace first, or "
                     f"nn.SyncBatchNorm.convert_sync_batchnorm"
                 )
-        report(result)
+        report(conversion)
         return module
 
 

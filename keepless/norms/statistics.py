@@ -36,7 +36,8 @@ def renew_statistics(
     """
     check_module(network, "renew_statistics")
     norms: list[Any] = [module for module in network.modules() if has_running_statistics(module)]
-    momenta, calls = [norm.momentum for norm in norms], dict.fromkeys(norms, 0)
+    momenta = [norm.momentum for norm in norms]
+    calls = dict.fromkeys(norms, 0)
 
     def weigh(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the norm's calls, this one included, equal weights."""
@@ -67,7 +68,8 @@ def renew_statistics(
         network.eval()
     if not number:
         raise ValueError("renew_statistics got no minibatch, so all statistics are old: is a generator used up?")
-    if (group := synchronised_group(None)) is None:
+    group = synchronised_group(None)
+    if group is None:
         return
     for norm in norms:
         for buffer in (norm.running_mean, norm.running_var):
@@ -94,14 +96,13 @@ def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     attributes: dict[nn.Module, dict[str, Any]] = {}
     copies: dict[Tensor, Tensor] = {}
     for module in modules:
-        own = {
+        attributes[module] = {
             name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in vars(module).items()
         }
-        buffers = module._buffers.items()
-        own["_buffers"] = {
-            name: None if one is None else copies.setdefault(one, one.detach().clone()) for name, one in buffers
+        attributes[module]["_buffers"] = {
+            name: None if buffer is None else copies.setdefault(buffer, buffer.detach().clone())
+            for name, buffer in module._buffers.items()
         }
-        attributes[module] = own
     with with_attributes(attributes):
         yield
 
@@ -109,11 +110,11 @@ def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def with_attributes(attributes: Mapping[nn.Module, dict[str, Any]]) -> Iterator[None]:
     """Context in which modules have other attributes, buffers among them; they get their own back at the end."""
-    own = {module: vars(module) for module in attributes}
+    previous_attributes = {module: vars(module) for module in attributes}
     try:
-        for module, others in attributes.items():
-            object.__setattr__(module, "__dict__", others)
+        for module, new_values in attributes.items():
+            object.__setattr__(module, "__dict__", new_values)
         yield
     finally:
-        for module, others in own.items():
-            object.__setattr__(module, "__dict__", others)
+        for module, previous_values in previous_attributes.items():
+            object.__setattr__(module, "__dict__", previous_values)

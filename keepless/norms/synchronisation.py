@@ -44,11 +44,11 @@ def gathered_moments(mean: Tensor, var: Tensor, count: float, group: dist.Proces
     would make the host wait: see `check_total`.
     """
     ranks = dist.get_world_size(group)
-    own = torch.cat([mean, var, mean.new_full((1,), count, dtype=torch.float64)])  # all become float64
-    gathered = own.new_empty(ranks, len(own))
+    moments = torch.cat([mean, var, mean.new_full((1,), count, dtype=torch.float64)])  # all become float64
+    gathered = moments.new_empty(ranks, len(moments))
     # PyTorch 2.13 renamed all_gather_into_tensor.
     all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    all_gather(gathered.view(-1), own, group=group)
+    all_gather(gathered.view(-1), moments, group=group)
     if gathered.is_cpu and not torch.compiler.is_compiling():
         check_counts(gathered[:, -1].tolist())
     return gathered

@@ -22,7 +22,7 @@ COMMON = {"_version", "_base", "_is_view"}  # of tensors
 COMMON |= {"_parameters", "_buffers", "_modules", "_metadata", "_backward_hooks"}  # of modules
 COMMON |= {"_load_from_state_dict", "_save_to_state_dict", "_backward_pre_hooks", "_non_persistent_buffers_set"}
 COMMON |= {"_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"}
-OF_PYTHON = {"_replace", "_asdict", "_fields", "_getframe", "_exit", "_fn", "_own"}  # and two of ours
+OF_PYTHON = {"_replace", "_asdict", "_fields", "_getframe", "_exit", "_fn"}  # and one of ours
 OF_DATASETS = {"_shutdown_workers"}  # datasets/ imports nothing of ours
 PRODUCT = ("engine", "keepless", "models", "datasets", "scripts")
 

@@ -36,11 +36,11 @@ def check_activation(activation: Activation, invertible: bool) -> None:
     name, param = activation
     if name not in ACTIVATIONS:
         old = "; 'none' of older versions of inplace_abn is 'identity'" if name in ("none", None) else ""
-        known = INVERTIBLE_ACTIVATIONS if invertible else ACTIVATIONS
+        choices = INVERTIBLE_ACTIVATIONS if invertible else ACTIVATIONS
         # Another of PyTorch's functions, such as gelu, is no misspelling.
         is_another = hasattr(F, str(name).lower())
-        nearest = [] if is_another else difflib.get_close_matches(str(name).lower(), known, n=1)
-        fix = f"use {nearest[0]!r}" if nearest else f"choose one of {', '.join(known)}"
+        nearest = [] if is_another else difflib.get_close_matches(str(name).lower(), choices, n=1)
+        fix = f"use {nearest[0]!r}" if nearest else f"choose one of {', '.join(choices)}"
         raise ValueError(f"activation={name!r} is not known; {fix}{old}")
     if invertible and name not in INVERTIBLE_ACTIVATIONS:
         raise ValueError(

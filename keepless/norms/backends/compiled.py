@@ -32,7 +32,8 @@ class CompiledBackend(Backend):
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
         blocks, axis = as_blocks(x)
-        settings, scale = Settings(axis, affine.activation), affine.gamma * invstd
+        settings = Settings(axis, affine.activation)
+        scale = affine.gamma * invstd
         if not overwrite:
             return from_blocks(run(formulas.normalise, settings, blocks, mean, scale, affine.beta), x)
         run(formulas.normalise_, settings, blocks, mean, scale, affine.beta)
@@ -90,18 +91,19 @@ def compiler_available(device_type: str) -> bool:
     It does not try `torch.compile`: once that has failed, all Python code of the process keeps arguments longer.
     """
     try:
-        graph, x = fx.symbolic_trace(lambda x: x + 1), torch.zeros(2, 3, device=device_type)
+        graph = fx.symbolic_trace(lambda x: x + 1)
+        x = torch.zeros(2, 3, device=device_type)
         compile_by_inductor(graph, [x])(x)
     except (RuntimeError, OSError, AttributeError):  # no compiler, no disk space, or an unknown PyTorch
         return False
     return True
 
 
-def check_compiler(device_type: str, asked: str = "backend='compiled'", instead: str = "backend='eager'") -> None:
-    """Raise ValueError if TorchInductor cannot compile here. The setting `asked` needs it; `instead` does not."""
+def check_compiler(device_type: str, setting: str = "backend='compiled'", instead: str = "backend='eager'") -> None:
+    """Raise ValueError if TorchInductor cannot compile here. `setting` needs it; the setting `instead` does not."""
     if not compiler_available(device_type):
         raise ValueError(
-            f"{asked} cannot compile for {device_type} on this machine: install a C++ compiler (g++, or set CXX) and "
+            f"{setting} cannot compile for {device_type} on this machine: install a C++ compiler (g++, or set CXX) and "
             f"Python's headers, or choose {instead}"
         )
 
@@ -132,7 +134,7 @@ def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
 def run(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | None) -> Result:
     """Call formula(settings, *tensors), compiled."""
     if torch.compiler.is_compiling():
-        vectors = iter(formulas.written(*(t for t in tensors if t is not None and t.dim() == 1)))
+        vectors = iter(formulas.materialised(*(t for t in tensors if t is not None and t.dim() == 1)))
         return formula(settings, *(next(vectors) if t is not None and t.dim() == 1 else t for t in tensors))
     blocks = next(t for t in tensors if t is not None and t.dim() == 3)
     compiled: Callable[..., Result]
@@ -155,15 +157,19 @@ def _compiled(
     """
     check_compiler(device_type)
     # As strings: with dynamic=True numbers would become inputs of the compiled function.
-    axis, slope, eps = str(settings.axis), str(settings.activation.param), str(settings.eps)
+    axis = str(settings.axis)
+    slope = str(settings.activation.param)
+    eps = str(settings.eps)
     name = settings.activation.name
 
     def specialised(*tensors: Tensor | None) -> Result:
         return formula(Settings(int(axis), Activation(name, float(slope)), float(eps)), *tensors)
 
     # Dynamo limits recompilations per code object, and all functions made here would share one.
-    own_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}" + "_in_part" * in_part
-    specialised.__code__ = specialised.__code__.replace(co_name=own_name)
+    code_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}"
+    if in_part:
+        code_name += "_in_part"
+    specialised.__code__ = specialised.__code__.replace(co_name=code_name)
     options: dict[str, str | int | bool | Callable[..., object]] = {
         "cpp.dynamic_threads": True,  # or Inductor's disk cache may return a single-threaded loop
         "size_asserts": False,  # Dynamo already guards the sizes; asserting them again costs microseconds

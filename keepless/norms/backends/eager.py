@@ -31,8 +31,8 @@ class EagerBackend(Backend):
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         x_hat, dy = _x_hat_and_dy(kept, dz)
-        others = [d for d in range(dz.dim()) if d != 1]
-        return dy.sum(others), (dy * x_hat).sum(others)
+        dims = [dim for dim in range(dz.dim()) if dim != 1]
+        return dy.sum(dims), (dy * x_hat).sum(dims)
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         x_hat, dy = _x_hat_and_dy(kept, dz)
@@ -46,10 +46,12 @@ class EagerBackend(Backend):
         gets weight = gamma * invstd / factor.
         """
         u, dy = _u_and_dy(kept, dz)
-        offset, factor = kept.offset, _factor(kept)
+        offset = kept.offset
+        factor = _factor(kept)
         if kept.recover_x_hat:  # variant I
             u = (u - per_channel(offset, u)).mul_(per_channel(factor, u)).to(dy.dtype)
-            offset, factor = torch.zeros_like(offset), torch.ones_like(factor)
+            offset = torch.zeros_like(offset)
+            factor = torch.ones_like(factor)
         weight = kept.gamma if factor is kept.invstd else (kept.gamma * kept.invstd).div_(factor)
         return torch.ops.aten.native_batch_norm_backward.default(
             dy, u, weight, None, None, offset, factor, True, 0.0, [True, True, True]
@@ -61,7 +63,8 @@ class EagerBackend(Backend):
         Its dL/dgamma lacks the factor, and it scales dL/dx only by the weight.
         """
         u, dy = _u_and_dy(kept, dz)
-        weight, ones = kept.gamma * kept.invstd, torch.ones_like(kept.gamma)
+        weight = kept.gamma * kept.invstd
+        ones = torch.ones_like(kept.gamma)
         none = weight.new_empty(0)  # what the operator itself saves in eval mode; channels_last on CUDA needs tensors
         dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward.default(
             dy, u, weight, kept.offset, ones, none, none, False, 0.0, [True, True, True]
@@ -89,7 +92,7 @@ def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, b
     ones = torch.ones_like(mean)  # in eval mode the operator takes a variance
     formats = torch.channels_last, torch.channels_last_3d
     # Its kernel scales the weight like this.
-    if x.is_contiguous() or any(x.is_contiguous(memory_format=one) for one in formats):
+    if x.is_contiguous() or any(x.is_contiguous(memory_format=memory_format) for memory_format in formats):
         scale = invstd if weight is None else weight * invstd
         return torch.native_batch_norm(x, scale, bias, mean, ones, False, 0.0, 0.0)[0]
     y = torch.native_batch_norm(x.to(invstd.dtype), invstd, None, mean, ones, False, 0.0, 0.0)[0]
@@ -113,9 +116,11 @@ def _batch_norm(
 def _u_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
     """u of `BackwardInputs` and dL/dy (Algorithm 2, lines 2 and 3), in the dtype of dz."""
     if kept.is_output:
-        z, u = kept.values, invert_activation(kept.activation, kept.values)
+        z = kept.values
+        u = invert_activation(kept.activation, z)
     elif kept.output is not None:
-        z, u = kept.output, kept.values
+        z = kept.output
+        u = kept.values
     else:
         u = kept.values
         z = EagerBackend().normalise(u, kept.offset, _factor(kept), kept.affine)

@@ -51,7 +51,7 @@ def forward(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple
     """z, mean, biased variance and invstd."""
     mean, var = moments(settings, x)
     invstd = torch.rsqrt(var + settings.eps)
-    centre, scale = written(mean, gamma * invstd)
+    centre, scale = materialised(mean, gamma * invstd)
     return normalise(settings, x, centre, scale, beta), mean, var, invstd
 
 
@@ -66,10 +66,13 @@ def x_hat_and_dy(
     settings: Settings, values: Tensor, dz: Tensor, offset: Tensor, factor: Tensor, gamma: Vector, beta: Vector
 ) -> tuple[Tensor, Tensor]:
     """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from `BackwardInputs`; values are z if gamma and beta are None."""
-    dtype, values, dz = values.dtype, _wide(values), _wide(dz)
+    dtype = values.dtype
+    values = _wide(values)
+    dz = _wide(dz)
     offset, factor = _per_channel(settings, offset, factor)
     if gamma is None or beta is None:
-        z, u = values, invert_activation(settings.activation, values, rounded_to=dtype)
+        z = values
+        u = invert_activation(settings.activation, values, rounded_to=dtype)
         x_hat = (u - offset) * factor
     else:
         gamma, beta = _per_channel(settings, gamma, beta)
@@ -100,7 +103,7 @@ def backward(settings: Settings, scale: Tensor, *kept: Any) -> tuple[Tensor, Ten
     dbeta, dgamma = sums(settings, *kept)
     values, *_ = kept
     count = values.shape[0] * values.shape[settings.axis]
-    mean_dy, mean_dy_x_hat = written(dbeta / count, dgamma / count)
+    mean_dy, mean_dy_x_hat = materialised(dbeta / count, dgamma / count)
     return input_gradient(settings, mean_dy, mean_dy_x_hat, scale, *kept), dgamma, dbeta
 
 
@@ -113,7 +116,7 @@ def _per_channel(settings: Settings, *vectors: Tensor) -> tuple[Tensor, ...]:
     return tuple(v.unsqueeze(1) for v in vectors) if settings.axis == 2 else vectors
 
 
-def written(*vectors: Tensor) -> tuple[Tensor, ...]:
+def materialised(*vectors: Tensor) -> tuple[Tensor, ...]:
     """Make the compiler write vectors (C,) to memory before a loop over the pixels, by stacking them.
 
     Otherwise it would recompute them for every pixel, with their divisions and square roots.

@@ -125,7 +125,8 @@ class Backend:
         total = F.threshold(counts.sum(), 1.5, 0.0)  # stays on the device
         mean = (counts * means).sum(0) / total
         var = (counts * (variances + (means - mean).square())).sum(0) / total
-        mean, var = mean.to(dtype), var.to(dtype)
+        mean = mean.to(dtype)
+        var = var.to(dtype)
         running.update(mean, var, total)
         return mean, torch.rsqrt(var + eps), total
 

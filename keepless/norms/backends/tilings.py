@@ -99,23 +99,24 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
         while block_n * block_c > threads * vector and _cdiv(n, block_n) < 4 * _cdiv(programs, blocks):
             block_n //= 2
     size = block_n * block_c * block_l
-    most, threads = threads, max(32, min(threads, size // (per_thread if whole else vector)))
+    most_threads = threads
+    threads = max(32, min(threads, size // (per_thread if whole else vector)))
 
     tiles = _cdiv(n, block_n) * _cdiv(length, block_l)
     # channels_last: one wave of programs is best if `blocks` divide it well; else up to four waves have smaller parts.
     shares = [max(_cdiv(tiles, max(1, waves * programs // blocks)), _cdiv(tiles, MAX_PARTS)) for waves in (1, 2, 3, 4)]
     share = tiles if whole else _fullest(shares, tiles, blocks, programs)
-    found = Tiling(
+    unshared = Tiling(
         shape=shape,
         align=align,
         tile=(block_n, block_c, block_l),
         num_warps=threads // 32,
-        resident=most // threads if whole else resident,
+        resident=most_threads // threads if whole else resident,
         fold=max(1, size // (threads * vector)),
         tiles_per_part=share,
         parts=_cdiv(tiles, share),
     )
-    return found if whole else found.shared_by(programs)
+    return unshared if whole else unshared.shared_by(programs)
 
 
 def _table(length: int, c: int, itemsize: int, reads: int, whole: bool) -> tuple[int, int, int, int]:
@@ -133,16 +134,20 @@ def _table(length: int, c: int, itemsize: int, reads: int, whole: bool) -> tuple
     Whole channels: as many threads as a channel can use. Two sweeps need more registers, so a thread has at most 16
     elements, and forward half as many accesses. channels_last: 32 bytes of channels, the least that memory transfers.
     """
-    most, per_thread, accesses = 1024 if reads == 1 else 512, BYTES_PER_THREAD // itemsize, ACCESSES_PER_THREAD
+    most_threads = 1024 if reads == 1 else 512
+    per_thread = BYTES_PER_THREAD // itemsize
+    accesses = ACCESSES_PER_THREAD
     if whole:
-        per_thread, accesses = min(per_thread, 16), accesses // 2 if reads == 1 else accesses
+        per_thread = min(per_thread, 16)
+        if reads == 1:
+            accesses //= 2
     if length > 1:
         per_thread = min(per_thread, accesses * math.gcd(length, 16 // itemsize))
     if whole:
-        return most, 1, per_thread, 1 if length > 1 else min(_power_of_2(c), 32 // itemsize)
+        return most_threads, 1, per_thread, 1 if length > 1 else min(_power_of_2(c), 32 // itemsize)
     if length > 1:
         return 128, 5 if reads == 1 else 4, per_thread, 1
-    return most, 1, per_thread, min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32)
+    return most_threads, 1, per_thread, min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32)
 
 
 def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: int) -> int:

@@ -244,7 +244,8 @@ def _sweep_moments(
     rounded = shift.to(x.dtype.element_ty)  # representable in x: masked loads return it, so they add nothing
     shift = rounded.to(tl.float32)
     values = tl.where(mask, values - shift, 0.0)
-    sums, squares = _fold(values, FOLD), _fold(values * values, FOLD)
+    sums = _fold(values, FOLD)
+    squares = _fold(values * values, FOLD)
     for tile in range(first + 1, end):
         start, offsets, mask = _tile(tile, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
         values = tl.load(x + start + offsets, mask, rounded).to(tl.float32) - shift
@@ -344,7 +345,8 @@ def _write_statistics(
 @triton.jit
 def _load_vectors(offset, factor, gamma, beta, floor, channels, exists):
     """offset, factor, floored gamma and beta of `BackwardInputs`, of a block of channels."""
-    gamma, beta = _load_gamma(gamma, channels, exists, floor), tl.load(beta + channels, exists, 0.0)
+    gamma = _load_gamma(gamma, channels, exists, floor)
+    beta = tl.load(beta + channels, exists, 0.0)
     offset = tl.load(offset + channels, exists, 0.0)
     if factor is None:
         factor = tl.div_rn(1.0, gamma)
@@ -365,10 +367,12 @@ def _forward_kernel(
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Both passes of whole channels. mean, invstd and the running statistics, if given, are outputs."""
-    L, block = length * ALIGN, tl.program_id(0)
+    L = length * ALIGN
+    block = tl.program_id(0)
     channels = _channels(block, BLOCK_C)
     exists = channels < C
-    first, end = tl.full((), 0, tl.int32), _tiles(N, L, BLOCK_N, BLOCK_L)
+    first = tl.full((), 0, tl.int32)
+    end = _tiles(N, L, BLOCK_N, BLOCK_L)
     centre, var = _sweep_moments(x, block, first, end, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, FOLD)
     unbiased = var * (_count(N, L) / (_count(N, L) - 1))
     _write_statistics(centre, var, unbiased, mean, invstd, running_mean, running_var, momentum, eps, channels, exists)
@@ -384,18 +388,21 @@ def _backward_kernel(
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Both passes of whole channels. dbeta and dgamma are outputs."""
-    L, block = length * ALIGN, tl.program_id(0)
+    L = length * ALIGN
+    block = tl.program_id(0)
     channels = _channels(block, BLOCK_C)
     exists = channels < C
     vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
-    first, end = tl.full((), 0, tl.int32), _tiles(N, L, BLOCK_N, BLOCK_L)
+    first = tl.full((), 0, tl.int32)
+    end = _tiles(N, L, BLOCK_N, BLOCK_L)
     sum_dy, sum_dy_x_hat = _sweep_sums(
         kept, dz, block, first, end, vectors, param, N, C, L,
         ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L, FOLD,
     )  # fmt: skip
     tl.store(dbeta + channels, sum_dy, exists)
     tl.store(dgamma + channels, sum_dy_x_hat, exists)
-    scale, count = vectors[2] * tl.load(invstd + channels, exists, 0.0), _count(N, L)
+    scale = vectors[2] * tl.load(invstd + channels, exists, 0.0)
+    count = _count(N, L)
     _sweep_gradient(
         kept, dz, dx, block, first, end, vectors, scale, sum_dy / count, sum_dy_x_hat / count, param, N, C, L,
         ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L,
@@ -410,7 +417,8 @@ def _partial_moments_kernel(
     """partials (2, parts, C): mean and biased variance."""
     L = length * ALIGN
     blocks = (C + BLOCK_C - 1) // BLOCK_C
-    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    part = tl.program_id(0) // blocks
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
     mean, var = _sweep_moments(x, block, first, end, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, FOLD)
     channels = _channels(block, BLOCK_C)
@@ -441,16 +449,16 @@ def _joint_statistics_kernel(
     count = tl.full((), 0.0, tl.float64)
     weighted = tl.zeros((BLOCK,), tl.float64)
     for rank in range(ranks):
-        own = gathered + rank * (2 * C + 1)
-        values = tl.load(own + 2 * C)
+        row = gathered + rank * (2 * C + 1)
+        values = tl.load(row + 2 * C)
         count += values
-        weighted += values * tl.load(own + channels, exists, 0.0)
+        weighted += values * tl.load(row + channels, exists, 0.0)
     centre = weighted / count
     deviations = tl.zeros((BLOCK,), tl.float64)
     for rank in range(ranks):
-        own = gathered + rank * (2 * C + 1)
-        apart = tl.load(own + channels, exists, 0.0) - centre
-        deviations += tl.load(own + 2 * C) * (tl.load(own + C + channels, exists, 0.0) + apart * apart)
+        row = gathered + rank * (2 * C + 1)
+        distance = tl.load(row + channels, exists, 0.0) - centre
+        deviations += tl.load(row + 2 * C) * (tl.load(row + C + channels, exists, 0.0) + distance * distance)
     var = deviations / count
     unbiased = (var * (count / (count - 1))).to(tl.float32)
     _write_statistics(
@@ -475,12 +483,14 @@ def _normalise_kernel(
     L = length * ALIGN
     blocks = (C + BLOCK_C - 1) // BLOCK_C
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, part = program % blocks, program // blocks
+    block = program % blocks
+    part = program // blocks
     channels = _channels(block, BLOCK_C)
     exists = channels < C
 
     if partials is None:
-        centre, scale = tl.load(mean + channels, exists, 0.0), tl.load(invstd + channels, exists, 0.0)
+        centre = tl.load(mean + channels, exists, 0.0)
+        scale = tl.load(invstd + channels, exists, 0.0)
     else:
         centre, var = _combine_moments(
             partials, parts, channels, tiles_per_part, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
@@ -506,7 +516,8 @@ def _partial_sums_kernel(
     """partials (2, parts, C): sums of dL/dy and of dL/dy * x_hat."""
     L = length * ALIGN
     blocks = (C + BLOCK_C - 1) // BLOCK_C
-    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    part = tl.program_id(0) // blocks
     channels = _channels(block, BLOCK_C)
     exists = channels < C
     vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
@@ -533,7 +544,8 @@ def _input_gradient_kernel(
     L = length * ALIGN
     blocks = (C + BLOCK_C - 1) // BLOCK_C
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, part = program % blocks, program // blocks
+    block = program % blocks
+    part = program // blocks
     channels = _channels(block, BLOCK_C)
     exists = channels < C
 
@@ -548,7 +560,8 @@ def _input_gradient_kernel(
             tl.store(dbeta + channels, sum_dy, exists)
             tl.store(dgamma + channels, sum_dy_x_hat, exists)
         count = _count(N, L)
-        mean_dy, mean_dy_x_hat = sum_dy / count, sum_dy_x_hat / count
+        mean_dy = sum_dy / count
+        mean_dy_x_hat = sum_dy_x_hat / count
     vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
     scale = vectors[2] * tl.load(invstd + channels, exists, 0.0)
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
@@ -651,7 +664,8 @@ def _normalise_alone(key: Key, activation: str) -> Launch:
 
 @cache
 def _backward_pass(key: Key, activation: str, is_output: bool) -> _Pass:
-    tiling, constants = _tiling(key, reads=2), _of_activation(key, activation, is_output)
+    tiling = _tiling(key, reads=2)
+    constants = _activation_constants(key, activation, is_output)
     if tiling.parts == 1:
         return _Pass(tiling, _launch(_backward_kernel, tiling, **constants), None)
     second = _launch(_input_gradient_kernel, tiling, **constants)
@@ -661,30 +675,32 @@ def _backward_pass(key: Key, activation: str, is_output: bool) -> _Pass:
 @cache
 def _sums_pass(key: Key, activation: str, is_output: bool) -> _Pass:
     tiling = _tiling(key, reads=2)
-    return _Pass(tiling, _launch(_partial_sums_kernel, tiling, **_of_activation(key, activation, is_output)), None)
+    return _Pass(
+        tiling, _launch(_partial_sums_kernel, tiling, **_activation_constants(key, activation, is_output)), None
+    )
 
 
 @cache
 def _gradient_alone(key: Key, activation: str, is_output: bool) -> Launch:
-    constants = _of_activation(key, activation, is_output)
+    constants = _activation_constants(key, activation, is_output)
     return _launch(_input_gradient_kernel, _tiling(key, reads=2, sums=False), **constants, PARTS=1)
 
 
-def _of_activation(key: Key, activation: str, is_output: bool) -> dict[str, Any]:
+def _activation_constants(key: Key, activation: str, is_output: bool) -> dict[str, Any]:
     return {"ACTIVATION": activation, "IS_OUTPUT": is_output, "GAP": torch.finfo(key[2]).eps / 2}
 
 
 def _launch(kernel: Any, tiling: Tiling, **constants: Any) -> Launch:
     """Prepare a kernel: one program per block of channels and part. `constants`: besides the tiling's own."""
     n, c, length = tiling.shape
-    own = dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
-    own |= {"ALIGN": tiling.align, "FOLD": tiling.fold, "PARTS": tiling.padded_parts, **constants}
+    all_constants = dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
+    all_constants |= {"ALIGN": tiling.align, "FOLD": tiling.fold, "PARTS": tiling.padded_parts, **constants}
     in_parts = "parts" in kernel.arg_names
     return Launch(
         kernel,
         programs=tiling.blocks * tiling.parts,
         sizes=(n, c, length // tiling.align, *((tiling.tiles_per_part, tiling.parts) if in_parts else ())),
-        constants={name: own[name] for name in kernel.arg_names if name in own},
+        constants={name: all_constants[name] for name in kernel.arg_names if name in all_constants},
         # A program that has a multiprocessor to itself fits anyway.
         options={"num_warps": tiling.num_warps, "maxnreg": tiling.registers if tiling.resident > 1 else None},
     )
@@ -725,10 +741,11 @@ class TritonBackend(Backend):
     def joint_statistics(
         self, gathered: Tensor, dtype: torch.dtype, eps: float, running: Running
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not all(one is None or one.is_contiguous() for one in (running.mean, running.var)):
+        if not _are_contiguous(running):
             return super().joint_statistics(gathered, dtype, eps, running)
         running_mean, running_var, momentum = running
-        ranks, channels = gathered.shape[0], gathered.shape[1] // 2
+        ranks = gathered.shape[0]
+        channels = gathered.shape[1] // 2
         mean, invstd = (gathered.new_empty(channels, dtype=dtype) for _ in range(2))
         total = gathered.new_empty(())
         tensors = (gathered, total, mean, invstd, running_mean, running_var)
@@ -745,12 +762,13 @@ class TritonBackend(Backend):
     def forward(
         self, x: Tensor, affine: Affine, eps: float, running: Running, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not all(one is None or one.is_contiguous() for one in (running.mean, running.var)):
+        if not _are_contiguous(running):
             return super().forward(x, affine, eps, running, overwrite)
         running_mean, running_var, momentum = running
         gamma, beta, activation, floor = affine
         prepared = _forward_pass(_key(x), activation.name)
-        mean, invstd = torch.empty_like(beta), torch.empty_like(beta)  # two storages: the mean may be freed first
+        mean = torch.empty_like(beta)
+        invstd = torch.empty_like(beta)  # of its own storage: the mean may be freed first
         z = x if overwrite else torch.empty_like(x)
         floats = (float(momentum), float(eps), floor, float(activation.param))
         if prepared.second is None:
@@ -779,7 +797,8 @@ class TritonBackend(Backend):
         prepared = _backward_pass(_key(kept.values), kept.activation.name, kept.is_output)
         dz = _in_order_of(kept.values, dz)
         dx = torch.empty_like(kept.values)
-        dgamma, dbeta = torch.empty_like(kept.beta), torch.empty_like(kept.beta)
+        dgamma = torch.empty_like(kept.beta)
+        dbeta = torch.empty_like(kept.beta)
         tensors = (kept.values, dz, dx, *_vectors(kept), kept.invstd)
         if prepared.second is None:
             prepared.first((*tensors, dbeta, dgamma), _floats(kept))
@@ -787,6 +806,11 @@ class TritonBackend(Backend):
             partials = _partial_sums(prepared, kept, dz)
             prepared.second((*tensors, None, None, partials, dbeta, dgamma), _floats(kept))
         return dx, dgamma, dbeta
+
+
+def _are_contiguous(running: Running) -> bool:
+    """Whether running statistics, if tracked, are contiguous: kernels take no strides of vectors."""
+    return all(statistic is None or statistic.is_contiguous() for statistic in (running.mean, running.var))
 
 
 def _partial_sums(prepared: _Pass, kept: BackwardInputs, dz: Tensor) -> Tensor:
@@ -806,5 +830,5 @@ def _floats(kept: BackwardInputs) -> tuple[float, float]:
 
 def _in_order_of(values: Tensor, dz: Tensor) -> Tensor:
     """dz in the memory format of `values`, copied only if it differs."""
-    ordered = dz.is_contiguous() if values.is_contiguous() else dz.movedim(1, -1).is_contiguous()
-    return dz if ordered else torch.empty_like(values).copy_(dz)
+    is_ordered = dz.is_contiguous() if values.is_contiguous() else dz.movedim(1, -1).is_contiguous()
+    return dz if is_ordered else torch.empty_like(values).copy_(dz)
