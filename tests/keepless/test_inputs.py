@@ -50,6 +50,6 @@ def test_couplings_by_name():
     for wrong in ({"coupling": "glow"}, {"adapter": adapter}):
         with pytest.raises(ValueError, match="expected 'additive', or 'affine'"):
             create_coupling(branch, **wrong)
-    for kind, more in ((AdditiveCoupling, ()), (keepless.AffineCoupling, (None,))):  # MemCNN's implementation_fwd
+    for kind, adapters in ((AdditiveCoupling, ()), (keepless.AffineCoupling, (None,))):  # MemCNN's implementation_fwd
         with pytest.raises(TypeError):
-            kind(branch, branch, *more, -1)
+            kind(branch, branch, *adapters, -1)

@@ -65,10 +65,10 @@ def as_plain(logits: Tensor, labels: Tensor, rows: int, **options) -> tuple[Tens
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(losses._TILE_BYTES, "cpu", logits.itemsize * rows * logits.shape[1] * labels.shape[2])
-        found = value_and_gradient(upsampled_cross_entropy, logits, labels, **options)
+        results = value_and_gradient(upsampled_cross_entropy, logits, labels, **options)
     expected = value_and_gradient(plain, logits, labels, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
-    return found
+    torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    return results
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,10 +93,10 @@ def test_the_loss_equals_interpolation_and_cross_entropy(chosen, numbers, cells,
 def test_with_a_stride_the_last_cells_reach_beyond_the_labels(chosen, cells, stride, rows, data):
     size = tuple(cell * stride - data.draw(st.integers(0, stride - 1)) for cell in cells)
     logits, labels = sample(2, 3, cells, size, seed=rows)
-    found = as_plain(logits, labels, rows, stride=stride, **chosen)
+    results = as_plain(logits, labels, rows, stride=stride, **chosen)
     if size == tuple(cell * stride for cell in cells):
         whole = as_plain(logits, labels, rows, **chosen)
-        torch.testing.assert_close(found, whole, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(results, whole, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("fraction", [None, 0.25])
@@ -108,8 +108,8 @@ def test_float32_is_no_farther_from_float64_than_the_plain_way(fraction, scale):
         exact = value_and_gradient(plain, scale * logits.double(), labels, fraction=fraction)[1]
         ways = [partial(value_and_gradient, way) for way in (upsampled_cross_entropy, plain)]
         errors.append([(way(scale * logits, labels, fraction=fraction)[1] - exact).norm() for way in ways])
-    ours, theirs = torch.tensor(errors).median(0).values
-    assert ours <= theirs
+    error, plain_error = torch.tensor(errors).median(0).values
+    assert error <= plain_error
 
 
 def test_the_number_of_hardest_pixels_does_not_depend_on_rounding():
@@ -122,8 +122,8 @@ def test_tied_pixels_get_the_gradient_in_their_order_whatever_the_tiles_are():
     """Equal logits everywhere: all pixels tie."""
     logits, labels = torch.zeros(2, 3, 4, 4, dtype=torch.float64), torch.zeros(2, 32, 32, dtype=torch.uint8)
     for rows in (1, 5, 32):
-        found = as_plain(logits, labels, rows, fraction=0.3)
-    assert found[1][:, :, 2:].abs().sum() == 0  # rows of the last cells come too late
+        results = as_plain(logits, labels, rows, fraction=0.3)
+    assert results[1][:, :, 2:].abs().sum() == 0  # rows of the last cells come too late
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,13 +141,13 @@ def test_on_cuda_its_products_are_in_full_float32_and_the_settings_are_put_back(
     matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
     def settings() -> list[str]:
-        found = [matmul.fp32_precision, mkldnn.fp32_precision]
+        values = [matmul.fp32_precision, mkldnn.fp32_precision]
         for read in (torch.get_float32_matmul_precision, lambda: str(matmul.allow_tf32)):
             try:
-                found.append(read())
+                values.append(read())
             except RuntimeError:
-                found.append("refused")
-        return found
+                values.append("refused")
+        return values
 
     for switch, value in [
         (matmul.__setattr__, ("allow_tf32", True)),
@@ -173,17 +173,17 @@ def test_on_a_device_the_loss_equals_float64_on_the_cpu(chosen, tf32, device, mo
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     logits, labels = sample(2, 3, (4, 5), (9, 19), dtype=torch.float32)
     expected = value_and_gradient(plain, logits.double(), labels, **chosen)
-    found = value_and_gradient(upsampled_cross_entropy, logits.to(device), labels.to(device), **chosen)
-    torch.testing.assert_close([one.cpu().double() for one in found], list(expected), rtol=1e-5, atol=1e-6)
+    results = value_and_gradient(upsampled_cross_entropy, logits.to(device), labels.to(device), **chosen)
+    torch.testing.assert_close([tensor.cpu().double() for tensor in results], list(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_channels_last_logits_give_a_gradient_in_their_format():
     logits, labels = sample()
     expected = value_and_gradient(upsampled_cross_entropy, logits, labels)
-    there = logits.contiguous(memory_format=torch.channels_last)
-    found = value_and_gradient(upsampled_cross_entropy, there, labels)
-    assert found[1].stride() == there.stride()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    channels_last = logits.contiguous(memory_format=torch.channels_last)
+    results = value_and_gradient(upsampled_cross_entropy, channels_last, labels)
+    assert results[1].stride() == channels_last.stride()
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
 
 
 def test_memory_is_limited_by_tiles():
@@ -199,8 +199,8 @@ def test_a_compiled_program_calls_the_loss():
     def step(logits: Tensor) -> Tensor:
         return upsampled_cross_entropy(2 * logits, labels, fraction=0.25)
 
-    found = value_and_gradient(lambda x, _: torch.compile(step, backend="aot_eager")(x), logits, labels)
-    torch.testing.assert_close(found, value_and_gradient(lambda x, _: step(x), logits, labels))
+    results = value_and_gradient(lambda x, _: torch.compile(step, backend="aot_eager")(x), logits, labels)
+    torch.testing.assert_close(results, value_and_gradient(lambda x, _: step(x), logits, labels))
 
 
 def test_fake_tensors_pass():

@@ -27,9 +27,9 @@ def residual(h: Tensor, _: Kept) -> Tensor:
 
 
 def held_by_a_hook(h: Tensor, kept: Kept) -> Tensor:
-    other = h * 3.0
-    other.register_hook(kept.append)
-    return head(other) + head(h) + head(h * 2.0)
+    product = h * 3.0
+    product.register_hook(kept.append)
+    return head(product) + head(h) + head(h * 2.0)
 
 
 def held_at_the_sum(h: Tensor, kept: Kept) -> Tensor:
@@ -73,10 +73,10 @@ def test_gradients_that_meet_take_the_memory_that_they_take_without_the_context(
         kept.clear()
 
     step()
-    with MadeTensors() as made:
+    with MadeTensors() as counted:
         step()
-    assert made.bytes == 0
-    assert made.peak == pytest.approx(peak_bytes(step, "cpu"), abs=200)  # scalars
+    assert counted.bytes == 0
+    assert counted.peak == pytest.approx(peak_bytes(step, "cpu"), abs=200)  # scalars
 
 
 def test_saved_tensors_are_freed_with_their_graph():

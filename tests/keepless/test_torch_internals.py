@@ -41,11 +41,12 @@ def private_parts(tree: ast.AST) -> set[str]:
 def test_private_parts_are_used_in_two_files():
     """The whole repository is searched, entries included."""
     files = [*REPOSITORY.glob("*.py"), *(file for folder in PRODUCT for file in (REPOSITORY / folder).rglob("*.py"))]
-    found = {file: private_parts(ast.parse(file.read_text())) for file in files}
-    assert {"_has_storage", "_autograd", "_pytree"} <= found.pop(FOLDER / "torch_internals.py")
-    assert {"_foreach_norm", "_pytree"} <= found.pop(REPOSITORY / "models" / "private_torch.py")
-    found[REPOSITORY / "datasets" / "workers.py"] -= OF_DATASETS
-    assert {file.name: names - COMMON - OF_PYTHON for file, names in found.items() if names - COMMON - OF_PYTHON} == {}
+    names_by_file = {file: private_parts(ast.parse(file.read_text())) for file in files}
+    assert {"_has_storage", "_autograd", "_pytree"} <= names_by_file.pop(FOLDER / "torch_internals.py")
+    assert {"_foreach_norm", "_pytree"} <= names_by_file.pop(REPOSITORY / "models" / "private_torch.py")
+    names_by_file[REPOSITORY / "datasets" / "workers.py"] -= OF_DATASETS
+    private_by_file = {file.name: names - COMMON - OF_PYTHON for file, names in names_by_file.items()}
+    assert {name: names for name, names in private_by_file.items() if names} == {}
 
 
 def test_a_missing_part_ends_the_import_with_its_name(monkeypatch):
@@ -73,8 +74,8 @@ def test_what_a_node_does_not_show_is_kept(monkeypatch):
     monkeypatch.setattr(finders, "packed_by", lambda node, name: None)
     unseen, more_bytes = gradients()
     assert few_bytes < more_bytes <= all_bytes
-    for found in (again, unseen):
-        assert all(map(torch.equal, found, plain))
+    for grads in (again, unseen):
+        assert all(map(torch.equal, grads, plain))
 
 
 def test_compiled_autograd_does_not_trace_what_unpacks_tensors():

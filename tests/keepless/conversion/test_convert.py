@@ -75,8 +75,8 @@ def assert_same_function(network: nn.Module, reference: nn.Module, x: Tensor) ->
     """In both modes: outputs, gradients and statistics, in float64."""
     with torch.no_grad():
         torch.testing.assert_close(network.eval()(x), reference.eval()(x), rtol=0, atol=1e-12)
-    ours, theirs = gradients(network.train(), x), gradients(reference.train(), x)
-    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
+    actual, expected = gradients(network.train(), x), gradients(reference.train(), x)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-8)
     torch.testing.assert_close(list(network.buffers()), list(reference.buffers()))
 
 
@@ -159,8 +159,8 @@ def test_what_only_ours_computes_stays_ours():
         assert type(network[-1]) is ABN and network[-1].backend == layers[-1].backend and not report.kept
     _, report = converted(to_standard, nn.Sequential(with_hook(InPlaceABN(C)), subclassed(InPlaceABN(C))))
     assert "hooks" in report.kept["0"] and "subclass" in report.kept["1"]
-    one, identity = InPlaceABN(C), nn.Identity()
-    network, _ = converted(to_standard, nn.Sequential(nn.Conv2d(C, C, 1), one, identity, one, identity))
+    norm, identity = InPlaceABN(C), nn.Identity()
+    network, _ = converted(to_standard, nn.Sequential(nn.Conv2d(C, C, 1), norm, identity, norm, identity))
     assert network[1] is network[3] and [type(module) for module in network[1]] == [nn.BatchNorm2d, nn.LeakyReLU]
 
 
@@ -220,8 +220,8 @@ class Network(nn.Module):
     def __init__(self, after: Callable[[nn.Module, Tensor], Any], **modules: nn.Module):
         super().__init__()
         self.after = after
-        own = dict(conv=nn.Conv2d(C, C, 1), norm=bn(), last=nn.Conv2d(C, C, 1), act=act(), tanh=nn.Tanh())
-        for name, module in (own | modules).items():
+        parts = dict(conv=nn.Conv2d(C, C, 1), norm=bn(), last=nn.Conv2d(C, C, 1), act=act(), tanh=nn.Tanh())
+        for name, module in (parts | modules).items():
             self.add_module(name, module)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
@@ -291,8 +291,8 @@ LEFT = {
 
 @pytest.mark.parametrize("case", LEFT)
 def test_every_reason_for_leaving_a_norm(case):
-    after, reason, *more = LEFT[case]
-    network = Network(after, **copy.deepcopy(dict(*more)))
+    after, reason, *extras = LEFT[case]
+    network = Network(after, **copy.deepcopy(dict(*extras)))
     modules, state = list(network.modules()), state_of(network)
     _, report = converted(to_inplace, network)
     assert list(network.modules()) == modules and state_of(network) == state and not report.replaced

@@ -111,8 +111,8 @@ def test_norms_that_fsdp2_shards_by_themselves():
             fully_shard(module, mesh=mesh)
         network(x).square().sum().backward()
         reference(x).square().sum().backward()
-        for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-8, atol=1e-8)
+        for parameter, expected in zip(network.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, rtol=1e-8, atol=1e-8)
     finally:
         dist.destroy_process_group()
 
@@ -201,9 +201,11 @@ class Program(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         values, self.called = [x * 1], []
-        for name, one, other in self.steps:
+        for name, first, second in self.steps:
             self.called += [name] if name == "norm" else []
-            values.append(STEPS[name](self, values[-1 - one % min(len(values), 3)], values[-1 - other % len(values)]))
+            values.append(
+                STEPS[name](self, values[-1 - first % min(len(values), 3)], values[-1 - second % len(values)])
+            )
         return self.conv(values[-1])
 
 

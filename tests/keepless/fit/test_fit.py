@@ -57,8 +57,8 @@ def device_for(tensors: int) -> int:
     return next(size for size in range(device, device + 9) if bytes_for_tensors(size) >= tensors)
 
 
-def ways(found: Fit) -> dict[str, Way]:
-    return {way.name: way for way in found.ways}
+def ways(fitted: Fit) -> dict[str, Way]:
+    return {way.name: way for way in fitted.ways}
 
 
 def step_of(forward, x: Tensor) -> None:
@@ -69,26 +69,26 @@ def step_of(forward, x: Tensor) -> None:
 
 def test_bytes_equal_real_steps():
     network, x = Blocks(), torch.randn(512, 64)
-    found = ways(fit(network, x, "2GiB"))
+    ways_by_name = ways(fit(network, x, "2GiB"))
     assert all(parameter.grad is None for parameter in network.parameters())
     weights = bytes_of_tensors(network.parameters())
-    for way in found.values():
+    for way in ways_by_name.values():
         assert way.resident_bytes == 3 * weights + x.nbytes  # and AdamW's two states
     tracker = MemTracker()
     tracker.track_external(network, x)
     with tracker:
         step_of(network, x)
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert found["plain"].peak == peak + 2 * weights
+    assert ways_by_name["plain"].peak == peak + 2 * weights
     checkpointed = copy.deepcopy(network)
     for block in checkpointed.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for name, prepared in (("checkpointed", checkpointed), ("recomputed", recompute_activations(network))):
         prepared.zero_grad()
-        with MadeTensors() as made:
+        with MadeTensors() as counted:
             step_of(prepared, x)
-        assert found[name].peak == made.peak + found["plain"].resident_bytes
-    assert found["plain"].time == 1 < found["recomputed"].time < found["checkpointed"].time
+        assert ways_by_name[name].peak == counted.peak + ways_by_name["plain"].resident_bytes
+    assert ways_by_name["plain"].time == 1 < ways_by_name["recomputed"].time < ways_by_name["checkpointed"].time
 
 
 class Recurrent(nn.Module):
@@ -103,8 +103,8 @@ class Recurrent(nn.Module):
 def test_a_workspace_counts_as_on_real_tensors():
     """oneDNN's LSTM keeps one, which grows with its steps and sequences: few are run."""
     network, x = Recurrent(nn.LSTM(4, 8, bidirectional=True)), torch.randn(70, 66, 4)
-    found = fit(network, x, "12GiB").ways[0]
-    assert found.peak - found.resident_bytes == pytest.approx(keepless.plan(network, x, budgets=[1.0]).plain, rel=0.03)
+    way = fit(network, x, "12GiB").ways[0]
+    assert way.peak - way.resident_bytes == pytest.approx(keepless.plan(network, x, budgets=[1.0]).plain, rel=0.03)
 
 
 def test_a_workspace_whose_size_nothing_tells_is_refused():
@@ -116,15 +116,15 @@ def test_a_workspace_whose_size_nothing_tells_is_refused():
 def test_the_line_trains_within_what_the_device_leaves():
     network, x = Blocks(2), torch.randn(16384, 64)
     plain, recomputed = (ways(fit(network, x, "2GiB"))[name].peak for name in ("plain", "recomputed"))
-    found = fit(network, x, device_for((recomputed + plain) // 2))
-    planned = ways(found)["within a budget"]
-    assert not ways(found)["plain"].fits and planned.fits and planned.peak <= found.available
-    assert found.line.startswith('16384 x 64: keepless.recompute_activations(network, budget="')
-    eval(found.line.partition(": ")[2], {"keepless": keepless, "network": network})
+    fitted = fit(network, x, device_for((recomputed + plain) // 2))
+    planned = ways(fitted)["within a budget"]
+    assert not ways(fitted)["plain"].fits and planned.fits and planned.peak <= fitted.available
+    assert fitted.line.startswith('16384 x 64: keepless.recompute_activations(network, budget="')
+    eval(fitted.line.partition(": ")[2], {"keepless": keepless, "network": network})
     for _ in range(3):
         step_of(network, x)
-    budget = found.available - planned.resident_bytes
-    assert budget - 2**20 < bytes_of(found.line.split('"')[1]) <= budget
+    budget = fitted.available - planned.resident_bytes
+    assert budget - 2**20 < bytes_of(fitted.line.split('"')[1]) <= budget
     assert peak_bytes(lambda: step_of(network, x), "cpu") <= 1.03 * budget
 
 
@@ -142,9 +142,9 @@ def test_optimisers_take_as_much_as_torch_s(name):
     optimizer = makers[name](parameters, foreach=True)
     optimizer.step()
     states = [state for of_one in optimizer.state.values() for key, state in of_one.items() if key != "step"]
-    with MadeTensors() as made:
+    with MadeTensors() as counted:
         optimizer.step()
-    assert optimizer_bytes(name, 7300, 4 * 7300) == (sum(state.nbytes for state in states), made.peak)
+    assert optimizer_bytes(name, 7300, 4 * 7300) == (sum(state.nbytes for state in states), counted.peak)
     assert optimizer_bytes(2.5, 7300, 4 * 7300) == (18250, 0)
 
 
@@ -152,8 +152,8 @@ def test_optimisers_take_as_much_as_torch_s(name):
 def test_the_largest_batch_fits_and_one_more_does_not():
     network, x, time = Blocks(2), torch.randn(12, 512, 64), 1.3
     device = device_for(fit(network, x, "2GiB").ways[0].peak)
-    found = ways(fit(network, x[:4], device, grow="batch", time=time))
-    assert found["plain"].shape == x.shape and found["plain"].time == 1.0
+    ways_by_name = ways(fit(network, x[:4], device, grow="batch", time=time))
+    assert ways_by_name["plain"].shape == x.shape and ways_by_name["plain"].time == 1.0
 
     def fits(name: str, batch: int) -> bool:
         try:
@@ -163,21 +163,23 @@ def test_the_largest_batch_fits_and_one_more_does_not():
         return way.fits and way.time <= time
 
     for name in ("recomputed", "within a budget"):
-        batch = found[name].shape[0]
-        assert batch > 12 and found[name].fits and fits(name, batch) and not fits(name, batch + 1)
-    assert found["within a budget"].shape[0] >= found["recomputed"].shape[0]
-    assert 1 < found["within a budget"].time <= time
+        batch = ways_by_name[name].shape[0]
+        assert batch > 12 and ways_by_name[name].fits and fits(name, batch) and not fits(name, batch + 1)
+    assert ways_by_name["within a budget"].shape[0] >= ways_by_name["recomputed"].shape[0]
+    assert 1 < ways_by_name["within a budget"].time <= time
 
 
 def test_examples_grow_in_all_tensors_that_have_the_dimension():
     text = torch.zeros(2, 48, dtype=torch.long)
-    longer = growth(example := ((), {"ids": text, "mask": torch.ones(2, 48), "heads": torch.ones(8)}), "size")
+    example = ((), {"ids": text, "mask": torch.ones(2, 48), "heads": torch.ones(8)})
+    longer = growth(example, "size")
     assert (longer.value, longer.step, longer.power) == (48, 16, 1)
-    assert [tuple(one.shape) for one in longer.resized(80)[1].values()] == [(2, 80), (2, 80), (8,)]
-    assert [tuple(one.shape) for one in growth(example, "batch").resized(5)[1].values()] == [(5, 48), (5, 48), (8,)]
+    assert [tuple(tensor.shape) for tensor in longer.resized(80)[1].values()] == [(2, 80), (2, 80), (8,)]
+    wider = growth(example, "batch")
+    assert [tuple(tensor.shape) for tensor in wider.resized(5)[1].values()] == [(5, 48), (5, 48), (8,)]
     larger = growth(((torch.zeros(2, 3, 64, 96), torch.zeros(2, 64, 96)), {}), "size")  # images and labels
     assert (larger.value, larger.step, larger.power) == (64, 32, 2)
-    assert [tuple(one.shape) for one in larger.resized(128)[0]] == [(2, 3, 128, 192), (2, 128, 192)]
+    assert [tuple(tensor.shape) for tensor in larger.resized(128)[0]] == [(2, 3, 128, 192), (2, 128, 192)]
 
 
 def test_a_network_larger_than_any_machine_is_planned():
@@ -185,8 +187,8 @@ def test_a_network_larger_than_any_machine_is_planned():
         layers = [nn.Sequential(nn.Linear(2**17, 2**17, bias=False), nn.GELU()) for _ in range(4)]
         network, x = nn.Sequential(*layers), torch.zeros(8, 2**17)
     with torch.autocast("cpu", torch.bfloat16):
-        found = fit(network, x, "2000GiB", optimizer=2)
-    assert (found.weights, found.states) == (2**38, 2**37)
+        fitted = fit(network, x, "2000GiB", optimizer=2)
+    assert (fitted.weights, fitted.states) == (2**38, 2**37)
     with FakeTensorMode():
         assert fit(nn.Linear(2**17, 2**17), torch.zeros(8, 2**17), "2000GiB").weights == 2**36 + 2**19
 
@@ -224,9 +226,9 @@ def test_blocks_are_repeated_classes_or_else_sequentials():
     ],
 )
 def test_what_is_wrong_is_said(options, message):
-    given = {"network": Blocks(), "x": X, "device": "2GiB"} | options
+    arguments = {"network": Blocks(), "x": X, "device": "2GiB"} | options
     with pytest.raises(ValueError, match=message) as caught:
-        fit(given.pop("network"), given.pop("x"), given.pop("device"), **given)
+        fit(arguments.pop("network"), arguments.pop("x"), arguments.pop("device"), **arguments)
     assert "\n" not in str(caught.value)
 
 
@@ -235,11 +237,11 @@ def test_what_is_wrong_is_said(options, message):
     [
         ({"device": "12"}, "memory='12': expected a device's memory, such as '12GiB'"),
         ({"device": "1GiB"}, "of which CUDA takes 0.5GiB and convolutions 0.7GiB"),
-        *(({"device": one}, "^memory=.*: expected a device") for one in (torch.device("cpu"), nan, True)),
-        *(({"optimizer": one}, "^optimizer=.*: expected one") for one in ("lion", torch.optim.Adam, inf, True, -1)),
+        *(({"device": wrong}, "^memory=.*: expected a device") for wrong in (torch.device("cpu"), nan, True)),
+        *(({"optimizer": wrong}, "^optimizer=.*: expected one") for wrong in ("lion", torch.optim.Adam, inf, True, -1)),
         ({"time": 1.2}, "time=1.2, grow=None: expected at least 1.0, with grow='batch' or 'size'"),
-        *(({"time": one, "grow": "batch"}, "^time=.*: expected at") for one in ("1.2", nan, True, 0.9)),
-        *(({"grow": one}, "^grow=.*: expected 'batch', or") for one in ("Batch", True, X)),
+        *(({"time": wrong, "grow": "batch"}, "^time=.*: expected at") for wrong in ("1.2", nan, True, 0.9)),
+        *(({"grow": wrong}, "^grow=.*: expected 'batch', or") for wrong in ("Batch", True, X)),
         ({"grow": "batch", "x": torch.randn(0, 64)}, r"of shape \(0, 64\): expected 'ba"),
         ({"grow": "size", "x": torch.randn(2, 3, 0, 0)}, "and no empty tensor"),
         ({"grow": "size", "x": torch.randn(64)}, r"grow='size' with an example of shape \(64,\): expected 'batch'"),
@@ -281,13 +283,13 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_prints_what_fits(module, capsys):
-    given = ["my_networks:example", "--memory", "2GiB", "--optimizer", "4"]
-    run = [sys.executable, "-W", "error:::runpy", "-m", "keepless.fit", *given]
+    words = ["my_networks:example", "--memory", "2GiB", "--optimizer", "4"]
+    run = [sys.executable, "-W", "error:::runpy", "-m", "keepless.fit", *words]
     done = subprocess.run(run, cwd=module, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr
-    found = command.main(given)
-    assert capsys.readouterr().out == done.stdout == f"{found}\n"
-    assert found.states == 4 * 64 * 65 and found.weights == 2 * 64 * 65
+    fitted = command.main(words)
+    assert capsys.readouterr().out == done.stdout == f"{fitted}\n"
+    assert fitted.states == 4 * 64 * 65 and fitted.weights == 2 * 64 * 65
 
 
 @pytest.mark.parametrize("wrong", ["--memory 12", "--optimizer=", "--optimizer 2x", "--optimizer nan", "--time 2"])
@@ -302,7 +304,7 @@ def test_functions_that_need_values_are_called_without_meta(module, name):
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "function, message",
     [
         ("nowhere:example", "nowhere:example: No module named 'nowhere'; expected MODULE:FUNCTION"),
         ("my_networks:alone", "my_networks:alone returns Linear: expected a network .* and an example of its input"),
@@ -310,7 +312,7 @@ def test_functions_that_need_values_are_called_without_meta(module, name):
         ("my_networks:misfits", r"a step of my_networks:misfits's network on its example raises RuntimeError \("),
     ],
 )
-def test_wrong_functions_are_named(module, given, message):
+def test_wrong_functions_are_named(module, function, message):
     with pytest.raises(ValueError, match=message) as caught:
-        command.main([given, "--memory", "2GiB"])
+        command.main([function, "--memory", "2GiB"])
     assert "\n" not in str(caught.value)

@@ -41,9 +41,9 @@ def randomise(layer: ABN) -> ABN:
 def reference(layer: ABN, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """Batch normalisation written out, for autograd to differentiate."""
     shape = (1, -1, *(1,) * (x.dim() - 2))
-    others = [d for d in range(x.dim()) if d != 1]
+    dims = [d for d in range(x.dim()) if d != 1]
     if layer.training or layer.running_mean is None:
-        mean, var = x.mean(others), x.var(others, correction=0)
+        mean, var = x.mean(dims), x.var(dims, correction=0)
     else:
         mean, var = layer.running_mean, layer.running_var
     x_hat = (x - mean.view(shape)) / torch.sqrt(var.view(shape) + layer.eps)
@@ -172,8 +172,8 @@ def test_in_place_saves_its_output_and_three_vectors(dtype):
         source = torch.randn(2, 64, 8, 8, dtype=dtype, requires_grad=True)
         # gamma, beta, 1 / sigma
         assert saved_bytes(layer, source * 1) == saved_bytes(layer.eval(), source * 1) == (source.nbytes, 0, [256] * 3)
-    of_output, of_input, others = saved_bytes(ABN(64), source.float())  # standard layers save their input too
-    assert of_output == of_input == source.numel() * 4 and max(others) <= 64 * 4
+    of_output, of_input, vector_bytes = saved_bytes(ABN(64), source.float())  # standard layers save their input too
+    assert of_output == of_input == source.numel() * 4 and max(vector_bytes) <= 64 * 4
 
 
 @pytest.mark.parametrize("strategy", [*IN_PLACE, *OVERWRITING])
@@ -182,9 +182,9 @@ def test_the_input_is_left_as_it_was_or_gives_its_buffer_to_the_output(strategy,
     layer, overwrites = LAYERS[strategy](CHANNELS), strategy in OVERWRITING
     x = torch.randn(4, CHANNELS, 8, 8).to(memory_format=memory_format)
     before = x.clone()
-    with MadeTensors() as made:
+    with MadeTensors() as counted:
         z = layer(x)
-    vectors = made.peak - (0 if overwrites else x.nbytes)
+    vectors = counted.peak - (0 if overwrites else x.nbytes)
     assert 0 <= vectors < x.nbytes
     assert (z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == overwrites
     assert torch.equal(x, z if overwrites else before)
@@ -216,11 +216,11 @@ def test_every_memory_layout(layout):
         expected = reference(layer, source, layer.weight, layer.bias)
         dz = torch.randn_like(expected)
         leaf = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        given = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x).add_(leaf)
-        assert given.stride() == x.stride()
-        z = layer(given)
+        inputs = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x).add_(leaf)
+        assert inputs.stride() == x.stride()
+        z = layer(inputs)
         assert_close(z, expected)
-        assert (z.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()) == overwrite_input
+        assert (z.untyped_storage().data_ptr() == inputs.untyped_storage().data_ptr()) == overwrite_input
         (sum_of_dx,) = torch.autograd.grad(z, leaf, dz)
         assert_close(sum_of_dx, torch.autograd.grad(expected, source, dz)[0].sum(), atol=1e-9)
 
@@ -257,12 +257,12 @@ def test_gradients_that_pytorch_misreads():
     """The gradient's strides fit both memory formats, and PyTorch assumes the wrong one."""
     x, gradient = torch.randn(1, 3, 1, 10)[..., :5], torch.randn(5, 3, 1, 1).transpose(0, 3)
     for layer in (InPlaceABN(3, activation="identity"), CheckpointedABN(3, activation="identity")):
-        found = []
+        gradients = []
         for dz in (gradient, gradient.contiguous()):
             leaf = x.detach().requires_grad_()
             layer(leaf).backward(dz)
-            found.append(leaf.grad)
-        torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+            gradients.append(leaf.grad)
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
 
 def test_overwriting_what_an_earlier_operation_kept_raises():
@@ -338,11 +338,13 @@ def test_one_value_per_channel_and_unfit_inputs_are_refused(cls):
 def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
     """FSDP2, for example, casts parameters but not buffers."""
     dtypes = (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)
-    for training, (inputs, own) in product((True, False), dtypes):
+    for training, (inputs, dtype) in product((True, False), dtypes):
         layer = InPlaceABN(CHANNELS).train(training)
         values = getattr(layer, name)
-        setattr(layer, name, nn.Parameter(values.to(own)) if isinstance(values, nn.Parameter) else values.to(own))
-        with pytest.raises(ValueError, match=f"{inputs} input.*{name} is {own}.*expected float64 .*float32.*autocast"):
+        setattr(layer, name, nn.Parameter(values.to(dtype)) if isinstance(values, nn.Parameter) else values.to(dtype))
+        with pytest.raises(
+            ValueError, match=f"{inputs} input.*{name} is {dtype}.*expected float64 .*float32.*autocast"
+        ):
             layer(torch.randn(2, CHANNELS, 4, 4, dtype=inputs))
         assert layer.num_batches_tracked == 0
 

@@ -105,9 +105,9 @@ def test_traced_layers_are_graphs_of_pytorchs_operators(name, training, monkeypa
 
 def test_export_with_dynamic_sizes_and_channels_last():
     layer, dynamic = InPlaceABN(4).eval(), torch.export.Dim.DYNAMIC
-    x, other = (torch.randn(shape).to(memory_format=torch.channels_last) for shape in ((2, 4, 8, 8), (3, 4, 5, 7)))
+    x, smaller = (torch.randn(shape).to(memory_format=torch.channels_last) for shape in ((2, 4, 8, 8), (3, 4, 5, 7)))
     exported = torch.export.export(layer, (x,), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
-    torch.testing.assert_close(exported.module()(other), layer(other))
+    torch.testing.assert_close(exported.module()(smaller), layer(smaller))
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "inplace"])
@@ -116,12 +116,14 @@ def test_an_exported_training_has_the_gradients_and_statistics_of_the_layer(name
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([-2.0, 1e-7, 0.5]))  # one below the floor of in-place layers
     exported = torch.export.export(copy.deepcopy(layer), (x,)).module()
-    found = []
-    for one in (layer, exported):
+    results = []
+    for program in (layer, exported):
         for _ in range(2):
-            loss = one(x).pow(3).sum()
-        found.append([*torch.autograd.grad(loss, [x, one.weight, one.bias]), one.running_mean, one.running_var])
-    torch.testing.assert_close(found[1], found[0])
+            loss = program(x).pow(3).sum()
+        results.append(
+            [*torch.autograd.grad(loss, [x, program.weight, program.bias]), program.running_mean, program.running_var]
+        )
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_maps_of_which_triton_s_kernels_cannot_count_the_pixels_are_refused():

@@ -63,8 +63,8 @@ def test_formulas_equal_the_reference(op_by_op, layout, activation):
     for kept in ("x", "x_hat", "z"):
         assert_pieces(CompiledBackend(), example, keep(example, kept))
     normalise = partial(CompiledBackend().normalise, mean=example.beta, invstd=example.gamma, affine=example.affine)
-    written = example.x.clone()
-    assert normalise(written, overwrite=True) is written and torch.equal(written, normalise(example.x))
+    overwritten = example.x.clone()
+    assert normalise(overwritten, overwrite=True) is overwritten and torch.equal(overwritten, normalise(example.x))
     torch.testing.assert_close(CompiledBackend().moments(example.x), EAGER.moments(example.x))
     running = [[torch.zeros_like(example.beta), torch.ones_like(example.gamma)] for _ in range(2)]
     for backend, statistics in zip((CompiledBackend(), EAGER), running, strict=True):

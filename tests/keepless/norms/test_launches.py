@@ -55,15 +55,15 @@ def test_a_layer_launches_two_or_four_kernels_and_allocates_what_they_write(
 
 def driver(launched: list[tuple]) -> Mock:
     """Replaces CUDA's driver, and notes what is launched."""
-    made = Mock()
-    made.utils = made
-    made.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    made.get_current_device.return_value = 99  # no device of this machine, so its caches stay as they are
-    made.get_current_stream.return_value = 7
-    made.get_device_properties.return_value = {"max_shared_mem": 1 << 20}
-    made.load_binary.side_effect = lambda name, *arguments: (object(), name, 32, 0, 1024)
-    made.launcher_cls = lambda source, metadata: lambda *arguments: launched.append(arguments)
-    return made
+    mock = Mock()
+    mock.utils = mock
+    mock.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    mock.get_current_device.return_value = 99  # no device of this machine, so its caches stay as they are
+    mock.get_current_stream.return_value = 7
+    mock.get_device_properties.return_value = {"max_shared_mem": 1 << 20}
+    mock.load_binary.side_effect = lambda name, *arguments: (object(), name, 32, 0, 1024)
+    mock.launcher_cls = lambda source, metadata: lambda *arguments: launched.append(arguments)
+    return mock
 
 
 def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp_path):
@@ -71,10 +71,12 @@ def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp
     if triton.knobs.runtime.interpret or not triton.knobs.nvidia.ptxas.path:
         pytest.skip("needs Triton's compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found, bound = [], []
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver(found))
+    launches, bound = [], []
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver(launches))
     run = triton.JITFunction.run
-    monkeypatch.setattr(triton.JITFunction, "run", lambda *own, **named: bound.append(own) or run(*own, **named))
+    monkeypatch.setattr(
+        triton.JITFunction, "run", lambda *arguments, **named: bound.append(arguments) or run(*arguments, **named)
+    )
     kernel = triton_kernels._forward_kernel
     aligned, vectors = torch.empty(2, 2, 8, 4, 4), torch.empty(6, 16).unbind()
     shifted = torch.empty(513)[1:].view(2, 2, 8, 4, 4)
@@ -83,14 +85,14 @@ def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp
     for x, z in (aligned, shifted):
         for running in (vectors[4:], (None, None)):
             for repeated in (False, True):
-                bound.clear(), found.clear()
+                bound.clear(), launches.clear()
                 launch((x, z, *vectors[:4], *running), (0.1, 1e-5, 0.0, 0.5))
                 assert bool(bound) != repeated
-                ((grid, stream, arguments),) = [(own[:3], own[3], own[9:]) for own in found]
+                ((grid, stream, arguments),) = [(call[:3], call[3], call[9:]) for call in launches]
                 assert (grid, stream) == ((8, 1, 1), 7) and len(arguments) == len(kernel.arg_names)
-                given = dict(zip(kernel.arg_names, arguments, strict=True))
-                assert given["x"] is x and given["running_var"] is running[1] and given["param"] == 0.5
-                assert given["length"] == 4 and given["ACTIVATION"] == "leaky_relu" and given["FOLD"] == 1
+                values = dict(zip(kernel.arg_names, arguments, strict=True))
+                assert values["x"] is x and values["running_var"] is running[1] and values["param"] == 0.5
+                assert values["length"] == 4 and values["ACTIVATION"] == "leaky_relu" and values["FOLD"] == 1
     assert len(launch.compiled) == 4
 
 

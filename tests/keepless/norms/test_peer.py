@@ -48,10 +48,10 @@ def by_a_layer(x, weight, bias, running_mean, running_var, training, momentum, e
     return torch.func.functional_call(layer, converted, (x,))
 
 
-def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(computed: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert computed.keys() == expected.keys()
     for name, values in expected.items():
-        assert found[name] == pytest.approx(values, rel=1e-9, abs=1e-9), name
+        assert computed[name] == pytest.approx(values, rel=1e-9, abs=1e-9), name
 
 
 @pytest.mark.parametrize("activation, training", CALLS)
@@ -63,35 +63,35 @@ def test_layers_compute_what_the_released_package_has_computed(activation, train
 @pytest.mark.peer
 def test_the_record_is_what_the_released_package_computes(released, tmp_path):
     """To write it again, copy the file that this test leaves."""
-    found = {f"{a} {training}": results(released.functional.inplace_abn, a, training) for a, training in CALLS}
-    (tmp_path / RECORD.name).write_text(json.dumps(found, indent=1) + "\n")
+    computed = {f"{a} {training}": results(released.functional.inplace_abn, a, training) for a, training in CALLS}
+    (tmp_path / RECORD.name).write_text(json.dumps(computed, indent=1) + "\n")
     recorded = json.loads(RECORD.read_text())
-    assert found.keys() == recorded.keys()
+    assert computed.keys() == recorded.keys()
     for call, values in recorded.items():
-        assert_close(found[call], values)
+        assert_close(computed[call], values)
 
 
 @pytest.mark.peer
 def test_the_norm_choice_computes_the_same(released):
     """Scales are converted; the gradient of a negative one has the other sign."""
-    theirs, ours = (
+    released_network, ours = (
         assemble.network_of(run_config(f"norm={norm}", f"norm.eps={EPS}", f"norm.activation_param={SLOPE}"), classes=3)
         for norm in ("package", "inplace")
     )
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in released_network.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(-1.5, 1.5)
-    theirs, ours = theirs.double().train(), ours.double().train()
-    ours.load_state_dict(from_released(without_counts(theirs.state_dict()), EPS), strict=False)
+    released_network, ours = released_network.double().train(), ours.double().train()
+    ours.load_state_dict(from_released(without_counts(released_network.state_dict()), EPS), strict=False)
     torch.manual_seed(1)
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    outputs = theirs(images), ours(images)
+    outputs = released_network(images), ours(images)
     torch.testing.assert_close(*outputs, rtol=1e-7, atol=1e-7)
     for output in outputs:
         output.sin().sum().backward()
-    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    for (name, parameter), expected in zip(ours.named_parameters(), released_network.parameters(), strict=True):
         is_scale = name.endswith("weight") and expected.dim() == 1
         wanted = expected.grad * expected.sign() if is_scale else expected.grad
-        torch.testing.assert_close(found.grad, wanted, rtol=1e-6, atol=1e-6, msg=name)
-    torch.testing.assert_close(theirs.eval()(images), ours.eval()(images), rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-6, atol=1e-6, msg=name)
+    torch.testing.assert_close(released_network.eval()(images), ours.eval()(images), rtol=1e-7, atol=1e-7)

@@ -50,8 +50,8 @@ def test_gradients_are_exact_in_the_stated_range(name):
         layer = layer_with(STRATEGIES[strategy], name, 1).double()
         nn.init.constant_(layer.weight, reach / math.sqrt(3))
         results.append(torch.autograd.grad(layer(x), [x, *layer.parameters()], dz))
-    for expected, *found in zip(*results, strict=True):
-        for ours in found:
+    for expected, *gradients in zip(*results, strict=True):
+        for ours in gradients:
             assert (ours - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
@@ -126,16 +126,20 @@ def network_gradients(network: nn.Module, seed: int, dtype: torch.dtype) -> list
     return list(torch.autograd.grad(F.cross_entropy(logits.float(), labels), list(network.parameters())))
 
 
-def angle(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    a, b = (torch.cat([t.flatten().double() for t in tensors]) for tensors in (ours, theirs))
+def angle(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    a, b = (torch.cat([t.flatten().double() for t in tensors]) for tensors in (ours, reference))
     return math.degrees(math.acos(min(1.0, (a @ b / a.norm() / b.norm()).item())))
 
 
 def angles(norm_act, reference: list, seed: int, ratio: float, dtype: torch.dtype) -> tuple[float, float, bool]:
     """Degrees between the half-precision and float32 gradients: of everything, of the convolutions; all finite?"""
-    found = network_gradients(residual_network(norm_act, seed, ratio), seed, dtype)
-    of_convolutions = ([gradient for gradient in each if gradient.dim() == 4] for each in (found, reference))
-    return angle(found, reference), angle(*of_convolutions), all(gradient.isfinite().all() for gradient in found)
+    gradients = network_gradients(residual_network(norm_act, seed, ratio), seed, dtype)
+    of_convolutions = ([gradient for gradient in network if gradient.dim() == 4] for network in (gradients, reference))
+    return (
+        angle(gradients, reference),
+        angle(*of_convolutions),
+        all(gradient.isfinite().all() for gradient in gradients),
+    )
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])

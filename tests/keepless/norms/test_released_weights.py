@@ -29,7 +29,7 @@ def load(module: nn.Module, state: dict[str, Tensor], **options) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module.load_state_dict(state, **options)
-    assert all("load_state_dict(" in linecache.getline(each.filename, each.lineno) for each in caught)
+    assert all("load_state_dict(" in linecache.getline(warning.filename, warning.lineno) for warning in caught)
     return [str(warning.message) for warning in caught]
 
 

@@ -64,8 +64,8 @@ def share(rank: int, strategy: str, activation: str, minibatches: list[list[tupl
     """One rank's part of minibatches that follow each other, each of given shapes; the results of the last."""
     group = None
     for members in group_of:
-        made = dist.new_group(members)
-        group = made if rank in members else group
+        new_group = dist.new_group(members)
+        group = new_group if rank in members else group
     for shapes in minibatches:
         layer = layer_of(strategy, activation=activation, sync=True, group=group)
         results = forward_and_backward(layer, *values_of(shapes[rank]))
@@ -83,16 +83,16 @@ CROPS = [[(crops, CHANNELS, 3, 4) for crops in minibatch] for minibatch in ([2, 
     ids=["all", "a given group", "ranks with one value per channel or none"],
 )
 def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation, minibatches, group_of):
-    found = ranks.run(share, strategy, activation, minibatches, group_of)
-    results = [[torch.from_numpy(t) for t in r] for r in found]
+    answers = ranks.run(share, strategy, activation, minibatches, group_of)
+    results = [[torch.from_numpy(t) for t in r] for r in answers]
     for members in group_of or [[0, 1, 2]]:
         parts = [values_of(minibatches[-1][r]) for r in members]
-        x, dz = (torch.cat([*map(rows, each)]) for each in zip(*parts, strict=True))
+        x, dz = (torch.cat([*map(rows, arrays)]) for arrays in zip(*parts, strict=True))
         expected = forward_and_backward(layer_of(strategy, activation=activation), x, dz)
         z, dx, dweight, dbias, *statistics = zip(*(results[r] for r in members), strict=True)
         assert_close([torch.cat([*map(rows, z)]), torch.cat([*map(rows, dx)]), sum(dweight), sum(dbias)], expected[:4])
-        for ours, theirs in zip(statistics, expected[4:], strict=True):
-            assert_close([*ours], [theirs] * len(members), rtol=1e-12, atol=1e-12)
+        for ours, statistic in zip(statistics, expected[4:], strict=True):
+            assert_close([*ours], [statistic] * len(members), rtol=1e-12, atol=1e-12)
 
 
 def renewed(rank: int) -> list:
@@ -105,8 +105,8 @@ def test_statistics_are_renewed_where_a_rank_has_no_values(ranks):
     first, second = torch.cat([rows(values_of(shape)[0]) for shape in SHAPES]), rows(values_of(SHAPES[0])[0])
     second = second.repeat(WORLD_SIZE, 1)
     expected = [(first.mean(0) + second.mean(0)) / 2, (first.var(0) + second.var(0)) / 2]
-    for found in ranks.run(renewed):
-        assert_close([torch.from_numpy(t) for t in found], expected)
+    for statistics in ranks.run(renewed):
+        assert_close([torch.from_numpy(t) for t in statistics], expected)
 
 
 def caught(rank: int, shapes: list[tuple[int, ...]]) -> str:
@@ -127,18 +127,18 @@ def caught(rank: int, shapes: list[tuple[int, ...]]) -> str:
 
 
 @pytest.mark.parametrize(
-    "shapes, own",
+    "shapes, reason",
     [
         (SHAPES[1:] + SHAPES[2:], "over all ranks of its group, but they have [1, 0, 0]"),
         (SHAPES[2:] * 3, "over all ranks of its group, but they have [0, 0, 0]"),
         (((2, CHANNELS + 1), *SHAPES[:1] * 2), "expected (N, 5"),
     ],
 )
-def test_a_refusal_reaches_every_rank_in_any_step(ranks, shapes, own):
+def test_a_refusal_reaches_every_rank_in_any_step(ranks, shapes, reason):
     """Programs that catch it are not left waiting, and the group works on."""
-    first, *others = ranks.run(caught, [*shapes])
-    told = first if "they have" in own else "a synchronised norm: rank 0 of its group refused its input"
-    assert own in first and all(other.startswith(told) for other in others), (first, others)
+    first, *errors = ranks.run(caught, [*shapes])
+    message = first if "they have" in reason else "a synchronised norm: rank 0 of its group refused its input"
+    assert reason in first and all(error.startswith(message) for error in errors), (first, errors)
 
 
 def reads_of_a_step(rank: int, strategy: str) -> list[str]:
@@ -176,9 +176,9 @@ def outside_its_group(rank: int) -> None:
 
 
 def test_a_rank_outside_the_given_group_is_told(ranks):
-    first, *others = ranks.run(outside_its_group)
+    first, *errors = ranks.run(outside_its_group)
     assert first is None
-    assert all(isinstance(error, ValueError) and "not in the process group" in str(error) for error in others), others
+    assert all(isinstance(error, ValueError) and "not in the process group" in str(error) for error in errors), errors
 
 
 def test_conversion_keeps_the_layers_and_reports_every_norm():
@@ -188,8 +188,14 @@ def test_conversion_keeps_the_layers_and_reports_every_norm():
         pass
 
     ours = [InPlaceABN(3), ABN(3, activation="elu"), CheckpointedABN(3), Own(3), InPlaceABNSync(3)]
-    others = [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), FrozenBatchNorm2d(3), nn.InstanceNorm2d(3), nn.GroupNorm(1, 3)]
-    network, reports = nn.Sequential(*ours, *others, nn.Conv2d(3, 3, 1)), []
+    unconverted = [
+        nn.BatchNorm2d(3),
+        nn.SyncBatchNorm(3),
+        FrozenBatchNorm2d(3),
+        nn.InstanceNorm2d(3),
+        nn.GroupNorm(1, 3),
+    ]
+    network, reports = nn.Sequential(*ours, *unconverted, nn.Conv2d(3, 3, 1)), []
     parameters = [*network.parameters()]
     assert InPlaceABNSync.convert(network, report=reports.append) is network
     assert list(network)[:5] == ours and all(layer.sync for layer in ours)
@@ -214,9 +220,9 @@ def gradients(network: nn.Module, images: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss_of(network, images), [p for p in network.parameters() if p.requires_grad]))
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+def assert_same(tensors: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
     largest = max(gradient.abs().max().item() for gradient in expected)
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, largest))
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=tolerance * max(1.0, largest))
 
 
 def _sharded(rank: int) -> list[list[Tensor]]:
@@ -236,8 +242,8 @@ def _sharded(rank: int) -> list[list[Tensor]]:
 @FSDP2_ON_CPUS
 def test_parameters_that_fsdp_frees_are_copied_for_what_follows(ranks):
     """FSDP has freed a norm's parameters when the layer after it asks for the norm's output."""
-    for expected, found, within in ranks.run(_sharded):
-        assert_same(found, expected)
+    for expected, tensors, within in ranks.run(_sharded):
+        assert_same(tensors, expected)
         assert_same(within, expected)
 
 
@@ -278,8 +284,8 @@ def _synchronised(rank: int) -> list[tuple[list[Tensor], list[Tensor], list[int]
 def test_synchronised_norms(ranks):
     """A frozen bias is not in the node, so what follows from it is kept."""
     for answers in ranks.run(_synchronised):
-        for found, expected, _ in answers:
-            assert_same(found, expected, 1e-10)
+        for tensors, expected, _ in answers:
+            assert_same(tensors, expected, 1e-10)
         (_, _, trained), (_, _, frozen) = answers
         assert trained[0] < 0.7 * trained[1] and frozen[0] == frozen[1]
 

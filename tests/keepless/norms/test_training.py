@@ -96,10 +96,10 @@ def test_unaligned_views_have_the_gradients_of_aligned_copies(device, offset):
     x, dz = torch.randn(2, 3, 8, 6, 6, device=device).unbind()
     layer, results = InPlaceABN(8).to(device), []
     for place in (torch.clone, shifted, torch.clone):
-        own = copy.deepcopy(layer)
-        vectors = {name: place(vector).requires_grad_() for name, vector in own.named_parameters()}
+        twin = copy.deepcopy(layer)
+        vectors = {name: place(vector).requires_grad_() for name, vector in twin.named_parameters()}
         leaf = place(x).requires_grad_()
-        z = torch.func.functional_call(own, vectors, leaf)
+        z = torch.func.functional_call(twin, vectors, leaf)
         results.append([z, *torch.autograd.grad(z, [leaf, *vectors.values()], place(dz))])
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)

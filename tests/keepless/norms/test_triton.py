@@ -258,10 +258,10 @@ def test_statistics_over_ranks(backend, device, ranks, channels):
     counts = torch.randint(2, 10**6, (ranks, 1), generator=generator)
     gathered = torch.cat([moments, counts], dim=1).to(device)
     results = []
-    for each in (EAGER, backend):
+    for tried in (EAGER, backend):
         vectors = torch.full((2, channels), 2.0, device=device)
-        tracked = each.joint_statistics(gathered, torch.float32, 1e-5, Running(*vectors.unbind(), 0.3))
-        results.append([*tracked, vectors, *each.joint_statistics(gathered, torch.float32, 1e-5, UNTRACKED)])
+        tracked = tried.joint_statistics(gathered, torch.float32, 1e-5, Running(*vectors.unbind(), 0.3))
+        results.append([*tracked, vectors, *tried.joint_statistics(gathered, torch.float32, 1e-5, UNTRACKED)])
     assert results[1][2].dtype == torch.float64 and results[1][2].shape == ()
     torch.testing.assert_close(*results, rtol=1e-6, atol=0)
 
@@ -270,8 +270,8 @@ def test_statistics_over_ranks(backend, device, ranks, channels):
 @pytest.mark.parametrize("counts, total", [((1, 0, 1), 2), ((1, 0, 0), 0), ((REFUSED, 9, 9), 0)])
 def test_the_total_is_zero_if_ranks_have_too_few_values_or_refuse(backend, device, counts, total):
     gathered = torch.tensor([[0.5, 0.0, count] for count in counts], dtype=torch.float64, device=device)
-    for each in (EAGER, backend):
-        assert each.joint_statistics(gathered, torch.float32, 1e-5, UNTRACKED)[2] == total
+    for tried in (EAGER, backend):
+        assert tried.joint_statistics(gathered, torch.float32, 1e-5, UNTRACKED)[2] == total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -290,18 +290,18 @@ def test_activations_to_the_last_places(backend, device, activation):
     """Near zero, where exp(y) - 1 and log(1 + y) cancel, and far from it."""
     size = torch.logspace(-7, 1, 400, dtype=torch.float64).float()
     y = torch.cat([-size, size]).reshape(-1, 1).to(device)
-    zero, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    zeros, ones = torch.zeros(1, device=device), torch.ones(1, device=device)
     phi = Activation(activation, PARAMS.get(activation, 0.01))
-    z = backend.normalise(y, zero, one, Affine(one, zero, phi))
-    exact = EAGER.normalise(y.double(), zero.double(), one.double(), Affine(one.double(), zero.double(), phi))
+    z = backend.normalise(y, zeros, ones, Affine(ones, zeros, phi))
+    exact = EAGER.normalise(y.double(), zeros.double(), ones.double(), Affine(ones.double(), zeros.double(), phi))
     tolerance = 1e-6 if device == "cpu" else 2e-6  # a device's exponential is good to 2^-22
     assert_close(z, exact, tolerance, exact.abs())
     if activation in INVERTIBLE_ACTIVATIONS:
         small = y.abs().squeeze() < 4
         z, y = z[small], y[small]
-        kept = BackwardInputs(z, True, zero, one, one, zero, one, phi)
-        inverse = backend.input_gradient(kept, 0 * z, zero, -one)  # x_hat * 1 = y
-        wanted = EAGER.input_gradient(backend_cases.double(kept), 0 * z.double(), zero.double(), -one.double())
+        kept = BackwardInputs(z, True, zeros, ones, ones, zeros, ones, phi)
+        inverse = backend.input_gradient(kept, 0 * z, zeros, -ones)  # x_hat * 1 = y
+        wanted = EAGER.input_gradient(backend_cases.double(kept), 0 * z.double(), zeros.double(), -ones.double())
         assert_close(inverse, wanted, tolerance, wanted.abs() + (0.2 if activation == "sigmoid" else 0))
 
 
@@ -321,12 +321,12 @@ def test_statistics_of_a_channel_with_nan_are_the_eager_ones(backend, device, ma
     example = case((3, 4, 2, 7), device)
     x, statistics = example.x.clone(), []
     x[0, 0, 0, 0] = x[2, 1, 1, 6] = torch.nan
-    for one in (backend, EAGER):
+    for tried in (backend, EAGER):
         running = Running(torch.zeros(4, device=device), torch.ones(4, device=device), 0.1)
-        _, _, invstd = one.forward(x, example.affine, 1e-5, running)
-        statistics.append([*one.moments(x), invstd, *running[:2]])
-    for own, wanted in zip(*statistics, strict=True):
-        assert own.isnan().tolist() == wanted.isnan().tolist() == [True, True, False, False]
+        _, _, invstd = tried.forward(x, example.affine, 1e-5, running)
+        statistics.append([*tried.moments(x), invstd, *running[:2]])
+    for statistic, wanted in zip(*statistics, strict=True):
+        assert statistic.isnan().tolist() == wanted.isnan().tolist() == [True, True, False, False]
 
 
 # On a device

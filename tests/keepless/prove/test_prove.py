@@ -49,13 +49,13 @@ class Changing(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps, self.own = [[1]], torch.Generator()
+        self.steps, self.generator = [[1]], torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps[0][0] += 1
         with torch.no_grad():
             x += 0.1
-        noise = torch.rand(1, generator=self.own) + random.random() + np.random.rand()
+        noise = torch.rand(1, generator=self.generator) + random.random() + np.random.rand()
         return super().forward(F.dropout(x, 0.2)) * (noise + len(self.between) + self.steps[0][0])
 
 
@@ -66,47 +66,47 @@ def test_a_budget_is_proved_and_the_state_put_back(has_gradients):
         parameter.grad = torch.ones_like(parameter) if has_gradients else None
 
     def state() -> tuple[list[Tensor], list[Any]]:
-        gradients = [one.grad for one in network.parameters() if one.grad is not None]
-        states = network.own.get_state(), torch.get_rng_state()
-        others = network.steps, network.between, random.getstate(), str(np.random.get_state())
-        return [x, *network.state_dict().values(), *gradients, *states], [*others, [*network._forward_hooks]]
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        states = network.generator.get_state(), torch.get_rng_state()
+        attributes = network.steps, network.between, random.getstate(), str(np.random.get_state())
+        return [x, *network.state_dict().values(), *gradients, *states], [*attributes, [*network._forward_hooks]]
 
-    tensors, others = copy.deepcopy(state())
+    tensors, attributes = copy.deepcopy(state())
     proof = prove(network, x, 0.9)
     baseline, prepared = proof.baseline, proof.prepared
     assert all(getattr(proof, kind) == EQUAL for kind in KINDS) and not proof.broken and not prepared.warnings
     assert prepared.peak == pytest.approx(prepared.planned, rel=0.02) and prepared.peak < 0.92 * baseline.peak
     assert proof.budget == int(0.9 * baseline.peak) - baseline.coming and proof.time > 0 and baseline.fits
-    assert baseline.coming == (0 if has_gradients else sum(one.nbytes for one in network.parameters()))
+    assert baseline.coming == (0 if has_gradients else sum(parameter.nbytes for parameter in network.parameters()))
     assert f"{proof}".splitlines()[::7] == ["outputs    equal", "proved"]
     torch.testing.assert_close(state()[0], tensors, rtol=0, atol=0)
-    assert state()[1] == others
+    assert state()[1] == attributes
 
 
-def written(network: Layers, out: Tensor) -> None:
+def written_in_memory(network: Layers, out: Tensor) -> None:
     """In C, after the layers have read it."""
-    for one in network.between[:-1]:
-        if type(one) is Tensor:  # no fake one
-            ctypes.memset(one.data_ptr(), 0, one.nbytes)
+    for tensor in network.between[:-1]:
+        if type(tensor) is Tensor:  # no fake one
+            ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
 
 
 def written_in_a_hook(network: Layers, out: Tensor) -> None:
     def write(gradient: Tensor) -> None:
-        for one in network.between[:-1]:
-            one.untyped_storage().fill_(0)
+        for tensor in network.between[:-1]:
+            tensor.untyped_storage().fill_(0)
 
     network.between[-1].register_hook(write)
 
 
 def written_as_data(network: Layers, out: Tensor) -> None:
     def write(gradients: Any) -> None:
-        for one in network.between[:-1]:
-            one.data.zero_()
+        for tensor in network.between[:-1]:
+            tensor.data.zero_()
 
     out.grad_fn.register_prehook(write)
 
 
-@pytest.mark.parametrize("fault", [written, written_in_a_hook, written_as_data])
+@pytest.mark.parametrize("fault", [written_in_memory, written_in_a_hook, written_as_data])
 def test_what_a_program_writes_unseen_is_found_in_the_first_gradient_that_differs(fault):
     proof = prove(Layers(fault), X, 0.9)
     assert proof.gradients.norm > 0.001 and proof.gradients.noise == 0 and "layers." in proof.gradients.first
@@ -136,10 +136,10 @@ def test_a_baseline_that_does_not_fit_in_memory_is_compared_and_its_peak_estimat
 STEP = {kind: {"a": torch.tensor([3.0, nan, inf, 4.0]), "b": torch.tensor([0.5])} for kind in KINDS}
 
 
-def steps(change: float = 0.0, name: str = "a", **others: Any) -> Steps:
+def steps(change: float = 0.0, name: str = "a", **fields: Any) -> Steps:
     """Three steps, in the second of which a gradient differs."""
     changed = STEP | {"gradients": STEP["gradients"] | {name: STEP["gradients"][name] + change}}
-    return Steps([STEP, changed, STEP], 2000, 1.0, 100, others.pop("warnings", ()), **{"planned": 1900} | others)
+    return Steps([STEP, changed, STEP], 2000, 1.0, 100, fields.pop("warnings", ()), **{"planned": 1900} | fields)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_warnings_of_the_network_are_no_news():
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "arguments, message",
     [
         ((nn.ModuleList(), X, 0.5), "prove got a ModuleList, whose forward pass is never called"),
         ((Layers(), X, X), r"several inputs as a tuple, prove\(network, \(x, y\), …\)"),
@@ -174,9 +174,9 @@ def test_warnings_of_the_network_are_no_news():
         ((Layers().requires_grad_(False), X, 0.5), "no output of the network needs a gradient"),
     ],
 )
-def test_what_is_wrong_is_said(given, message):
+def test_what_is_wrong_is_said(arguments, message):
     with pytest.raises(ValueError, match=message):
-        prove(*given)
+        prove(*arguments)
 
 
 MODULE = """

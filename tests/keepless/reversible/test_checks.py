@@ -91,9 +91,9 @@ def test_dropout_and_autocast(device, precision):
     for network in networks:
         with torch.autocast(device, precision, enabled=precision is not None):
             results.append(step(network.float().to(device), IMAGES.float().to(device)))
-    found, expected = results
+    tensors, expected = results
     for name, wanted in expected.items():
-        error = (found[name].double() - wanted.double()).norm()
+        error = (tensors[name].double() - wanted.double()).norm()
         assert error <= (1e-4 if precision is None else 0.1) * wanted.double().norm(), name
 
 

@@ -101,8 +101,8 @@ def step(network, x, seed=0) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
     y = network(x.clone())
     (y.square().sum() / 2 + y.sin().sum()).backward()
-    found = {"output": y.detach(), "input": x.grad}
-    return found | gradients(network) | {f"buffer {i}": b.clone() for i, b in enumerate(network.buffers())}
+    tensors = {"output": y.detach(), "input": x.grad}
+    return tensors | gradients(network) | {f"buffer {i}": b.clone() for i, b in enumerate(network.buffers())}
 
 
 def gradients(network) -> dict[str, torch.Tensor]:
@@ -110,11 +110,11 @@ def gradients(network) -> dict[str, torch.Tensor]:
     return {f"parameter {i}": p.grad for i, p in enumerate(network.parameters()) if p.grad is not None}
 
 
-def assert_same(found, expected, tolerance=1e-9):
-    assert found.keys() == expected.keys()
+def assert_same(tensors, expected, tolerance=1e-9):
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         scale = tensor.abs().max().clamp(min=1e-6).item() if tensor.is_floating_point() else 1
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance * scale, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=tolerance * scale, msg=f"{name}: {{}}".format)
 
 
 def assert_same_use(use, *networks):
@@ -124,17 +124,17 @@ def assert_same_use(use, *networks):
         x = IMAGES.clone().requires_grad_()
         values = {f"value {i}": value for i, value in enumerate(use(network, x) or [])}
         results.append(values | gradients(network) | ({} if x.grad is None else {"input": x.grad}))
-    for found in results[:-1]:
-        assert_same(found, results[-1])
+    for tensors in results[:-1]:
+        assert_same(tensors, results[-1])
 
 
-def made(*blocks: nn.Module) -> list[nn.Module]:
+def in_float64(*blocks: nn.Module) -> list[nn.Module]:
     return [block.double() for block in blocks]
 
 
 def twins(form, make, count=3, **options):
     torch.manual_seed(0)
-    blocks = made(*(make(**options) for _ in range(count)))
+    blocks = in_float64(*(make(**options) for _ in range(count)))
     return FORMS[form](copy.deepcopy(blocks)), nn.Sequential(*blocks)
 
 
@@ -147,18 +147,18 @@ IMAGES = torch.randn(3, 8, 5, 4, dtype=torch.float64, generator=torch.Generator(
 def test_gradients_and_statistics_equal_stored_activations(coupling, form):
     """Defects: running statistics that move three times a step; parameters of stored activations."""
     norms = NORMS if coupling == "additive" else ("inplace", "batchnorm")
-    blocks = made(*(COUPLINGS[coupling](norm=NORMS[norm]) for norm in norms))
-    found, expected = FORMS[form](copy.deepcopy(blocks)), nn.Sequential(*blocks)
-    assert_same(step(found, IMAGES), step(expected, IMAGES))
-    assert_same(step(found.eval(), IMAGES), step(expected.eval(), IMAGES))
+    blocks = in_float64(*(COUPLINGS[coupling](norm=NORMS[norm]) for norm in norms))
+    network, expected = FORMS[form](copy.deepcopy(blocks)), nn.Sequential(*blocks)
+    assert_same(step(network, IMAGES), step(expected, IMAGES))
+    assert_same(step(network.eval(), IMAGES), step(expected.eval(), IMAGES))
 
 
 @pytest.mark.parametrize("form", ["sequence", "wrappers", "kept inputs"])
 @pytest.mark.parametrize("coupling", ["additive", "affine", "sigmoid"])
 def test_dropout_drops_the_same_again(coupling, form):
     """Defect: dropout inside F or G gives wrong gradients."""
-    found, expected = twins(form, COUPLINGS[coupling], dropout=0.4)
-    assert_same(step(found, IMAGES), step(expected, IMAGES))
+    network, expected = twins(form, COUPLINGS[coupling], dropout=0.4)
+    assert_same(step(network, IMAGES), step(expected, IMAGES))
     after = torch.rand(1)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_dropout_drops_the_same_again(coupling, form):
     assert torch.equal(after, torch.rand(1))  # the backward pass leaves the random numbers alone
     if form == "wrappers":
         with pytest.raises(RuntimeError, match="computed other values"):
-            step(wrapped([wrapper._fn for wrapper in found], preserve_rng_state=False), IMAGES)
+            step(wrapped([wrapper._fn for wrapper in network], preserve_rng_state=False), IMAGES)
 
 
 def conv(branch: nn.Module) -> nn.Conv2d:
@@ -201,7 +201,7 @@ def foreign(network):
 @pytest.mark.parametrize("change", [tied, frozen, frozen_norms, unused, foreign])
 @pytest.mark.parametrize("coupling", [additive, affine])
 def test_tied_frozen_unused_and_foreign_parameters(coupling, change):
-    network = nn.Sequential(*made(coupling(), coupling(), coupling()))
+    network = nn.Sequential(*in_float64(coupling(), coupling(), coupling()))
     change(network)
     twin = copy.deepcopy(network)
     if change is foreign:  # a deep copy would use the first network's weight
@@ -219,8 +219,8 @@ def twice(network, x):
 def in_part(network, x):
     """Gradients of some parameters, from half of the output: some steps never restore their activations."""
     wanted = [p for i, p in enumerate(network.parameters()) if i % 5 == 1]
-    found = torch.autograd.grad(network(x.detach())[:, :4].square().sum(), wanted, allow_unused=True)
-    return [torch.zeros(1) if gradient is None else gradient for gradient in found]
+    gradients = torch.autograd.grad(network(x.detach())[:, :4].square().sum(), wanted, allow_unused=True)
+    return [torch.zeros(1) if gradient is None else gradient for gradient in gradients]
 
 
 def twice_in_turn(network, x):
@@ -239,9 +239,9 @@ def test_other_ways_to_differentiate(use, coupling, form):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_inside_checkpointing(form, reentrant):
-    found, expected = twins(form, additive, norm=ABN)
-    outside = nn.Sequential(found)
-    outside.forward = lambda x: checkpoint(found, x, use_reentrant=reentrant)
+    network, expected = twins(form, additive, norm=ABN)
+    outside = nn.Sequential(network)
+    outside.forward = lambda x: checkpoint(network, x, use_reentrant=reentrant)
     assert_same(step(outside, IMAGES), step(expected, IMAGES))
 
 
@@ -251,7 +251,7 @@ def test_checkpointing_and_reversible_modules_inside_branches():
             return checkpoint(super().forward, x, use_reentrant=False)
 
     inner = [[AdditiveCoupling(branch(2)), AffineCoupling(branch(2), adapter=AffineAdapterNaive)] for _ in range(2)]
-    blocks = made(*(AdditiveCoupling(Checkpointed(*branch()), ReversibleSequence(parts)) for parts in inner))
+    blocks = in_float64(*(AdditiveCoupling(Checkpointed(*branch()), ReversibleSequence(parts)) for parts in inner))
     plain = copy.deepcopy(blocks)
     for block in plain:
         block.Gm.disable = True
@@ -268,26 +268,26 @@ def test_outer_hooks_hold_what_is_kept():
         return len(packed) - 1
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda number: packed[number].clone()):
-        found = step(network, IMAGES)
-    assert_same(found, step(expected, IMAGES))
+        tensors = step(network, IMAGES)
+    assert_same(tensors, step(expected, IMAGES))
     assert [tensor.shape for tensor in packed].count(IMAGES.shape) == 3  # ours; y for its square and sine
 
 
 def test_an_input_that_someone_holds_stays():
     """Defects: a skip connection's freed input crashes the process; an input that another operation saved raises."""
-    found, expected = twins("wrappers", additive, norm=ABN)
+    blocks, expected = twins("wrappers", additive, norm=ABN)
 
     def use(network, x):
-        held = [x.sin()]
+        outputs = [x.sin()]
         for block in network:
-            held.append(block(held[-1]))
-        loss = sum((h.exp() * (i + 1)).sum() for i, h in enumerate(held)) + (held[0] * held[-1]).sum()
-        values = [h.detach().clone() for h in held]
+            outputs.append(block(outputs[-1]))
+        loss = sum((h.exp() * (i + 1)).sum() for i, h in enumerate(outputs)) + (outputs[0] * outputs[-1]).sum()
+        values = [h.detach().clone() for h in outputs]
         loss.backward()
-        assert all(torch.equal(h, value) for h, value in zip(held, values, strict=True))
+        assert all(torch.equal(h, value) for h, value in zip(outputs, values, strict=True))
         return values
 
-    assert_same_use(use, found, expected)
+    assert_same_use(use, blocks, expected)
 
 
 def change(parameter):
@@ -327,8 +327,8 @@ def test_without_gradients_nothing_is_freed(form):
     (network, expected), x = twins(form, additive), IMAGES.clone()
     for context, training in product((torch.no_grad, torch.inference_mode), (False, True)):
         with context():
-            found, wanted = (each.train(training)(x) for each in (network, expected))
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+            outputs, wanted = (module.train(training)(x) for module in (network, expected))
+            torch.testing.assert_close(outputs, wanted, rtol=0, atol=1e-12)
         assert torch.equal(x, IMAGES)
 
 
@@ -338,10 +338,10 @@ def test_without_gradients_nothing_is_freed(form):
 @pytest.mark.filterwarnings("ignore:InvertibleModuleWrapper got a torch.bfloat16 input")
 def test_autocast_keeps_dtypes(coupling, form):
     """Streams of either dtype; gradients as stored. A sequence of couplings converts its stream to float32."""
-    found, expected = (network.float() for network in twins(form, coupling, norm=ABN))
+    reversible, expected = (network.float() for network in twins(form, coupling, norm=ABN))
     for dtype in (torch.float32, torch.bfloat16)[: 1 if form == "opaque sequence" else 2]:
         results = []
-        for network in (found, expected):
+        for network in (reversible, expected):
             x = IMAGES.to(dtype).requires_grad_()
             converts = form == "sequence" and network is expected
             with torch.autocast("cpu", torch.bfloat16):
@@ -365,21 +365,21 @@ def test_a_sequence_computes_in_float32_under_autocast_however_it_runs():
         expected = nn.Sequential(*blocks)(stem.float())
         stored, within = ReversibleSequence(blocks, disable=True), ReversibleSequence([convolution, *blocks])
         with torch.no_grad():
-            found = [network(x)]
-        found += [network(x), stored(stem), within(x)]
+            outputs = [network(x)]
+        outputs += [network(x), stored(stem), within(x)]
         with pytest.warns(UserWarning, match="inside torch.compile"):
-            found.append(torch.compile(network, backend="eager")(x))
+            outputs.append(torch.compile(network, backend="eager")(x))
         with pytest.warns(UserWarning, match="got a torch.bfloat16 input under autocast.*give the first one x.float()"):
             wrapped(blocks)(stem)
     assert expected.dtype == torch.float32
-    for y in found:
+    for y in outputs:
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
 def test_hooks_fire():
     """Forward hooks fire again in the backward pass; backward hooks and hooks of parameters once, with the gradient."""
-    found, expected = twins("sequence", additive)
-    for network in (found.blocks, expected):
+    sequence, expected = twins("sequence", additive)
+    for network in (sequence.blocks, expected):
         network.calls, network.forward_calls = [], []
         layer = network[1].Fm[1]
         layer.register_full_backward_hook(lambda m, i, o, n=network: n.calls.append(o[0].clone()))
@@ -387,9 +387,9 @@ def test_hooks_fire():
         layer.weight.register_post_accumulate_grad_hook(lambda p, n=network: n.calls.append(p.grad.clone()))
         network[0].register_forward_hook(lambda m, x, y, n=network: n.forward_calls.append(y))
         network[2].register_full_backward_hook(lambda m, i, o, n=network: n.calls.append(o[0].clone()))
-    assert_same(step(found, IMAGES), step(expected, IMAGES))
-    assert len(found.blocks.calls) == len(expected.calls) == 4 and found.blocks.forward_calls
-    assert_same(dict(enumerate(found.blocks.calls)), dict(enumerate(expected.calls)))
+    assert_same(step(sequence, IMAGES), step(expected, IMAGES))
+    assert len(sequence.blocks.calls) == len(expected.calls) == 4 and sequence.blocks.forward_calls
+    assert_same(dict(enumerate(sequence.blocks.calls)), dict(enumerate(expected.calls)))
 
 
 @pytest.mark.parametrize(
@@ -433,14 +433,14 @@ def test_only_the_last_output_lives_until_the_backward_pass(form):
 
 def test_branches_run_once_more_in_the_backward_pass():
     """4N operations for couplings, 5N for modules that must be inverted first (RevNet, section 3.2)."""
-    blocks = made(*(additive(norm=nn.BatchNorm2d) for _ in range(4)))
+    blocks = in_float64(*(additive(norm=nn.BatchNorm2d) for _ in range(4)))
     nested = ReversibleSequence([ReversibleSequence([InvertibleModuleWrapper(b) for b in blocks[:2]]), *blocks[2:]])
     flops = []
     for network in (nn.Sequential(*blocks), ReversibleSequence(blocks), nested, wrapped(map(Opaque, blocks))):
         with FlopCounterMode(display=False) as counter:
             network(IMAGES.clone().requires_grad_()).sum().backward()
         flops.append(counter.get_total_flops())
-    assert [found / flops[0] for found in flops[1:]] == pytest.approx([4 / 3, 4 / 3, 5 / 3])
+    assert [count / flops[0] for count in flops[1:]] == pytest.approx([4 / 3, 4 / 3, 5 / 3])
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_branches_run_once_more_in_the_backward_pass():
 )
 @pytest.mark.parametrize("keep_input", [False, True])
 def test_any_dimension_but_the_batch(split_dim, shape, keep_input):
-    blocks = made(*(AdditiveCoupling(nn.PReLU(init=random()), split_dim=split_dim) for _ in range(3)))
+    blocks = in_float64(*(AdditiveCoupling(nn.PReLU(init=random()), split_dim=split_dim) for _ in range(3)))
     for block in blocks:  # a missing Gm is a copy of Fm
         assert block.Fm.weight == block.Gm.weight and block.Fm.weight is not block.Gm.weight
     x = torch.randn(shape, dtype=torch.float64)
@@ -487,7 +487,7 @@ def test_several_inputs_and_outputs(options):
 @pytest.mark.parametrize("keep_input_inverse", [False, True])
 @pytest.mark.parametrize("make", [additive, affine, lambda: Opaque(additive()), lambda: Opaque(affine())])
 def test_the_inverse_is_differentiated_without_its_input(make, keep_input_inverse):
-    (module,) = made(make())
+    (module,) = in_float64(make())
     wrapper = InvertibleModuleWrapper(copy.deepcopy(module), keep_input_inverse=keep_input_inverse)
 
     assert_same_use(lambda network, y: network.inverse(y * 1).square().sum().backward(), wrapper, module)

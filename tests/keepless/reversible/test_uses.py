@@ -8,7 +8,15 @@ from torch import nn
 
 from keepless import AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence, recompute_activations
 from tests.keepless.reversible import test_modules as reversible
-from tests.keepless.reversible.test_modules import IMAGES, additive, assert_same, assert_same_use, branch, made, step
+from tests.keepless.reversible.test_modules import (
+    IMAGES,
+    additive,
+    assert_same,
+    assert_same_use,
+    branch,
+    in_float64,
+    step,
+)
 
 
 @pytest.mark.parametrize("form", ["sequence", pytest.param("opaque", marks=pytest.mark.slow)])
@@ -24,7 +32,7 @@ def test_compiled_as_one_graph_with_a_warning_that_the_compiler_decides(form):
 @pytest.mark.filterwarnings("ignore:recompute_activations does nothing inside torch.compile")
 def test_compiled_branches(backend):
     torch.compiler.reset()  # modules share a limit of 8 compilations, which earlier tests may have reached
-    blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)), additive())
+    blocks = in_float64(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)), additive())
     plain = copy.deepcopy(nn.Sequential(*blocks))
     blocks[0].Fm = torch.compile(blocks[0].Fm, backend=backend)
     assert_same(step(ReversibleSequence(blocks), IMAGES), step(plain, IMAGES))
@@ -34,7 +42,7 @@ def test_compiled_branches(backend):
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
 def test_branches_whose_saved_tensors_depend_on_strides(tokens, layout):
     """Halves of tokens are views with gaps, for which `F.linear` saves others; of the same shapes if there are four."""
-    blocks = made(*(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4), split_dim=2) for _ in range(2)))
+    blocks = in_float64(*(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4), split_dim=2) for _ in range(2)))
     x = torch.randn(2, tokens, 8, dtype=torch.float64)
     x = {"transposed": x.transpose(0, 1), "expanded": x[:1].expand(2, -1, -1)}.get(layout, x)
 
@@ -49,9 +57,9 @@ def test_branches_whose_saved_tensors_depend_on_strides(tokens, layout):
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.clone])
 def test_other_tensors_in_place_of_parameters_are_refused(kind):
     """MAML trains so: the tensors need not be parameters."""
-    network = ReversibleSequence(made(additive()))
-    others = {name: kind(parameter.detach() * 2) for name, parameter in network.named_parameters()}
-    y = torch.func.functional_call(network, others, (IMAGES.clone().requires_grad_(),))
+    network = ReversibleSequence(in_float64(additive()))
+    doubled = {name: kind(parameter.detach() * 2) for name, parameter in network.named_parameters()}
+    y = torch.func.functional_call(network, doubled, (IMAGES.clone().requires_grad_(),))
     with pytest.raises(RuntimeError, match="is not the same tensor as in the forward pass"):
         y.sum().backward()
 
@@ -72,7 +80,7 @@ def test_buffers_that_change_before_the_backward_pass_are_refused():
         (lambda part: setattr(part, "scale", torch.zeros(())), "WithBuffer.scale .* is not the same tensor"),
     ):
         scaled = WithBuffer()
-        y = ReversibleSequence(made(AdditiveCoupling(scaled)))(IMAGES.clone().requires_grad_())
+        y = ReversibleSequence(in_float64(AdditiveCoupling(scaled)))(IMAGES.clone().requires_grad_())
         change(scaled)
         with pytest.raises(RuntimeError, match=message):
             y.sum().backward()
@@ -81,7 +89,7 @@ def test_buffers_that_change_before_the_backward_pass_are_refused():
 @pytest.mark.parametrize("norm", ["std", "inplace", "checkpoint", "batchnorm"])
 def test_modes_and_statistics_that_change_before_the_backward_pass(norm):
     """Evaluate, train on other data, then differentiate the evaluation, as virtual adversarial training does."""
-    blocks = made(additive(norm=reversible.NORMS[norm]), additive(norm=reversible.NORMS[norm]))
+    blocks = in_float64(additive(norm=reversible.NORMS[norm]), additive(norm=reversible.NORMS[norm]))
 
     def use(network, x):
         y = network.eval()(x)
@@ -109,7 +117,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("where", ["forward", "inverse"])
 def test_functions_that_write_over_their_input_are_named(where):
-    network = nn.Sequential(*reversible.wrapped(made(additive(), InPlace(where))), *made(additive()))
+    network = nn.Sequential(*reversible.wrapped(in_float64(additive(), InPlace(where))), *in_float64(additive()))
     with pytest.raises(ValueError, match="InPlace.* wrote over its input"):
         network(IMAGES.clone().requires_grad_()).sum().backward()
 
@@ -147,16 +155,16 @@ def failed_once(network, x):
 def first_in_part(network, x):
     """autograd.grad of the last wrapper frees its graph; the first one's is still there, for two backward passes."""
     y = network[0](x)
-    found = torch.autograd.grad(network[1](y).sum(), [*network[1].parameters()])
+    gradients = torch.autograd.grad(network[1](y).sum(), [*network[1].parameters()])
     y.square().sum().backward(retain_graph=True)
     y.sin().sum().backward()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("use", [kept_then_wrapped, unused, failed_once, first_in_part])
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_output_with_several_readers(use, kept):
-    blocks = made(additive(), AdditiveCoupling(Failing(*branch()), branch()), additive())
+    blocks = in_float64(additive(), AdditiveCoupling(Failing(*branch()), branch()), additive())
     plain = nn.Sequential(*copy.deepcopy(blocks))
     network = reversible.wrapped(blocks)
     network[1].keep_input = kept
@@ -164,7 +172,7 @@ def test_an_output_with_several_readers(use, kept):
 
 
 def test_a_kept_block_that_begins_with_a_wrapper():
-    blocks = made(additive(), additive(), nn.Conv2d(8, 8, 1), additive())
+    blocks = in_float64(additive(), additive(), nn.Conv2d(8, 8, 1), additive())
     plain = nn.Sequential(*copy.deepcopy(blocks))
     inner = nn.Sequential(InvertibleModuleWrapper(blocks[1]), blocks[2])
     network = nn.Sequential(*reversible.wrapped(blocks[:1]), InvertibleModuleWrapper(inner, keep_input=True), blocks[3])
@@ -175,11 +183,11 @@ def test_a_kept_block_that_begins_with_a_wrapper():
 
 
 def test_blocks_without_inverse_inside_others():
-    flat = made(additive(), additive(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), additive())
+    flat = in_float64(additive(), additive(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), additive())
     plain = copy.deepcopy(nn.Sequential(*flat))
     inner = ReversibleSequence(flat[1:3]), InvertibleModuleWrapper(flat[3], keep_input=True)
     network = ReversibleSequence([flat[0], *inner, flat[4]])
-    assert not any(each.invertible for each in (network, *inner))
+    assert not any(module.invertible for module in (network, *inner))
     assert_same(step(network, IMAGES), step(plain, IMAGES))
 
 
@@ -195,7 +203,7 @@ class Hamiltonian(nn.Sequential):
 
 def test_branches_that_differentiate_keep_their_activations_or_are_named():
     energies = [(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(2)]
-    blocks = made(*(AdditiveCoupling(Hamiltonian(*energy)) for energy in energies))
+    blocks = in_float64(*(AdditiveCoupling(Hamiltonian(*energy)) for energy in energies))
     plain = copy.deepcopy(nn.Sequential(*blocks))
     with pytest.raises(RuntimeError, match="computes gradients in its forward pass.*disable=True"):
         step(ReversibleSequence(blocks), IMAGES)
@@ -206,7 +214,7 @@ def test_a_norm_in_two_branches():
     """A norm that is listed in two modules of one step keeps its own buffers."""
     norm = nn.BatchNorm2d(4)
     branches = nn.Sequential(norm, nn.Conv2d(4, 4, 1)), nn.Sequential(norm, nn.Tanh())
-    network = ReversibleSequence(made(AdditiveCoupling(*branches)))
+    network = ReversibleSequence(in_float64(AdditiveCoupling(*branches)))
     buffers = {name: id(values) for name, values in norm.named_buffers()}
     step(network, IMAGES)
     assert {name: id(values) for name, values in norm.named_buffers()} == buffers
@@ -225,5 +233,5 @@ def test_prepared_branches_keep_the_same_when_they_run_again(first, budget):
     prepared, images = recompute_activations(copy.deepcopy(plain), budget=budget), torch.randn(2, 3, 8, 8).double()
     expected = torch.autograd.grad(plain(images).square().mean(), [*plain.parameters()])
     for _ in range(3):
-        found = torch.autograd.grad(prepared(images).square().mean(), [*prepared.parameters()])
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        gradients = torch.autograd.grad(prepared(images).square().mean(), [*prepared.parameters()])
+        torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
