@@ -56,7 +56,7 @@ def in_a_line(error: Exception, subject: str) -> ValueError:
     return ValueError(f"{subject} raises {type(error).__name__} ({place}): {message}")
 
 
-def end_with(main: Callable[[list[str]], object], name: str) -> None:
+def run_command(main: Callable[[list[str]], object], name: str) -> None:
     """Run a command's `main`. A ValueError ends it as a message; otherwise its status is 1 if `main` returns False."""
     try:
         sys.exit(main(sys.argv[1:]) is False)

@@ -82,7 +82,7 @@ class MadeTensors(TorchDispatchMode):
             return False
         node = running_node()
         following = getattr(node, "next_functions", ())
-        if self.nodes[gradient_address] == _name(node) and len(set(following)) == len(following):
+        if self.nodes[gradient_address] == _node_identity(node) and len(set(following)) == len(following):
             return False  # the addition is part of a node
         is_alike = (gradient.shape, gradient.dtype) == (result.shape, result.dtype)
         return is_alike and torch.ops.aten.is_non_overlapping_and_dense(gradient)
@@ -98,7 +98,7 @@ class MadeTensors(TorchDispatchMode):
         number = len(self.sizes)
         self.references[storage_address] = weakref.ref(storage, partial(self._freed, storage_address))
         self.numbers[storage_address] = number
-        self.nodes[storage_address] = _name(running_node())
+        self.nodes[storage_address] = _node_identity(running_node())
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         self.sizes.append(size)
@@ -135,7 +135,7 @@ class _Sum(NamedTuple):
     peak: int  # before the addition
 
 
-def _name(node: Any) -> object:
+def _node_identity(node: Any) -> object:
     """Identify a node of a backward pass without keeping it alive."""
     return None if node is None else node_number(node)
 

@@ -371,7 +371,7 @@ def gathered_dtype(module: Any) -> torch.dtype | None:
     return module._get_fsdp_state()._mp_policy.param_dtype
 
 
-def communicated_alone(operator: OpOverload, args: tuple[Any, ...]) -> Any:
+def simulated_collective(operator: OpOverload, args: tuple[Any, ...]) -> Any:
     """The result of a collective operator, as if all other processes had the same tensors. Nothing is sent.
 
     RuntimeError for others than reductions over all, gathering by all, broadcasts and barriers.

@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from ..commands import AUTOCAST, autocast, end_with, in_a_line, network_of
+from ..commands import AUTOCAST, autocast, in_a_line, network_of, run_command
 from .device import OPTIMIZERS
 from .fit import Fit, fit, limits
 
@@ -53,4 +53,4 @@ def main(arguments: list[str]) -> Fit:
 
 
 if __name__ == "__main__":
-    end_with(main, "keepless.fit")
+    run_command(main, "keepless.fit")

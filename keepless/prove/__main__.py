@@ -11,7 +11,7 @@ is 1 if anything is not as promised.
 
 import argparse
 
-from ..commands import AUTOCAST, end_with
+from ..commands import AUTOCAST, run_command
 from ..recompute.signatures.plans import checked
 from .processes import proof_in_processes
 
@@ -31,4 +31,4 @@ def main(arguments: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    end_with(main, "keepless.prove")
+    run_command(main, "keepless.prove")

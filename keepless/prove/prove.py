@@ -48,7 +48,7 @@ def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
     check_has_forward(network, "prove")
     check_one_example(budget, "prove")
     checked(budget)
-    inputs = tree_map(_apart, arguments_of(example))
+    inputs = tree_map(_detached_copy, arguments_of(example))
     before = Snapshot(network, inputs)
     try:
         baseline = baseline_steps(network, inputs)
@@ -59,7 +59,7 @@ def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
         before.restore()  # also hooks of `recompute_activations`
 
 
-def _apart(leaf: Any) -> Any:
+def _detached_copy(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 

@@ -18,10 +18,10 @@ from ...torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
     address,
-    communicated_alone,
     forget_originals,
     is_any_autocast_enabled,
     quick_fake,
+    simulated_collective,
     with_dispatch_modes_off,
     without_cached_weights,
 )
@@ -167,7 +167,7 @@ class _Apart(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if "c10d" in function.namespace:
-            return communicated_alone(function, args)
+            return simulated_collective(function, args)
         for tensor in tensors_in((args, kwargs)):
             if is_ordinary(tensor) and address(tensor.untyped_storage()) in self.addresses:
                 raise RuntimeError(
