@@ -141,12 +141,12 @@ class Section:
     @contextmanager
     def _filling(self) -> Iterator[None]:
         """Context in which saved tensors fill the slots. The graph made here ends with it."""
-        slots = iter(self.slots)
+        references = iter(self.slots)
         ended = False
 
         def pack(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):
-                reference = next(slots, None)
+                reference = next(references, None)
                 if reference is None:
                     raise RuntimeError(f"{_CHANGED}: it saved more tensors than at first")
                 slot = reference()
@@ -167,7 +167,7 @@ class Section:
                 yield
         finally:
             ended = True
-        if next(slots, None) is not None:
+        if next(references, None) is not None:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
 
     def _random(self) -> list[Tensor]:
