@@ -217,7 +217,7 @@ class Advised(Recording):
         if advice & _AFTERWARDS:
             if advice & KEEP and isinstance(result, Tensor) and not self.registry.storages.may_change_unseen(result):
                 if self.registry.names.find(result) is None:
-                    self.registry.keep(result, True)
+                    self.registry.keep(result, by_advice=True)
             if advice & COUNT:
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
                     self.result_bytes += result.nbytes
@@ -404,7 +404,7 @@ class Advised(Recording):
             value = None
             if not tensor.requires_grad:
                 if (tensor.ndim > 1 or tensor.numel() >= registry.short_length) and not is_simple(registry, tensor):
-                    registry.keep(tensor, True)  # recipes may read it uncopied, as it must not change anyway
+                    registry.keep(tensor, by_advice=True)  # recipes may read it uncopied, as it must not change anyway
                 return Kept(tensor, None, detaches=False)
             if self._may_be_derived(tensor):
                 value = value_by_advice(registry, tensor)
@@ -430,7 +430,8 @@ class Advised(Recording):
 
     def _may_be_derived(self, tensor: Tensor) -> bool:
         """Whether a saved tensor may be computed from a dropped base, by its node, or from an argument of the call."""
-        _, _, base_value = self.registry.names.by_id.get(id(tensor._base), NOT_KNOWN)
+        base = tensor._base
+        base_value = None if base is None else self.registry.names.by_id.get(id(base), NOT_KNOWN)[2]
         if base_value is not None:
             return type(base_value.source) is not Kept
         return bool(self.site.advice & _DERIVED) or type(tensor.grad_fn) in DERIVING
@@ -491,8 +492,7 @@ class Advised(Recording):
             except NotRepeated:
                 pass
             find.result = find.node_packs = None
-            is_new = is_written or again is None or again.fresh
-            if again is not None and not again.draws and (is_new or not _is_among(result, args, kwargs)):
+            if again and not again.draws and (again.fresh or is_written or not _is_among(result, args, kwargs)):
                 value = None
                 for tensor, saved_value in self.result_candidates:  # autograd holds it already
                     value = saved_value if tensor is result else value
