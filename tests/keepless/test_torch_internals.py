@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import keepless
 from keepless import recompute_activations
-from keepless.recompute.passes import finders
+from keepless.recompute.passes import finder
 from keepless.saved import kept_bytes
 from keepless.torch_internals import unpack
 
@@ -71,7 +71,7 @@ def test_what_a_node_does_not_show_is_kept(monkeypatch):
     plain, all_bytes = gradients()
     recompute_activations(network)
     again, few_bytes = gradients()
-    monkeypatch.setattr(finders, "packed_by", lambda node, name: None)
+    monkeypatch.setattr(finder, "packed_by", lambda node, name: None)
     unseen, more_bytes = gradients()
     assert few_bytes < more_bytes <= all_bytes
     for grads in (again, unseen):

@@ -29,7 +29,7 @@ from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
 from .advice import COUNT, DROP, END, FLAT, HOOKS, KEEP, MEMORY, NOWHERE, SIGNS, Advice, Site
 from .derivation import DERIVING, value_by_advice
-from .finders import Finder
+from .finder import Finder
 from .learning import Note, drops_outside
 from .packing import holder_of, is_simple, sign_mask
 from .plan import MORE, ByPlan, Flag

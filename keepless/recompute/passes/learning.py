@@ -14,7 +14,7 @@ from ..held.values import Recipe, Saved, Value
 from ..table.rules import attention
 from . import advice as bits
 from .derivation import DERIVING, checkpointed_output
-from .finders import packs_of
+from .finder import packs_of
 from .plan import Flag
 from .registry import is_parameter
 

@@ -16,7 +16,7 @@ from ..held.calls import Call
 from ..held.values import Again, Recipe, Value, kept_bytes_below
 from ..table.functions import Row
 from ..table.rules import NotRepeated, Rule
-from .finders import MUCH, Finder
+from .finder import MUCH, Finder
 from .plan import ByPlan, Flag
 from .registry import Registry
 
