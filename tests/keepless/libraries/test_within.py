@@ -44,7 +44,7 @@ SLOW = {
 }
 
 
-def made(make: Callable[[], Made]) -> Made:
+def new_network(make: Callable[[], Made]) -> Made:
     """A network in training mode, with the same weights in each call."""
     torch.manual_seed(0)
     network, draw = make()
@@ -77,17 +77,17 @@ def peak(network: nn.Module, draw: Callable[[], Inputs]) -> int:
     return peak_bytes(lambda: loss_of(network, inputs).backward(), "cpu")
 
 
-def are_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def are_equal(outcomes: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(outcomes) == len(expected) and all(map(torch.equal, outcomes, expected))
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_network_trains_within_a_budget_as_without_one(name):
     make = (QUICK | SLOW)[name]
-    baseline, draw = made(make)
+    baseline, draw = new_network(make)
     expected = [step(baseline, draw, seed) for seed in range(3)]
     budget = int(LARGER.get(name, SHARE) * peak(baseline, draw))
-    prepared, draw = made(make)
+    prepared, draw = new_network(make)
     recompute_activations(prepared, budget=budget)
     assert [are_equal(step(prepared, draw, seed), expected[seed]) for seed in range(3)] == [True] * 3
     assert plans(prepared) == [1]
@@ -110,36 +110,36 @@ def merge_and_unmerge(network: nn.Module, adapter: str) -> None:
 def test_adapters_are_switched_and_merged_between_steps(change):
     """Three steps before a change and three after it: adapters have plans of their own, as others are frozen."""
     make = partial(networks.lora, 2)
-    baseline, draw = made(make)
+    baseline, draw = new_network(make)
     expected = []
     for adapter in ("first", "second"):
         change(baseline, adapter)
         expected += [step(baseline, draw, seed) for seed in range(3)]
     budget = int(SHARE * peak(baseline, draw))
-    prepared, draw = made(make)
+    prepared, draw = new_network(make)
     recompute_activations(prepared, budget=budget)
-    found = []
+    outcomes = []
     for adapter in ("first", "second"):
         change(prepared, adapter)
-        found += [step(prepared, draw, seed) for seed in range(3)]
+        outcomes += [step(prepared, draw, seed) for seed in range(3)]
         assert all(plans(prepared)) and peak(prepared, draw) <= 1.01 * budget
         prepared.zero_grad()
-    assert list(map(are_equal, found, expected)) == [True] * 6
+    assert list(map(are_equal, outcomes, expected)) == [True] * 6
 
 
 @pytest.mark.slow
 def test_lora_on_all_convolutions_of_a_resnet_takes_less_than_full_training():
     """Frozen norms need their inputs, and LoRA adds results: the baseline's peak is far above full training's."""
-    full, draw = made(networks.resnet)
+    full, draw = new_network(networks.resnet)
     step(full, draw, 0)
     most = peak(full, draw)
     del full
-    baseline, draw = made(networks.lora_of_convolutions)
+    baseline, draw = new_network(networks.lora_of_convolutions)
     expected = [step(baseline, draw, seed) for seed in range(3)]
     assert peak(baseline, draw) > 1.5 * most
     del baseline
     budget = int(0.55 * most)
-    prepared, draw = made(networks.lora_of_convolutions)
+    prepared, draw = new_network(networks.lora_of_convolutions)
     recompute_activations(prepared, budget=budget)
     assert [are_equal(step(prepared, draw, seed), expected[seed]) for seed in range(3)] == [True] * 3
     assert plans(prepared) == [1] and peak(prepared, draw) <= 1.01 * budget

@@ -68,29 +68,33 @@ def step(network: nn.Module, x: Tensor, plan: Plan | None = None, seed: int = 1)
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
     with nullcontext() if plan is None else Recording(ByPlan(plan), inputs=[x]):
         outputs = tensors_in(network(x))
-    torch.autograd.backward([one.square().mean() for one in outputs if one.requires_grad])
+    torch.autograd.backward([output.square().mean() for output in outputs if output.requires_grad])
     gradients = [parameter.grad.clone() for parameter in network.parameters()]
     buffers = [buffer.clone() for buffer in network.buffers()]
     numbers = [torch.get_rng_state(), torch.tensor(random.random())]
-    return [*(one.detach() for one in outputs), *gradients, *buffers, *numbers]
+    return [*(output.detach() for output in outputs), *gradients, *buffers, *numbers]
 
 
 def assert_like(plain: nn.Module, within: nn.Module, *inputs: Tensor) -> None:
     """Steps of two networks are equal to the bit. Each gets inputs of its own."""
     for seed, x in enumerate(inputs):
-        found = [step(network, x.clone(), seed=seed) for network in (plain, within)]
-        assert all(map(torch.equal, *found))
+        steps = [step(network, x.clone(), seed=seed) for network in (plain, within)]
+        assert all(map(torch.equal, *steps))
 
 
 def plans_of(network: nn.Module) -> Signatures:
     owners = {getattr(hook, "__self__", None) for hook in network._forward_hooks.values()}
-    (hooks,) = [one for one in owners if hasattr(one, "signatures")]  # FSDP2 has hooks, too
+    (hooks,) = [owner for owner in owners if hasattr(owner, "signatures")]  # FSDP2 has hooks, too
     return hooks.signatures
 
 
 def plans(network: nn.Module) -> list[int]:
     """One number per size that borrows no plan: 1 if it has a plan, else 0."""
-    return [int(one.plan is not None) for one in plans_of(network).recent if one.origin in (Origin.OWN, Origin.NONE)]
+    return [
+        int(signature.plan is not None)
+        for signature in plans_of(network).recent
+        if signature.origin in (Origin.OWN, Origin.NONE)
+    ]
 
 
 def attempts(network: nn.Module) -> list[int]:

@@ -106,9 +106,9 @@ IMAGES = torch.randn(2, 3, 9, 9, dtype=torch.float64)
 def like_plain(plain: nn.Module, setup: Setup, budgets: tuple, *uses) -> None:
     """A prepared network takes the same three steps as a plain one, within each budget."""
     for budget in budgets:
-        theirs, ours = copy.deepcopy(plain), recompute_activations(copy.deepcopy(plain), budget=budget)
+        baseline, ours = copy.deepcopy(plain), recompute_activations(copy.deepcopy(plain), budget=budget)
         for use in uses or [by_backward] * 3:
-            assert agree(theirs, ours, setup, use) or uses  # second derivatives may raise
+            assert agree(baseline, ours, setup, use) or uses  # second derivatives may raise
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def test_norms_with_frozen_parameters_and_statistics(norm, followed):
 def values_kept(network: nn.Module, x: Tensor) -> list[int]:
     """The numbers of values of the tensors that a graph keeps besides parameters and the input; not of statistics."""
     _, saved = saved_for_backward(lambda: network(x))
-    others = {one.untyped_storage()._cdata for one in [x, *network.parameters(), *network.buffers()]}
-    sizes = [kept.untyped_storage().nbytes() // 8 for kept in saved if kept.untyped_storage()._cdata not in others]
+    unsaved = {tensor.untyped_storage()._cdata for tensor in [x, *network.parameters(), *network.buffers()]}
+    sizes = [kept.untyped_storage().nbytes() // 8 for kept in saved if kept.untyped_storage()._cdata not in unsaved]
     return sorted(size for size in sizes if size > 8)
 
 
@@ -238,10 +238,10 @@ def _signs_in_inference_mode(x: Tensor) -> Tensor:
 
 def _copy_in_inference_mode(x: Tensor) -> Tensor:
     a, b = _opaque(x, 1), _opaque(x, 2)
-    both = torch.cat([a, b], 1)
+    joined = torch.cat([a, b], 1)
     with torch.inference_mode():
         a.zero_()
-    return both.sin()
+    return joined.sin()
 
 
 def _read_memory_of_others(x: Tensor, join: Callable[[Tensor, Tensor], Tensor], is_storage: bool = False) -> Tensor:

@@ -43,8 +43,8 @@ class Parameters(nn.Module):
 
 def channels_last() -> nn.Module:
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False))
-    for one in (network[0], network[-1]):
-        one.weight.data = one.weight.data.contiguous(memory_format=torch.channels_last)
+    for layer in (network[0], network[-1]):
+        layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
     return network
 
 
@@ -63,17 +63,17 @@ def test_a_counted_step_without_gradients_has_the_bytes_of_one(name):
     with FakeTensorMode():
         network, x = make(), torch.ones(shape)
         step = rehearsed_step(network, (x,), {})
-        for found in (step.as_gradients_come(), step):
+        for variant in (step.as_gradients_come(), step):
             with CountedStep() as counted:
                 outputs = network(x)
                 loss = Loss.apply(outputs if isinstance(outputs, Tensor) else outputs[0])
                 loss.backward(torch.empty_like(loss))
             if isinstance(outputs, Tensor):
-                assert plain_peak(found) == counted.peak
+                assert plain_peak(variant) == counted.peak
             else:  # the other output is a start, too
-                assert plain_peak(found) == pytest.approx(counted.peak, rel=0.02)
-        dense = [one for one in network.parameters() if one.grad is not None and one.grad.layout == torch.strided]
-    assert step.gradients == sum(one.nbytes for one in dense) > 0
+                assert plain_peak(variant) == pytest.approx(counted.peak, rel=0.02)
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    assert step.gradients == sum(gradient.nbytes for gradient in gradients if gradient.layout == torch.strided) > 0
 
 
 @pytest.mark.parametrize("is_real", [False, True])
@@ -88,7 +88,8 @@ def test_gradients_count_in_their_own_dtype(is_real):
         outputs.square().mean().backward()
 
     run()
-    step, gradients = rehearsed_step(network, (x,), {}), sum(one.grad.nbytes for one in network.parameters())
+    step = rehearsed_step(network, (x,), {})
+    gradients = sum(parameter.grad.nbytes for parameter in network.parameters())
     assert step.gradients == gradients and plain_peak(step) == peak_bytes(run, "cpu")
     assert is_real or fit(network, x, "2GiB").gradients == gradients
 
@@ -123,7 +124,7 @@ def test_activations_and_gradients_stay_within_the_budget_and_all_gradients(make
     """A step after `zero_grad`, of one or of two micro-batches."""
     budget = share_of(within := make(), share, x)
     recompute_activations(within, budget=budget)
-    gradients = sum(one.nbytes for one in within.parameters() if one.requires_grad)
+    gradients = sum(parameter.nbytes for parameter in within.parameters() if parameter.requires_grad)
 
     def step() -> None:
         within.zero_grad()
@@ -157,13 +158,13 @@ def test_nothing_is_recomputed_while_the_baseline_fits_into_the_room_of_gradient
     network = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(256, 256), nn.GELU())])
     x = torch.randn(64, 256)
     budget = int(0.8 * plain_peak(rehearsed_step(network, (x,), {})))
-    come = plan(network, x, budgets=[budget])
+    coming = plan(network, x, budgets=[budget])
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    there = plan(network, x, budgets=[budget])
-    assert come.rows[0].budget == there.rows[0].budget == budget
-    assert come.rows[0].peak == come.plain > there.plain > there.rows[0].peak
-    assert come.rows[0].seconds < there.rows[0].seconds and there.gradients == 0 < come.gradients
+    accumulating = plan(network, x, budgets=[budget])
+    assert coming.rows[0].budget == accumulating.rows[0].budget == budget
+    assert coming.rows[0].peak == coming.plain > accumulating.plain > accumulating.rows[0].peak
+    assert coming.rows[0].seconds < accumulating.rows[0].seconds and accumulating.gradients == 0 < coming.gradients
 
 
 def test_a_sharded_network_is_told_the_lowest_peak_with_all_its_bytes(monkeypatch):
@@ -208,7 +209,7 @@ def test_in_doubt_a_pass_follows_the_plan_for_gradients_that_are_there(prepared)
     parameter.grad = torch.zeros_like(parameter)
     assert follows(prepared) == "there"
     parameter.grad = None
-    handle = parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    handle = parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     assert follows(prepared) == "there"  # an optimiser might step there, and free each gradient
     handle.remove()
     assert follows(prepared) == "coming"
@@ -238,11 +239,11 @@ def test_a_pass_whose_backward_pass_makes_a_graph_still_awaits_another_one(prepa
 
 def test_a_network_can_be_pickled_and_copied_while_a_pass_awaits_its_backward_pass(prepared):
     first = prepared(IMAGES).square().mean()
-    found = pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)
+    copies = pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)
     first.backward()
-    for one in found:
-        one(IMAGES).square().mean().backward()
-        assert torch.equal(one[0].weight.grad, prepared[0].weight.grad)
+    for network in copies:
+        network(IMAGES).square().mean().backward()
+        assert torch.equal(network[0].weight.grad, prepared[0].weight.grad)
 
 
 def test_a_network_with_tied_parameters_is_planned_once(prepared):
@@ -262,9 +263,10 @@ def test_each_kind_of_pass_has_advice_of_its_own_and_none_plans_again(prepared):
         for part in range(2):
             prepared(IMAGES * (part + 1)).sum().backward()
         assert follows(prepared) == "there" and attempts(prepared) == [1]
-    (one,) = signatures.recent
-    assert one.passes + one.coming.passes == 16 and one.advice is not None and one.coming.advice is not None
-    assert {*one.plan.flags} != {0} and one.plan.flags != one.coming.plan.flags
+    (signature,) = signatures.recent
+    assert signature.passes + signature.coming.passes == 16
+    assert signature.advice is not None and signature.coming.advice is not None
+    assert {*signature.plan.flags} != {0} and signature.plan.flags != signature.coming.plan.flags
 
 
 @pytest.mark.parametrize("has_views", [False, True])
@@ -284,7 +286,8 @@ def test_ddp_keeps_the_budget_whether_buckets_are_the_gradients_or_not(one_proce
     for _ in range(2):
         step()
     parallel.zero_grad()
-    peak, gradients = peak_bytes(step, "cpu"), 0 if has_views else sum(one.nbytes for one in within.parameters())
+    peak = peak_bytes(step, "cpu")
+    gradients = 0 if has_views else sum(parameter.nbytes for parameter in within.parameters())
     plain(IMAGES).square().mean().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(within.parameters(), plain.parameters(), strict=True))
     assert {*kinds} == {"there" if has_views else "coming"}
@@ -303,12 +306,12 @@ def test_both_kinds_of_passes_are_planned_anew_for_a_path_that_changes():
         within(IMAGES).sum().backward()
         within.zero_grad()
         within(IMAGES).sum().backward()
-    (one,) = plans_of(within).recent
-    assert one.coming is not None and [one.attempts, one.coming.attempts] == [2, 2]
+    (signature,) = plans_of(within).recent
+    assert signature.coming is not None and [signature.attempts, signature.coming.attempts] == [2, 2]
 
 
 def test_a_loss_that_keeps_the_outputs_of_a_functional_network_reads_no_gradients(prepared):
     """Parameters that are results have none, and reading it would warn."""
-    given = {name: 2 * parameter for name, parameter in prepared.named_parameters()}
-    F.mse_loss(torch.func.functional_call(prepared, given, (IMAGES,)), torch.zeros(())).backward()
-    assert all(one.grad is not None for one in prepared.parameters())
+    doubled = {name: 2 * parameter for name, parameter in prepared.named_parameters()}
+    F.mse_loss(torch.func.functional_call(prepared, doubled, (IMAGES,)), torch.zeros(())).backward()
+    assert all(parameter.grad is not None for parameter in prepared.parameters())

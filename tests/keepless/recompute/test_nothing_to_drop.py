@@ -111,8 +111,8 @@ def branching(net, h):
 @pytest.mark.parametrize("kind", [longer, exchanged, branching])
 def test_a_step_that_grows_beyond_its_budget_is_said(kind):
     """However it grows: no list of functions is asked."""
-    budget = int(0.9 * peak_bytes(lambda: step(made(kind), False), IMAGES.device))
-    network = recompute_activations(made(kind), budget=budget)
+    budget = int(0.9 * peak_bytes(lambda: step(new_network(kind), False), IMAGES.device))
+    network = recompute_activations(new_network(kind), budget=budget)
     for _ in range(3):
         step(network, False)
     with pytest.warns(UserWarning, match="may have (exceeded its budget|taken up to)"):
@@ -131,8 +131,8 @@ class Blocks(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for one in self.blocks[: self.depth]:
-            x = x + one(x)
+        for block in self.blocks[: self.depth]:
+            x = x + block(x)
         return x.square().mean()
 
 
@@ -154,10 +154,10 @@ def test_a_depth_that_changes_is_planned_and_no_step_is_beyond_its_budget_in_sil
     recompute_activations(network, budget=budget)
     peaks = []
     for network.depth in depths:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             peaks.append(peak_bytes(lambda: network(x).backward(), "cpu"))
-        assert peaks[-1] <= 1.01 * budget or "may have taken up to" in str(said[-1].message), peaks
+        assert peaks[-1] <= 1.01 * budget or "may have taken up to" in str(caught[-1].message), peaks
     assert 0.9 * budget < peaks[-1] <= 1.01 * budget  # planned, and held elsewhere no longer
 
 
@@ -201,7 +201,7 @@ def peak(network: nn.Module) -> int:
     return peak_bytes(lambda: step(network, True), IMAGES.device)
 
 
-def made(kind: Callable[[Network, Tensor], Tensor]) -> Network:
+def new_network(kind: Callable[[Network, Tensor], Tensor]) -> Network:
     torch.manual_seed(0)
     network = Network(kind)
     for parameter in network.parameters():
@@ -210,14 +210,14 @@ def made(kind: Callable[[Network, Tensor], Tensor]) -> Network:
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("kind, share", CHANGES, ids=lambda one: getattr(one, "__name__", None))
+@pytest.mark.parametrize("kind, share", CHANGES, ids=lambda change: getattr(change, "__name__", None))
 def test_a_budget_holds_after_the_change(kind, share, monkeypatch):
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
-    plain = made(kind)
+    plain = new_network(kind)
     for late in (False, True, True):
         step(plain, late)
     budget = int(share * peak(plain))
-    ours = recompute_activations(made(kind), budget=budget)
+    ours = recompute_activations(new_network(kind), budget=budget)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the checkpoint
         for late in (False,) * 4 + (True,) * 3:
@@ -227,7 +227,7 @@ def test_a_budget_holds_after_the_change(kind, share, monkeypatch):
 
 @pytest.mark.parametrize("kind", [detached, dropping, checkpointed])
 def test_without_a_budget_a_step_saves_as_little_after_the_change_as_a_new_network(kind):
-    changed, fresh = recompute_activations(made(kind)), recompute_activations(made(kind))
+    changed, fresh = recompute_activations(new_network(kind)), recompute_activations(new_network(kind))
     for late in (False, False, True, True, True, True):
         step(changed, late)
     for _ in range(4):
@@ -237,7 +237,7 @@ def test_without_a_budget_a_step_saves_as_little_after_the_change_as_a_new_netwo
 
 
 def test_a_value_is_kept_little_more_than_once_if_another_layer_needs_more_than_its_signs():
-    changed, fresh = recompute_activations(made(with_signs)), recompute_activations(made(with_signs))
+    changed, fresh = recompute_activations(new_network(with_signs)), recompute_activations(new_network(with_signs))
     for late in (False, False, False, True, True):
         step(changed, late)
     assert peak(changed) <= 1.01 * peak(fresh)
@@ -248,10 +248,10 @@ def test_states_that_alternate_are_planned_twice(caplog, monkeypatch):
     """The longer step's plan holds for both."""
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
     caplog.set_level("INFO", "keepless")
-    network = recompute_activations(made(detached), budget=0.7)
+    network = recompute_activations(new_network(detached), budget=0.7)
     for late in [False, True, True, True] * 3:
         step(network, late)
-    assert len([one for one in caplog.messages if "calls: a peak" in one]) == 2
+    assert len([message for message in caplog.messages if "calls: a peak" in message]) == 2
 
 
 class Modulated(nn.Module):
@@ -263,9 +263,9 @@ class Modulated(nn.Module):
         self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        given = x[:, :8].mean((2, 3))
+        means = x[:, :8].mean((2, 3))
         for factors, layer in zip(self.factors, self.layers, strict=True):
-            scale, shift = factors(given)[:, :, None, None].chunk(2, 1)
+            scale, shift = factors(means)[:, :, None, None].chunk(2, 1)
             x = layer(F.silu(x * (1 + scale) + shift))
         return x
 
@@ -281,7 +281,7 @@ def test_a_first_pass_on_tiny_inputs_decides_nothing_about_larger_ones():
 
 def test_without_a_budget_unusual_passes_do_not_decide_for_long():
     """Dropout is there from the third pass on, in which, as in the next one, a part is detached."""
-    changed, fresh = recompute_activations(made(cut_twice)), recompute_activations(made(cut_twice))
+    changed, fresh = recompute_activations(new_network(cut_twice)), recompute_activations(new_network(cut_twice))
     for number in range(1, 13):
         changed.dropout.p = 0.0 if number < 3 else 0.1
         fresh.dropout.p, fresh.cut, changed.cut = 0.1, False, number in (3, 4)
@@ -295,8 +295,8 @@ def test_recorded_passes_are_few(late, monkeypatch):
     """Also where calls alternate: 1, 3, 6, 11, 20, and those after a pass that makes more, or calls new functions."""
     recorded, enter = [], Advised.__enter__
     monkeypatch.setattr(Advised, "__enter__", lambda self: recorded.append(self.is_first) or enter(self))
-    network = recompute_activations(made(longer))
-    for one in late:
-        step(network, one)
+    network = recompute_activations(new_network(longer))
+    for is_late in late:
+        step(network, is_late)
     assert len(recorded) == 20 and {1, 3, 6, 11, 20} <= {1 + n for n, first in enumerate(recorded) if first}
     assert sum(recorded) <= 8

@@ -34,16 +34,16 @@ class Batched(Mixed):
 
 
 def test_a_plan_says_what_budgets_cost():
-    found = plan(Batched(), Batch(torch.randn(4, 3, 16, 16), 5), budgets=(0.9, 0.8, 0.75, "1GiB"))
-    assert found.plain > found.rows[0].peak >= found.rows[1].peak >= found.rows[2].peak >= found.least
-    assert all(row.peak <= row.budget + found.gradients for row in found.rows)
-    assert found.rows[0].seconds <= found.rows[1].seconds <= found.rows[2].seconds
-    assert found.rows[3].operations == 0 and found.rows[3].kept > found.rows[2].kept  # everything fits
-    assert str(found).count("\n") == 5 and "of plain" in str(found)
+    costs = plan(Batched(), Batch(torch.randn(4, 3, 16, 16), 5), budgets=(0.9, 0.8, 0.75, "1GiB"))
+    assert costs.plain > costs.rows[0].peak >= costs.rows[1].peak >= costs.rows[2].peak >= costs.least
+    assert all(row.peak <= row.budget + costs.gradients for row in costs.rows)
+    assert costs.rows[0].seconds <= costs.rows[1].seconds <= costs.rows[2].seconds
+    assert costs.rows[3].operations == 0 and costs.rows[3].kept > costs.rows[2].kept  # everything fits
+    assert str(costs).count("\n") == 5 and "of plain" in str(costs)
     # On fake tensors: the same bytes, but for what operators take while they run.
     with FakeTensorMode():
         fake = plan(Batched(), Batch(torch.empty(4, 3, 16, 16), 5), budgets=(0.9,))
-    assert fake.plain == pytest.approx(found.plain, rel=0.1)
+    assert fake.plain == pytest.approx(costs.plain, rel=0.1)
 
 
 @pytest.mark.filterwarnings("error:no plan keeps")
@@ -58,9 +58,9 @@ def test_the_least_of_a_plan_is_a_budget_that_no_warning_follows():
 
 
 def test_a_plan_of_a_network_that_cannot_take_less_has_one_row():
-    found = plan(nn.Linear(3, 3), torch.randn(2, 3))
-    assert [row.peak for row in found.rows] == [found.plain]
-    assert repr(found) == str(found)  # in a notebook
+    costs = plan(nn.Linear(3, 3), torch.randn(2, 3))
+    assert [row.peak for row in costs.rows] == [costs.plain]
+    assert repr(costs) == str(costs)  # in a notebook
 
 
 @pytest.mark.filterwarnings("error")
@@ -105,8 +105,8 @@ WRONG = {
 
 def test_budgets_may_be_floats_texts_and_numbers_of_numpy():
     numbers = {0.9 * 2**20: 943718, np.int64(4000): 4000, np.float32(0.5): 0.5}
-    for given, meant in {**numbers, "50%": 0.5, "900 KB": 900_000}.items():
-        assert repr(checked(given)) == repr(meant)
+    for budget, expected in {**numbers, "50%": 0.5, "900 KB": 900_000}.items():
+        assert repr(checked(budget)) == repr(expected)
 
 
 @pytest.mark.filterwarnings("error")
@@ -139,10 +139,10 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
     prepared = recompute_activations(network.requires_grad_(), budget="1kB")
     with pytest.warns(
         UserWarning, match="no plan keeps this step within 1.0 KiB: the lowest peak is .*; it is at "
-    ) as found:
+    ) as caught:
         for _ in range(2):
             prepared(x).sum().backward()
-    assert found[0].filename == __file__
+    assert caught[0].filename == __file__
     for number in range(6):  # it is said once, also about other passes
         step(prepared.train(number % 3 != 1), x)
 
@@ -173,8 +173,8 @@ def test_second_derivatives_in_forward_are_said_not_to_be_planned():
 
 
 def test_complex_outputs_are_planned():
-    found = plan(After(nn.Linear(64, 64), lambda y: torch.fft.fft(y.sin().sin())), torch.randn(64, 64))
-    assert found.least < found.plain
+    costs = plan(After(nn.Linear(64, 64), lambda y: torch.fft.fft(y.sin().sin())), torch.randn(64, 64))
+    assert costs.least < costs.plain
 
 
 def test_a_budget_that_held_outputs_exceed_says_so():
@@ -209,8 +209,8 @@ def test_plans_before_a_capture_keep_masks_as_captured_steps_do(monkeypatch):
     peaks = []
     for context in (nullcontext, before_capture):
         with context():
-            found = plan(network, x)
-        peaks.append(found.least)
+            costs = plan(network, x)
+        peaks.append(costs.least)
     mask = x.numel()
     assert peaks[1] - peaks[0] >= 3 * mask
 
