@@ -213,14 +213,14 @@ class _ForwardPass(NamedTuple):
     frame: FrameType | None  # of the call that runs it; None if the recording has it
 
 
-class _Open(threading.local):
+class _OpenPasses(threading.local):
     """The forward passes that run in a thread, innermost last."""
 
     def __init__(self) -> None:
         self.passes: list[_ForwardPass] = []
 
 
-_open = _Open()
+_open_in_thread = _OpenPasses()
 
 
 class _Hooks:
@@ -290,14 +290,14 @@ class _Hooks:
                 recording = self.signatures.recording(module, args, kwargs, frame)
             recording.__enter__()
         # A frame keeps its callers' variables alive: after Ctrl-C checkpoints around it would not end (torch 2.11).
-        _open.passes.append(_ForwardPass(module, recording, frame if recording is None else None))
+        _open_in_thread.passes.append(_ForwardPass(module, recording, frame if recording is None else None))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End the recording after the module's forward pass, even if it raised."""
         if torch.compiler.is_compiling():
             return
-        if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
-            recording = _open.passes.pop().recording
+        if _open_in_thread.passes and _open_in_thread.passes[-1].module is module:  # not if an earlier hook raised
+            recording = _open_in_thread.passes.pop().recording
             if recording is not None:
                 recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
                 self.kept = recording.kept
@@ -331,11 +331,11 @@ def _can_record() -> bool:
 
 def _drop_abandoned() -> None:
     """Drop passes interrupted by Ctrl-C, unless another context was entered inside them."""
-    while _open.passes:
-        _, recording, frame = _open.passes[-1]
+    while _open_in_thread.passes:
+        _, recording, frame = _open_in_thread.passes[-1]
         if is_running(frame) if recording is None else not recording.leave_abandoned():
             return
-        _open.passes.pop()
+        _open_in_thread.passes.pop()
 
 
 _COMPILED = (
@@ -384,6 +384,8 @@ def _is_recorded() -> bool:
     """Whether a recording is active, with no other hooks inside it. One that follows a script may have none itself."""
     hooks = current_hooks()
     if hooks is None:
-        recordings = [forward_pass.recording for forward_pass in _open.passes if forward_pass.recording is not None]
+        recordings = [
+            forward_pass.recording for forward_pass in _open_in_thread.passes if forward_pass.recording is not None
+        ]
         return bool(recordings) and recordings[-1].hooks is None and not recordings[-1].is_abandoned
     return is_ours(hooks)

@@ -51,13 +51,12 @@ class Signature:
     Without a budget, some passes teach advice anew whatever happened: see `must_be_recorded`.
     """
 
-    def __init__(self, kind: tuple[Any, ...], size: Size, is_coming: bool = False) -> None:
+    def __init__(self, kind: tuple[Any, ...], size: Size, base: "Signature | None" = None) -> None:
         self.kind = kind  # what does not depend on the size
         self.size = size
         self.input_bytes = sum(size[1])
-        self.is_coming = is_coming  # only of passes before which no parameter has a gradient: see `Plans`
-        self.base = self  # the one of all passes with these inputs
-        self.coming: Signature | None = None  # the one of such passes, if they follow another plan
+        self.base = base or self  # the one of all passes with these inputs
+        self.coming: Signature | None = None  # of passes before which no parameter has a gradient: see `Plans`
         self.is_due = True  # a step is to be watched, or without a budget a pass to teach advice
         self.watch: Watch | None = None  # the last step that was watched, until it is planned
         self.backward: Backward | None = None  # of the last pass, if no backward pass has followed the watched one
@@ -137,14 +136,14 @@ class Signature:
         """Follow the plan and the advice of another size."""
         self.follow(lender.plan, origin, lender.advice)
         if lender.coming is not None:
-            self.set_coming(lender.coming.plan, origin, lender.coming.advice)
+            self.set_coming(lender.coming.plan, lender.coming.advice)
 
-    def set_coming(self, plan: Plan | None, origin: Origin = Origin.OWN, advice: Advice | None = None) -> None:
+    def set_coming(self, plan: Plan | None, advice: Advice | None = None) -> None:
         """Give passes before which no parameter has a gradient a plan of their own; None: they have none."""
-        self.coming = None if plan is None else Signature(self.kind, self.size, is_coming=True)
-        if self.coming is not None:
-            self.coming.base = self
-            self.coming.follow(plan, origin, advice)
+        self.coming = None
+        if plan is not None:
+            self.coming = Signature(self.kind, self.size, base=self)
+            self.coming.follow(plan, self.origin, advice)
             self.coming.attempts = self.attempts
 
     def awaits_backward(self) -> bool:

@@ -104,7 +104,7 @@ class Signatures:
             for signature in self.recent:
                 signature.set_coming(None)
         has_changing_mode = bool(function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
-        signature = self._signature(module, inputs, args, kwargs)
+        signature = self._signature_of(module, inputs, args, kwargs)
         planner = self._planner
         if planner is None:
             self._renew_advice(signature, inputs)
@@ -116,16 +116,18 @@ class Signatures:
                     planner.warn_once("waits", _CAPTURED)
                     is_excluded = True
                 if is_excluded:
-                    return self._unwatched(None, inputs, frame, has_shards, has_changing_mode)
+                    return self._recording_of(None, inputs, frame, has_shards, has_changing_mode)
                 if not signature.awaits_backward():
-                    return self._watched(signature, module, inputs, frame)
+                    return self._watched_recording(signature, module, inputs, frame)
         if signature.coming is not None:
             self.gradients.note_overlap()
             if self.gradients.come():
                 signature = signature.coming
-        return self._unwatched(signature, inputs, frame, has_shards, has_changing_mode)
+        return self._recording_of(signature, inputs, frame, has_shards, has_changing_mode)
 
-    def _watched(self, signature: Signature, module: nn.Module, inputs: Sequence[Tensor], frame: FrameType) -> Watched:
+    def _watched_recording(
+        self, signature: Signature, module: nn.Module, inputs: Sequence[Tensor], frame: FrameType
+    ) -> Watched:
         self._note_watched(signature)
         recording = watched_pass(module, inputs, frame)
         recording.signature = signature
@@ -145,7 +147,7 @@ class Signatures:
         if signature.is_due:
             signature.follow(None)
 
-    def _unwatched(
+    def _recording_of(
         self,
         signature: Signature | None,
         inputs: Sequence[Tensor],
@@ -183,7 +185,7 @@ class Signatures:
         recording.signature = signature
         return recording
 
-    def _signature(
+    def _signature_of(
         self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Signature:
         """The signature of these inputs, which becomes the last one used."""
@@ -268,7 +270,7 @@ class Signatures:
         if isinstance(recording, Watched):
             self._watched_pass_has_ended(module, recording, output)
             return
-        if signature is not None and signature.is_coming:
+        if signature is not None and signature.base is not signature:  # gradients came
             self.gradients.await_backward(Backward(output))
         elif signature is not None and signature.is_due:
             signature.backward = Backward(output)
@@ -331,7 +333,7 @@ class Signatures:
 
     def add_plans(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plans: Plans) -> None:
         """Let passes with arguments of this size follow plans from their first one on."""
-        signature = self._signature(module, tensors_in((args, kwargs)), args, kwargs)
+        signature = self._signature_of(module, tensors_in((args, kwargs)), args, kwargs)
         if not is_sharded(module):
             self._note_watched(signature)
         signature.watch = None

@@ -105,7 +105,7 @@ def attempts(network: nn.Module) -> list[int]:
 def plan_next_step(network: nn.Module, x: Tensor) -> None:
     """Make the plan of a step on x now, if there is none: from the step that was watched, or from another one."""
     signatures = plans_of(network)
-    signature = signatures._signature(network, [x], (x,), {})
+    signature = signatures._signature_of(network, [x], (x,), {})
     signatures._renew_plan(signatures._planner, network, signature)
     if signature.is_due:
         signatures.add_plans(network, (x,), {}, signatures.plans_of_example(network, (x,), {}))
