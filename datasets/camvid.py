@@ -60,11 +60,9 @@ def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     """
     root = _LAYOUT.check(root, split)
     if (root / split / "images").is_dir():
-        image_folder = root / split / "images"
-        label_folder = root / split / "labels"
+        image_folder, label_folder = root / split / "images", root / split / "labels"
     else:
-        image_folder = root / split
-        label_folder = root / f"{split}annot"
+        image_folder, label_folder = root / split, root / f"{split}annot"
     images = _LAYOUT.files(root, image_folder, _SUFFIXES, images_of=split)
     labels = _LAYOUT.files(root, label_folder, (".png",))
     files, remarks = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")

@@ -18,17 +18,7 @@ from datasets import file_formats as formats
 from datasets import reading
 from datasets.file_formats import BITS, COMPRESSION, HEIGHT, INTERPRETATION, KIND, PLANES, WIDTH, Tags, channels_of
 from datasets.reading import ALL_16, EVERYTHING, Range16, Window
-from datasets.stored import (
-    COLOURS,
-    EXPECTED_ARRAY,
-    EXPECTED_TIFF,
-    MOST_PIXELS,
-    PILLOW_FORMATS,
-    Stored,
-    Unreadable,
-    decoding,
-    read,
-)
+from datasets.stored import COLOURS, EXPECTED_ARRAY, EXPECTED_TIFF, Stored, Unreadable, check_area, decoding, read
 
 _FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH = 266, 274, 317, 322  # tags of TIFF files
 _PLACES = 273, 278, 279, 323, 324, 325  # tags of where strips or tiles lie, and of their heights
@@ -134,7 +124,7 @@ def _decode_values(file: Stored, channels: int, window: Window) -> np.ndarray:
             raise ValueError(f"{file.path}: has 3 channels that differ, expected 1: gray, or RGB of equal channels.")
         return gray
     if file.format != "PNG":
-        with decoding(file.path, "an image"), Image.open(BytesIO(file.data), formats=PILLOW_FORMATS) as image:
+        with decoding(file.path, "an image"), Image.open(BytesIO(file.data), formats=formats.PILLOW_FORMATS) as image:
             pixels = np.asarray(ImageOps.exif_transpose(image))
             mode = image.mode
         if mode not in ("LA", "RGBA"):
@@ -185,8 +175,7 @@ def _decode_tiff(file: Stored) -> np.ndarray:
         problem = f"cannot be decoded as an image (it holds {formats.tiff_type(first_page)})"
         raise ValueError(f"{file.path}: {problem}; expected {EXPECTED_TIFF}: convert it.")
     with decoding(file.path, f"an image; expected {EXPECTED_TIFF}"):
-        if first_page[WIDTH] * first_page[HEIGHT] > MOST_PIXELS:
-            raise Image.DecompressionBombError
+        check_area(first_page[WIDTH], first_page[HEIGHT])
         pixels = np.concatenate([_decode_page(file.data, tags) for tags in file.tiff_pages], axis=2)
     return reading.upright(pixels, first_page.get(_ORIENTATION, 1))
 

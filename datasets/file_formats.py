@@ -10,6 +10,8 @@ from typing import Any
 
 from PIL import TiffImagePlugin
 
+# Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file is called.
+PILLOW_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
 JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
 GRAY, COLOUR, PALETTE, GRAY_ALPHA, COLOUR_ALPHA = 0, 2, 3, 4, 6  # PNG colour types

@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
-from datasets.file_formats import BITS, CHANNELS, COMPRESSION, INTERPRETATION, KIND, PLANES, Tags
-from datasets.stored import COLOURS, PILLOW_FORMATS, SWAPS_SIDES, Stored, Unreadable, decoding, read
+from datasets.file_formats import BITS, CHANNELS, COMPRESSION, INTERPRETATION, KIND, PILLOW_FORMATS, PLANES, Tags
+from datasets.stored import COLOURS, SWAPS_SIDES, Stored, Unreadable, decoding, read
 
 _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow decodes this many
 _EXTRA_CHANNELS = 338  # a tag of TIFF files

@@ -44,8 +44,7 @@ def draw_shape(label: int, rng: np.random.Generator) -> np.ndarray:
     x, y = (np.arange(SIDE) - rng.uniform(radius, SIDE - radius) for _ in range(2))
     x = x[None, :] / radius  # the shape reaches about from -1 to 1
     y = y[:, None] / radius
-    u = np.cos(angle) * x + np.sin(angle) * y
-    v = np.cos(angle) * y - np.sin(angle) * x
+    u, v = np.cos(angle) * x + np.sin(angle) * y, np.cos(angle) * y - np.sin(angle) * x
     background, colour = rng.integers(0, 256, (2, 3, 1, 1))
     while np.abs(background - colour).max() < _CONTRAST:
         colour = rng.integers(0, 256, (3, 1, 1))

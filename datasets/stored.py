@@ -16,8 +16,6 @@ from datasets.file_list import readable, unfit
 
 MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
 COLOURS, MOST_CHANNELS = 3, 64  # channels of an RGB image; of an image, see `datasets.channels`
-# Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file is called.
-PILLOW_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 ARRAY_SUFFIX = ".npy"  # of images that are arrays
 EXPECTED_TIFF = (
     "a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved or each a page, without JPEG inside"
@@ -92,7 +90,7 @@ class Stored:
         orientation = 1
         with suppress(Exception):  # Pillow raises whatever Python does for damaged EXIF data
             header = formats.png_without(self.data, formats.PNG_PIXELS) if self.format == "PNG" else self.data
-            image = Image.open(BytesIO(header), formats=PILLOW_FORMATS)
+            image = Image.open(BytesIO(header), formats=formats.PILLOW_FORMATS)
             # A PNG's own method decodes its pixels.
             orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
         return orientation if orientation in range(1, 9) else 1
@@ -110,7 +108,7 @@ class Stored:
             if self.format == "TIFF":
                 return len(self.tiff_pages)
             if not self.is_png_or_jpeg:
-                return getattr(Image.open(BytesIO(self.data), formats=PILLOW_FORMATS), "n_frames", 1)
+                return getattr(Image.open(BytesIO(self.data), formats=formats.PILLOW_FORMATS), "n_frames", 1)
         return 1
 
     @cached_property
@@ -122,9 +120,8 @@ class Stored:
             shape, by_columns, dtype = read_header[version](stream)
             is_image = dtype.newbyteorder("=") in (np.uint8, np.uint16) and len(shape) in (2, 3) and min(shape) > 0
             if is_image:
-                if shape[0] * shape[1] > MOST_PIXELS:
-                    raise Image.DecompressionBombError
                 height, width, channels = (*shape, 1)[:3]
+                check_area(width, height)
                 start = stream.tell()
                 if stream.seek(0, SEEK_END) < start + height * width * channels * dtype.itemsize:
                     raise ValueError("it ends early")
@@ -148,8 +145,8 @@ class Stored:
             has_palette = formats.PALETTE in [tags.get(formats.INTERPRETATION) for tags in self.tiff_pages]
             count = 0 if has_palette else sum(map(formats.channels_of, self.tiff_pages))
         else:
-            with decoding(self.path, f"an image; expected {', '.join(PILLOW_FORMATS)}"):
-                bands = Image.open(BytesIO(self.data), formats=PILLOW_FORMATS).getbands()
+            with decoding(self.path, f"an image; expected {', '.join(formats.PILLOW_FORMATS)}"):
+                bands = Image.open(BytesIO(self.data), formats=formats.PILLOW_FORMATS).getbands()
             count = 0 if "P" in bands else len(bands)
         if count == 0:
             raise ValueError(f"{self.path}: has a palette, whose indices are no channel: convert it to gray or RGB.")
@@ -199,8 +196,7 @@ class Stored:
                 width, height = formats.png_size(self.data)
             else:
                 width, height = Image.open(BytesIO(self.data), formats=["JPEG"]).size
-            if width * height > MOST_PIXELS:
-                raise Image.DecompressionBombError
+            check_area(width, height)
         return (height, width) if turned and self.orientation in SWAPS_SIDES else (width, height)
 
 
@@ -248,6 +244,12 @@ def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
     if is_whole is not None and not is_whole(data):
         raise Unreadable(f"{file.path}: the {file.format} file is truncated or damaged; expected an intact one.")
     return file
+
+
+def check_area(width: int, height: int) -> None:
+    """DecompressionBombError, as of Pillow, if an image has too many pixels: see `decoding`."""
+    if width * height > MOST_PIXELS:
+        raise Image.DecompressionBombError
 
 
 @contextmanager

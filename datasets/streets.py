@@ -10,8 +10,7 @@ import cv2
 import numpy as np
 from numpy.typing import ArrayLike
 
-_HEIGHT = 128  # of the finished picture, pixels
-_WIDTH = 256
+_HEIGHT, _WIDTH = 128, 256  # of the finished picture, pixels
 _FINER = 2  # draw at this multiple of the size and average down, which softens edges like a camera
 
 # Cityscapes label ids
@@ -31,8 +30,7 @@ class View:
     """The canvas and its camera. World coordinates in metres: x right, y up from the street, z ahead."""
 
     def __init__(self, rng: np.random.Generator):
-        self.height = _HEIGHT * _FINER
-        self.width = _WIDTH * _FINER
+        self.height, self.width = _HEIGHT * _FINER, _WIDTH * _FINER
         self.image = np.zeros((self.height, self.width, 3), np.uint8)
         self.label = np.full((self.height, self.width), SKY, np.uint8)
         self.horizon = self.height * rng.uniform(0.38, 0.47)
@@ -72,8 +70,7 @@ class View:
         self, x: float, heights: tuple[float, float], z: tuple[float, float], rgb: Sequence[float], label: int | None
     ) -> None:
         """A rectangle along the street. x, heights, z: metres."""
-        low, high = heights
-        near, far = z
+        (low, high), (near, far) = heights, z
         corners = [self.project(x, y, ahead) for y, ahead in ((low, near), (high, near), (high, far), (low, far))]
         self.polygon(corners, rgb, label)
 
@@ -115,8 +112,7 @@ def _draw_sky(view: View, rng: np.random.Generator) -> None:
         view.ellipse(centre, (rng.uniform(20, 70), rng.uniform(4, 12)), (view.haze * 1.1).clip(0, 255).tolist(), None)
     x = -60.0
     while x < 60:  # the far end of the street
-        width = rng.uniform(6, 16)
-        height = rng.uniform(3, 11)
+        width, height = rng.uniform(6, 16), rng.uniform(3, 11)
         left, top_row = view.project(x, height, 95)
         right, bottom = view.project(x + width, 0, 95)
         if rng.random() < 0.5:
@@ -129,8 +125,7 @@ def _draw_sky(view: View, rng: np.random.Generator) -> None:
 
 def _draw_ground(view: View, rng: np.random.Generator) -> _Sides:
     """Draw grass, sidewalks, road and markings."""
-    near = 2.0
-    far = 95.0
+    near, far = 2.0, 95.0
 
     def strip(x0: float, x1: float, rgb: ArrayLike, label: int | None, z0: float = near, z1: float = far) -> None:
         points = [view.project(x0, 0, z0), view.project(x0, 0, z1), view.project(x1, 0, z1), view.project(x1, 0, z0)]
@@ -185,8 +180,7 @@ def _draw_house(view: View, rng: np.random.Generator, side: int, x: float, z0: f
     wall = np.array(_FACADES[rng.integers(len(_FACADES))]) * rng.uniform(0.8, 1.1)
     height = 3.0 * rng.integers(2, 6) + 1.0
     light = view.sun[(side + 1) // 2]
-    inner = side * x
-    outer = side * (x + 12)
+    inner, outer = side * x, side * (x + 12)
     front = [
         view.project(inner, 0, z0),
         view.project(inner, height, z0),
@@ -237,8 +231,7 @@ def _traffic(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
     placed += [(z, -sides[-1][0] * 0.35) for z in _steps(rng.uniform(7, 30), 50, rng.uniform(10, 20))]
     for side, (road, _, _) in sides.items():
         if road > 4.6 and rng.random() < 0.8:  # room to park
-            first = rng.uniform(6, 12)
-            last = rng.uniform(20, 45)
+            first, last = rng.uniform(6, 12), rng.uniform(20, 45)
             placed += [(z, side * (road - 1.0)) for z in _steps(first, last, rng.uniform(5.2, 9))]
     return [(z, draw_car, x) for z, x in placed]
 

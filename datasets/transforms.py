@@ -111,10 +111,8 @@ def padded_share(
 
     `sizes`: (width, height, number of images) for each size of an image.
     """
-    width, height, images = np.array(sizes, float).T
-    base = 1.0 if base_size is None else base_size / np.maximum(width, height)
-    factors = base * np.linspace(*scale, 65)[:, None]  # (scales, sizes)
-    covered = np.minimum(1, height * factors / crop_size[0]) * np.minimum(1, width * factors / crop_size[1])
+    heights, widths, images = _scaled_sides(sizes, scale, base_size)
+    covered = np.minimum(1, heights / crop_size[0]) * np.minimum(1, widths / crop_size[1])
     return 1 - float(np.average((covered[1:] + covered[:-1]).mean(axis=0) / 2, weights=images))
 
 
@@ -125,11 +123,19 @@ def shown_share(
     base_size: int | None = None,
 ) -> float:
     """The expected share of an image that a crop shows, like `padded_share`."""
+    heights, widths, images = _scaled_sides(sizes, scale, base_size)
+    shown = np.minimum(1, crop_size[0] / heights) * np.minimum(1, crop_size[1] / widths)
+    return float(np.average(shown.mean(axis=0), weights=images))
+
+
+def _scaled_sides(
+    sizes: Sequence[tuple[int, int, int]], scale: tuple[float, float], base_size: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Heights and widths at 65 scales, (scales, sizes), and the number of images of each size."""
     width, height, images = np.array(sizes, float).T
     base = 1.0 if base_size is None else base_size / np.maximum(width, height)
     factors = base * np.linspace(*scale, 65)[:, None]
-    shown = np.minimum(1, crop_size[0] / (height * factors)) * np.minimum(1, crop_size[1] / (width * factors))
-    return float(np.average(shown.mean(axis=0), weights=images))
+    return height * factors, width * factors, images
 
 
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
@@ -144,12 +150,10 @@ def at_scale(pixel: int, original: int, size: int) -> int:
 
 def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[int, int]:
     """Along one axis: the half-open range of the crop's start. The crop lies inside the scaled image or contains it."""
-    low = min(0, size - crop)
-    high = max(0, size - crop)
+    low, high = min(0, size - crop), max(0, size - crop)
     if pixel is not None:
         place = at_scale(pixel, original, size)
-        low = max(low, place - crop + 1)
-        high = min(high, place)
+        low, high = max(low, place - crop + 1), min(high, place)
     return low, high + 1
 
 
@@ -181,8 +185,7 @@ def scale_and_crop(
     )
     pixels = image[rows.needed, cols.needed]
     if (rows.block, cols.block) != (1, 1):  # blocks that reach beyond the image are filled with its last pixels
-        below = -pixels.shape[0] % rows.block
-        beside = -pixels.shape[1] % cols.block
+        below, beside = -pixels.shape[0] % rows.block, -pixels.shape[1] % cols.block
         pixels = cv2.copyMakeBorder(pixels, 0, below, 0, beside, cv2.BORDER_REPLICATE) if below or beside else pixels
         size = pixels.shape[1] // cols.block, pixels.shape[0] // rows.block
         pixels = _with_channels(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA))

@@ -211,17 +211,9 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
         problems.append(Problem("gray palettes", f"{about_grays}. {dataset.palette_fix}"))
     elif about_grays:
         remarks.append(about_grays)
-    return Inspection(
-        dataset,
-        tuple(problems),
-        values.tolist(),
-        holding.tolist(),
-        palettes.conflict,
-        digests,
-        uses,
-        [(*size, images) for size, images in sizes.items()],
-        remarks,
-    )
+    of_labels = values.tolist(), holding.tolist(), palettes.conflict
+    size_counts = [(*size, images) for size, images in sizes.items()]
+    return Inspection(dataset, tuple(problems), *of_labels, digests, uses, size_counts, remarks)
 
 
 def notes_as_remarks(notes: Mapping[str, Mapping[str, int]], key: str | None = None) -> Iterator[str]:
