@@ -118,11 +118,7 @@ def _decode_values(file: Stored, channels: int, window: Window) -> np.ndarray:
     if file.format == "TIFF" and channels > 1:
         return _decode_tiff(file)[window]
     if channels == 1:
-        colours = reading.decode_values(file, window, turned=True, is_deep=True)
-        gray = colours[..., :1]
-        if (colours != gray).any():
-            raise ValueError(f"{file.path}: has 3 channels that differ, expected 1: gray, or RGB of equal channels.")
-        return gray
+        return _decode_gray(file, window)
     if file.format != "PNG":
         with decoding(file.path, "an image"), Image.open(BytesIO(file.data), formats=formats.PILLOW_FORMATS) as image:
             pixels = np.asarray(ImageOps.exif_transpose(image))
@@ -130,6 +126,20 @@ def _decode_values(file: Stored, channels: int, window: Window) -> np.ndarray:
         if mode not in ("LA", "RGBA"):
             raise ValueError(f"{file.path}: is stored as {mode}; expected a PNG, {EXPECTED_TIFF}, or .npy.")
         return pixels[window]
+    return _decode_png(file, channels, window)
+
+
+def _decode_gray(file: Stored, window: Window) -> np.ndarray:
+    """One channel (H, W, 1) of a gray image, or of RGB whose channels are equal."""
+    colours = reading.decode_values(file, window, turned=True, is_deep=True)
+    gray = colours[..., :1]
+    if (colours != gray).any():
+        raise ValueError(f"{file.path}: has 3 channels that differ, expected 1: gray, or RGB of equal channels.")
+    return gray
+
+
+def _decode_png(file: Stored, channels: int, window: Window) -> np.ndarray:
+    """The channels of a PNG with alpha."""
     if file.orientation == 1 and window != EVERYTHING:
         part = reading.decode_window(file, window, formats.GRAY_ALPHA, formats.COLOUR_ALPHA)
         if part is not None:
@@ -183,29 +193,32 @@ def _decode_tiff(file: Stored) -> np.ndarray:
 def _decode_page(data: bytes, tags: Tags) -> np.ndarray:
     """An interleaved page, uint8 or uint16 (H, W, its channels). Raises whatever Pillow does for damaged files."""
     formats.check_pixels(tags, len(data))
-    channels = channels_of(tags)
-    bits = tags[BITS][0]
-    byte_order = "<" if data.startswith(b"II") else ">"
-    gray: dict[int, Any] = {place: tags[place] for place in _PLACES if place in tags}
-    gray |= {tag: channels * tags[tag] for tag in (WIDTH, _TILE_WIDTH) if tag in tags}
-    gray |= {HEIGHT: tags[HEIGHT], BITS: bits, COMPRESSION: tags.get(COMPRESSION, 1), INTERPRETATION: 1}
-    head = data[:2] + struct.pack(f"{byte_order}HL", 42, 8)
-    # The directory comes first: it cannot be read as missing pixels.
-    shift = len(head) + len(_directory(gray, byte_order))
-    gray |= {tag: tuple(place + shift for place in tags[tag]) for tag in _STARTS if tag in tags}
-    content = head + _directory(gray, byte_order) + data
-    image: Any = TiffImagePlugin.TiffImageFile(BytesIO(content))
+    image: Any = TiffImagePlugin.TiffImageFile(BytesIO(_as_gray(data, tags)))
     with image:  # without Pillow's limit, as it counts columns
         areas = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in image.tile)
         if sum(areas) < image.width * image.height:
             raise ValueError("a strip or tile is missing")
-        pixels = np.array(image).astype(f"u{bits // 8}").reshape(tags[HEIGHT], tags[WIDTH], channels)
+        values = np.array(image).astype(f"u{tags[BITS][0] // 8}")
+    pixels = values.reshape(tags[HEIGHT], tags[WIDTH], channels_of(tags))
     if tags.get(_PREDICTOR, 1) == 2 and tags.get(COMPRESSION, 1) != 1:  # each pixel less the one before it
         step = tags.get(_TILE_WIDTH, tags[WIDTH])
         for left, right in pairwise([*range(0, tags[WIDTH], step), tags[WIDTH]]):
             part = pixels[:, left:right]
             np.add.accumulate(part, axis=1, dtype=pixels.dtype, out=part)
     return ~pixels if tags.get(INTERPRETATION) == _WHITE_IS_0 else pixels
+
+
+def _as_gray(data: bytes, tags: Tags) -> bytes:
+    """A TIFF whose one page is gray, and has a column for each channel of each column of a page."""
+    byte_order = "<" if data.startswith(b"II") else ">"
+    gray: dict[int, Any] = {place: tags[place] for place in _PLACES if place in tags}
+    gray |= {tag: channels_of(tags) * tags[tag] for tag in (WIDTH, _TILE_WIDTH) if tag in tags}
+    gray |= {HEIGHT: tags[HEIGHT], BITS: tags[BITS][0], COMPRESSION: tags.get(COMPRESSION, 1), INTERPRETATION: 1}
+    head = data[:2] + struct.pack(f"{byte_order}HL", 42, 8)
+    # The directory comes first: it cannot be read as missing pixels.
+    shift = len(head) + len(_directory(gray, byte_order))
+    gray |= {tag: tuple(place + shift for place in tags[tag]) for tag in _STARTS if tag in tags}
+    return head + _directory(gray, byte_order) + data
 
 
 def _directory(tags: Mapping[int, Any], byte_order: str) -> bytes:

@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -148,14 +148,12 @@ def folder(
     files = [entry._replace(name=as_stored(entry, images_in)) for entry in as_listed(files, order)]
     unlisted = [] if not is_listed or listed else on_no_list(root, split_path, labelled)
     table = _classes_of(root)
-    levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
-    colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
     return SegmentationDataset(
         "folder",
         split,
         files,
         table,
-        partial(_decode, colours, np.array(levels, np.uint8)),
+        _label_decoder(table),
         turned=True,
         label_fix=_LABEL_FIX.format(root / CLASSES),
         palette_fix=None if palettes == "any" else palette_fix(keys),
@@ -308,20 +306,19 @@ def _elsewhere(root: Path, options: LabelNames) -> str | None:
     """Advice about a split that is missing: others in `root`, the folder above, or the command that writes lists."""
     splits = folder_splits(root, options=options)
     above = root.resolve()
+    keys = options.keys
     ways = []
     images = root / options.image_folder
     whole = [split for split in splits if not re.match(r"fold\d+/", split)]
     if len(whole) < len(splits):
-        ways.append(
-            f"give {options.keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)"
-        )
+        ways.append(f"give {keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)")
     if whole:
         ways.append(f"give one of the splits that are there: {', '.join(whole)}")
     twins = None if splits or images.is_dir() else options.twins(root)
     if twins:
         ways.append(twins)
     elif not splits and _beside(above, options):
-        ways.append(f"give {options.keys}root={above.parent}, the folder above, whose folders are the splits")
+        ways.append(f"give {keys}root={above.parent}, the folder above, whose folders are the splits")
     elif images.is_dir() and not split_folders(images):
         lists = sorted(root.glob("ImageSets/*/train*.txt"))
         if lists:
@@ -369,6 +366,13 @@ def on_no_list(root: Path, split_path: Path, images: Mapping[str, Path]) -> list
         with suppress(ValueError):  # another text
             names.update(_names_on(file, images))
     return sorted(images.keys() - names)
+
+
+def _label_decoder(table: ClassTable) -> Callable[[Stored, Window], np.ndarray]:
+    """`_decode` for labels of these classes: colours, or ids in one or three equal channels."""
+    ids = table.label_colours or {0x010101 * number: number for number in table.label_ids}
+    levels = [n if n in table.label_ids else table.label_colours.get(0x010101 * n, n) for n in range(256)]
+    return partial(_decode, ids, np.array(levels, np.uint8))
 
 
 def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:

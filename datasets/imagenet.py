@@ -1,7 +1,9 @@
 """ImageNet (ILSVRC 2012): 1000 classes in class folders. Any other tree of class folders works too."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from datasets.class_names import ORDERS, by_number, check_names
 from datasets.classification import ClassificationDataset
@@ -103,6 +105,19 @@ def _in_folders(
         )
     names = tuple(map(composed, classes))
     check_names(enumerate(names), f"{layout.name}: {folder}: ")
+    _check_classes(layout, root, split, names)
+    files, labels, left_out = list_classes(folder, classes, suffixes, rare_suffixes)
+    images = map(files.name, range(len(files))) if rare_suffixes else ()
+    left_out += (str(folder / name) for name in outside if name.lower().endswith(rare_suffixes))
+    if not len(files):
+        looked_for = f"{folder}/*/**/*{{{','.join(suffixes)}}}"
+        raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
+    remarks = remarks_on((), left_out, images)
+    return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks)
+
+
+def _check_classes(layout: Layout, root: Path, split: str, names: Sequence[str]) -> None:
+    """ValueError if another split has other classes than `split`, whose classes have these names."""
     for other in layout.splits:
         other_names = [*map(composed, class_folders(root / other))] if (root / other).is_dir() else []
         differences = [
@@ -116,14 +131,6 @@ def _in_folders(
                 root,
                 fix="complete the splits; a class without images needs an empty folder",
             )
-    files, labels, left_out = list_classes(folder, classes, suffixes, rare_suffixes)
-    images = map(files.name, range(len(files))) if rare_suffixes else ()
-    left_out += (str(folder / name) for name in outside if name.lower().endswith(rare_suffixes))
-    if not len(files):
-        looked_for = f"{folder}/*/**/*{{{','.join(suffixes)}}}"
-        raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
-    remarks = remarks_on((), left_out, images)
-    return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks)
 
 
 def _own_splits(root: str | None, **_: object) -> Images:

@@ -154,11 +154,11 @@ def spread(
     np.minimum.at(rarity, source, np.where(pixels > 0, holding, np.inf).min(axis=1))
     order = np.random.default_rng(seed).permutation(np.flatnonzero(parts < 0))
     order = order[np.lexsort((rarity[order], -image_counts[order]))]
-    parts[order] = _dealt(rows, image_counts, order, parts, sizes_of(len(pixels), shares))
+    parts[order] = _deal(rows, image_counts, order, parts, sizes_of(len(pixels), shares))
     return parts[source]
 
 
-def _dealt(
+def _deal(
     rows: np.ndarray, image_counts: np.ndarray, order: np.ndarray, parts: np.ndarray, sizes: np.ndarray
 ) -> list[int]:
     """The part of each source in `order`, by beam search; `parts` of the other sources, else -1, stay.
@@ -167,7 +167,8 @@ def _dealt(
     """
     shares = sizes / sizes.sum()
     members = [parts == part for part in range(len(sizes))]
-    # Of each division that is kept, (divisions, parts, columns) and (divisions, parts).
+    # Of each division that is kept: the sums of its parts' rows, (divisions, parts, columns), and the images that its
+    # parts still need, (divisions, parts).
     sums = np.stack([rows[member].sum(axis=0) for member in members])[None]
     room = sizes[None] - [[image_counts[member].sum() for member in members]]
     total = sums.sum(axis=(0, 1))  # of the sources that have been dealt
@@ -196,12 +197,17 @@ def _dealt(
         sums[chosen] += rows[source]
         room[chosen] -= image_counts[source]
 
-    division = 0  # the best of the last ones
-    dealt = []
+    return _parts_of_best(steps)
+
+
+def _parts_of_best(steps: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[int]:
+    """The part of each source in the first of the last divisions, which is the best. `steps`: see `_deal`."""
+    division = 0
+    parts = []
     for previous, part in reversed(steps):
-        dealt.append(int(part[division]))
+        parts.append(int(part[division]))
         division = previous[division]
-    return dealt[::-1]
+    return parts[::-1]
 
 
 def prefixes(names: Sequence[str], parts: int) -> tuple[str, Counter[str]]:

@@ -41,7 +41,7 @@ class View:
         self.clear = rng.uniform(60, 250)  # metres; haze covers 1 - exp(-z / clear) of a colour
         self.sun = rng.uniform(0.75, 1.0, size=2)  # light on the left and right side of the street
 
-    def project(self, x: float, y: float, z: float) -> tuple[int, int]:
+    def pixel(self, x: float, y: float, z: float) -> tuple[int, int]:
         """World to canvas pixels."""
         scale = self.focal / z
         return round(self.centre + x * scale), round(self.horizon + (self.camera - y) * scale)
@@ -71,7 +71,7 @@ class View:
     ) -> None:
         """A rectangle along the street. x, heights, z: metres."""
         (low, high), (near, far) = heights, z
-        corners = [self.project(x, y, ahead) for y, ahead in ((low, near), (high, near), (high, far), (low, far))]
+        corners = [self.pixel(x, y, ahead) for y, ahead in ((low, near), (high, near), (high, far), (low, far))]
         self.polygon(corners, rgb, label)
 
     def ellipse(self, centre: Sequence[float], axes: Sequence[float], rgb: Sequence[float], label: int | None) -> None:
@@ -113,8 +113,8 @@ def _draw_sky(view: View, rng: np.random.Generator) -> None:
     x = -60.0
     while x < 60:  # the far end of the street
         width, height = rng.uniform(6, 16), rng.uniform(3, 11)
-        left, top_row = view.project(x, height, 95)
-        right, bottom = view.project(x + width, 0, 95)
+        left, top_row = view.pixel(x, height, 95)
+        right, bottom = view.pixel(x + width, 0, 95)
         if rng.random() < 0.5:
             view.box(left, top_row, right, bottom, view.colour(_FACADES[rng.integers(6)], 95), BUILDING)
         else:
@@ -128,7 +128,7 @@ def _draw_ground(view: View, rng: np.random.Generator) -> _Sides:
     near, far = 2.0, 95.0
 
     def strip(x0: float, x1: float, rgb: ArrayLike, label: int | None, z0: float = near, z1: float = far) -> None:
-        points = [view.project(x0, 0, z0), view.project(x0, 0, z1), view.project(x1, 0, z1), view.project(x1, 0, z0)]
+        points = [view.pixel(x0, 0, z0), view.pixel(x0, 0, z1), view.pixel(x1, 0, z1), view.pixel(x1, 0, z0)]
         view.polygon(points, view.colour(rgb, (z0 * z1) ** 0.5 / 2), label)
 
     strip(-300, 300, (104, 128, 66), TERRAIN)
@@ -181,12 +181,7 @@ def _draw_house(view: View, rng: np.random.Generator, side: int, x: float, z0: f
     height = 3.0 * rng.integers(2, 6) + 1.0
     light = view.sun[(side + 1) // 2]
     inner, outer = side * x, side * (x + 12)
-    front = [
-        view.project(inner, 0, z0),
-        view.project(inner, height, z0),
-        view.project(outer, height, z0),
-        view.project(outer, 0, z0),
-    ]
+    front = [view.pixel(edge, y, z0) for edge, y in ((inner, 0), (inner, height), (outer, height), (outer, 0))]
     view.polygon(front, view.colour(wall, z0, light * 0.8), BUILDING)
     view.wall(inner, (0, height), (z0, z1), view.colour(wall, (z0 + z1) / 2, light), BUILDING)
     if z0 > 60:
@@ -208,7 +203,7 @@ def _draw_fence(view: View, rng: np.random.Generator, side: int, x: float, z0: f
 def _draw_bush(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     for _ in range(4):
         green = np.array([66, 100, 44]) * rng.uniform(0.65, 1.35)
-        centre = view.project(x + rng.uniform(-1.5, 1.5), rng.uniform(0.8, 3.2), z)
+        centre = view.pixel(x + rng.uniform(-1.5, 1.5), rng.uniform(0.8, 3.2), z)
         axes = (view.length(rng.uniform(1.0, 1.8), z), view.length(rng.uniform(1.0, 2.0), z))
         view.ellipse(centre, axes, view.colour(green, z), VEGETATION)
 
@@ -258,17 +253,17 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 
 
 def draw_tree(view: View, rng: np.random.Generator, x: float, z: float) -> None:
-    (middle, bottom), (_, top) = view.project(x, 0, z), view.project(x, 3.0, z)
+    (middle, bottom), (_, top) = view.pixel(x, 0, z), view.pixel(x, 3.0, z)
     half = view.length(0.15, z)
     view.box(middle - half, top, middle + half, bottom, view.colour((84, 66, 50), z), VEGETATION)
     for _ in range(9):
         green = np.array([74, 112, 46]) * rng.uniform(0.65, 1.35)
-        centre = view.project(x + rng.uniform(-1.0, 1.0), rng.uniform(2.9, 5.2), z)
+        centre = view.pixel(x + rng.uniform(-1.0, 1.0), rng.uniform(2.9, 5.2), z)
         view.ellipse(centre, (view.length(0.9, z), view.length(0.8, z)), view.colour(green, z), VEGETATION)
 
 
 def _draw_pole(view: View, x: float, z: float, height: float) -> None:
-    (middle, bottom), (_, top) = view.project(x, 0, z), view.project(x, height, z)
+    (middle, bottom), (_, top) = view.pixel(x, 0, z), view.pixel(x, height, z)
     half = view.length(0.09, z, at_least=2)  # at least 4 pixels wide in the finished picture
     view.box(middle - half, top, middle + half, bottom, view.colour((104, 108, 112), z), POLE)
     view.box(middle - half, top, middle - half // 3, bottom, view.colour((140, 144, 148), z), None)
@@ -276,13 +271,13 @@ def _draw_pole(view: View, x: float, z: float, height: float) -> None:
 
 def draw_lamp(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     _draw_pole(view, x, z, 5.5)
-    (end, top), (pole, bottom) = view.project(x - np.sign(x) * 1.2, 5.7, z), view.project(x, 5.4, z)
+    (end, top), (pole, bottom) = view.pixel(x - np.sign(x) * 1.2, 5.7, z), view.pixel(x, 5.4, z)
     view.box(min(end, pole), top, max(end, pole), bottom, view.colour((120, 122, 124), z), POLE)
 
 
 def draw_sign(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     _draw_pole(view, x, z, 2.6)
-    centre = np.array(view.project(x, 2.5, z))
+    centre = np.array(view.pixel(x, 2.5, z))
     radius = view.length(0.42, z, at_least=4)
     rim, plate = _SIGNS[rng.integers(len(_SIGNS))]
     corners = (3, 4, 24)[rng.integers(3)]
@@ -295,7 +290,7 @@ def draw_sign(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 
 def draw_light(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     _draw_pole(view, x, z, 2.6)
-    cx, bottom = view.project(x, 2.3, z)
+    cx, bottom = view.pixel(x, 2.3, z)
     half = view.length(0.28, z, at_least=4)
     top = bottom - 5 * half
     view.box(cx - half, top, cx + half, bottom, view.colour((24, 26, 28), z), LIGHT)
@@ -306,8 +301,8 @@ def draw_light(view: View, rng: np.random.Generator, x: float, z: float) -> None
 
 
 def draw_bin(view: View, rng: np.random.Generator, x: float, z: float) -> None:
-    left, top = view.project(x - 0.35, 1.1, z)
-    right, bottom = view.project(x + 0.35, 0, z)
+    left, top = view.pixel(x - 0.35, 1.1, z)
+    right, bottom = view.pixel(x + 0.35, 0, z)
     view.box(left, top, right, bottom, view.colour((60, 70, 62), z), STATIC)
 
 
@@ -317,12 +312,12 @@ def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     def part(
         x0: float, x1: float, y0: float, y1: float, rgb: ArrayLike, label: int | None, narrower: float = 0.0
     ) -> None:
-        points = [view.project(x + x0, y0, z), view.project(x + x1, y0, z)]
-        points += [view.project(x + x1 - narrower, y1, z), view.project(x + x0 + narrower, y1, z)]
+        points = [view.pixel(x + x0, y0, z), view.pixel(x + x1, y0, z)]
+        points += [view.pixel(x + x1 - narrower, y1, z), view.pixel(x + x0 + narrower, y1, z)]
         view.polygon(points, view.colour(rgb, z), label)
 
     ground = ((x - 1.0, z - 0.4), (x + 1.0, z - 0.4), (x + 0.9, z + 1), (x - 0.9, z + 1))
-    shadow = [view.project(across, 0, ahead) for across, ahead in ground]
+    shadow = [view.pixel(across, 0, ahead) for across, ahead in ground]
     view.polygon(shadow, view.colour((34, 34, 36), z), None)
     for wheel in (-0.85, 0.6):
         part(wheel, wheel + 0.25, 0.0, 0.5, (22, 22, 24), CAR)
@@ -341,12 +336,12 @@ def draw_person(view: View, rng: np.random.Generator, x: float, z: float) -> Non
     skin = np.array([205, 160, 130]) * rng.uniform(0.5, 1.1)
     stride = rng.uniform(0.05, 0.22)
     for foot in (-stride, stride):
-        points = [view.project(x + foot - 0.09, 0, z), view.project(x + foot + 0.09, 0, z)]
-        points += [view.project(x + 0.16, 0.52 * height, z), view.project(x - 0.16, 0.52 * height, z)]
+        points = [view.pixel(x + foot - 0.09, 0, z), view.pixel(x + foot + 0.09, 0, z)]
+        points += [view.pixel(x + 0.16, 0.52 * height, z), view.pixel(x - 0.16, 0.52 * height, z)]
         view.polygon(points, view.colour(legs * 0.7, z), PERSON)
     for up, across, tall, rgb in ((0.66, 0.26, 0.2 * height, coat), (0.92, 0.12, 0.15, skin)):  # trunk and head
         axes = view.length(across, z), view.length(tall, z)
-        view.ellipse(view.project(x, up * height, z), axes, view.colour(rgb, z), PERSON)
+        view.ellipse(view.pixel(x, up * height, z), axes, view.colour(rgb, z), PERSON)
 
 
 def expose(view: View, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -105,13 +105,7 @@ class Loader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch promises a class of its own
         if self.num_workers:
             self.timeout, timeout_message = _limit
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor on its way needs an open file
-            if most != resource.RLIM_INFINITY:  # which macOS says, but does not grant
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-                needed = 20 + 6 * self.num_workers
-                if most < needed:
-                    need = f"{self.num_workers} processes that read images need {needed} open files, {most} are allowed"
-                    raise ValueError(f"{need}: raise ulimit -n, or read without processes, with workers=0")
+            _allow_open_files(self.num_workers)
         items: Any = None
         try:
             if self.num_workers:
@@ -135,6 +129,18 @@ class Loader(DataLoader):
             # would not learn that they should stop, and PyTorch would wait five seconds for each.
             if self.num_workers and items is not None:
                 items._shutdown_workers()
+
+
+def _allow_open_files(workers: int) -> None:
+    """Let this process open as many files as the system permits. ValueError if these are too few for its workers."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor on its way needs an open file
+    if most == resource.RLIM_INFINITY:  # which macOS says, but does not grant
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    needed = 20 + 6 * workers
+    if most < needed:
+        problem = f"{workers} processes that read images need {needed} open files, {most} are allowed"
+        raise ValueError(f"{problem}: raise ulimit -n, or read without processes, with workers=0")
 
 
 @contextmanager
