@@ -90,8 +90,8 @@ def runs_in_order(module: nn.Module) -> bool:
     return is_plain and "forward" not in vars(module)
 
 
-def activation_after(output: fx.Node, modules: dict[str, nn.Module], includes: bool) -> nn.Module | None:
-    """The activation that alone reads the output of a norm; None if a convolution does, or the norm `includes` one.
+def activation_after(output: fx.Node, modules: dict[str, nn.Module], has_activation: bool) -> nn.Module | None:
+    """The activation that alone reads the output of a norm; None if a convolution does, or the norm has one itself.
 
     ValueError: other code reads the output, or overwrites what an in-place layer keeps.
     """
@@ -99,18 +99,18 @@ def activation_after(output: fx.Node, modules: dict[str, nn.Module], includes: b
     user, reader = readers[0] if readers else (output, None)
     is_alone = len(readers) == 1 and user.args == (output,) and not user.kwargs
     if is_alone and type(reader) is nn.Identity and not is_customised(reader):
-        return activation_after(user, modules, includes)
-    merges = is_alone and not includes and reader is not None and activation_of(reader) is not None
-    if not merges and not includes and not any(isinstance(module, CONVOLUTIONS) for _, module in readers):
+        return activation_after(user, modules, has_activation)
+    is_merged = is_alone and not has_activation and reader is not None and activation_of(reader) is not None
+    if not is_merged and not has_activation and not any(isinstance(module, CONVOLUTIONS) for _, module in readers):
         names = ", ".join(_name(user, modules) for user, _ in readers) or "nothing"
         raise ValueError(f"its output goes to {names}: expected an activation module alone, or a convolution")
-    kept = user if merges else output
+    kept = user if is_merged else output
     for user in kept.users:
         name = _name(user, modules)
         inplace = user.kwargs.get("inplace") or getattr(_module(user, modules), "inplace", False)
         if user.args[:1] == (kept,) and (inplace or name.endswith("_") or name in IN_PLACE):
             raise ValueError(f"{name} overwrites the output, which an in-place layer keeps: write x = x + y there")
-    return reader if merges else None
+    return reader if is_merged else None
 
 
 def _module(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:

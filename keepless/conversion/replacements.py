@@ -1,6 +1,7 @@
 """Make the layers that replace norms. A ValueError says why a norm cannot be replaced."""
 
 import inspect
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -22,25 +23,11 @@ Places = dict[nn.Module, list[tuple[nn.Module, str]]]  # the parents of each mod
 def in_place(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
     """The in-place layer for a norm and the activation that it has, or that follows it in all traced `calls`."""
     _check_plain(layer)
-    timms_activation: Any = timm_activation(layer)
-    includes = isinstance(layer, ABN) or type(timms_activation) not in (type(None), nn.Identity)
-    if not calls and not includes:
+    has_activation = isinstance(layer, ABN) or type(timm_activation(layer)) not in (type(None), nn.Identity)
+    if not calls and not has_activation:
         raise ValueError("no traced code calls it")
-    following = [activation_after(*call, includes) for call in calls]  # modules; None: a convolution
-    activations = {None if module is None else activation_of(module) for module in following}
-    if len(activations) > 1:
-        names = ", ".join("a convolution" if module is None else type(module).__name__ for module in following)
-        raise ValueError(f"its calls are followed by {names}")
-    activation: Activation | None
-    if isinstance(layer, ABN):
-        activation = Activation(layer.activation, layer.activation_param)
-    elif includes:
-        activation = activation_of(timms_activation)
-    else:
-        activation = activations.pop() or Activation("identity", 0.01)
-    if activation is None:
-        name = type(timms_activation).__name__
-        raise ValueError(f"it includes {name}, which an in-place layer does not compute, or which has hooks")
+    following = [activation_after(*call, has_activation) for call in calls]  # modules; None: a convolution
+    activation = _included_activation(layer, has_activation, following)
     if activation.name == "relu":
         if relu_slope is None:
             raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, which changes the outputs")
@@ -53,6 +40,24 @@ def in_place(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
         if module is not None:
             merge(new, module)
     return new
+
+
+def _included_activation(layer: Any, has_activation: bool, following: Sequence[nn.Module | None]) -> Activation:
+    """The activation that a norm includes, or else the one that follows it. ValueError: there is no single one."""
+    activations = {None if module is None else activation_of(module) for module in following}
+    if len(activations) > 1:
+        names = ", ".join("a convolution" if module is None else type(module).__name__ for module in following)
+        raise ValueError(f"its calls are followed by {names}")
+    if isinstance(layer, ABN):
+        return Activation(layer.activation, layer.activation_param)
+    if not has_activation:
+        return activations.pop() or Activation("identity", 0.01)
+    timms_activation: Any = timm_activation(layer)
+    activation = activation_of(timms_activation)
+    if activation is None:
+        name = type(timms_activation).__name__
+        raise ValueError(f"it includes {name}, which an in-place layer does not compute, or which has hooks")
+    return activation
 
 
 def timm_activation(layer: nn.Module) -> nn.Module | None:

@@ -60,15 +60,20 @@ def shape_of(example: Any) -> tuple[int, ...]:
     return next((tuple(tensor.shape) for tensor in tensors_in(example)), ())
 
 
-def _with_shapes(example: Any, old: tuple[int, ...], new: tuple[int, ...], where: slice, before: int = 0) -> Any:
-    """The example with zeros, with dimensions `old` replaced by `new` at `where`, after the first `before` ones."""
+def _with_shapes(
+    example: Any, old_sizes: tuple[int, ...], new_sizes: tuple[int, ...], dimensions: slice, skipped: int = 0
+) -> Any:
+    """The example with zeros. Tensors with `old_sizes` in these dimensions get `new_sizes` there.
+
+    Tensors that have no more dimensions than the `skipped` first ones keep their sizes.
+    """
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         shape = list(leaf.shape)
-        if len(shape) > before and tuple(shape[before:][where]) == old:
-            shape[where] = new
+        if len(shape) > skipped and tuple(shape[skipped:][dimensions]) == old_sizes:
+            shape[dimensions] = new_sizes
         return leaf.new_zeros(shape).requires_grad_(leaf.requires_grad)
 
     return tree_map(like, example)
