@@ -150,18 +150,18 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dic
     if strategy.budget is not None:
         forward = compiled(block, backend, strategy.budget)
 
-    def output(owned: bool = False) -> Tensor:
+    def output(is_owned: bool = False) -> Tensor:
         """An owned input has no other reference, as in a network, so it is freed as soon as it is not needed."""
-        return forward(x.clone() if owned or strategy.overwrites else x)
+        return forward(x.clone() if is_owned or strategy.overwrites else x)
 
-    def step(owned: bool = False) -> object:
-        return torch.autograd.grad(output(owned), [x, *block.parameters()], dz)
+    def step(is_owned: bool = False) -> object:
+        return torch.autograd.grad(output(is_owned), [x, *block.parameters()], dz)
 
     for _ in range(WARM_UP_STEPS):
         step()
     # x counts if it is saved, because that keeps it alive.
     saved = kept_bytes(block, output, [])
-    peak = peak_bytes(partial(step, owned=True), cell.device)
+    peak = peak_bytes(partial(step, is_owned=True), cell.device)
     return {"backend": backend, "saved_bytes": saved, "peak_bytes": peak}, step
 
 

@@ -111,16 +111,16 @@ class _Plans:
         self.members = self.simulation.members
         self.leaders = self.simulation.leaders
         self.end = len(self.simulation.events)
-        self.first = dict.fromkeys(self.members, self.end)  # leader -> first READ of a value that its recipe computes
+        self.first_reads = dict.fromkeys(self.members, self.end)  # leader -> first read of what its recipe computes
         self.unclear: set[int] = set()  # values that may be computed twice in the first pass
         self._note_reads()
         moments = [*self._moments(limit)]
         self.moments = [moment.event_index for moment in moments]
         self.kept: dict[int, Sum] = {}  # leader -> whether it is kept
         self.signs: dict[int, Sum] = {}  # or kept as a sign mask
-        self.again: dict[int, Sum] = {}  # or computed again
-        self.done: dict[int, list[tuple[int, Sum]]] = {}  # by which moment it has been computed
-        for leader, events in reversed(self._computed().items()):  # inputs come first
+        self.recomputations: dict[int, Sum] = {}  # or computed again
+        self.computed: dict[int, list[tuple[int, Sum]]] = {}  # leader -> moments, and the part computed by them
+        for leader, events in reversed(self._computing_events().items()):  # inputs come first
             self._choose(leader, is_computed=bool(events))
             self._compute(leader, events)
         for moment in moments:
@@ -133,7 +133,7 @@ class _Plans:
         for index, event in enumerate(self.simulation.events):
             if event.kind == Event.READ:
                 leader = self.leaders[event.value]
-                self.first[leader] = min(self.first[leader], index)
+                self.first_reads[leader] = min(self.first_reads[leader], index)
                 if event.number in reads and not is_over:
                     self.unclear.add(event.value)
                 reads.add(event.number)
@@ -175,12 +175,12 @@ class _Plans:
                 yield _Moment(self, index, room, held_memories, {*saved.values()}, is_over)
             level += event.change
 
-    def _computed(self) -> dict[int, list[int]]:
+    def _computing_events(self) -> dict[int, list[int]]:
         """For each leader, consumers first: the events that may be the first to compute it."""
         events_by_leader: dict[int, list[int]] = {}
         consumed: dict[int, set[int]] = defaultdict(set)  # leader -> events that may compute what reads it
         for leader in sorted(self.members, reverse=True):
-            first = self.first[leader]
+            first = self.first_reads[leader]
             moments = {first, *consumed[leader]} if self.step.values[leader].kind != Kind.KEPT else ()
             events_by_leader[leader] = sorted(index for index in moments if index <= first and index < self.end)
             for number in self.simulation.inputs[leader]:
@@ -188,7 +188,7 @@ class _Plans:
         return events_by_leader
 
     def _choose(self, leader: int, is_computed: bool) -> None:
-        """It is kept or computed, if the backward pass reads it."""
+        """A recipe's values are kept or computed, if the backward pass reads them."""
         simulation = self.simulation
         value = self.step.values[leader]
         if value.kind in (Kind.KEPT, Kind.FREE):
@@ -197,28 +197,29 @@ class _Plans:
             if is_mask_enough and len(self.members[leader]) == 1:
                 self.signs[leader] = self.program.variable()
         if is_computed:
-            self.again[leader] = self.program.variable(_MS * value.seconds)
-        ways = [term for ways in (self.kept, self.signs, self.again) for term in ways.get(leader, [])]
+            self.recomputations[leader] = self.program.variable(_MS * value.seconds)
+        ways = [term for ways in (self.kept, self.signs, self.recomputations) for term in ways.get(leader, [])]
         self.program.limit(ways, 1.0)
-        if value.kind == Kind.KEPT or self.first[leader] < self.end:
+        if value.kind == Kind.KEPT or self.first_reads[leader] < self.end:
             self.program.limit(_negative(ways), -1.0)
 
     def _compute(self, leader: int, events: Sequence[int]) -> None:
-        """It is computed once, and by then its inputs have been computed unless they are kept."""
-        self.done[leader] = []
+        """A recipe is computed once, and by then its inputs have been computed unless they are kept."""
+        self.computed[leader] = []
         numbers = {bisect_left(self.moments, event) for event in events}
         for event_index in (self.moments[number] for number in sorted(numbers) if number < len(self.moments)):
-            again = self.again[leader]
-            done = again if self.first[leader] <= event_index else self.program.part_of(again)
+            part = self.recomputations[leader]
+            if self.first_reads[leader] > event_index:
+                part = self.program.part_of(part)
             for input_leader in {self.leaders[number] for number in self.simulation.inputs[leader]}:
                 if self.step.values[input_leader].kind != Kind.KEPT:
-                    computed = self.done_by(input_leader, event_index)
-                    self.program.at_most(done, computed, self.kept.get(input_leader, []))
-            self.done[leader].append((event_index, done))
+                    input_part = self.computed_by(input_leader, event_index)
+                    self.program.at_most(part, input_part, self.kept.get(input_leader, []))
+            self.computed[leader].append((event_index, part))
 
-    def done_by(self, leader: int, event_index: int) -> Sum:
-        """The part of it that has been computed by a moment."""
-        return next((done for moment, done in reversed(self.done[leader]) if moment <= event_index), [])
+    def computed_by(self, leader: int, event_index: int) -> Sum:
+        """The part of a recipe that has been computed by a moment."""
+        return next((part for moment, part in reversed(self.computed[leader]) if moment <= event_index), [])
 
 
 class _Moment:
@@ -249,15 +250,15 @@ class _Moment:
         self.waits: dict[int, Sum] = {}  # leader -> whether it is needed, but not computed yet
 
     def limit(self) -> None:
-        terms = self._saved()
-        for leader in reversed(self.plans.again):
+        terms = self._hold_saved()
+        for leader in reversed(self.plans.recomputations):
             self._wait(leader)
         for number in reversed(range(len(self.values))):
             self._share(number)
-        terms += self._kept() + self._computed()
+        terms += self._kept_terms() + self._computed_terms()
         self.program.limit([(variable, _MIB * size) for variable, size in terms], _MIB * self.room)
 
-    def _saved(self) -> Sum:
+    def _hold_saved(self) -> Sum:
         """What is saved is held once it is kept or computed. Returns the bytes of sign masks."""
         simulation = self.plans.simulation
         terms = Sum()
@@ -266,7 +267,7 @@ class _Moment:
             if len(self.plans.members[leader]) == 1 or not simulation.sign_consumers[number]:
                 self.keeps[number] = self.plans.kept.get(leader, [])
             if self.is_clear(number):
-                self.holds[number] = self.plans.done_by(leader, self.event_index)
+                self.holds[number] = self.plans.computed_by(leader, self.event_index)
             self.waits[leader] = self._rest(leader)
             terms += [(variable, simulation.sign_bytes[number]) for variable, _ in self.plans.signs.get(leader, [])]
         return terms
@@ -276,29 +277,29 @@ class _Moment:
         return not self.is_over and number not in self.plans.unclear
 
     def _rest(self, leader: int) -> Sum:
-        """The part of it that is computed later."""
-        again = self.plans.again.get(leader, [])
-        done = self.plans.done_by(leader, self.event_index)
-        return [] if again == done else [*again, *_negative(done)]
+        """The part of a recipe that is computed later."""
+        recomputation = self.plans.recomputations.get(leader, [])
+        computed = self.plans.computed_by(leader, self.event_index)
+        return [] if recomputation == computed else [*recomputation, *_negative(computed)]
 
-    def _there_or_waiting(self, number: int) -> tuple[Sum, Sum, Sum]:
+    def _kept_held_or_waiting(self, number: int) -> tuple[Sum, Sum, Sum]:
         """How a value is kept, held or waiting, because of what needs it."""
         leader = self.leaders[number]
         if number not in self.keeps:
             self.keeps[number] = self.program.part_of(self.plans.kept.get(leader, []))
         if number not in self.holds and self.is_clear(number):
-            self.holds[number] = self.program.part_of(self.plans.done_by(leader, self.event_index))
+            self.holds[number] = self.program.part_of(self.plans.computed_by(leader, self.event_index))
         if leader not in self.waits:
             self.waits[leader] = self.program.part_of(self._rest(leader))
         return self.keeps[number], self.holds.get(number, []), self.waits[leader]
 
     def _wait(self, leader: int) -> None:
-        """Until it is computed, each of its inputs is kept, held or waiting, too."""
+        """Until a recipe is computed, each of its inputs is kept, held or waiting, too."""
         waiting = self.waits.get(leader)
         if waiting:
             for number in dict.fromkeys(self.plans.simulation.inputs[leader]):
-                if self.is_clear(number) or not self.plans.done_by(self.leaders[number], self.event_index):
-                    self.program.at_most(waiting, *self._there_or_waiting(number))
+                if self.is_clear(number) or not self.plans.computed_by(self.leaders[number], self.event_index):
+                    self.program.at_most(waiting, *self._kept_held_or_waiting(number))
 
     def _share(self, number: int) -> None:
         """A view holds its input's memory once it is computed, and waits until then."""
@@ -306,9 +307,9 @@ class _Moment:
         holding = self.holds.get(number, [])
         if holding and value.alias >= 0 and not value.overwrites and value.alias not in self.plans.unclear:
             waiting = self.waits.get(self.leaders[number], [])
-            self.program.at_most([*holding, *waiting], *self._there_or_waiting(value.alias))
+            self.program.at_most([*holding, *waiting], *self._kept_held_or_waiting(value.alias))
 
-    def _kept(self) -> Sum:
+    def _kept_terms(self) -> Sum:
         """Bytes of kept values. Several may lie in one memory."""
         together: dict[int, list[Sum]] = defaultdict(list)
         for number, kept in self.keeps.items():
@@ -326,7 +327,7 @@ class _Moment:
             terms += [(variable, self.plans.step.memories[memory]) for variable, _ in terms_of_memory]
         return terms
 
-    def _computed(self) -> Sum:
+    def _computed_terms(self) -> Sum:
         """Bytes of computed values. One that overwrites its input counts at most the input's bytes."""
         terms = Sum()
         for number, holding in self.holds.items():
