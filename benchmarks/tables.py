@@ -115,8 +115,8 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
         counted_runs = [run for run in runs if changes.get((name, run.folder)) == []]
         for run in counted_runs[1:]:
             if run.classes != counted_runs[0].classes:
-                both = f"{counted_runs[0].folder} and {run.folder}"
-                raise ValueError(f"runs: {both} are both {name}, but of other classes")
+                folders = f"{counted_runs[0].folder} and {run.folder}"
+                raise ValueError(f"runs: {folders} are both {name}, but of other classes")
         variants = [run for run in runs if run.experiment == name and run.folder not in in_rows]
         changed = [(run, changes[name, run.folder]) for run in variants]
         siblings = Counter(run.folder.parent for run in counted_runs)

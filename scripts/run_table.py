@@ -213,12 +213,12 @@ def check_files(arguments: RunTable) -> None:
 def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:
     """The override of micro-batches with which an experiment's norms see as many crops on fewer devices."""
     config = papers.configured_as(experiment, *overrides)
-    usual = papers.devices_of(experiment)
+    usual_devices = papers.devices_of(experiment)
     is_overridden = any(word.startswith("trainer.accumulation_steps=") for word in overrides)
-    has_more = papers.crops_per_norm(config, devices) > papers.crops_per_norm(config, usual)
-    if is_overridden or not has_more or usual % devices:
+    has_more = papers.crops_per_norm(config, devices) > papers.crops_per_norm(config, usual_devices)
+    if is_overridden or not has_more or usual_devices % devices:
         return []
-    return [f"trainer.accumulation_steps={config.trainer.accumulation_steps * usual // devices}"]
+    return [f"trainer.accumulation_steps={config.trainer.accumulation_steps * usual_devices // devices}"]
 
 
 def training_table(trainings: list[Training], title: str) -> Table:
