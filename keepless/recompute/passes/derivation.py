@@ -1,4 +1,7 @@
-"""Derive the value of a tensor from others: of a view, of a norm's output by its node, or of a copy made in a call."""
+"""Derive the value of a tensor from others: of a view, of a norm's output by its node, or of a copy made in a call.
+
+What such a value is computed from may be kept for it.
+"""
 
 import weakref
 from collections.abc import Sequence
@@ -181,8 +184,8 @@ def _smaller_value_of(registry: Registry, argument: Tensor, copy: Tensor) -> Val
     call = registry.call
     if call is not None and call.is_advised and call.site.advice & derived_from(call.arguments, argument):
         # An earlier pass has found that it is worth while.
-        is_kept_here = value is None and not (is_parameter(argument) or call.overwrites)
-        return registry.keep(argument) if is_kept_here else value
+        keeps_argument = value is None and not (is_parameter(argument) or call.overwrites)
+        return registry.keep(argument) if keeps_argument else value
     registry.storages.note_all()
     most = _COPIES_ARE_WORTH * copy.nbytes if registry.by_plan else copy.nbytes
     return None if value is None or kept_bytes_below([value], only_unread=True) > most else value

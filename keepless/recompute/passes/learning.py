@@ -64,7 +64,7 @@ class Note:
         ]
         self.recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]  # of its inside
         self.needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
-        self.hides = _hides_parameters(call, node)
+        self.hides_parameters = _hides_parameters(call, node)
 
     def decide(self) -> None:
         """Set the site's advice, once the pass has ended."""
@@ -85,7 +85,7 @@ class Note:
                 advice &= ~bits.DROP
             if self.planned & Flag.MASK and is_masked and any(are_inside):
                 advice |= bits.MASK
-        self.site.advice |= advice | bits.HOOKS if advice and self.hides else advice
+        self.site.advice |= advice | bits.HOOKS if advice and self.hides_parameters else advice
 
 
 def _hides_parameters(call: Call, node: Any) -> bool:
