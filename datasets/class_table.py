@@ -57,9 +57,9 @@ class Palettes:
         )
         if not self.grays or same:
             return ""
-        others = f" ({self.plain_labels} others have none)" if self.plain_labels else ""
+        plain = f" ({self.plain_labels} others have none)" if self.plain_labels else ""
         return (
-            f"{self.gray_labels} labels have palettes of grays, such as {readable(self.first_gray)}{others}: their "
+            f"{self.gray_labels} labels have palettes of grays, such as {readable(self.first_gray)}{plain}: their "
             f"indices {ranges(self.grays)} count, not the grays {ranges({*self.grays.values()})}; if the grays are "
             f"meant, save gray PNGs without palettes"
         )

@@ -165,3 +165,33 @@ def test_the_schema_is_read_by_few():
     readers = {s.name for s in sources(*rooms) if any(f"{n}.".startswith("engine.schema.") for n in s.imported)}
     wrong = [name for name in readers if name.split("/")[:2] not in [["engine", r] for r in ("schema", *KNOWS_SCHEMA)]]
     assert not wrong, f"{wrong}: take explicit arguments, which engine/assemble or engine/training hands over"
+
+
+# Pronouns and participles, which say how something came instead of what it is. CONTRIBUTING ("Nouns") has names.
+PRONOUNS = frozenset(
+    "about at both each every found given held here it its known made now of one own owns said such taken "
+    "asked told their theirs them there these those what who whom whose others".split()
+)
+
+
+def defined_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yields (name, line) of all variables, parameters, fields, methods, functions and classes that a file defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def test_names_are_nouns():
+    pronouns = [
+        f"{source.name}:{line} {name}"
+        for source in sources("", *MAY_IMPORT)
+        for name, line in defined_names(ast.parse(source.path.read_text()))
+        if name.strip("_") in PRONOUNS
+    ]
+    assert len(PRONOUNS) <= 40 and not pronouns, f"{pronouns}: name what it is, as in CONTRIBUTING.md, 'Nouns'"

@@ -115,7 +115,7 @@ class MultiStep(LRSchedule):
 def _check_one_of(first: str, first_value: object, second: str, second_value: object, needed: bool = False) -> None:
     """Raise ValueError if both are given, or neither where one is `needed`."""
     if first_value is not None and second_value is not None:
-        both = f"lr_schedule.{first}={first_value} and lr_schedule.{second}={second_value}"
-        raise ValueError(f"{both}: give null for one of them")
+        conflict = f"lr_schedule.{first}={first_value} and lr_schedule.{second}={second_value}"
+        raise ValueError(f"{conflict}: give null for one of them")
     if needed and first_value is None and second_value is None:
         raise ValueError(f"lr_schedule.{first} and lr_schedule.{second} are both null: give one of them")
