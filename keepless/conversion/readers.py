@@ -65,11 +65,8 @@ def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, Calls], str]:
             if "forward" in vars(network):  # a tracer looks at the class
                 raise ValueError("its forward pass was replaced")
             parameters = inspect.signature(network.forward).parameters.values()
-            defaults = {
-                parameter.name: parameter.default
-                for parameter in parameters
-                if parameter.default is not parameter.empty
-            }
+            optional = [parameter for parameter in parameters if parameter.default is not parameter.empty]
+            defaults = {parameter.name: parameter.default for parameter in optional}
             for training in (True, False):
                 graphs.append((network, _Tracer(shallow=False).trace(network.train(training), defaults)))
         except Exception as raised:  # a network may raise anything

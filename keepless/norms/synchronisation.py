@@ -85,9 +85,9 @@ def check_total(total: Tensor) -> None:
 
 def refuse_jointly(channels: int, device: torch.device, group: dist.ProcessGroup) -> None:
     """Make the ranks waiting in `gathered_moments` raise, before this rank raises its own error."""
-    nothing = torch.zeros(channels, device=device)
+    zeros = torch.zeros(channels, device=device)
     try:
-        gathered_moments(nothing, nothing, REFUSED, group)
+        gathered_moments(zeros, zeros, REFUSED, group)
     except ValueError:
         pass
 

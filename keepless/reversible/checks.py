@@ -55,10 +55,11 @@ class Checksum:
                 self._compare(tensor, repeated, first)
 
     def _compare(self, tensor: Tensor, repeated: Tensor, first: Tensor) -> None:
+        """Raise RuntimeError if the checksum of a repeated tensor is not about the first one."""
         is_low = torch.is_autocast_enabled(tensor.device.type)
         tolerance = _LOW_PRECISION if is_low else _TOLERANCES.get(tensor.dtype, _LOW_PRECISION)
-        largest = tolerance * first[1].clamp(min=1e-30)
-        if not torch.isnan(first).any() and not bool((repeated - first).abs().max() <= largest):
+        limit = tolerance * first[1].clamp(min=1e-30)
+        if not torch.isnan(first).any() and not bool((repeated - first).abs().max() <= limit):
             names = ", ".join(type(module).__name__ for module in self.modules)
             raise RuntimeError(
                 f"{names} computed other values when the backward pass repeated it, so gradients would be wrong: "

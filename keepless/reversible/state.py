@@ -24,7 +24,7 @@ _KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.Insta
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Enum)
 _PYTORCHS_ATTRIBUTES = vars(nn.Module()).keys() - {"training"}
 
-_left_alone = WeakTensorKeyDictionary()  # buffers on devices that a forward pass has left unchanged
+_constant_buffers = WeakTensorKeyDictionary()  # on devices: a forward pass has left them unchanged
 
 
 class _Buffer(NamedTuple):
@@ -40,7 +40,15 @@ class _Buffer(NamedTuple):
         values = self.owner._buffers[self.name]
         if values is not self.values or (values is not None and values._version != self.version):
             return False
-        return values is None or self.start is None or _are_same(values, self.start)
+        if values is None or self.start is None or is_unknown(values) or values in _constant_buffers:
+            return True
+        return torch.equal(values, self.start)  # `Tensor.data` writes without a new version
+
+    def note_unchanged(self) -> None:
+        """Do not compare the buffer of a device again: reading it waits for the device."""
+        if self.start is not None and self.values is not None and self.values.device.type != "cpu":
+            if not is_unknown(self.values):
+                _constant_buffers[self.values] = True
 
 
 class _Constant(NamedTuple):
@@ -109,8 +117,10 @@ class State:
         self.constants = self._all_parameters()
         kept = []
         for buffer in self.buffers:
-            is_changed = buffer.values is None or (buffer.owner, buffer.name) in changed_buffers
-            if is_changed or has_running_statistics(buffer.owner):  # which later passes update
+            is_changed = (buffer.owner, buffer.name) in changed_buffers
+            if not is_changed:
+                buffer.note_unchanged()
+            if is_changed or buffer.values is None or has_running_statistics(buffer.owner):  # which later passes update
                 kept.append(buffer)
             elif buffer.values is not None:
                 self.constants.append(_Constant(buffer.owner, buffer.name, buffer.values, buffer.version))
@@ -192,19 +202,6 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
         return True
     pairs = [(value, after[name]) for name, value in before.items() if value is not after[name]]
     return any(isinstance(a, Tensor) or isinstance(b, Tensor) or a != b for a, b in pairs)
-
-
-def _are_same(values: Tensor, start: Tensor) -> bool:
-    """Whether values equal those before the forward pass; versions do not tell, as `Tensor.data` writes without one.
-
-    Reading from a device waits for it, so there a buffer counts as constant once a forward pass has not changed it.
-    """
-    if is_unknown(values) or values in _left_alone:
-        return True
-    same = torch.equal(values, start)
-    if same and values.device.type != "cpu":
-        _left_alone[values] = True
-    return same
 
 
 def _buffers(module: nn.Module) -> list[_Buffer]:
