@@ -17,7 +17,7 @@ def escaped(name: object) -> str:
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A table; the columns after the first `left` hold numbers."""
-    rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
+    rule = "|" + "".join("---|" if number < left else "---:|" for number in range(len(titles)))
     header, *lines = (f"| {' | '.join(cells)} |" for cells in [titles, *rows])
     return "\n".join([header, rule, *lines])
 
