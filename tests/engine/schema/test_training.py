@@ -1,6 +1,12 @@
-"""The length of a run, and whether it compiles."""
+"""The length of a run, whether it compiles, and what a check leaves of a configuration that it refuses."""
+
+import copy
+from dataclasses import replace
+
+import pytest
 
 from engine.assemble import schedule_of
+from engine.schema.keys import CHOICES
 from tests.runs import run_config
 
 
@@ -21,3 +27,18 @@ def test_whether_norms_compile_is_known_beforehand():
     ):
         config = run_config(*overrides)
         assert [config.compiles_norms(device) for device in ("cpu", "cuda")] == [on_cpu, on_cuda]
+
+
+def test_a_configuration_that_is_refused_stays_as_it_is():
+    body = CHOICES["body"]["torchvision"](network="resnet18", weights="weights.pt")
+    config = replace(run_config("norm=std", "trainer.steps=9"), body=body)
+    config.norm.activation = config.data.mean = None
+    config.trainer.epochs = config.trainer.steps = None
+    refused = copy.deepcopy(config)
+    with pytest.raises(ValueError, match="trainer.epochs and trainer.steps are both null"):
+        refused.check()
+    assert refused == config
+    config.trainer.steps = 9
+    config.check()
+    assert (config.init.weights, config.init.format, config.body.weights) == ("weights.pt", "torchvision", None)
+    assert config.norm.activation == "relu" and config.data.mean == [0.485, 0.456, 0.406]
