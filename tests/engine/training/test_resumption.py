@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from datasets import ShuffledMinibatches
+from engine.checkpoint import files as checkpoint
 from engine.process import plugins
 from engine.schema import keys
 from engine.schema.additions import Augmentation, Logger
@@ -284,3 +285,10 @@ def test_a_training_with_plugins_that_no_check_has_passed_says_so(tmp_path, monk
     words = (*SHORT, *SMALL, "trainer.resume_check=0", "trainer.steps=1", f"run_dir={tmp_path / 'run'}")
     train(checked("train_seg", *words))
     assert (tmp_path / "run" / "log.txt").read_text().count("no debug=resume has passed with these plugins") == 1
+
+
+def test_a_profiled_training_saves_its_sampler_too(tmp_path):
+    words = ("sampler=saved_growing", "trainer.resume_check=0", "trainer.steps=1", "trainer.profile=1")
+    train(checked("train_seg", *SHORT, *SMALL, *words, f"run_dir={tmp_path}"))
+    (parts,) = checkpoint.load(tmp_path / "checkpoints" / "last.pt")["parts"]
+    assert parts["sampler=saved_growing"]["epoch"] == 0
