@@ -264,10 +264,11 @@ class Run(_Levels):
                 else:
                     self._read(number, value)
             elif kind == _RELEASE:
-                if consumers_left[value] > 1 and number not in self.memories_in_use:
+                if number in self.memories_in_use:
+                    self._leave(number)
+                if consumers_left[value] > 1:
                     consumers_left[value] -= 1
                 else:
-                    self._leave(number)
                     self._count_consumer(value, -1)
             elif kind == _HOLD:
                 self.hold(number)
@@ -285,7 +286,7 @@ class Run(_Levels):
 
         With its first consumer a recipe begins to read its inputs, and with its last one it ends.
         """
-        turning = change > 0
+        turning = int(change > 0)  # the number at which a recipe begins or ends
         pending = [number]
         while pending:
             value = pending.pop()
@@ -308,7 +309,8 @@ class Run(_Levels):
 
     def _read(self, save: int, number: int) -> None:
         """The backward pass reads a saved tensor: it is kept, unpacked from a sign mask, or computed first."""
-        self._leave(save)  # if it is read again: users' backward functions unpack saved tensors one by one
+        if save in self.memories_in_use:  # read again: users' backward functions unpack saved tensors one by one
+            self._leave(save)
         if self.kept_memories[number] >= self.first_sign_memory:
             self._use(save, self.first_computed_memory + number)
             self.need(self.step.saved[save].unpacking)
@@ -323,9 +325,8 @@ class Run(_Levels):
         self.hold(memory)
 
     def _leave(self, save: int) -> None:
-        """The operation, if any, drops a saved tensor."""
-        if save in self.memories_in_use:
-            self.release(self.memories_in_use.pop(save))
+        """An operation drops a saved tensor."""
+        self.release(self.memories_in_use.pop(save))
 
     def _compute_with_inputs(self, number: int) -> None:
         """Compute a value, and before it the inputs that are not there."""
@@ -347,8 +348,7 @@ class Run(_Levels):
         if value.leader >= 0:
             self.need(value.busy)
         for member in self.simulation.members[leader]:
-            is_unread = self.memories[member] < 0 and self.read_counts[member] < self.consumers[member]
-            if member == number or is_unread:
+            if member == number or (self.memories[member] < 0 and self.read_counts[member] < self.consumers[member]):
                 self._place(member)
         if value.leader < 0:
             self.need(value.busy)
@@ -385,6 +385,7 @@ class Run(_Levels):
         """Drop values computed for consumers that never came; another backward pass computes them again."""
         for save in list(self.memories_in_use):
             self._leave(save)
-        for number in range(len(self.kept)):
-            self._forget(number)
+        for number, memory in enumerate(self.memories):
+            if memory >= 0 and not self.kept[number]:
+                self._forget(number)
         self.read_counts = _filled(len(self.kept), 0)
