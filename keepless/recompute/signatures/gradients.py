@@ -32,7 +32,7 @@ class Gradients:
     """Follows the gradients of a network from pass to pass."""
 
     def __init__(self) -> None:
-        self._parameters: list[Any] = []  # weak references to their modules, and names
+        self.parameters: list[Any] = []  # weak references to their modules, and names
         self._awaited: weakref.ref[Backward] | None = None  # of the last pass before which no gradient was there
         self._has_overlap = False  # several forward passes come before a backward pass
 
@@ -41,9 +41,9 @@ class Gradients:
 
         There is no weak reference to a parameter: `torch.utils.swap_tensors` refuses tensors that have one.
         """
-        if self._parameters:
+        if self.parameters:
             try:
-                return tuple([owner()._parameters[name].requires_grad for owner, name in self._parameters])
+                return tuple([owner()._parameters[name].requires_grad for owner, name in self.parameters])
             except (AttributeError, KeyError):  # of None: a module was freed, or has lost a parameter
                 pass
         parameters = [
@@ -52,12 +52,8 @@ class Gradients:
             for name, parameter in owner._parameters.items()
             if parameter is not None
         ]
-        self._parameters = [(weakref.ref(owner), name) for owner, name, _ in parameters]
+        self.parameters = [(weakref.ref(owner), name) for owner, name, _ in parameters]
         return tuple([parameter.requires_grad for _, _, parameter in parameters])  # a tied one comes several times
-
-    def forget_parameters(self) -> None:
-        """Search the module again: new calls may come with new parameters."""
-        self._parameters = []
 
     def await_backward(self, backward: Backward) -> None:
         """A pass before which no gradient was there has ended; its backward pass is to come."""
@@ -76,7 +72,7 @@ class Gradients:
         """
         if self._has_overlap or may_have_buckets():
             return False
-        for owner, name in self._parameters:
+        for owner, name in self.parameters:
             parameter = owner()._parameters[name]
             if parameter.requires_grad:
                 is_taken = not parameter.is_leaf or post_accumulate_hooks(parameter) or OPTIMIZERS in parameter.__dict__

@@ -8,21 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
+from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from ...inputs import check_module, check_one_example, shown
-from ...torch_internals import tree_map, warn
+from ...inputs import check_module, check_one_example, shown, tensors_in
+from ...torch_internals import FakeTensor, tree_map, warn
 from ...units import UNITS, bytes_of, share_of, size_text
 from ..passes.plan import MORE, Plan
 from ..passes.recording import Recording
-from ..step.dry import rehearsed_step, text_of
+from ..step.dry import differentiable, rehearsed_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
+from ..step.stand_ins import stand_ins
 from ..step.step import Kind, Step
-from ..step.watch import Watch
+from ..step.watch import Watch, Watched
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
@@ -362,3 +365,40 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def watched_pass(module: nn.Module, inputs: Sequence[Tensor], frame: FrameType | None) -> Watched:
+    """The context of a forward pass, called by this frame, whose step is watched."""
+    tensors = [*module.parameters(), *inputs]
+    has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+    return Watched(Watch(inputs, has_values), frame)
+
+
+def step_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """The step of a network on an example, with the mean square of the outputs as its loss. It changes nothing.
+
+    A copy runs instead of the network if FSDP has sharded it, or if what the step saves has no room elsewhere.
+    """
+    if is_sharded(module):
+        return rehearsed_step(module, args, kwargs)
+    watch = _watch_of_example(module, args, kwargs)
+    if watch.elsewhere.is_full:
+        return rehearsed_step(module, args, kwargs)
+    if watch.error is not None:
+        raise watch.error
+    return watch.step(module)
+
+
+def _watch_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch:
+    """Run the step of `step_of_example`, with stand-ins for the parameters."""
+    inputs = tensors_in((args, kwargs))
+    with stand_ins(module) as trained:
+        recording = watched_pass(module, inputs, None)
+        with recording:
+            outputs = module(*args, **kwargs)
+        losses = [start.square().mean() for start in differentiable(outputs)]
+        recording.counting.awaits(module, outputs)
+        leaves = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
+        torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=leaves)
+        del outputs, losses
+    return recording.counting

@@ -126,11 +126,9 @@ class Signature:
         self.set_coming(None if coming_plan is plan else coming_plan)
         is_smaller = plan is not None and plan.bytes < MORE * self.exceeded
         self.is_due = is_smaller and self.tries < _TRIES
-        if self.is_due:
-            self.tries += 1
-        else:
+        self.tries = self.tries + 1 if self.is_due else 0
+        if not self.is_due:
             self.exceeded = 0
-            self.tries = 0
 
     def borrow(self, lender: "Signature", origin: Origin) -> None:
         """Follow the plan and the advice of another size."""

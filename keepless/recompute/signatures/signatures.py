@@ -29,12 +29,11 @@ from ..step.costs import measures
 from ..step.sharded import is_sharded
 from ..step.watch import State, Watch, Watched
 from .gradients import Backward, Gradients
-from .plans import Planner, Plans
+from .plans import Planner, Plans, step_of_example, watched_pass
 from .signature import Lesson, Origin, Signature, Size
-from .watched import step_of_example, watched_pass
 
-_MOST = 16  # signatures with plans of their own, and as many others; the least recently used one goes
-_LARGER = 1.5  # the plan of a size with at most so many times an input's bytes is good enough for the input
+_CAPACITY = 16  # signatures with plans of their own, and as many others; the least recently used one goes
+_NEAR = 1.5  # the plan of a size with at most so many times an input's bytes is good enough for the input
 _SELDOM = 10  # in one step of so many a larger size is watched, once there were many sizes
 _STRAYS = 4  # passes that may leave a new plan, before one of them teaches advice
 _HOOKED = (
@@ -55,7 +54,7 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _is_near(signature: Signature, lender: Signature) -> bool:
-    return signature.input_bytes <= lender.input_bytes <= _LARGER * signature.input_bytes
+    return signature.input_bytes <= lender.input_bytes <= _NEAR * signature.input_bytes
 
 
 def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
@@ -87,7 +86,7 @@ class Signatures:
         self._planner = None if budget is None else Planner(budget, strict)
         self.gradients = Gradients()
         self._watched_sizes = 0
-        self._passes_since = 0  # a size was watched
+        self._passes_since_watch = 0
 
     def recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -103,7 +102,7 @@ class Signatures:
         if has_shards:  # plans may have been made before FSDP sharded the network
             for signature in self.recent:
                 signature.set_coming(None)
-        has_changing_mode = bool(function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
+        has_mode = bool(function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
         signature = self._signature_of(module, inputs, args, kwargs)
         planner = self._planner
         if planner is None:
@@ -111,19 +110,18 @@ class Signatures:
         else:
             self._renew_plan(planner, module, signature)
             if signature.is_due:
-                is_excluded = has_changing_mode or is_transformed((args, kwargs)) or not _learns(module, inputs)
-                if not is_excluded and is_capturing():
+                if has_mode or is_transformed((args, kwargs)) or not _learns(module, inputs):
+                    return self._recording_of(None, inputs, frame, has_shards, has_mode)
+                if is_capturing():
                     planner.warn_once("waits", _CAPTURED)
-                    is_excluded = True
-                if is_excluded:
-                    return self._recording_of(None, inputs, frame, has_shards, has_changing_mode)
+                    return self._recording_of(None, inputs, frame, has_shards, has_mode)
                 if not signature.awaits_backward():
                     return self._watched_recording(signature, module, inputs, frame)
         if signature.coming is not None:
             self.gradients.note_overlap()
             if self.gradients.come():
                 signature = signature.coming
-        return self._recording_of(signature, inputs, frame, has_shards, has_changing_mode)
+        return self._recording_of(signature, inputs, frame, has_shards, has_mode)
 
     def _watched_recording(
         self, signature: Signature, module: nn.Module, inputs: Sequence[Tensor], frame: FrameType
@@ -137,7 +135,7 @@ class Signatures:
     def _note_watched(self, signature: Signature) -> None:
         signature.backward = None
         self._watched_sizes += 1
-        self._passes_since = 0
+        self._passes_since_watch = 0
 
     def _renew_advice(self, signature: Signature, inputs: Sequence[Tensor]) -> None:
         """Without a budget: let the next pass be recorded and learned, if it has to be."""
@@ -148,16 +146,11 @@ class Signatures:
             signature.follow(None)
 
     def _recording_of(
-        self,
-        signature: Signature | None,
-        inputs: Sequence[Tensor],
-        frame: FrameType,
-        has_shards: bool,
-        has_changing_mode: bool,
+        self, signature: Signature | None, inputs: Sequence[Tensor], frame: FrameType, has_shards: bool, has_mode: bool
     ) -> Recording:
         """The context of a forward pass by the plan and the advice of its signature, or without one.
 
-        `has_changing_mode`: a mode of the program may change what functions compute.
+        `has_mode`: a mode of the program may change what functions compute.
         """
         planner = self._planner
         if planner is not None and signature is not None and signature.plan is None and not signature.is_due:
@@ -166,16 +159,16 @@ class Signatures:
         policy = None
         if planner is not None:
             policy = ByPlan() if signature is None else ByPlan(signature.plan, signature.slack)
-        if signature is None or has_changing_mode or is_capturing():
+        if signature is None or has_mode or is_capturing():
             return Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         if planner is not None and signature.plan is not None and signature.lesson in (Lesson.NEW, Lesson.LENT):
             for remark in signature.plan.remarks:
                 planner.warn_of_excess(*remark)
         signature.passes += 1
-        has_advice = not (signature.is_due or has_shards or None in signature.kind[0])
-        if has_advice and signature.lesson is Lesson.NEW:
+        takes_advice = not (signature.is_due or has_shards or None in signature.kind[0])
+        if takes_advice and signature.lesson is Lesson.NEW:
             recording: Recording = Advised(Advice(), policy, inputs=inputs, frame=frame)
-        elif has_advice and signature.advice is not None and signature.lesson is Lesson.LEARNED:
+        elif takes_advice and signature.advice is not None and signature.lesson is Lesson.LEARNED:
             policy = policy and ByPlan()  # sites know what it has decided
             recording = Advised(
                 signature.advice, policy, inputs=inputs, frame=frame, earlier=signature.kept, slack=signature.slack
@@ -204,7 +197,7 @@ class Signatures:
         for watched in self.recent:
             if watched.watch is not None:
                 self._plan_watched(planner, module, watched, watched.watch)
-        self._passes_since += 1
+        self._passes_since_watch += 1
         lender = self._lender(planner, signature) if signature.plan is None and signature.is_due else None
         if lender is not None:
             signature.borrow(lender, Origin.NEAR if _is_near(signature, lender) else Origin.FAR)
@@ -219,7 +212,7 @@ class Signatures:
             return True
         planned = [candidate for candidate in self.recent if candidate.origin is Origin.OWN]
         is_largest = all(candidate.input_bytes < signature.input_bytes for candidate in planned)
-        return is_largest and (self._watched_sizes < _MOST or self._passes_since >= _SELDOM)
+        return is_largest and (self._watched_sizes < _CAPACITY or self._passes_since_watch >= _SELDOM)
 
     def _plan_watched(self, planner: Planner, module: nn.Module, signature: Signature, watch: Watch) -> None:
         """Plan the passes of a signature, if the step that was watched has ended."""
@@ -245,11 +238,11 @@ class Signatures:
             signature.backward = Backward(None)  # which no graph has: watch again after a pass with a backward pass
 
     def _use(self, signature: Signature) -> None:
-        """Make this the last one used. At most `_MOST` have a plan of their own, and as many have none."""
+        """Make this the last one used. At most `_CAPACITY` have a plan of their own, and as many have none."""
         recent = [*(earlier for earlier in self.recent if earlier is not signature), signature]
         for is_own in (False, True):  # a size that was watched gets its own later
             alike = [earlier for earlier in recent if (earlier.origin is Origin.OWN) is is_own]
-            for earlier in alike[: max(0, len(alike) - _MOST)]:
+            for earlier in alike[: max(0, len(alike) - _CAPACITY)]:
                 recent.remove(earlier)
         self.recent = recent
 
@@ -297,7 +290,7 @@ class Signatures:
             recording.learn(fits=fits and not has_diverged)
             signature.advice = recording.advice
         signature.lesson = Lesson.NONE if signature.advice is None else Lesson.LEARNED
-        self.gradients.forget_parameters()
+        self.gradients.parameters = []  # new calls may come with new ones
 
     def _watched_pass_has_ended(self, module: nn.Module, recording: Watched, output: object) -> None:
         if output is None:
@@ -347,10 +340,9 @@ class Signatures:
             plan = signature.plan
             if plan is not None:
                 key = signature.kind[:-1], signature.size, tuple(total for _, total in plan.calls)
-                coming_plan = plan if signature.coming is None else signature.coming.plan
-                assert coming_plan is not None
                 signatures[key] = signature
-                shared[key] = [replace(bare, calls=(), remarks=()) for bare in (plan, coming_plan)]
+                coming_plan = plan if signature.coming is None else signature.coming.plan
+                shared[key] = [bare and replace(bare, calls=(), remarks=()) for bare in (plan, coming_plan)]
         received: list[Any] = [shared]
         dist.broadcast_object_list(received)
         for key in signatures.keys() & received[0].keys():

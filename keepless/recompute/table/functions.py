@@ -101,8 +101,8 @@ def _learn_builtin(function: BuiltinFunctionType | MethodDescriptorType) -> None
     if isinstance(operator, OpOverloadPacket) and function.__name__.removeprefix("_unsafe_") not in _NOT_EQUAL:
         overloads = [overload for overload in overloads_of(operator) if not written_arguments(overload)]
         is_random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-        results = [result for overload in overloads for result in declared_results(overload)]
-        if results and not is_random and all(result.alias_info is None for result in results):
+        aliases = [result.alias_info for overload in overloads for result in declared_results(overload)]
+        if aliases and not is_random and all(alias is None for alias in aliases):
             _add([function], again=rules.repeated(function), is_slow=True)
 
 

@@ -251,8 +251,7 @@ def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     arguments = named_arguments(F.instance_norm, args, kwargs)
     uses_input_statistics = arguments.get("use_input_stats", True)
-    names = ("running_mean", "running_var", "weight", "bias")
-    mean, var, weight, bias = map(arguments.get, names)
+    mean, var, weight, bias = map(arguments.get, ("running_mean", "running_var", "weight", "bias"))
     if uses_input_statistics:  # running statistics would be updated again
         mean = var = None
     vectors = _find_all(find, mean, var, weight, bias)

@@ -172,7 +172,7 @@ def test_a_sharded_network_is_told_the_lowest_peak_with_all_its_bytes(monkeypatc
     network = convolutions()
     step = rehearsed_step(network, (IMAGES,), {})
     least = frontier(step.without_outputs())[-1].peak
-    for module in ("plans", "signatures", "watched"):
+    for module in ("plans", "signatures"):
         monkeypatch.setattr(f"keepless.recompute.signatures.{module}.is_sharded", lambda network: True)
     with pytest.warns(UserWarning, match=f"no plan keeps this step within .*: the lowest peak is {size_text(least)},"):
         recompute_activations(network, budget=least - 4096, example=IMAGES)(IMAGES)
