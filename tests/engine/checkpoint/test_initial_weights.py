@@ -22,9 +22,8 @@ from engine.schema.data import Data
 from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init, TrainingRun
 from keepless import ABN
-from keepless.norms.conversion_report import listed
 from models.bodies import LibraryBody, resnext101
-from models.checkpoints.loading import state_dict_in, unwrapped
+from models.checkpoints.loading import listed, state_dict_in, unwrapped
 from models.checkpoints.released import load_released
 from tests import released_files
 from tests.checkpoints import saved

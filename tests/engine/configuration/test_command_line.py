@@ -252,7 +252,7 @@ def test_only_a_command_s_own_function_ends_it_with_a_status(monkeypatch):
     with pytest.raises(RuntimeError, match=rf"^{re.escape(__file__)}, line \d+, ends the program: SystemExit\(1\)$"):
         main.main()
     verify = importlib.import_module("scripts.verify_data")
-    monkeypatch.setattr(verify, "verify_data", lambda _: {"train": {"problems": ["a"]}})
+    monkeypatch.setattr(verify, "verify_data", lambda _: {"train": verify.SplitReport(0, None, {"unreadable": ["a"]})})
     with pytest.raises(SystemExit, match="^True$"):
         verify.main()
 
